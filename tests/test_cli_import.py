@@ -79,5 +79,7 @@ def test_the_command_compares_with_a_plan(tmp_path: Path, capsys) -> None:
 def test_mistakes(tmp_path: Path, text: str, options: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         app(["import-logs", str(written(tmp_path / "log", text)), *options], standalone_mode=False)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="absent: no such file"):
         app(["import-logs", str(tmp_path / "absent")], standalone_mode=False)
+    with pytest.raises(UserError, match="cannot be read"):
+        app(["import-logs", str(tmp_path)], standalone_mode=False)

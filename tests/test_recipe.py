@@ -332,6 +332,7 @@ def test_the_system_prompt_of_gsm8k_is_whole() -> None:
         ("=3", "expected section.key=value"),
         ("rollout.temperature.x=1", "`temperature` is a value"),
         ("rollout.temperature=[", "not valid YAML"),
+        ("algorithm.advantage.estimator=grpo", "expected `group_norm`, which is its name here (got 'grpo')"),
         ("rollout.temprature=1", "did you mean `rollout.temperature`"),
         ("rollout.temperature=hot", "`rollout.temperature`"),
         ("temperature=1", "did you mean"),
@@ -355,6 +356,9 @@ def test_wrong_overrides(tmp_path: Path, override: str, said: str) -> None:
         ("a: [\n", "not valid YAML"),
         ("just words", "expected sections"),
         ("1: 2\n" + YAML, "keys should be strings (got 1)"),
+        (YAML + "loss: {kind: ipo}\n", "unknown key `loss`; the keys are run, "),
+        ("run: {name: 'x}\n", "not valid YAML: line 2: while scanning a quoted scalar"),
+        (YAML + "cluster: {share: 0.5}\n", "my-run.yaml: cluster.share: it counts in the shared pool only"),
         (YAML + "run: {steps: 3, seed: 1, steps: 4}\n", "the key `steps` occurs twice"),
     ],
 )
@@ -363,6 +367,12 @@ def test_wrong_files(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(UserError, match=r"recipe .*my-run.yaml: ") as error:
         Recipe.load(path)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_one_address_needs_no_list(tmp_path: Path) -> None:
+    path = write(tmp_path, "prompts: {task: chain}\n")
+    assert Recipe.load(path, ["reward.url=http://127.0.0.1:5000/get_reward"]).reward.url == ["http://127.0.0.1:5000/get_reward"]
+    assert Recipe.load(path, ["reward.function=task", "reward.url="]).reward.url == []
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -41,6 +41,14 @@ def test_responses_without_a_reward_are_the_result_themselves() -> None:
     assert parse(SFT, GENERATE, after).plan()[-1].tree["data"]["path"] == "runs/w/g/responses.jsonl"
 
 
+def test_a_file_that_is_no_workflow_is_called_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^workflow .*none\.yaml: no such file"):
+        Workflow.load(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(UserError, match=r"^workflow .*list\.yaml: expected the key `stages:` at the top, found list"):
+        Workflow.load(tmp_path / "list.yaml")
+
+
 @pytest.mark.parametrize(
     ("stages", "says"),
     [

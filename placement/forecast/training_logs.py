@@ -57,7 +57,7 @@ class TrainingLog:
 
 def read_log(path: Path) -> TrainingLog:
     """Read a log. Raises ValueError with one sentence for a file that is none."""
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: no such file")
     try:
         text = path.read_text(encoding="utf-8-sig")

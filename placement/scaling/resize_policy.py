@@ -166,7 +166,7 @@ def decide(
     if stay is None:
         urgent = urgent or ("no actor is held yet" if current == 0 else f"no plan works with {current} actors")
     if urgent:
-        return _to(chosen, current, f"{urgent}: {chosen.actors} actors at once")
+        return _to(chosen, current, f"{urgent}: {chosen.actors} actor{'s' if chosen.actors > 1 else ''} at once")
     assert stay is not None
     before, after = stay.cost + value_per_s * stay.time_s, chosen.cost + value_per_s * chosen.time_s
     saving, more = before - after, chosen.actors - current

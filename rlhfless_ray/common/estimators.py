@@ -9,6 +9,16 @@ EstimatorName = Literal[
     "gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce", "on_policy_distill", "online_dpo"
 ]
 
+OTHER_NAMES: dict[str, EstimatorName] = {
+    "grpo": "group_norm",
+    "ppo": "gae",
+    "reinforce++": "reinforce",
+    "reinforce_plus_plus": "reinforce",
+    "reinforce++_baseline": "reinforce_baseline",
+    "reinforce_plus_plus_baseline": "reinforce_baseline",
+}
+"""What papers and other systems call an estimator, for messages."""
+
 
 @dataclass(frozen=True)
 class Estimator:

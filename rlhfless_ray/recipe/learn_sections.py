@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rlhfless_ray.common.estimators import ESTIMATORS, EstimatorName
+from rlhfless_ray.common.estimators import ESTIMATORS, OTHER_NAMES, EstimatorName
 from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto, TokensOrAuto
 
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first that placement.peak_memory tries, which processes without a planner do not import
@@ -29,6 +29,14 @@ class AdvantageConfig(Section):
     `reinforce_baseline` whiten)."""
     normalize_std: bool = True
     """Whether whitening divides by the deviation, besides centring."""
+
+    @field_validator("estimator", mode="before")
+    @classmethod
+    def _name_the_estimator(cls, value: object) -> object:
+        """Reject a name of other systems with the name that it has here."""
+        if isinstance(value, str) and value.lower() in OTHER_NAMES:
+            raise ValueError(f"expected `{OTHER_NAMES[value.lower()]}`, which is its name here")
+        return value
 
     @property
     def whitens(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless_ray.recipe.section import OffIsAWord, Section
+from rlhfless_ray.recipe.section import OffIsAWord, Section, Texts
 
 
 class PolicyConfig(Section):
@@ -183,7 +183,7 @@ class RewardConfig(Section):
     contract: Literal["row", "openrlhf"] = "row"
     """Arguments of a file's function. `row`: as above. `openrlhf`: lists of queries (prompt and response), prompts and labels; it
     returns rewards or a dict with `rewards`, `scores` and `extra_logs`."""
-    url: list[str] = Field(default_factory=list)
+    url: Texts = Field(default_factory=list)
     """HTTP servers of rewards: POST of query, prompts and labels in OpenRLHF's JSON. Several addresses are used in turn."""
     model_path: str = ""
     """A local Hugging Face folder of a model with a scalar head and the policy's tokenizer. The reward is its value at the last

@@ -48,5 +48,11 @@ def _switch_or_auto(value: Any) -> Any:
     raise ValueError("expected `auto`, true or false")
 
 
+def _one_or_several(value: Any) -> Any:
+    """Read one text as a list of it, and an empty one as an empty list."""
+    return ([value] if value else []) if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(_one_or_several)]
 TokensOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_tokens_or_auto)]
 SwitchOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)]

@@ -57,8 +57,8 @@ def cost(ledger: Sequence[Row]) -> Chart | None:
         "yaxis": {"automargin": True, "ticksuffix": "  "}, "bargap": 0.35,
     }  # fmt: skip
     note = (
-        "Every leased slot-second of the run: work solid, transfer paler, start striped, idle grey. Start-up, the first "
-        "evaluation and the writing of checkpoints belong to no step: they count here and in the totals only."
+        "Every leased slot-second of the run: work solid, transfer paler, start striped, idle grey. Start-up, a warm start "
+        "(the kind learn), the first evaluation and the writing of checkpoints belong to no step: they count here and in the totals only."
     )
     return Chart("cost", "Cost by kind and activity", note, data, layout, height=90 + 44 * len(kinds))
 

@@ -74,10 +74,10 @@ def plan(rows: Sequence[Row]) -> Chart | None:
 def plan_cost(rows: Sequence[Row]) -> Chart | None:
     """Draw predicted and measured cost of the rollout."""
     return _plan(
-        rows,
+        _without_evaluation(rows),
         "plan-cost",
         "Rollout cost, planned and measured",
-        "Slot-seconds that rollout engines held leases for.",
+        "Slot-seconds that rollout engines held leases for, in steps without evaluation.",
         "plan/cost_slot_s",
         "cost/rollout_slot_s",
         "slot-s",
@@ -86,10 +86,20 @@ def plan_cost(rows: Sequence[Row]) -> Chart | None:
 
 def plan_step(rows: Sequence[Row]) -> Chart | None:
     """Draw predicted and measured time of whole steps."""
-    without = [row for row in rows if not finite(row.get("phase/eval_s"))]
     return _plan(
-        without, "plan-step", "Step time, planned and measured", "Whole steps without evaluation.", "plan/step_s", "step_s", "seconds"
+        _without_evaluation(rows),
+        "plan-step",
+        "Step time, planned and measured",
+        "Whole steps without evaluation.",
+        "plan/step_s",
+        "step_s",
+        "seconds",
     )
+
+
+def _without_evaluation(rows: Sequence[Row]) -> list[Row]:
+    """Return the steps whose time and leases are those of training alone."""
+    return [row for row in rows if not finite(row.get("phase/eval_s"))]
 
 
 def _plan(rows: Sequence[Row], id: str, title: str, note: str, planned: str, measured: str, unit: str) -> Chart | None:
@@ -104,11 +114,11 @@ def _plan(rows: Sequence[Row], id: str, title: str, note: str, planned: str, mea
 
 
 def frontier(rows: Sequence[Row]) -> Chart | None:
-    """Draw the last step's frontier (cost against time), the chosen plan, the measured result, and the bounds."""
+    """Draw the frontier of the last step without evaluation (cost against time), the chosen plan, the measured result, and the bounds."""
     known = [row for row in rows if row.get("plan/frontier_time_s")]
     if not known:
         return None
-    row = known[-1]
+    row = (_without_evaluation(known) or known)[-1]
     times, costs, actors = (row[f"plan/frontier_{name}"] for name in ("time_s", "cost_slot_s", "actors"))
     data: list[Row] = [{
         "type": "scatter", "mode": "lines+markers", "x": [rounded(c) for c in costs], "y": [rounded(t) for t in times],
@@ -134,13 +144,13 @@ def frontier(rows: Sequence[Row]) -> Chart | None:
         "yaxis": {"title": "rollout, seconds", "rangemode": "tozero"},
     }
     note = (
-        f"The plans of step {row['step']}, in decoding time; hover for the number of actors. `chosen` and `measured` are of the "
+        "Plans in decoding time; hover for the number of actors. `chosen` and `measured` are of the "
         "whole phase, including weights, calls, and slots held for the learner."
     )
     bound_s, bound_cost = finite(row.get("plan/bound_s")), finite(row.get("plan/bound_cost_slot_s"))
     if bound_s is not None and bound_cost is not None:
         note += f" No plan could take less than {number(bound_s)} s, or cost less than {number(bound_cost)} slot-s."
-    return Chart("frontier", "The frontier of the last step", note, data, layout, height=300)
+    return Chart("frontier", f"The frontier of step {row['step']}", note, data, layout, height=300)
 
 
 def _decision(row: Row) -> str:

@@ -91,15 +91,15 @@ def render(record: RunRecord) -> str:
 def learning_charts(record: RunRecord) -> list[Chart]:
     """Return the curves of what a run learned, without those that it lacks."""
     drawn = thin(record.steps)
+    if record.is_supervised:
+        return _present(
+            supervised_charts.loss(record.metrics),
+            supervised_charts.accuracy(record.metrics),
+            supervised_charts.rewards(drawn),
+            supervised_charts.speed(drawn),
+        )
     return _present(
-        supervised_charts.loss(record.metrics),
-        supervised_charts.accuracy(record.metrics),
-        supervised_charts.rewards(drawn),
-        supervised_charts.speed(drawn),
-        charts.reward(drawn),
-        charts.accuracy(record.metrics),
-        charts.lengths(drawn),
-        charts.histogram(summary.length_groups(record)),
+        charts.reward(drawn), charts.accuracy(record.metrics), charts.lengths(drawn), charts.histogram(summary.length_groups(record))
     )
 
 

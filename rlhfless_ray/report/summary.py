@@ -60,7 +60,7 @@ def cards(record: RunRecord) -> list[Row]:
             gain = f"{100 * (last - first):+.1f} points" if shares else f"{'+' if last >= first else ''}{number(last - first)}"
             under = f"{gain}, step {first_step} to {last_step}"
             out.append(_card(label, f"{shown(first)} → {shown(last)}", under, "good" if last >= first else "bad"))
-    out += [*_loss_cards(record), *_reward_card(steps)]
+    out += _loss_cards(record) if record.is_supervised else _reward_card(steps)
     last_row: Row = record.metrics[-1] if record.metrics else {}
     done = finite(record.status.get("steps_done"))
     done = done if done is not None else float(last_row.get("step", 0)) if last_row else None

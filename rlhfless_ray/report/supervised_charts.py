@@ -1,4 +1,4 @@
-"""Charts of a supervised stage: loss, accuracy and rewards, of training and of held-out rows."""
+"""Charts of a supervised stage: loss, accuracy, rewards and speed, of training and of held-out rows."""
 
 from __future__ import annotations
 

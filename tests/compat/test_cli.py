@@ -165,6 +165,9 @@ def test_run_and_submit_build_the_command():
     done = command_here("submit", "--dry-run", "--no-package", "--working-dir", ".", "--", "bash", "train.sh")
     assert "py_modules" not in done.stdout and done.stdout.rstrip().endswith("-- python3 -m rlhfless_ray run -- bash train.sh")
     assert command_here("submit", "--dry-run").returncode == 2
+    for start_job in (["submit"], ["run", "--", "ray", "job", "submit"]):
+        done = command_here(*start_job, "--address", "http://127.0.0.1:9", "--", *start, *LINE.split())
+        assert done.returncode == 2 and "--address http://127.0.0.1:9: no cluster answers there" in done.stderr
     assert command("run", "--", "no-such-program-here").returncode == 2
 
 

@@ -95,12 +95,19 @@ def test_the_launcher_is_found_in_a_script(tmp_path):
         ("deepspeed --module openrlhf.cli.train_ppo --x", "OpenRLHF had it until 0.6.1; start openrlhf.cli.train_ppo_ray instead"),
         ("python -m openrlhf.cli.train_everything", "OpenRLHF has no such launcher"),
         ("python3 train.py", "no launcher of OpenRLHF in it"),
+        ("bash nowhere.sh", "nowhere.sh: no such file"),
+        ("srun bash nowhere --x", "nowhere: no such file"),
         ("", "no launcher of OpenRLHF in it"),
     ],
 )
 def test_commands_without_our_launcher(command, said):
     with pytest.raises(UserError, match=said):
         find(shlex.split(command))
+
+
+def test_a_script_needs_no_suffix(tmp_path):
+    (tmp_path / "train").write_text(f"python3 -m {MODULE} {shlex.join(FLAGS)}\n")
+    assert find(["bash", str(tmp_path / "train")]).flags == FLAGS
 
 
 def test_every_launcher_is_either_ours_or_said_not_to_be():
@@ -148,6 +155,7 @@ def test_words_are_those_of_bash(words):
         'set -- ${1:-x} "${2:-y z}"',
         "M=m; read -r -d '' V <<EOF\n--a $M \\\n  --b \"q\"\nEOF\nset -- $V",
         "read -r -d '' V <<'EOF'\n--a $M\nEOF\nset -- $V x",
+        "A=(--n 4 --m 5); read -r -d '' V <<EOF\n--a b \\\n  ${A[@]} \\\n  --c \"${A[*]}\"\nEOF\nset -- $V",
         "cat <<EOF | cat >/dev/null\n--not-me\nEOF\nset -- a",
         "V=(\n  --a 1 # --b 2\n  # --c\n  --d\n)\nset -- ${V[@]}",
         'V=/a/b.c; X=; set -- ${V%.*} "${V##*/}" ${V#/} ${V/b/"d e"} ${V//[ab]/x} ${X:+no} ${V:+"y z" --w} ${X:-"q r"} ${#V}',

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from synthetic_run import write_synthetic_run
 
-from rlhfless_ray.report import charts, cost_charts
+from rlhfless_ray.report import charts, cost_charts, plan_charts
 from rlhfless_ray.report.formatting import duration, money, number, percent, short, slot_time
 from rlhfless_ray.report.gantt import MAX_SEGMENTS, gantt
 from rlhfless_ray.report.read_run import RunRecord
@@ -94,12 +94,27 @@ def test_every_chart_has_data_and_a_place_on_the_page(page: Page, finished_run: 
     assert places == set(figures)
     expected = {"reward", "accuracy", "lengths", "histogram", "pool", "plan", "forecast", "cost", "phases", "learn-grad_norm"}
     assert expected <= set(figures)
+    assert not {name for name in figures if name.startswith("supervised")}  # its loss says nothing about what a policy learns
+    assert "Loss" not in {card["label"] for card in cards(RunRecord.read(finished_run))}
     for name, figure in figures.items():
         assert figure["data"], name
         assert all(len(trace["x"]) == len(trace["y"]) > 0 for trace in figure["data"]), name
     means = [row["reward/mean"] for row in RunRecord.read(finished_run).steps]
     assert figures["reward"]["data"][0]["y"] == pytest.approx(means, rel=1e-4)
     assert any("Grow: " in text for text in figures["pool"]["data"][0]["customdata"])
+
+
+def test_an_evaluation_is_no_part_of_the_planned_rollout() -> None:
+    """Its engines hold leases of the same kind, so its step would look like a plan that went wrong."""
+    frontier = {"plan/frontier_time_s": [1.0], "plan/frontier_cost_slot_s": [1.0], "plan/frontier_actors": [1]}
+    planned = {"plan/rollout_s": 1.0, "plan/cost_slot_s": 1.0, "phase/rollout_s": 1.0, **frontier}
+    rows = [{"step": n, **planned, "cost/rollout_slot_s": 1.0} for n in (1, 2)]
+    rows.append({"step": 3, **planned, "cost/rollout_slot_s": 3.0, "phase/eval_s": 2.0})
+    cost, found = plan_charts.plan_cost(rows), plan_charts.frontier(rows)
+    assert cost is not None and [trace["x"] for trace in cost.data] == [[1, 2], [1, 2]] and "error is 0%" in cost.note
+    assert found is not None and found.title == "The frontier of step 2"
+    only = plan_charts.frontier(rows[2:])
+    assert only is not None and only.title == "The frontier of step 3"
 
 
 def test_prefix_kv_is_told_step_by_step_with_the_break_even(page: Page, finished_run: Path) -> None:

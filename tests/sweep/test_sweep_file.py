@@ -84,6 +84,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "not its own": ({"set": {"run.name": "x"}}, "`run.name`: the sweep decides it"),
     "cluster of a run": ({"runs": [{"set": {"cluster.address": "auto"}}]}, "`cluster.address`: the sweep decides it"),
     "no recipe": ({"recipe": ""}, "no recipe; name one in `recipe`"),
+    "more than the pool": (
+        {"set": {"cluster.pool": True, "cluster.share": 0.6}, "grid": {"run.seed": [0, 1, 2]}},
+        "cluster.share: 2 runs at once ask for shares of 1.2 of the pool",
+    ),
     "no such recipe": ({"recipe": "missing.yaml"}, "no such file"),
 }
 

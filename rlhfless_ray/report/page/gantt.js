@@ -95,7 +95,7 @@ function drawGantt(root, data, palette, dark) {
     const height = TOP + data.lanes.length * ROW + 22;
     const [pen, full] = prepare(main, height);
     width = full;
-    left = Math.min(150, 12 + Math.max(...data.lanes.map(lane => pen.measureText(lane).width)));
+    left = Math.min(150, 12 + Math.max(...["whole run", ...data.lanes].map(lane => pen.measureText(lane).width)));
     const bottom = TOP + data.lanes.length * ROW;
     pen.save(); pen.beginPath(); pen.rect(left, 0, width - left, height); pen.clip();
     pen.textAlign = "center";
