@@ -180,8 +180,8 @@ def _check_shares(file: SweepFile, runs: Iterable[PlannedRun], where: str) -> No
     shares = sorted((run.recipe.cluster.share or 0.0 for run in runs), reverse=True)[: file.at_most]
     if sum(shares) > 1 + 1e-9:
         raise UserError(
-            f"{where}: cluster.share: {len(shares)} runs at once ask for shares of {sum(shares):g} of the pool together, which may be at most 1; "
-            "lower their shares, or at_most"
+            f"{where}: cluster.share: {len(shares)} runs at once ask for shares of {sum(shares):g} of the pool together, "
+            "which may be at most 1; lower their shares, or at_most"
         )
 
 
