@@ -134,7 +134,7 @@ UNRELIABLE = """
 import pathlib
 
 def often(prompt, response, row):
-    if pathlib.Path(r"{metrics}").read_text().count("\\n") > 0:  # a step is over
+    if (file := pathlib.Path(r"{metrics}")).exists() and file.read_text().count("\\n") > 0:  # a step is over
         return 1 / (len(response) - len(response))
     return float("nan") if len(response) % 2 else -len(response) / 10
 """

@@ -15,7 +15,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.run.find_model import find_model
 from rlhfless_ray.run.responses import RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
-from rlhfless_ray.runtime.evaluate_models import best_of_k
+from rlhfless_ray.runtime.evaluate_models import best_of_k, with_own_folder
 from rlhfless_ray.types import Completion, Prompt, Sample
 from tests.conftest import command_here, small_recipe
 
@@ -54,6 +54,16 @@ def test_a_mistake_is_named_before_anything_starts(arguments: list[str], says: s
     done = command_here(*arguments, f"run.root={tmp_path}")
     assert done.returncode == 2 and says in done.stderr, done.stderr
     assert not any(tmp_path.iterdir())
+
+
+def test_an_evaluation_gets_a_folder_beside_the_run_of_its_recipe(tmp_path: Path) -> None:
+    recipe = GenerationRecipe.of(small_recipe(tmp_path, run__name="quick"))
+    root = Path(recipe.run.root)
+    (root / "quick").mkdir(parents=True)
+    (root / "quick" / "recipe.yaml").touch()  # a training run
+    assert [with_own_folder(recipe, resume=resume).run.name for resume in (False, True)] == ["quick-2", "quick-2"]
+    (root / "quick-2").mkdir()
+    assert [with_own_folder(recipe, resume=resume).run.name for resume in (False, True)] == ["quick-3", "quick-2"]
 
 
 # ---- pass@k, pairs ------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ ONLINE_DPO = {
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"advantage.estimator": "grpo"}, "`algorithm.advantage.estimator`: input should be "),
+        ({"advantage.estimator": "actor_critic"}, "`algorithm.advantage.estimator`: input should be "),
         ({"advantage.gamma": 0.9}, "algorithm.advantage.gamma: group_norm does not discount, so it must be 1"),
         ({"advantage.estimator": "rloo", "advantage.normalize_std": False}, "which rloo does not do"),
         ({"loss.kind": "gspo"}, "algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`"),

@@ -60,9 +60,10 @@ def evaluate(
     models = model or [one.partition("=")[2] for one in overrides if one.startswith("policy.path=")][-1:]
     task_or_data = [f"prompts.path={data[0]}"] if data and path is None else []  # a recipe needs one, and --data says which count
     recipe = GenerationRecipe.read(path, [*task_or_data, *overrides, f"policy.path={models[0]}"], name="evaluate")
-    from rlhfless_ray.runtime.evaluate_models import FILE
+    from rlhfless_ray.runtime.evaluate_models import FILE, with_own_folder
     from rlhfless_ray.runtime.evaluate_models import evaluate as run
 
+    recipe = with_own_folder(recipe, resume=resume)
     print(run(recipe, models, data or (), k or (), resume=resume))
     print(f"\njson: {Path(recipe.run.root) / recipe.run.name / FILE}")
 

@@ -18,12 +18,15 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     Prompts are not read: for predictions each counts as long as prompts.max_prompt_tokens allows.
     """
     from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.recipe.recipe_file import read_tree
     from rlhfless_ray.run.memory_check import GPU, check, local_room
     from rlhfless_ray.run.memory_fit import AUTO_KEYS, fit
     from rlhfless_ray.run.memory_needs import Lengths, device_needs, gb, host_needs, models_of
     from rlhfless_ray.weights.load_policy import model_folder
     from rlhfless_ray.weights.model_folder import read_folder
 
+    if "task" in read_tree(path, overrides):
+        raise UserError(f"--memory {path}: `task` makes it a supervised stage, whose memory is not predicted")
     recipe = Recipe.load(path, overrides)
     models = models_of(recipe)
     if "policy" not in models and recipe.policy.path:

@@ -171,7 +171,7 @@ def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
     console.print(table)
     width, bound = found["plain_fixed"]["tensor_parallel"], found["bound"]
     wide = (
-        "every policy takes its best width of engines (the runtime does not choose widths itself)"
+        "every policy takes its best width of engines (the runtime chooses widths with rollout.tensor_parallel=auto)"
         if found["tensor_parallel"] == "auto"
         else f"engines of {width}"
     )

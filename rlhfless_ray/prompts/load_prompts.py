@@ -121,9 +121,10 @@ def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, r
             if column not in row:
                 close = difflib.get_close_matches(column, [str(c) for c in row], n=1, cutoff=0.5)
                 hint = f"did you mean `{close[0]}`? Set" if close else "set"
+                unneeded = ", or leave it empty if there are no answers" if key == "answer_column" else ""
                 raise UserError(
                     f"{where}, {name}: no column `{column}`, only {', '.join(f'`{c}`' for c in row) or 'an empty row'}; "
-                    f"{hint} prompts.{key}"
+                    f"{hint} prompts.{key}{unneeded}"
                 )
         cell = row[prompt_column]
         if turns and isinstance(cell, list) and cell and all(isinstance(turn, dict) for turn in cell):

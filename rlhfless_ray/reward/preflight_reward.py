@@ -18,6 +18,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.preflight import isolated_main, run_isolated
 from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.openrlhf_reward import QuerySource
+from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.reward.source import Score
 from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -25,18 +26,22 @@ SERVER_S = 30.0  # wait for a server that the same script has just started
 CONNECT_S, POLL_S = 5.0, 0.5
 
 
-def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: float) -> None:
+def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: float, label_column: str = "") -> None:
     """Score made-up responses to the first prompts: empty ones and the labels themselves.
 
-    Raises UserError if the function fails for all of them (failing for some may be right), hangs or ends its process, or if
-    no server of an HTTP source accepts a connection. Other sources are not called.
+    Raises UserError if the function of a file fails for all of them (failing for some may be right), hangs or ends its process, or if
+    no server of an HTTP source accepts a connection. Other sources are not called. `label_column`: of a function for one sample.
     """
     if isinstance(source, HttpSource):
         find_server(source.urls, min(SERVER_S, source.deadline_s))
-    if not isinstance(source, QuerySource):
+    if isinstance(source, QuerySource):
+        where = f"reward.function {source.file.path}:{source.name}"
+        items = _items(source, prompts, tokenizer)
+    elif isinstance(source, RewardSource) and source.kind == "file":
+        where = f"reward.function {source.file}:{source.name}"
+        items = _row_items(prompts, label_column)
+    else:
         return
-    where = f"reward.function {source.file.path}:{source.name}"
-    items = _items(source, prompts, tokenizer)
     limit_s = 2 * timeout_s * len(items)
     scores: list[Score] = run_isolated(__name__, (source, items, timeout_s), limit_s, where, "a dry call", "return")
     if all(score.error is not None for score in scores):
@@ -74,6 +79,14 @@ def _items(source: QuerySource, prompts: list[Prompt], tokenizer: Any) -> list[A
         completion = Completion(key, tokens, np.zeros(len(tokens), np.float32), "stop", 0)
         items.append(source.item(key, Sample(prompt, 0, completion), lambda ids: tokenizer.decode(ids, skip_special_tokens=False)))
     return items
+
+
+def _row_items(prompts: list[Prompt], label_column: str) -> list[tuple[int, str, str, dict[str, Any]]]:
+    """Return what a function for one sample gets: an empty response to the first prompt, and its label, or else the prompt's own text."""
+    prompt = prompts[0]
+    label = prompt.row.get(label_column) if label_column else None
+    responses = ["", prompt.text if label is None else str(label)]
+    return [(key, prompt.text, response, prompt.row) for key, response in enumerate(responses)]
 
 
 def _scores(source: Any, items: list[Any], timeout_s: float) -> list[Score]:

@@ -113,6 +113,19 @@ class Evaluation:
         return json.dumps(asdict(self), indent=1)
 
 
+def with_own_folder(recipe: GenerationRecipe, *, resume: bool) -> GenerationRecipe:
+    """Return the recipe with a run.name whose folder is no training run's: the first of `<name>`, `<name>-2`, … that is free.
+
+    `resume`: the newest evaluation among these instead, or a free name if there is none.
+    """
+    root, name = Path(recipe.run.root), recipe.run.name
+    names = [name, *(f"{name}-{number}" for number in range(2, 10_000))]
+    free = next((one for one in names if not (root / one).exists()), name)
+    evaluations = [one for one in names[: names.index(free)] if not (root / one / "recipe.yaml").exists()]
+    chosen = evaluations[-1] if resume and evaluations else free
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": chosen})})
+
+
 def evaluate(
     recipe: GenerationRecipe,
     models: Sequence[str | Path],

@@ -121,7 +121,7 @@ class Runtime(StepOperations):
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):
             dry_play(recipe, self.reward_source, self.prompts.train, self.files)
-        dry_call(self.reward_source, self.prompts.train, self.tokenizer, recipe.reward.timeout_s)
+        dry_call(self.reward_source, self.prompts.train, self.tokenizer, recipe.reward.timeout_s, recipe.answer_column)
         if recipe.save.path:
             check_writable(Path(recipe.save.path), "save.path")
         rows, batch, episodes = len(self.prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes

@@ -115,5 +115,24 @@ def test_a_host_that_nobody_knows_is_not_waited_for(monkeypatch: pytest.MonkeyPa
         find_server(["https://nowhere/r"], 1e9)
 
 
-def test_other_sources_are_not_called(tmp_path: Path) -> None:
-    dry_call(RewardSource("file", "score", file="mine.py", text="raise ValueError"), PROMPTS, None, 1.0)
+def test_the_verifier_of_a_task_is_not_called() -> None:
+    dry_call(RewardSource("task", "no-such-task"), PROMPTS, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise KeyError('gold')", r"KeyError: 'gold' \(mine.py, line 2\)"),
+        ("return float('nan')", r"`brief` returned nan, not a finite number"),
+        ("import time; time.sleep(60)", r"took longer than reward.timeout_s = 0.3 s"),
+    ],
+)
+def test_a_function_for_one_sample_that_always_fails_is_named(body: str, words: str) -> None:
+    source = RewardSource("file", "brief", file="mine.py", text=f"def brief(prompt, response, row):\n    {body}\n")
+    with pytest.raises(UserError, match=rf"^reward.function mine.py:brief: it fails in a dry call with made-up responses: .*{words}"):
+        dry_call(source, PROMPTS, None, 0.3 if "sleep" in body else 30.0)
+
+
+def test_a_function_for_one_sample_may_fail_for_an_empty_response() -> None:
+    text = "def brief(prompt, response, row):\n    assert response == row['answer'] and prompt == 'w3'\n    return 1.0\n"
+    dry_call(RewardSource("file", "brief", file="mine.py", text=text), PROMPTS, None, 30.0, "answer")

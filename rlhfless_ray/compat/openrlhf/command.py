@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def find(argv: Sequence[str]) -> LaunchCommand:
         return LaunchCommand(LAUNCHER, list(argv))
     found = _locate(list(argv))
     if found is None:
-        scripts = [token for before, token in zip(["", *argv[:-1]], argv, strict=True) if _is_script(token, before)]
+        scripts = [token for before, token in pairwise(["", *argv]) if _is_script(token, before)]
         if missing := [script for script in scripts if not Path(script).exists()]:
             raise UserError(f"{missing[0]}: no such file")
         raise UserError(
