@@ -170,13 +170,14 @@ def evaluate(
         label: _for_model(recipe, find_model(model, "--model", root / "models"), root, label)
         for label, model in zip(labels or _labels(models), models, strict=True)
     }
+    loaded = {label: _load(one, data) for label, one in recipes.items()}  # before Ray starts, which takes longer
     scores: list[ModelScore] = []
     costs: dict[str, dict[str, float]] = {}
     first: dict[str, np.ndarray] = {}  # data set → mean reward of each prompt, of the first model
     with RayCluster.shared(recipe, max(parameter_count(initial_policy(one)[0]) for one in recipes.values())):
         for label, one in recipes.items():
             STOP.check()
-            prompts, parts = _load(one, data)
+            prompts, parts = loaded[label]
             with Generation(one, prompts=prompts, resume=(root / label / RECORD).is_file()) as run:
                 for _ in run:
                     pass
