@@ -131,14 +131,15 @@ def main() -> None:
             print(f"{found.where:<28} {found.text}" + (f"  →  {found.run or 'not run'}: {found.reason}" if found.reason else ""))
         return
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="rlhfless-docs-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="rlhfless-docs-") as scratch:
+        folder = Path(scratch)
         warm_workers.start(folder)  # half the time
         environment = make_scratch(folder)
         said = run(["bash", "-ec", "rlhfless train recipes/quickstart.yaml"], folder, environment)
         if said:
             sys.exit(f"the small quickstart, which the other commands need, failed: {said}")
-        shutil.copytree(folder / "runs" / "quickstart" / "model", folder / "my-model")
+        for name in ("my-model", "my-small-model"):
+            shutil.copytree(folder / "runs" / "quickstart" / "model", folder / name)
         for where, shown, command in checks(folder, environment):
             if options.only not in f"{where} {shown}":
                 continue

@@ -268,13 +268,26 @@ def connect(address: str, key: str = "cluster.address") -> None:
 
 def _check_address(address: str, key: str) -> None:
     """Raise UserError if nothing listens at the address. Ray itself would retry for minutes."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():  # `auto` and similar names, which Ray resolves
+    found = _resolve_auto() if address == "auto" else address
+    host, colon, port = found.rpartition(":")
+    if not colon or not port.isdigit():  # no cluster is found, or a name that Ray resolves
         return
     try:
         socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+        where = address if found == address else f"{address}, which is {found}"
+        private = "" if found == address else "; a private Ray cannot be joined, so name a cluster's address"
+        raise UserError(f"{key} {where}: no Ray cluster answers there: {one_line(error, 200)}{private}") from None
+
+
+def _resolve_auto() -> str:
+    """Return the address that Ray takes `auto` for, or `auto` if it finds none. It may be that of a private Ray, found by its process."""
+    import ray._private.services as services
+
+    try:
+        return services.canonicalize_bootstrap_address("auto") or "auto"
+    except (ConnectionError, ValueError):
+        return "auto"
 
 
 def _temporary_folder() -> Path:

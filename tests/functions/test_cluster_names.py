@@ -1,4 +1,4 @@
-"""What the ledger calls nodes, how much of Ray's errors is shown, and how large a private Ray's object store is."""
+"""What the ledger calls nodes, how much of Ray's errors is shown, how large a private Ray's object store is, and what `auto` may be."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import ray
 
-from rlhfless_ray.local.cluster import RayCluster, _shorten_ray_errors, store_mb
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.local.cluster import RayCluster, _shorten_ray_errors, connect, store_mb
 from rlhfless_ray.recipe import Recipe
 
 
@@ -48,3 +49,12 @@ def test_the_object_store_holds_weights_and_state_of_the_policy_up_to_a_share_of
     assert store_mb(seven, 10**6, keeps_state=False) == pytest.approx(512 + 84e9 / 2**20, abs=1)
     assert store_mb(seven, 10**6, keeps_state=True) == pytest.approx(512 + 252e9 / 2**20, abs=1)
     assert store_mb(seven, 500_000, keeps_state=True) == 150_000
+
+
+def test_auto_that_is_a_private_ray_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray finds it by its process and would try for minutes to reach it, because it listens on loopback only."""
+    import ray._private.services as services
+
+    monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:9")
+    with pytest.raises(UserError, match=r"^--address auto, which is 127.0.0.1:9: no Ray cluster answers there: .*; a private Ray cannot"):
+        connect("auto", "--address")
