@@ -95,15 +95,7 @@ def test_workers_are_forked_unless_a_variable_counts_when_a_program_is_loaded() 
     ended = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout.splitlines()[-1])
-    assert said == {
-        "forked": [True, "a"],
-        "own": [False, None],
-        "child": True,
-        "killed": True,
-        "left": [],
-        "server": True,
-        "prefix": None,
-    }
+    assert said == {"forked": [True, "a"], "own": [False, None], "child": True, "killed": True, "left": [], "server": True, "prefix": None}
 
 
 def test_a_worker_runs_by_itself_where_the_server_has_failed(tmp_path: Path) -> None:
