@@ -74,6 +74,11 @@ def _together(trainer: Any, share: Any, found: dict[str, np.ndarray]) -> dict[st
     return {name: trainer.over_ranks(torch.from_numpy(values)).numpy() for name, values in whole.items()}
 
 
+def _own(shares: list[Any], rank: int, ranks: int) -> Any:
+    """Return the share of a rank. Ranks of one copy of the model have the same."""
+    return shares[rank * len(shares) // ranks]
+
+
 def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
     import torch
 
@@ -96,8 +101,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         reference.open(case["files"], ("127.0.0.1", port), 1)
 
     def own(shares: list[Any]) -> Any:
-        """Return this rank's. Ranks of one copy of the model have the same."""
-        return shares[rank * len(shares) // ranks]
+        return _own(shares, rank, ranks)
 
     def passed(rank_of: Any, batch: Any, *more: Any) -> dict[str, np.ndarray]:
         """What a gang does with the answers of its ranks."""
@@ -167,10 +171,10 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     found: dict[str, Any] = {"stats": [], "weights": [], "values": [], "snapshots": {}, "config": critic.config()}
     found["rng"] = torch.get_rng_state().numpy()
     for number, batch in enumerate(case["batches"], 1):
-        share = critic.cutter.of_pass(batch)[rank]
+        share = _own(critic.cutter.of_pass(batch), rank, ranks)
         values = _together(critic.trainer, share, {"values": critic.values(share, 1)[0]})["values"]
         found["values"].append(values.copy())
-        found["stats"].append(critic.update(critic.cutter.of_update(replace(batch, values=values))[rank], 1)[0])
+        found["stats"].append(critic.update(_own(critic.cutter.of_update(replace(batch, values=values)), rank, ranks), 1)[0])
         weights = critic.trainer.weights()
         found["model"] = _copied(critic.trainer.model_files())
         found["weights"].append(_values(weights))
