@@ -141,7 +141,7 @@ class Starts:
 
         from rlhfless_ray.weights.checksum import checksum
 
-        weights = safetensors.numpy.load(files["model.safetensors"])
+        weights = safetensors.numpy.load(bytes(files["model.safetensors"]))
         weights = {name: np.asarray(array * (1 + 1e-3 * version), array.dtype) for name, array in weights.items()}
         return ray.put(weights), checksum(weights)
 
