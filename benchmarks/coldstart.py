@@ -1,7 +1,7 @@
 """The anatomy of an engine's start: `python -m benchmarks.coldstart [--quick] [--rounds N]`.
 
-Three starts of the quickstart's engine, each to its first token under the current weights: *cold* (the node runs Ray, but no process
-of ours), *prewarmed* (a process that has imported everything waits) and *parked* (an engine that has worked and given memory back
+Three starts of the quickstart's engine, each to its first token under the current weights: *cold* (the node runs Ray and the fork
+server, but no engine), *prewarmed* (a process that has imported everything waits) and *parked* (an engine that has worked and given memory back
 gets the next version of the weights). Wall seconds are the driver's; processor seconds those of the instance and its children, which
 on a machine that is not quiet say more. Memory is proportional set size: a page that n processes share counts as 1/n in each.
 """
@@ -214,7 +214,7 @@ def measure(rounds: int) -> dict[str, Any]:
     from rlhfless_ray.local.cluster import RayCluster
 
     recipe = Recipe.load(str(ROOT / "recipes" / "quickstart.yaml"))
-    cluster = RayCluster(recipe)
+    cluster = RayCluster(recipe, architectures=["Qwen2ForCausalLM"])
     cluster.start()
     try:
         starts = Starts(recipe)
