@@ -1,9 +1,10 @@
 """The anatomy of an engine's start: `python -m benchmarks.coldstart [--quick] [--rounds N]`.
 
 Three starts of the quickstart's engine, each to its first token under the current weights: *cold* (the node runs Ray and the fork
-server, but no engine), *prewarmed* (a process that has imported everything waits) and *parked* (an engine that has worked and given memory back
-gets the next version of the weights). Wall seconds are the driver's; processor seconds those of the instance and its children, which
-on a machine that is not quiet say more. Memory is proportional set size: a page that n processes share counts as 1/n in each.
+server, but no engine), *prewarmed* (a process that has imported everything waits) and *parked* (an engine that has worked and given
+memory back gets the next version of the weights). Wall seconds are the driver's; processor seconds those of the instance and its
+children, which on a machine that is not quiet say more. Memory is proportional set size: a page that n processes share counts as 1/n
+in each.
 """
 
 from __future__ import annotations

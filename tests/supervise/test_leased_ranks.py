@@ -25,7 +25,7 @@ def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluste
     work = {"data": {"task": "chain", "rows": 1920, "batch_rows": 8}, "learner": {"ranks": 2, "learning_rate": 1e-3}}
     shared = {**work, "cluster": {"address": address}, "functions": {"slot": "cpu"}}
     run = {"root": str(tmp_path / "runs"), "seed": 3, "steps": 240}
-    other = PoolClient("cpu", RunInfo("other", least=0))
+    other = PoolClient("cpu", RunInfo("other", share=0.75, least=0))
     try:
         other.bid(Bid("other", (0, 2), (0.0, 1.0)))
         held = [LeaseRequest(f"held-{n}", time.time()) for n in range(2)]
