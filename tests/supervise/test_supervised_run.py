@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
 from tests.conftest import ROOT, command_here, environment
 
 DONE_AT_LEAST = 10  # steps before a run is disturbed
@@ -192,7 +193,9 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, other: str
 
 def test_other_commands_say_what_the_recipe_is(tmp_path: Path) -> None:
     said = command_here("plan", "--memory", str(recipe(tmp_path, "stage")))
-    assert said.returncode == 2 and "`task` makes it a supervised stage; run it with `rlhfless train`" in said.stderr
+    assert said.returncode == 2 and "`task` makes it a supervised stage, whose memory is not predicted" in said.stderr
+    with pytest.raises(UserError, match="`task` makes it a supervised stage; run it with `rlhfless train`"):
+        Recipe.load(tmp_path / "stage.yaml")
 
 
 def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
