@@ -110,13 +110,13 @@ class AgentActor:
 
     def _events(self) -> list[Event]:
         try:
-            found = [self.out.get(timeout=HEARTBEAT_S)]
+            events = [self.out.get(timeout=HEARTBEAT_S)]
         except queue.Empty:
             return []
         time.sleep(GATHER_EVENTS_S)
         while not self.out.empty():
-            found.append(self.out.get())
-        return found
+            events.append(self.out.get())
+        return events
 
     def _find_hung_agent(self) -> AgentHung | None:
         now = time.monotonic()
@@ -212,8 +212,8 @@ class AgentActor:
             ids = ids[:-1]  # without the stop token
         text = self.tokenizer.decode(ids, skip_special_tokens=skip)
         text_free = len(self.tokenizer.decode(free, skip_special_tokens=skip))
-        found = [(word, text.find(word, max(0, text_free - len(word) + 1))) for word in words]
-        return text[: min((at + (len(word) if shown else 0) for word, at in found if at >= 0), default=len(text))]
+        positions = [(word, text.find(word, max(0, text_free - len(word) + 1))) for word in words]
+        return text[: min((at + (len(word) if shown else 0) for word, at in positions if at >= 0), default=len(text))]
 
     def _text(self, token_ids: Any) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -250,12 +250,12 @@ def add_logprobs(episode: Episode, replies: list[tuple[tuple[int, ...], Reply]])
     Returns an error message if an action token was not generated at its position.
     """
     tokens, first = episode.token_ids, episode.prompt_tokens
-    found = np.full(len(tokens) - first, np.nan, np.float32)
+    logprobs = np.full(len(tokens) - first, np.nan, np.float32)
     for context, reply in replies:
         start, end = len(context), len(context) + len(reply.token_ids)
         if tuple(tokens[:end].tolist()) == (*context, *reply.token_ids) and start >= first:
-            found[start - first : end - first] = reply.logprobs
-    if np.isnan(found[episode.action]).any():
-        at = int(np.flatnonzero(np.isnan(found) & episode.action)[0]) + first
+            logprobs[start - first : end - first] = reply.logprobs
+    if np.isnan(logprobs[episode.action]).any():
+        at = int(np.flatnonzero(np.isnan(logprobs) & episode.action)[0]) + first
         return f"`execute` returned no `rollout_log_probs`, and its action token {at} is not what the policy generated there"
-    return replace(episode, logprobs=np.where(episode.action, found, np.float32(0)))
+    return replace(episode, logprobs=np.where(episode.action, logprobs, np.float32(0)))

@@ -161,7 +161,7 @@ class AgentProcesses:
         for process in list(self.processes):
             silent = time.monotonic() - process.last_event_s
             if process.generator is not None and process.with_agent and silent > self.timeout_s + SILENCE_S:
-                yield from self._replace(process, None, FailureCause.HUNG, f"nothing was heard of it for {silent:.0f} s")
+                yield from self._replace(process, None, FailureCause.HUNG, f"it did not respond for {silent:.0f} s")
 
     def _book_cpu_time(self, process: _AgentProcess) -> None:
         """Record the CPU time of the process's current call in the ledger; the first call includes the start."""
@@ -204,7 +204,7 @@ class AgentProcesses:
 
 
 def start_agent(cls: Any, *arguments: Any, resource: str = "cpu") -> Any:
-    """Start an actor on this node without a slot. On GPU clusters it sees no device."""
+    """Start an actor on this node without a slot. On GPU clusters no device is visible to it."""
     remote: Any = ray.remote
     node = ray.get_runtime_context().get_node_id()
     return (

@@ -24,26 +24,26 @@ class EpisodeSamples:
 
     def add(self, played: Iterable[EpisodeEnd]) -> list[Sample]:
         """Return the new samples, with rewards. A failed episode has an error and no tokens."""
-        found = []
-        for one in played:
-            if one.key in self.made:
+        added = []
+        for end in played:
+            if end.key in self.made:
                 continue
-            prompt, number = self.prompts[one.key // self.count], one.key % self.count
-            if isinstance(one.result, str):
-                nothing = Completion(one.key, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", self.version)
-                sample = Sample(prompt, number, nothing, error=one.result)
+            prompt, number = self.prompts[end.key // self.count], end.key % self.count
+            if isinstance(end.result, str):
+                completion = Completion(end.key, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", self.version)
+                sample = Sample(prompt, number, completion, error=end.result)
             else:
-                text = "".join(text for _, text in one.texts)
-                sample = one.result.sample(prompt, number, one.key, self.version, text)
-                if any(version != self.version for _, _, version in one.drawn):
-                    sample.completion = replace(sample.completion, versions=token_versions(one.result, one.drawn))
+                text = "".join(text for _, text in end.texts)
+                sample = end.result.sample(prompt, number, end.key, self.version, text)
+                if any(version != self.version for _, _, version in end.drawn):
+                    sample.completion = replace(sample.completion, versions=token_versions(end.result, end.drawn))
                 if sample.prompt is not prompt:
-                    sample.prompt = replace(sample.prompt, text=one.observation)
-                sample.turns = one.texts
-            self.made[one.key] = sample
-            self.agent_s.append(one.agent_s)
-            found.append(sample)
-        return found
+                    sample.prompt = replace(sample.prompt, text=end.observation)
+                sample.turns = end.texts
+            self.made[end.key] = sample
+            self.agent_s.append(end.agent_s)
+            added.append(sample)
+        return added
 
     def all(self) -> list[Sample]:
         """Return all samples in the order of their keys."""

@@ -107,11 +107,11 @@ class Player:
 
     async def play(self, prompt: str, label: Any, sampling_params: Any, generate: Generate | None = None) -> Episode | str:
         """Play one prompt. Returns the episode, or an error message. `generate`: for this sample."""
-        own = generate or self.generate
-        assert own is not None
-        _GENERATE.set(own)
+        generate_turn = generate or self.generate
+        assert generate_turn is not None
+        _GENERATE.set(generate_turn)
         try:
-            return Episode.of(await self._result(prompt, label, deepcopy(sampling_params), AgentEngine(own)))
+            return Episode.of(await self._result(prompt, label, deepcopy(sampling_params), AgentEngine(generate_turn)))
         except (AgentError, BadEpisode) as error:
             return str(error)
         except (Exception, SystemExit) as error:

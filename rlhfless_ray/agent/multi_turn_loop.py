@@ -159,25 +159,26 @@ def _check_distribution(given: Any, changed: Any, turn: str) -> None:
         before, after = (None if (k := getattr(one, name, None)) in defaults else k for one in (given, changed))
         if before != after:
             raise AgentError(
-                f"{turn}: `sampling_params` with another {name} ({after} instead of {before}): the policy is trained at the recipe's"
+                f"{turn}: `sampling_params` with another {name} ({after} instead of {before}); keep the recipe's, which the policy is "
+                "trained with"
             )
 
 
-def check_sampling(given: Any, asked: Any) -> None:
+def check_sampling(given: Any, requested: Any) -> None:
     """Check an agent's sampling parameters.
 
-    Raises AgentError for another distribution than the recipe's, and for parameters that engines do not support: nothing is
-    ignored.
+    Raises AgentError for another distribution than the recipe's, and for parameters that engines do not support. No parameter
+    is ignored.
     """
-    _check_distribution(given, asked, "generate")
+    _check_distribution(given, requested, "generate")
     for name, defaults in UNSUPPORTED.items():
-        if (value := getattr(asked, name, None)) not in defaults:
+        if (value := getattr(requested, name, None)) not in defaults:
             raise AgentError(f"generate: `sampling_params` with {name}={value!r:.100}, which is not supported here; leave it out")
 
 
-def stop_conditions(asked: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def stop_conditions(requested: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return stop strings and stop token ids. Raises AgentError if they are invalid."""
-    words, tokens = getattr(asked, "stop", None) or (), getattr(asked, "stop_token_ids", None) or ()
+    words, tokens = getattr(requested, "stop", None) or (), getattr(requested, "stop_token_ids", None) or ()
     words = (words,) if isinstance(words, str) else tuple(words)
     if not all(isinstance(word, str) and word for word in words):
         raise AgentError(f"generate: `sampling_params` with stop={words!r:.100}, which must be strings")
@@ -187,9 +188,9 @@ def stop_conditions(asked: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
         raise AgentError(f"generate: `sampling_params` with stop_token_ids={tokens!r:.100}, which must be token ids") from None
 
 
-def min_tokens_of(asked: Any) -> int:
+def min_tokens_of(requested: Any) -> int:
     """Return the minimum length of a turn in tokens. Raises AgentError if it is not a count."""
-    value = getattr(asked, "min_tokens", None) or 0
+    value = getattr(requested, "min_tokens", None) or 0
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise AgentError(f"generate: `sampling_params` with min_tokens={value!r:.100}, which must be a number of tokens")
     return value

@@ -22,27 +22,27 @@ TURNS = 3  # turns of the policy per episode: an agent that gets this far fulfil
 
 
 def dry_play(recipe: Recipe, source: AgentSource, prompts: list[Prompt], files: Files) -> None:
-    """Play the first prompts, answered by nothing and by the label itself.
+    """Play two episodes with the first prompts. The policy's turns are empty in one of them, and the label in the other.
 
-    Raises UserError if the executor cannot be created, or if both episodes fail, hang or end the process. An agent may be
-    right to fail for one of them.
+    Raises UserError if the executor cannot be created, or if both episodes fail, hang or end the process. An agent may fail
+    one of them for a good reason.
     """
     where, section, column = f"{KEY} {source.file.path}", recipe.agent, recipe.answer_column
     longest = recipe.longest_tokens(max(len(prompt.token_ids) for prompt in prompts))
-    asked = [(prompts[k % len(prompts)].text, prompts[k % len(prompts)].row.get(column, "") if column else "") for k in range(2)]
-    made = source, without_weights(files), recipe.policy.trust_remote_code, longest, section.timeout_s
-    errors = run_isolated(__name__, (made, asked), 2 * (TURNS + 1) * section.timeout_s, where, "a dry play", "end")
+    tasks = [(prompts[k % len(prompts)].text, prompts[k % len(prompts)].row.get(column, "") if column else "") for k in range(2)]
+    arguments = source, without_weights(files), recipe.policy.trust_remote_code, longest, section.timeout_s
+    errors = run_isolated(__name__, (arguments, tasks), 2 * (TURNS + 1) * section.timeout_s, where, "a dry run", "end")
     if all(errors):
-        raise UserError(f"{where}: it fails in a dry play with made-up turns of the policy: {errors[0]}")
+        raise UserError(f"{where}: it fails in a dry run with made-up turns of the policy: {errors[0]}")
 
 
-def errors_of(made: tuple[Any, ...], asked: list[tuple[str, Any]]) -> list[str | None]:
+def errors_of(arguments: tuple[Any, ...], tasks: list[tuple[str, Any]]) -> list[str | None]:
     """Return each episode's error message, or None."""
     from rlhfless_ray.agent.agent_actor import AgentActor
 
-    actor = AgentActor(*made)
+    actor = AgentActor(*arguments)
     end = [actor.tokenizer.eos_token_id] if actor.tokenizer.eos_token_id is not None else []
-    return [_error(actor, number, prompt, label, end) for number, (prompt, label) in enumerate(asked)]
+    return [_error(actor, number, prompt, label, end) for number, (prompt, label) in enumerate(tasks)]
 
 
 def _error(actor: Any, number: int, prompt: str, label: Any, end: list[int]) -> str | None:

@@ -47,9 +47,9 @@ def _starts(completion: Completion) -> Iterator[tuple[int, tuple[tuple[int, ...]
 
 
 def token_versions(episode: Episode, drawn: Drawn) -> tuple[tuple[int, int], ...]:
-    """Return (version, tokens) in order of the tokens after the first observation.
+    """Return the weight versions of the tokens after the first observation, as (version, number of tokens) in order.
 
-    What the agent wrote counts with the turn before it. So does a turn that is not found where the policy drew it.
+    The agent's tokens get the version of the turn before them. So does a turn that is not where the policy drew it.
     """
     if not drawn:
         return ()

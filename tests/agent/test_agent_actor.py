@@ -188,9 +188,9 @@ def test_log_probabilities_that_are_not_told_are_known(made: Callable[..., Agent
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("super().__init__(Game)", "super().__init__(Gone)", "its process ended with code 1 in a dry play: NameError: name 'Gone'"),
+        ("super().__init__(Game)", "super().__init__(Gone)", "its process ended with code 1 in a dry run: NameError: name 'Gone'"),
         ('"environment_feedback"', '"feedback"', "made-up turns of the policy: turn 1: `step` returned a dict without"),
-        ("self.turn += 1", "os._exit(3)", "its process ended with code 3 in a dry play"),
+        ("self.turn += 1", "os._exit(3)", "its process ended with code 3 in a dry run"),
     ],
 )  # fmt: skip
 def test_a_dry_play_finds_what_would_fail_later(tmp_path: Path, files: dict[str, bytes], old: str, new: str, error: str) -> None:

@@ -203,7 +203,7 @@ def test_as_the_learner_takes_it(tmp_path: Path) -> None:
         (
             'states.get("sampling_params", None)',
             "type(states['sampling_params'])(temperature=0.5, logprobs=1)",
-            "turn 1: `sampling_params` with another temperature (0.5 instead of 1.0): the policy is trained at the recipe's",
+            "turn 1: `sampling_params` with another temperature (0.5 instead of 1.0); keep the recipe's, which the policy is trained with",
         ),
     ],
 )
