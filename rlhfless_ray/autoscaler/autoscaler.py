@@ -63,7 +63,7 @@ class Autoscaler:
         self.engines: dict[int, ExpectedEngine] = {}  # by width, if the planner chooses it
         self.speeds: dict[int, SpeedFit] = {}  # of widths that engines had before
         self.width_history = ResizeHistory()
-        self.width_note = ""  # why `rollout.tensor_parallel: auto` leaves no choice, until a plan has said it
+        self.width_note = ""  # why `rollout.tensor_parallel: auto` leaves no choice; "" once a plan's reason includes it
         limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
         self.speed, self.capacity = SpeedFit(first_speed), math.inf
@@ -142,36 +142,36 @@ class Autoscaler:
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
         self.learn()
-        min_actors, most = self.recipe.rollout.min_actors, {self.width: (max_actors, warm), **(others or {})}
+        min_actors, limits = self.recipe.rollout.min_actors, {self.width: (max_actors, warm), **(others or {})}
         plans: list[Plan] = []
 
         def make() -> Decision:
-            frontiers = {width: self._frontier(scenarios.lengths, prompts, count, width) for width, (count, _) in most.items()}
+            frontiers = {width: self._frontier(scenarios.lengths, prompts, count, width) for width, (count, _) in limits.items()}
             frontiers, note = self._shared(frontiers)
             if not others:
                 plans.extend(frontiers[self.width])
                 decision = self._decide(plans, step, warm)
                 return replace(decision, reason=f"{note}; {decision.reason}") if note else decision
-            chosen = self._decide_width(frontiers, {width: count for width, (_, count) in most.items()}, step)
+            chosen = self._decide_width(frontiers, {width: count for width, (_, count) in limits.items()}, step)
             plans.extend(frontiers[chosen.width])
             reason = f"{note}; {chosen.reason}" if note else chosen.reason
             if chosen.width == self.width:
                 decision = self._decide(plans, step, warm)
                 return replace(decision, reason=f"{reason}; {decision.reason}")
             self._use_width(chosen.width)
-            return self._decide(plans, step, most[chosen.width][1], urgent=reason)
+            return self._decide(plans, step, limits[chosen.width][1], urgent=reason)
 
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, min_actors), max_actors))
         if not failed(decision) and self.tokens_per_step > DRAFTS_MATTER:
-            said = f"drafts make {self.tokens_per_step:.2f} tokens of a sequence in an engine step, so few sequences go faster"
-            decision = replace(decision, reason=f"{decision.reason}; {said}")
+            drafts = f"drafts make {self.tokens_per_step:.2f} tokens of a sequence in an engine step, so few sequences are faster"
+            decision = replace(decision, reason=f"{decision.reason}; {drafts}")
         if not failed(decision):
             self.last = decision
         if self.width_note:
             decision, self.width_note = replace(decision, reason=f"{self.width_note}; {decision.reason}"), ""
         predicted = self.safely(
             "predicting the step",
-            lambda: self._predict_step(decision, scenarios.lengths, prompts, most[self.width][1]),
+            lambda: self._predict_step(decision, scenarios.lengths, prompts, limits[self.width][1]),
             lambda: (0.0, 0.0, 0.0),
         )
         return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=self.width if self.engines else None)
@@ -289,14 +289,14 @@ class Autoscaler:
         return replace(self.speed.speed, prefill_s=self.terms.prefill.per_unit_s)
 
     def _speed_fit(self, width: int) -> SpeedFit:
-        """Return the speed at a width. If engines never had it, it is what they had, scaled by what the roofline expects of both."""
+        """Return the speed at a width. For a width never used, scale the current speed by the roofline's estimates for both."""
         if width == self.width:
             return self.speed
         seeds = self.engines[self.width].speed, self.engines[width].speed
         return self.speeds.get(width) or SpeedFit(scale_speed(self.speed.speed, *seeds))
 
     def _use_width(self, width: int) -> None:
-        """Plan for engines of another width from now on. None of them works yet."""
+        """Plan for engines of another width from now on. No such engine works yet."""
         fit = self._speed_fit(width)
         self.speeds[self.width] = self.speed
         self.speed, self.width, self.actors = fit, width, 0
@@ -391,7 +391,7 @@ class Autoscaler:
         (self.terms.transfer_away if away else self.terms.transfer).observe(float(weight_bytes), seconds)
 
     def overhead_s(self, weight_bytes: int, away: bool, lacks_weights: bool) -> float:
-        """Return the seconds of an engine and its slot besides decoding, until the learner has the slot.
+        """Return the seconds that an engine holds its slot without decoding, until the learner has the slot.
 
         `away`: the engine is not on the learner's node. Weights then come over the network, and the learner has to request
         another slot on its own node.
@@ -400,13 +400,13 @@ class Autoscaler:
         return (transfer.predict(float(weight_bytes)) if lacks_weights else 0.0) + (REGRANT_S if away else 0.0)
 
     def work_s(self, lengths: np.ndarray, prompt_tokens: np.ndarray) -> float:
-        """Return the seconds in which one engine decodes these. `lengths`: (n, S) draws; `prompt_tokens`: (n,)."""
+        """Return the seconds in which one engine decodes n responses. `lengths`: (n, S) draws in tokens; `prompt_tokens`: (n,)."""
         return self.engine_speed.rollout_s(lengths.astype(float), prompt_tokens.astype(float))
 
     def observe_step(self, phases: dict[str, float], wall_s: float, samples: int) -> None:
         """Record a finished step's wall time by phase, without evaluation.
 
-        The worker groups' own times come by `observe_update` and `observe_passes`.
+        `observe_update` and `observe_passes` record the worker groups' own times.
         """
         self.terms.score.observe(float(samples), phases.get("score", 0.0))
         if self.recipe.rollout.rolls_out_ahead:  # the learn phase includes the next step's prefill and rollout
@@ -421,15 +421,15 @@ class Autoscaler:
         self.safely("learning from lengths", lambda: self.forecaster.observe(rows, tokens, list(lengths)), lambda: None)
 
     def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
-        """Return metrics of the step's forecast, of the plan that true lengths would have allowed, and of the lower bounds."""
+        """Return metrics of the step's forecast, of the best plan for the true lengths, and of the lower bounds."""
         self.learn()
         row = {"pool/rollout_actors": self.actors}
         return row | self.safely("judging the plan", lambda: self._quality(scenarios, samples, prompts, max_actors), lambda: {})
 
     def _quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         lengths = response_tokens(samples)
-        found = asdict(forecast_quality(scenarios.lengths, lengths))
-        row = {f"forecast/{name}": value for name, value in found.items() if name not in ("responses", "pit_deciles")}
+        quality = asdict(forecast_quality(scenarios.lengths, lengths))
+        row = {f"forecast/{name}": value for name, value in quality.items() if name not in ("responses", "pit_deciles")}
         known = self._frontier(lengths, prompts, max_actors)
         best = choose_nearest(known, self.objective).plan
         bounds = rollout_bounds(lengths, self.engine_speed, max_actors, prompts=self._prompt_tokens(prompts), price=float(self.width))

@@ -17,7 +17,7 @@ CORE, ANY_GPU = "CPU-core", "L40S"
 
 @dataclass(frozen=True)
 class ExpectedEngine:
-    """`speed`: of decode steps. `capacity`: KV tokens it holds, None if unknown. `note`: message about a guess, for the user."""
+    """Estimates for an engine. `capacity`: KV tokens it holds, None if unknown. `note`: message about a guess, for the user."""
 
     speed: Speed
     capacity: int | None = None
@@ -57,9 +57,9 @@ def expected_engine(recipe: Recipe, files: Files, device_name: str | None, width
 def expected_widths(
     recipe: Recipe, files: Files, device_name: str | None, node_slots: int, longest_tokens: int
 ) -> tuple[dict[int, ExpectedEngine], str]:
-    """Return what is expected of engines by width, the narrowest first, and why there is only one width, if so.
+    """Return estimates of engines by width, the narrowest first, and why there is only one width (or an empty string).
 
-    `node_slots`: of the largest node. `longest_tokens`: of the longest sequence, which an engine must hold.
+    `node_slots`: slots of the largest node. `longest_tokens`: tokens of the longest sequence, which an engine must hold.
     """
     rollout = recipe.rollout
     if rollout.tensor_parallel != "auto":
@@ -70,8 +70,8 @@ def expected_widths(
         return {1: narrow}, f"{stays} {key}: {value} needs engines of one slot"
     if narrow.speed == ANY_SPEED:
         return {1: narrow}, f"{stays} the speed of wider engines cannot be estimated for this policy"
-    config, most = text_config(files), min(node_slots, rollout.max_actors // rollout.min_actors)
-    widths = [width for width in engine_widths(config, most) or [1] if width & (width - 1) == 0]
+    config, widest = text_config(files), min(node_slots, rollout.max_actors // rollout.min_actors)
+    widths = [width for width in engine_widths(config, widest) or [1] if width & (width - 1) == 0]
     engines = {width: expected_engine(recipe, files, device_name, width) for width in widths}
     holding = {width: engine for width, engine in engines.items() if (engine.capacity or 0) >= longest_tokens}
     if not holding:

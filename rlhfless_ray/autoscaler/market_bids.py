@@ -13,7 +13,7 @@ from rlhfless_ray.functions.pool_messages import PoolView, RunInfo
 
 
 class Pool(Protocol):
-    """What bids need of the pool."""
+    """The part of the shared pool that bids use."""
 
     info: RunInfo
     view: PoolView
@@ -28,8 +28,8 @@ class MarketBids:
 
     def __init__(self, pool: Pool, objective: Objective, learner_ranks: int) -> None:
         self.pool, self.objective, self.learner_ranks = pool, objective, learner_ranks
-        self.rollout: Bid | None = None  # of the next rollout
-        self.besides = 0  # slots that the run holds beside its engines then
+        self.rollout: Bid | None = None  # for the next rollout
+        self.besides = 0  # slots that the run holds beside its engines during that rollout
 
     def divide(self, frontiers: Mapping[int, Sequence[Plan]], besides: int) -> tuple[dict[int, list[Plan]], str]:
         """Return the plans that the pool would have slots for now, by the engines' width, and why others were left out.
@@ -58,13 +58,13 @@ class MarketBids:
             self.pool.bid(self.rollout)
 
     def begin_update(self, sizes: LearnerSize, slots_per_rank: int, tokens: float) -> tuple[int, str]:
-        """Bid for an update on `slots_per_rank` slots per rank, worth what the times of earlier updates say.
+        """Bid for an update on `slots_per_rank` slots per rank, valued by the durations of earlier updates.
 
-        Returns how many the pool has for each rank, and why they are fewer than asked for.
+        Returns how many slots the pool has for each rank, and why they are fewer than `slots_per_rank` (or an empty string).
         """
         tried = [count for count in sizes.counts if sizes.tried[count] and count <= slots_per_rank] or [1]
         points = [(self.learner_ranks * count, sizes.predict(count, tokens)) for count in tried]
-        if tried[-1] < slots_per_rank:  # to be tried: worth a little, so that it is done where slots are free
+        if tried[-1] < slots_per_rank:  # never tried: valued a little, so that free slots are used for it
             points.append((self.learner_ranks * slots_per_rank, 0.999 * points[-1][1]))
         self.pool.bid(self._bid(points))
         view = self.pool.view

@@ -1,4 +1,4 @@
-"""How many groups are at work with `rollout.oversample: auto`, by what the run has measured."""
+"""Choose the number of groups that are generated at once with `rollout.oversample: auto`, from the run's measurements."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from placement.scaling.partial_rollout import Oversample, StepCosts, choose_shar
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.types import Step
 
-FADE = 0.8  # of earlier steps, per step
+FADE = 0.8  # factor per step on the weight of earlier steps
 
 
 class StaleCost:
-    """What old tokens teach less: c in exp(-c · mean lag), fitted to the effective sample size of the importance weights."""
+    """Loss of learning value per version of lag: c in exp(-c · mean lag), fitted to the importance weights' effective sample size."""
 
     def __init__(self) -> None:
         self.lost = self.lags = 0.0
@@ -31,7 +31,7 @@ class StaleCost:
 
 
 def choose_oversample(autoscaler: Autoscaler, step: Step, stale_cost: float) -> Oversample | None:
-    """Choose from the forecasts of `step`, the newest planned one. Returns None before anything was measured."""
+    """Choose from the forecasts of `step`, the newest planned step. Returns None before the first measurement."""
     recipe = autoscaler.recipe
     if not autoscaler.speed.records or step.forecast is None or not autoscaler.actors:
         return None

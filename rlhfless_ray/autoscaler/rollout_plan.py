@@ -20,8 +20,8 @@ class RolloutPlan:
     decision: Decision
     actors: int
     frontier: tuple[Plan, ...] = ()
-    predicted_s: float = 0.0  # whole rollout phase, with loading weights and calls of engines
-    predicted_slot_s: float = 0.0  # of its leases, including those that wait for the next phase
+    predicted_s: float = 0.0  # whole rollout phase, with weight loads and engine calls
+    predicted_slot_s: float = 0.0  # slot-seconds of its leases, including those that wait for the next phase
     predicted_step_s: float = 0.0  # the whole step, with scoring, learning and everything else
     width: int | None = None  # slots of an engine, where the planner chooses it
 
