@@ -9,9 +9,9 @@ from rlhfless_ray.compat.openrlhf.inference_table import BATCH
 
 
 def _run(tokens: list[str]) -> None:
-    found = translate_inference(BATCH, tokens)
-    found.check()
-    run_batch(found)
+    translation = translate_inference(BATCH, tokens)
+    translation.check()
+    run_batch(translation)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`rlhfless cluster`: who holds the slots that the runs of a cluster share, who waits, and what it cost."""
+"""`rlhfless cluster`: show which run holds the slots that a cluster's runs share, which run waits, and the costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cluster(
     address: Annotated[str, typer.Option("--address", help="Ray address. Default: RAY_ADDRESS.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show the slots that the runs of a cluster share: who holds them, who waits, and what they cost since the pool was started."""
+    """Show the slots that the runs of a cluster share: who holds them, who waits, and their cost since the pool was started."""
     from rlhfless_ray.local.cluster import connect
 
     where = address or os.environ.get("RAY_ADDRESS", "")

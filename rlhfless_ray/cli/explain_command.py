@@ -18,8 +18,8 @@ def explain(ctx: typer.Context) -> None:
     """Show how a command is read: rlhfless explain [--json] -- python3 -m openrlhf.cli.train_ppo_ray …
 
     Prints its dialect, the slots that it needs, the recipe, and which flags are honoured, read as hints, without effect or
-    refused. The command may be a whole one, with `ray job submit … --`, `srun` or `bash -c` around it, a launch script, or
-    flags alone. `rlhfless explain --flags [LAUNCHER]` lists every flag of a launcher, of train_ppo_ray if none is named.
+    refused. The command may be wrapped in `ray job submit … --`, `srun` or `bash -c`. It may also be a launch script, or
+    flags alone. `rlhfless explain --flags [LAUNCHER]` lists every flag of a launcher (default: train_ppo_ray).
     Exit code 0 if the command would run, 2 if not.
     """
     chosen, argv = split_options(ctx.args, "--json", "--flags")
@@ -50,37 +50,37 @@ def explain(ctx: typer.Context) -> None:
     if launch.launcher not in (LAUNCHER, MOLT):
         raise UserError(f"openrlhf.cli.{launch.launcher}: `explain` reads launchers that train; start this one with `rlhfless run`")
     try:
-        found = translate_molt(launch.flags) if launch.launcher == MOLT else translate(launch.flags)
+        translation = translate_molt(launch.flags) if launch.launcher == MOLT else translate(launch.flags)
     except Unreadable as error:
         raise UserError(f"{error} (read as OpenRLHF {error.version})") from None
-    fewer = "" if is_submission(argv) else fit(found)  # a job runs on another machine
+    fewer = "" if is_submission(argv) else fit(translation)  # a job runs on another machine
     if fewer:
-        found.notes.append(fewer)
-    found.notes += width_note(found)
-    wrong = None if found.refused else problem(found)
-    if not found.refused and wrong is None and not is_submission(argv):
-        wrong = too_large_here(found)
+        translation.notes.append(fewer)
+    translation.notes += width_note(translation)
+    wrong = None if translation.refused else problem(translation)
+    if not translation.refused and wrong is None and not is_submission(argv):
+        wrong = too_large_here(translation)
     if "--json" in chosen:
-        print(json.dumps({**as_data(found), "problem": wrong, "runs": not found.refused and wrong is None}, indent=2))
+        print(json.dumps({**as_data(translation), "problem": wrong, "runs": not translation.refused and wrong is None}, indent=2))
     else:
-        print(explanation(found))
+        print(explanation(translation))
         if wrong:
             print(f"does not run: {wrong}")
-    if found.refused or wrong:
+    if translation.refused or wrong:
         raise typer.Exit(2)
 
 
-def _explain_other(found: LauncherTranslation, as_json: bool) -> None:
+def _explain_other(translation: LauncherTranslation, as_json: bool) -> None:
     """Explain a command of a launcher beside PPO's."""
-    error = None if found.refusal() else found.problem()
+    error = None if translation.refusal() else translation.problem()
     wrong = str(error) if error else ""
-    runs = not wrong and found.refusal() is None
+    runs = not wrong and translation.refusal() is None
     if as_json:
-        outcomes = [{"flag": flag, "status": status, "why": why} for flag, status, why in found.outcomes]
-        described = {"dialect": found.version, "runs": runs, "flags": outcomes, "problem": wrong or None, "recipe": found.tree}
+        outcomes = [{"flag": flag, "status": status, "why": why} for flag, status, why in translation.outcomes]
+        described = {"dialect": translation.version, "runs": runs, "flags": outcomes, "problem": wrong or None, "recipe": translation.tree}
         print(json.dumps(described, indent=2))
     else:
-        print(found.explanation())
+        print(translation.explanation())
         if wrong:
             print(f"does not run: {wrong}")
     if not runs:

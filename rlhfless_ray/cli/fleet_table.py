@@ -1,4 +1,4 @@
-"""`rlhfless plan --fleet`: which GPU, how many, engines of which width, on demand or spot, for whole steps."""
+"""`rlhfless plan --fleet`: choose GPU type, count, engine width, and on-demand or spot, for whole steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def show_fleets(
     calibrate: float,
     as_json: bool,
 ) -> None:
-    """Print the fleets that no other beats on time and cost, the cheapest of every other device, and why a device cannot do it."""
+    """Print the fleets that no other beats on time and cost, the cheapest fleet of every other device, and why devices do not fit."""
     from placement import NotFeasible, choose
 
     if model is None:
@@ -45,19 +45,19 @@ def show_fleets(
     if not calibrate > 0:
         raise UserError(f"--calibrate: must be above 0, got {calibrate:g}")
     try:
-        found = search(lengths, model, device, most, column, spot_discount).calibrated(calibrate)
-        if not found.best:
-            raise UserError("nothing fits: " + "; ".join(f"{name}: {why}" for name, why in found.refused.items()))
-        choice = choose(found.best, objective)
+        fleets = search(lengths, model, device, most, column, spot_discount).calibrated(calibrate)
+        if not fleets.best:
+            raise UserError("nothing fits: " + "; ".join(f"{name}: {why}" for name, why in fleets.refused.items()))
+        choice = choose(fleets.best, objective)
     except NotFeasible as nothing:
         raise UserError(str(nothing)) from None
     except ValueError as error:
         raise UserError(str(error)) from None
     if as_json:
-        rows = [{**asdict(fleet), "cost": fleet.cost, "run_cost": steps * fleet.cost} for fleet in found.best]
-        print(json.dumps({"best": rows, "chosen": choice.index, "reason": choice.reason, "refused": found.refused}, indent=1))
+        rows = [{**asdict(fleet), "cost": fleet.cost, "run_cost": steps * fleet.cost} for fleet in fleets.best]
+        print(json.dumps({"best": rows, "chosen": choice.index, "reason": choice.reason, "refused": fleets.refused}, indent=1))
     else:
-        _show(found, choice.index, choice.reason, steps)
+        _show(fleets, choice.index, choice.reason, steps)
 
 
 def search(lengths: Path, model: str, device: str | None, most: int, column: str | None, spot_discount: float | None) -> FleetSearch:
@@ -71,7 +71,8 @@ def search(lengths: Path, model: str, device: str | None, most: int, column: str
     prompts = int(recorded.group.max()) + 1
     if len(recorded.tokens) < 2 * prompts:
         raise ValueError(
-            f"{lengths}: --fleet plans GRPO steps, which need two or more responses to each prompt; name it in a column `prompt`"
+            f"{lengths}: --fleet plans GRPO steps, which need two or more responses to each prompt; name each response's prompt in "
+            "a column `prompt`"
         )
     names = [name for name in catalog.read("devices") if name != "CPU-core"] if device is None else [device]
     devices = [catalog.device(name) for name in names]
@@ -96,7 +97,7 @@ def search(lengths: Path, model: str, device: str | None, most: int, column: str
     return search_fleets(setting, devices, most, spot_discount)
 
 
-def _show(found: FleetSearch, chosen: int, reason: str, steps: int) -> None:
+def _show(search: FleetSearch, chosen: int, reason: str, steps: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -104,18 +105,18 @@ def _show(found: FleetSearch, chosen: int, reason: str, steps: int) -> None:
     console, table = Console(width=width, highlight=False), Table()
     for name in ("", "GPUs", "width", "price", "step (s)", "rollout (s)", f"{steps} steps (h)", "$ a step", f"$ {steps} steps"):
         table.add_column(name, justify="right", no_wrap=True)
-    evenly = {round(i * (len(found.best) - 1) / (ROWS - 1)) for i in range(ROWS)} if len(found.best) > ROWS else range(len(found.best))
-    best = [found.best[i] for i in sorted({*evenly, chosen})]
-    cheapest = {fleet.device: fleet for fleet in sorted(found.fleets, key=lambda fleet: -fleet.cost)}
+    evenly = {round(i * (len(search.best) - 1) / (ROWS - 1)) for i in range(ROWS)} if len(search.best) > ROWS else range(len(search.best))
+    best = [search.best[i] for i in sorted({*evenly, chosen})]
+    cheapest = {fleet.device: fleet for fleet in sorted(search.fleets, key=lambda fleet: -fleet.cost)}
     others = [fleet for fleet in cheapest.values() if fleet.device not in {row.device for row in best}]
     for fleet in sorted([*best, *others], key=lambda fleet: fleet.cost):
-        is_chosen = fleet is found.best[chosen]
+        is_chosen = fleet is search.best[chosen]
         table.add_row(*_row(fleet, steps, "→" if is_chosen else ""), style="bold" if is_chosen else None)
     console.print(table)
-    console.print(f"chosen: {reason}; {len(found.best)} of {len(found.fleets)} fleets are not beaten on both time and cost")
-    if warning := found.best[chosen].warning:
+    console.print(f"chosen: {reason}; {len(search.best)} of {len(search.fleets)} fleets are not beaten on both time and cost")
+    if warning := search.best[chosen].warning:
         console.print(warning)
-    for name, why in found.refused.items():
+    for name, why in search.refused.items():
         console.print(f"{name}: {why}")
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 760, 460
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 54, 56
-FEW, MANY = (72, 60, 150), (240, 170, 50)  # colours of one actor and of the most
+FEW, MANY = (72, 60, 150), (240, 170, 50)  # colours of one actor and of the largest number of actors
 CHOSEN = "#c03a4b"
 
 
@@ -52,9 +52,9 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
     # stairs, because no plan lies between two neighbours
     stairs = f"M{x(times[0]):.1f} {y(costs[0]):.1f}" + "".join(f"H{x(t):.1f}V{y(c):.1f}" for t, c in zip(times[1:], costs[1:], strict=True))
     parts.append(f'<path d="{stairs}" fill="none" stroke="#bbb"/>')
-    most = max(p.actors for p in plans)
+    max_actors = max(p.actors for p in plans)
     for plan in plans:
-        share = (plan.actors - 1) / max(1, most - 1)
+        share = (plan.actors - 1) / max(1, max_actors - 1)
         colour = ",".join(str(round(a + share * (b - a))) for a, b in zip(FEW, MANY, strict=True))
         parts.append(
             f'<circle cx="{x(plan.time_s):.1f}" cy="{y(plan.cost):.1f}" r="3.5" fill="rgb({colour})">'
@@ -64,7 +64,7 @@ def frontier_svg(plans: Sequence[Plan], bounds: Bounds, chosen: int, *, cost: st
     parts.append(
         f'<circle cx="{x(best.time_s):.1f}" cy="{y(best.cost):.1f}" r="8" fill="none" stroke="{CHOSEN}" stroke-width="2" data-chosen="1"/>'
     )
-    legend = [(FEW, "1 actor"), (MANY, f"{most} actors")] if most > 1 else [(FEW, "1 actor")]
+    legend = [(FEW, "1 actor"), (MANY, f"{max_actors} actors")] if max_actors > 1 else [(FEW, "1 actor")]
     at = LEFT
     for rgb, text in legend:
         parts.append(f'<circle cx="{at + 5}" cy="38" r="4" fill="rgb{rgb}"/><text x="{at + 14}" y="42">{text}</text>')

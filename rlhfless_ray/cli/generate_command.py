@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 ARGUMENTS = typer.Argument(help="A recipe in YAML, if any, then keys to set, as section.key=value.", show_default=False)
-RESUME = typer.Option("--resume", help="Continue the latest run of this name. Responses that are there are not generated again.")
+RESUME = typer.Option("--resume", help="Continue the latest run of this name. Existing responses are not generated again.")
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
@@ -19,7 +19,7 @@ def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]
 
 def generate(
     arguments: Annotated[list[str] | None, ARGUMENTS] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="A second place for the responses, JSONL.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the responses to this JSONL file.")] = None,
     resume: Annotated[bool, RESUME] = False,
 ) -> None:
     """Generate responses with their log-probabilities, and score them if the recipe has a reward.
@@ -31,9 +31,9 @@ def generate(
     recipe = GenerationRecipe.read(*split_arguments(arguments))
     from rlhfless_ray.runtime.generation import generate as run
 
-    found = run(recipe, out=out, resume=resume)
-    print(f"responses: {out or found}")
-    print(f"report:    {(found.parent / 'report.html').resolve()}")
+    responses = run(recipe, out=out, resume=resume)
+    print(f"responses: {out or responses}")
+    print(f"report:    {(responses.parent / 'report.html').resolve()}")
 
 
 def evaluate(
@@ -58,7 +58,9 @@ def evaluate(
     if not model and not any(one.startswith("policy.path=") for one in overrides):
         raise UserError("--model: name a model or run folder")
     models = model or [one.partition("=")[2] for one in overrides if one.startswith("policy.path=")][-1:]
-    task_or_data = [f"prompts.path={data[0]}"] if data and path is None else []  # a recipe needs one, and --data says which count
+    task_or_data = (
+        [f"prompts.path={data[0]}"] if data and path is None else []
+    )  # a recipe needs a source of prompts, and --data names those that are used
     recipe = GenerationRecipe.read(path, [*task_or_data, *overrides, f"policy.path={models[0]}"], name="evaluate")
     from rlhfless_ray.runtime.evaluate_models import FILE, with_own_folder
     from rlhfless_ray.runtime.evaluate_models import evaluate as run

@@ -1,4 +1,4 @@
-"""`rlhfless import-logs`: response lengths and times of another system's run, and what the planner says of the same work."""
+"""`rlhfless import-logs`: read response lengths and times of another system's run, and plan the same work."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def import_logs(
     log: Annotated[Path, typer.Argument(help="A log of verl, OpenRLHF or TRL: console lines, JSON lines or trainer_state.json.")],
     write: Annotated[Path | None, typer.Option(help="Write lengths like the log's into this .json file, for `rlhfless plan`.")] = None,
-    prompts: Annotated[int, typer.Option(help="Prompts of a step.")] = 128,
+    prompts: Annotated[int, typer.Option(help="Prompts per step.")] = 128,
     samples: Annotated[int, typer.Option(help="Responses to each prompt.")] = 8,
     model: Annotated[str | None, typer.Option(help="With --write: also plan a step of this model.")] = None,
     device: Annotated[str, typer.Option(help="The run's devices, with --model.")] = "H100",
-    devices: Annotated[int, typer.Option(help="How many of them: 1, 2, 4, 8, 16, …")] = 8,
+    devices: Annotated[int, typer.Option(help="Number of devices: 1, 2, 4, 8, 16, …")] = 8,
 ) -> None:
     """Read response lengths and times from another system's log, and compare them with a plan of the same work."""
     from placement.forecast.training_logs import read_log
@@ -33,21 +33,21 @@ def import_logs(
     if write is not None and write.suffix != ".json":
         raise UserError(f"--write {write}: give a file name that ends in .json")
     try:
-        found = read_log(log)
-        longest = "" if found.max_tokens is None else f", longest {found.max_tokens:.0f}"
-        print(f"{log}: {found.steps} steps of {found.system}; medians: responses of {found.mean_tokens:.0f} tokens{longest}")
-        for name, seconds in found.phases_s.items():
+        history = read_log(log)
+        longest = "" if history.max_tokens is None else f", longest {history.max_tokens:.0f}"
+        print(f"{log}: {history.steps} steps of {history.system}; medians: responses of {history.mean_tokens:.0f} tokens{longest}")
+        for name, seconds in history.phases_s.items():
             print(f"  {name}: {seconds:.4g} s")
         if write is not None:
-            write.write_text(json.dumps(found.lengths(prompts, samples).astype(int).tolist()))
+            write.write_text(json.dumps(history.lengths(prompts, samples).astype(int).tolist()))
             print(f"lengths: {write}")
         if model is not None and write is not None:
-            yours = "the log has no time of a step" if found.step_s is None else f"your run: {found.step_s:.4g} s a step"
+            yours = "the log has no step time" if history.step_s is None else f"your run: {history.step_s:.4g} s a step"
             fleet = _planned(write, model, device, devices)
-            ours = f"{fleet.time_s:.4g} s, of them rollout {fleet.rollout_s:.4g} s"
+            ours = f"{fleet.time_s:.4g} s, of which rollout {fleet.rollout_s:.4g} s"
             print(f"{yours}; planned here: {ours} ({devices} × {device}, engines of {fleet.width})")
-            if found.step_s is not None:
-                factor = found.step_s / fleet.time_s
+            if history.step_s is not None:
+                factor = history.step_s / fleet.time_s
                 print(f"for plans with your times: rlhfless plan {write} --model {model} --fleet … --calibrate {factor:.3g}")
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
@@ -57,8 +57,8 @@ def _planned(lengths: Path, model: str, device: str, devices: int) -> Fleet:
     """Return the quickest width of this many devices. Raises ValueError where the model does not fit."""
     from rlhfless_ray.cli.fleet_table import search
 
-    found = search(lengths, model, device, devices, None, 0.0)
-    fits = [fleet for fleet in found.fleets if fleet.count == devices and not fleet.spot]
+    search_result = search(lengths, model, device, devices, None, 0.0)
+    fits = [fleet for fleet in search_result.fleets if fleet.count == devices and not fleet.spot]
     if not fits:
-        raise ValueError("; ".join(found.refused.values()) or f"--devices {devices}: must be a power of two")
+        raise ValueError("; ".join(search_result.refused.values()) or f"--devices {devices}: must be a power of two")
     return min(fits, key=lambda fleet: fleet.time_s)

@@ -14,7 +14,7 @@ ASKS = "Please enter a prompt (or type 'exit' to quit): "
 
 
 class Conversation:
-    """The text so far. Without a chat template it is one text, which prompts and responses are added to."""
+    """The conversation so far. Without a chat template, prompts and responses are appended to one text."""
 
     def __init__(self, settings: dict[str, Any], tokenizer: Any) -> None:
         self.settings, self.tokenizer = settings, tokenizer
@@ -32,7 +32,7 @@ class Conversation:
         self.turns, self.text = [], ""
 
     def ask(self, prompt: str) -> str:
-        """Add a prompt; return the whole text that the model continues."""
+        """Add a prompt, and return the whole text that the model continues."""
         if self.settings["chat.apply_chat_template"]:
             self.turns.append({"role": "user", "content": prompt})
             self.text = self.tokenizer.apply_chat_template(self.turns, tokenize=False, add_generation_prompt=True)
@@ -48,10 +48,10 @@ class Conversation:
 
 
 def _run(tokens: list[str]) -> None:
-    found = translate_inference(CHAT, tokens)
-    found.check()
-    with found.flags_in_errors():
-        _talk(found.settings)
+    translation = translate_inference(CHAT, tokens)
+    translation.check()
+    with translation.flags_in_errors():
+        _talk(translation.settings)
 
 
 def _talk(settings: dict[str, Any]) -> None:
@@ -69,20 +69,20 @@ def _talk(settings: dict[str, Any]) -> None:
     samples = {} if settings["chat.greedy_sampling"] else {"top_p": settings["chat.top_p"], "temperature": settings["chat.temperature"]}
     while True:
         try:
-            said = input(ASKS)
+            prompt = input(ASKS)
         except EOFError:
             return
-        if said.strip().lower() == "exit":
+        if prompt.strip().lower() == "exit":
             return
-        if said.strip().lower() == "clear":
+        if prompt.strip().lower() == "clear":
             conversation.clear()
             continue
-        ids = tokenizer(conversation.ask(said), return_tensors="pt", add_special_tokens=False)["input_ids"].to(device)
+        ids = tokenizer(conversation.ask(prompt), return_tensors="pt", add_special_tokens=False)["input_ids"].to(device)
         if ids.shape[1] >= settings["chat.max_len"]:
             print(f"the conversation has {ids.shape[1]} tokens, and --max_len is {settings['chat.max_len']}; type clear to begin anew")
             continue
         with torch.inference_mode():
-            found = model.generate(
+            generated = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_length=settings["chat.max_len"],
@@ -92,7 +92,7 @@ def _talk(settings: dict[str, Any]) -> None:
                 pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
                 **samples,
             )
-        response = tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+        response = tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True)
         conversation.answer(response)
         print(response, flush=True)
 

@@ -21,11 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--lora_path", required=True, help="the adapter's folder")
     add("--output_path", required=True, help="folder of the merged model")
     add("--is_rm", action="store_true", help="the base model is a reward model with the scalar head `score`")
-    add("--ds.param_dtype", "--param_dtype", dest="dtype", choices=list(DTYPES), default="bf16", help="of the merged weights")
+    add("--ds.param_dtype", "--param_dtype", dest="dtype", choices=list(DTYPES), default="bf16", help="dtype of the merged weights")
     add("--bf16", dest="dtype", action="store_const", const="bf16", help="the default")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     guarded(
-        lambda: combine(Path(asked.model_path), Path(asked.lora_path), Path(asked.output_path), asked.is_rm, DTYPES[asked.dtype]),
+        lambda: combine(Path(options.model_path), Path(options.lora_path), Path(options.output_path), options.is_rm, DTYPES[options.dtype]),
         lambda: f"{parser.format_usage()}{parser.prog}: ",
     )
 
@@ -41,8 +41,8 @@ def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtyp
         files = read_folder(base)
     print(f"merging {adapter} into {base}")
     with name_setting_in_errors("--lora_path"):
-        found = Adapter.read(adapter)
-        merge_folder(base, found, output, dtype, "score" if is_reward_model else "")
+        parsed = Adapter.read(adapter)
+        merge_folder(base, parsed, output, dtype, "score" if is_reward_model else "")
     rest = without_weights(files)
     config = config_of(rest)
     config["dtype"] = dtype
@@ -50,7 +50,7 @@ def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtyp
     rest["config.json"] = json.dumps(config, indent=2).encode()
     rest |= {name: content for name, content in files.items() if name.endswith(".index.json")}
     write_folder(output, rest)
-    print(f"merged {len(found.used)} weights; the model is in {output}")
+    print(f"merged {len(parsed.used)} weights; the model is in {output}")
 
 
 if __name__ == "__main__":

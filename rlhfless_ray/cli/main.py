@@ -45,8 +45,10 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Recipe keys to set, as section.key=value.", show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the latest run of this name from its checkpoint.")] = False,
 ) -> None:
-    """Train a policy, or run the supervised stage that `task` names. Exit code 0 after the final save, 2 for a mistake in the input,
-    1 for a failed run."""
+    """Train a policy, or run the supervised stage that `task` names.
+
+    Exit code 0 after the final save, 2 for a mistake in the input, 1 for a failed run.
+    """
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.recipe.recipe_file import read_tree
 
@@ -70,8 +72,10 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="A sweep in YAML.")],
     resume: Annotated[bool, typer.Option("--resume", help="Continue the latest sweep of this name; finished runs are kept.")] = False,
 ) -> None:
-    """Run many runs on one cluster, at most so many at once. Exit code 0 if all ended well, 2 for a mistake in the input, 1 if one
-    failed."""
+    """Run many runs on one cluster, a limited number at once.
+
+    Exit code 0 if all succeeded, 2 for a mistake in the input, 1 if one failed.
+    """
     from rlhfless_ray.sweep.sweep_file import load_sweep
 
     planned = load_sweep(file)
@@ -117,8 +121,8 @@ def main() -> None:
 def guarded(action: Callable[[], None], usage: Callable[[], str] = str) -> NoReturn:
     """Run an action and end the process.
 
-    Exit code 2 means a user's mistake, 1 a failed run, and 128 + signal a stopped one. `usage`: returns a text before a mistake,
-    as argparse prints it.
+    Exit code 2 means a user's mistake, 1 a failed run, and 128 + signal a stopped one. `usage`: returns the text before the
+    message of a mistake, as argparse prints it.
     """
     code = 0
     try:

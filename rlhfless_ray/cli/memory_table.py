@@ -1,4 +1,4 @@
-"""`rlhfless plan --memory`: what a recipe's functions need, at least and predicted, and what this machine has."""
+"""`rlhfless plan --memory`: show the least and the predicted memory of a recipe's functions, and this machine's memory."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
         _print_table(f"Least memory of {policy}", "at least", least)
     problem = check(recipe, models, lambda: room)
     prompt, response = recipe.prompts.max_prompt_tokens, recipe.rollout.max_tokens
-    found = fit(recipe, models, lambda: room, Lengths(prompt, 1))
+    fitted = fit(recipe, models, lambda: room, Lengths(prompt, 1))
     if as_json:
-        told = {
+        report = {
             "resource": room.resource,
             "memory_bytes": room.bytes,
             "needs": [_row(need) for need in least],
-            "predicted": [_row(need) for need in found.needs],
-            "settings": {key: getattr(found.recipe.learner, key) for key in AUTO_KEYS},
-            "reason": found.reason,
+            "predicted": [_row(need) for need in fitted.needs],
+            "settings": {key: getattr(fitted.recipe.learner, key) for key in AUTO_KEYS},
+            "reason": fitted.reason,
         }
-        print(json.dumps(told, indent=1))
+        print(json.dumps(report, indent=1))
         return
-    _print_table(f"Predicted peaks, with prompts of {prompt} and responses of {response} tokens", "about", found.needs)
-    for line in filter(None, (problem, found.reason, found.note)):
+    _print_table(f"Predicted peaks, with prompts of {prompt} and responses of {response} tokens", "about", fitted.needs)
+    for line in filter(None, (problem, fitted.reason, fitted.note)):
         print(line)
-    if room.bytes is not None and not found.note:
+    if room.bytes is not None and not fitted.note:
         print(f"every need fits {'a GPU' if room.resource == GPU else 'this machine'} of {gb(room.bytes)}")
 
 
@@ -72,7 +72,7 @@ def _print_table(title: str, column: str, needs: list[Need]) -> None:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     table.add_column(column, justify="right")
-    table.add_column("of it")
+    table.add_column("parts")
     for alone, heading in ((True, "one process"), (False, "at the same time")):
         chosen = [need for need in needs if need.alone == alone]
         if chosen:

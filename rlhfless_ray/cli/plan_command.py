@@ -26,7 +26,7 @@ def plan(
     overrides: Annotated[list[str] | None, typer.Argument(help="With --memory: settings of the recipe, as section.key=value.")] = None,
     actors: Annotated[int | None, typer.Option(help="Maximum number of actors.")] = None,
     devices: Annotated[
-        int | None, typer.Option(help="Maximum number of devices, instead of --actors; the planner chooses the engines' width.")
+        int | None, typer.Option(help="Maximum number of devices, instead of --actors. The planner chooses the engines' width.")
     ] = None,
     speed: Annotated[str | None, typer.Option(help="Seconds of a decode step, as base,per_seq[,per_ctx].")] = None,
     device: Annotated[
@@ -37,9 +37,9 @@ def plan(
     prefer: Annotated[float | None, typer.Option(help="From 0 (cheapest) to 1 (fastest); 0.5 if no goal is given.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Take the cheapest plan that ends within this many seconds.")] = None,
     budget: Annotated[float | None, typer.Option(help="Take the fastest plan that costs at most this.")] = None,
-    knee: Annotated[bool, typer.Option("--knee", help="Take the plan where going faster begins to cost more than it gains.")] = False,
+    knee: Annotated[bool, typer.Option("--knee", help="Take the plan beyond which more speed costs more than it gains.")] = False,
     scenarios: Annotated[
-        int, typer.Option(help="0: plan for exactly these lengths. S: they are the last step's; plan for S draws of the next ones.")
+        int, typer.Option(help="0: plan for exactly these lengths. S: they are the last step's; plan for S draws of the next step's.")
     ] = 0,
     max_tokens: Annotated[int | None, typer.Option(help="Length at which responses are cut, with --scenarios.")] = None,
     column: Annotated[str | None, typer.Option(help="Column or key of the lengths.")] = None,
@@ -51,7 +51,7 @@ def plan(
         list[str] | None,
         typer.Option(
             help="Another kind of actor for the same plan, as key=value,… of actors, device, model, speed (with : for ,), "
-            "tensor_parallel, price, start, preempt, capacity. Keys that are missing are as above. Repeat it for more pools.",
+            "tensor_parallel, price, start, preempt, capacity. Missing keys have the options' values. Repeat it for more pools.",
             show_default=False,
         ),
     ] = None,
@@ -60,14 +60,14 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg file.")] = None,
     fleet: Annotated[
         int | None,
-        typer.Option(help="Instead of a rollout, plan whole GRPO steps of --model: which GPU (or --device), how many up to this."),
+        typer.Option(help="Plan whole GRPO steps of --model on at most this many GPUs of any kind (or of --device), not only a rollout."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps of a run, with --fleet.")] = 100,
     spot_discount: Annotated[
         float | None, typer.Option(help="With --fleet: share off the on-demand price on spot. Default: the table's own spot prices.")
     ] = None,
     calibrate: Annotated[
-        float, typer.Option(help="With --fleet: measured over planned seconds, as import-logs prints it. Scales times and costs.")
+        float, typer.Option(help="With --fleet: measured divided by planned seconds, as import-logs prints it. Scales times and costs.")
     ] = 1.0,
     memory: Annotated[bool, typer.Option("--memory", help="Show the memory that a recipe's functions need, instead of plans.")] = False,
 ) -> None:
@@ -169,15 +169,15 @@ def _frontier(drawn: np.ndarray, prompts: np.ndarray, pools: list[Pool], sets: l
     from placement import frontier, rollout_bounds
     from placement.planning.partition import pareto
 
-    found: list[Plan] = []
+    plans_of_sets: list[Plan] = []
     bounds: list[Bounds] = []
     for chosen in sets:
-        some = [pools[i] for i in chosen]
-        plans = frontier(drawn, pools=some, prompts=prompts, thin=0.005)
-        found += [replace(plan, pools=tuple(chosen[p] for p in plan.pools)) for plan in plans]
-        bounds.append(rollout_bounds(drawn, pools=some, prompts=prompts))
+        pools_of_set = [pools[i] for i in chosen]
+        plans = frontier(drawn, pools=pools_of_set, prompts=prompts, thin=0.005)
+        plans_of_sets += [replace(plan, pools=tuple(chosen[p] for p in plan.pools)) for plan in plans]
+        bounds.append(rollout_bounds(drawn, pools=pools_of_set, prompts=prompts))
     least = min(bounds, key=lambda b: b.time_s)
-    return pareto(found), replace(least, cost=min(b.cost for b in bounds))
+    return pareto(plans_of_sets), replace(least, cost=min(b.cost for b in bounds))
 
 
 def _objective(prefer: float | None, deadline: float | None, budget: float | None, knee: bool) -> Objective:
@@ -209,8 +209,8 @@ def _scenarios(recorded: Recorded, count: int, seed: int, max_tokens: int | None
     forecaster = LengthForecaster(float(recorded.tokens.mean()), max_tokens=max_tokens)
     forecaster.observe(prompts, tokens, np.split(recorded.tokens[order], np.cumsum(sizes)[:-1]))
     drawn = np.empty((len(recorded.tokens), count))
-    most = int(sizes.max())
-    wide = forecaster.scenarios(prompts, tokens, most, count, seed).reshape(len(sizes), most, count)
+    largest = int(sizes.max())
+    wide = forecaster.scenarios(prompts, tokens, largest, count, seed).reshape(len(sizes), largest, count)
     for prompt, members in enumerate(np.split(order, np.cumsum(sizes)[:-1])):
         drawn[members] = wide[prompt, : len(members)]
     return drawn
@@ -284,7 +284,7 @@ def _describe_pool(pool: Pool) -> str:
         + f"; a decode step takes {' + '.join(steps)}"
         + (f"; an actor holds {pool.capacity:,} KV tokens" if pool.capacity else "")
         + (f"; {pool.start_s:g} s to start" if pool.start_s else "")
-        + (f"; taken away {pool.preempt_per_hour:g} times an hour" if pool.preempt_per_hour else "")
+        + (f"; preempted {pool.preempt_per_hour:g} times an hour" if pool.preempt_per_hour else "")
     )
 
 
@@ -334,9 +334,9 @@ def _show(recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Pla
 def _draw(path: Path, plans: list[Plan], bounds: Bounds, choice: Choice[Plan], pools: list[Pool]) -> None:
     from rlhfless_ray.cli.frontier_svg import frontier_svg
 
-    most = max(plan.actors for plan in plans) if len(pools) > 1 else pools[0].max_actors
+    max_actors = max(plan.actors for plan in plans) if len(pools) > 1 else pools[0].max_actors
     try:
-        path.write_text(frontier_svg(plans, bounds, choice.index, cost=_unit(pools), title=f"Plans for at most {most} actors"))
+        path.write_text(frontier_svg(plans, bounds, choice.index, cost=_unit(pools), title=f"Plans for at most {max_actors} actors"))
     except OSError as error:
         raise UserError(f"--plot {path}: cannot be written: {error.strerror}") from None
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MIN_STEP_S, MAX_STEP_S = 1e-9, 1e6
 MAX_COUNT = 10**9  # actors, devices, KV tokens
 ENGINE_MEMORY = 0.9  # share of a device's memory for an engine that is alone on it, vLLM's default
-MAX_WIDTH = 8  # devices of a node: the roofline does not know the links between nodes
+MAX_WIDTH = 8  # devices of a node: the roofline does not model the links between nodes
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PoolOptions:
         for what in ("start", "preempt"):
             if not 0 <= getattr(self, what) < math.inf:
                 raise UserError(f"{name}--{what} must be finite and not negative, got {getattr(self, what):g}")
-        width, most = self.tensor_parallel, self.actors
+        width, actors = self.tensor_parallel, self.actors
         if self.speed is not None:
             try:
                 numbers = [float(part) for part in self.speed.split(",")]
@@ -95,7 +95,7 @@ class PoolOptions:
                 raise UserError(f"{name}--speed {self.speed}: give base,per_seq or base,per_seq,per_ctx in seconds, such as 0.0085,3e-5")
             if not (sum(numbers[:2]) >= MIN_STEP_S and sum(numbers) <= MAX_STEP_S):
                 raise UserError(f"{name}--speed {self.speed}: base and per_seq together must be {MIN_STEP_S:g} to {MAX_STEP_S:g} s")
-            return Pool(Speed(*numbers), self.price, most, self.start, self.preempt, self.capacity, width)
+            return Pool(Speed(*numbers), self.price, actors, self.start, self.preempt, self.capacity, width)
         if self.device is None or self.model is None:
             raise UserError(f"{name}give --device and --model together: the speed follows from both")
         from placement.catalog import catalog
@@ -107,7 +107,7 @@ class PoolOptions:
             holds = kv_capacity(the_model, the_device, width, ENGINE_MEMORY) if self.capacity is None else self.capacity
         except ValueError as error:
             raise UserError(f"{name}{error}") from None
-        return Pool(decode_speed(the_model, the_device, width), self.price, most, self.start, self.preempt, holds, width)
+        return Pool(decode_speed(the_model, the_device, width), self.price, actors, self.start, self.preempt, holds, width)
 
     def low_kv(self, width: int, longest: float) -> str | None:
         """Return a warning if an engine of `width` devices has almost no memory left for KV of sequences of `longest` tokens."""
@@ -127,13 +127,13 @@ class PoolOptions:
             raise UserError(f"--devices: must be at least 1, got {devices}")
         if self.device is None or self.model is None:
             raise UserError("--devices needs --device and --model: the speed of an actor with several devices follows from both")
-        found, refused = [], None
+        pools, refused = [], None
         for width in (2**k for k in range(min(devices, MAX_WIDTH).bit_length())):
             try:
-                found.append(replace(self, tensor_parallel=width, actors=devices // width).pool())
+                pools.append(replace(self, tensor_parallel=width, actors=devices // width).pool())
             except UserError as error:
                 refused = error
-        if not found:
+        if not pools:
             assert refused is not None
             raise refused
-        return found
+        return pools

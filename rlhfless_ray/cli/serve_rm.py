@@ -20,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from rlhfless_ray.cli.main import guarded
 
     parser = _parser()
-    asked = parser.parse_args(arguments)
-    guarded(lambda: _serve(asked), lambda: f"{parser.format_usage()}{parser.prog}: ")
+    options = parser.parse_args(arguments)
+    guarded(lambda: _serve(options), lambda: f"{parser.format_usage()}{parser.prog}: ")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1")
     add("--ds.param_dtype", "--param_dtype", dest="dtype", choices=list(DTYPES), default="bf16")
     add("--bf16", dest="dtype", action="store_const", const="bf16", help="the default")
-    add("--batch_size", type=int, default=None, help="texts read at once; otherwise a budget of tokens")
+    add("--batch_size", type=int, default=None, help="texts per batch; default: batches are limited by tokens")
     add("--trust_remote_code", action="store_true", help="run Python code that comes with the folder")
     add("--ds.load_in_4bit", "--load_in_4bit", dest="four_bit", action="store_true", help="refused")
     add("--use_ms", action="store_true", help="refused: local folders only")
@@ -46,38 +46,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _serve(asked: argparse.Namespace) -> None:
-    for given, flag in ((asked.four_bit, "load_in_4bit"), (asked.use_ms, "use_ms")):
+def _serve(options: argparse.Namespace) -> None:
+    for given, flag in ((options.four_bit, "load_in_4bit"), (options.use_ms, "use_ms")):
         if given:
             raise UserError(f"--{flag} is not supported; leave it out and give a local folder of full-precision weights")
-    if asked.max_len < 1 or (asked.batch_size is not None and asked.batch_size < 1):
+    if options.max_len < 1 or (options.batch_size is not None and options.batch_size < 1):
         raise UserError("--max_len and --batch_size must be at least 1")
-    if not 0 <= asked.port < 65536:
-        raise UserError(f"--port {asked.port}: must be from 0 to 65535")
+    if not 0 <= options.port < 65536:
+        raise UserError(f"--port {options.port}: must be from 0 to 65535")
     import torch
 
     from rlhfless_ray.reward.reward_server import PATH, TextScorer, create_server
 
     scorer = TextScorer(
-        Path(asked.model),
-        asked.head,
-        DTYPES[asked.dtype],
+        Path(options.model),
+        options.head,
+        DTYPES[options.dtype],
         "cuda" if torch.cuda.is_available() else "cpu",
-        normalize=asked.normalize,
-        max_tokens=asked.max_len,
-        batch_size=asked.batch_size,
-        trust_remote_code=asked.trust_remote_code,
+        normalize=options.normalize,
+        max_tokens=options.max_len,
+        batch_size=options.batch_size,
+        trust_remote_code=options.trust_remote_code,
     )
-    made = create_server(scorer, asked.host, asked.port)
-    print(f"serving {asked.model} at http://{asked.host}:{made.server_port}{PATH}", flush=True)
-    if asked.host == "127.0.0.1":
-        print("only this machine can reach it; OpenRLHF's listens on every address, which --host 0.0.0.0 does here", flush=True)
+    server = create_server(scorer, options.host, options.port)
+    print(f"serving {options.model} at http://{options.host}:{server.server_port}{PATH}", flush=True)
+    if options.host == "127.0.0.1":
+        print("only this machine can reach it; use --host 0.0.0.0 to listen on every address, as OpenRLHF does", flush=True)
     try:
-        made.serve_forever()
+        server.serve_forever()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
     finally:
-        made.server_close()
+        server.server_close()
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def simulate(
 
 
 def narrowest(setting: Setting) -> int:
-    """Return the fewest devices of an engine that hold the model: those of the plain baseline."""
+    """Return the smallest number of devices per engine that hold the model. The plain baseline uses it."""
     from placement.simulate import PhaseTimes
 
     return PhaseTimes.from_setting(setting).width
@@ -91,24 +91,26 @@ def low_kv(setting: Setting, width: int) -> str | None:
 def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, Any]:
     """Return means and standard deviations over seeds: seconds per step, device-seconds held and worked, and the bounds.
 
-    plain: synchronous `fixed` with the narrowest engines, on the same workloads. Ratios are of means. Where released
-    devices are not wanted by others at once, all devices are billed throughout.
+    `plain`: synchronous `fixed` with the narrowest engines, on the same workloads. Ratios are of means. `saving_if_all_are_billed`
+    is for clusters where nobody takes released devices at once, so that all devices are billed throughout.
     """
     import numpy as np
 
     setting = runs[0].setting
     rows: dict[str, Any] = {}
     for name in runs[0].policies:
-        of = [run.policies[name] for run in runs]
+        runs_of_policy = [run.policies[name] for run in runs]
         figures = {
-            "step_s": [p.step_s for p in of],
-            "full_device_s": [p.full for p in of],
-            "busy_device_s": [p.busy for p in of],
-            "rollout_s": [float(np.mean([s.rollout_s for s in p.steps])) for p in of],
+            "step_s": [p.step_s for p in runs_of_policy],
+            "full_device_s": [p.full for p in runs_of_policy],
+            "busy_device_s": [p.busy for p in runs_of_policy],
+            "rollout_s": [float(np.mean([s.rollout_s for s in p.steps])) for p in runs_of_policy],
         }
         rows[name] = {k: {"mean": float(np.mean(v)), "sd": float(np.std(v, ddof=1)) if len(v) > 1 else 0.0} for k, v in figures.items()}
-        rows[name]["last_plan"] = of[-1].steps[-1].reason
-        rows[name]["tokens_by_lag"] = [float(np.mean(share)) for share in zip(*(s.lag for p in of for s in p.steps), strict=True)]
+        rows[name]["last_plan"] = runs_of_policy[-1].steps[-1].reason
+        rows[name]["tokens_by_lag"] = [
+            float(np.mean(share)) for share in zip(*(s.lag for p in runs_of_policy for s in p.steps), strict=True)
+        ]
         for key, base in (("over_plain_fixed", plain), ("over_fixed", runs if "fixed" in runs[0].policies else [])):
             if base:
                 step_s, full = (float(np.mean([getattr(r.policies["fixed"], f) for r in base])) for f in ("step_s", "full"))
@@ -144,11 +146,11 @@ def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    found = summary(runs, plain)
+    results = summary(runs, plain)
     console = Console() if sys.stdout.isatty() else Console(width=140)
     title = (
-        f"{found['setting']}: {found['model']}, {found['algorithm'].upper()}, {found['responses_per_step']} responses on "
-        f"{found['devices']} × {found['device']}; mean of {found['steps']} steps × {found['seeds']} seeds"
+        f"{results['setting']}: {results['model']}, {results['algorithm'].upper()}, {results['responses_per_step']} responses on "
+        f"{results['devices']} × {results['device']}; mean of {results['steps']} steps × {results['seeds']} seeds"
     )
     table = Table(title=title, title_justify="left")
     for head in ("policy", "step, s", "full, device-s", "busy, device-s", "over plain fixed", "over fixed", "plan"):
@@ -158,7 +160,7 @@ def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
         r = row.get(key)
         return f"{r['speedup']:.2f}×, {0 - r['saving']:+.0%} ({0 - r['saving_if_all_are_billed']:+.0%})" if r else ""
 
-    for name, row in found["policies"].items():
+    for name, row in results["policies"].items():
         table.add_row(
             name,
             f"{row['step_s']['mean']:.2f} ± {row['step_s']['sd']:.2f}",
@@ -169,18 +171,18 @@ def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
             row["last_plan"],
         )
     console.print(table)
-    width, bound = found["plain_fixed"]["tensor_parallel"], found["bound"]
+    width, bound = results["plain_fixed"]["tensor_parallel"], results["bound"]
     wide = (
         "every policy takes its best width of engines (the runtime chooses widths with rollout.tensor_parallel=auto)"
-        if found["tensor_parallel"] == "auto"
+        if results["tensor_parallel"] == "auto"
         else f"engines of {width}"
     )
     console.print(
-        f"{wide}; plain fixed has engines of {width} and takes {found['plain_fixed']['step_s']:.2f} s a step. Cost: with released "
+        f"{wide}; plain fixed has engines of {width} and takes {results['plain_fixed']['step_s']:.2f} s a step. Cost: with released "
         "devices sold at once, and in brackets with all devices billed throughout (`--prefer 1` plans for that).",
         highlight=False,
     )
-    if found["partial"]:  # a response may be spread over steps, so the bounds of one step do not hold
+    if results["partial"]:  # a response may be spread over steps, so the bounds of one step do not hold
         return
     console.print(f"no policy can come below {bound['step_s']:.2f} s, nor below {bound['device_s']:.0f} device-seconds", highlight=False)
 
@@ -195,15 +197,15 @@ def _plot(runs: list[SimulatedRun], plain: list[SimulatedRun], path: Path) -> No
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install matplotlib") from None
 
-    found = summary(runs, plain)
+    results = summary(runs, plain)
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for name, row in found["policies"].items():
+    for name, row in results["policies"].items():
         at = (row["step_s"]["mean"], row["full_device_s"]["mean"])
         axes.errorbar(*at, xerr=row["step_s"]["sd"], yerr=row["full_device_s"]["sd"], fmt="o", capsize=2)
         axes.annotate(name, at, textcoords="offset points", xytext=(6, 4), fontsize=8)
-    axes.axvline(found["bound"]["step_s"], color="grey", linestyle=":", label="time bound")
-    axes.axhline(found["bound"]["device_s"], color="grey", linestyle="--", label="cost bound")
-    axes.set(xlabel="seconds per step", ylabel="device-seconds held per step", title=found["setting"], ylim=(0, None))
+    axes.axvline(results["bound"]["step_s"], color="grey", linestyle=":", label="time bound")
+    axes.axhline(results["bound"]["device_s"], color="grey", linestyle="--", label="cost bound")
+    axes.set(xlabel="seconds per step", ylabel="device-seconds held per step", title=results["setting"], ylim=(0, None))
     axes.legend(fontsize=8)
     figure.tight_layout()
     try:

@@ -1,4 +1,4 @@
-"""What OpenRLHF's launchers beside PPO's have in common here."""
+"""Common code of OpenRLHF's launchers other than PPO's."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
     from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
     from rlhfless_ray.local.machine_memory import visible_gpus
 
-    found = translate_supervised(launcher, tokens, ranks=max(1, visible_gpus()))
-    found.check()
-    recipe = found.recipe()
+    translation = translate_supervised(launcher, tokens, ranks=max(1, visible_gpus()))
+    translation.check()
+    recipe = translation.recipe()
     for name in [name for name in os.environ if STARTERS_OWN.fullmatch(name)]:
         del os.environ[name]  # the ranks get their own from Ray Train; with torchrun's they would wait for its store
     from rlhfless_ray.supervise.run_supervised import has_checkpoint, run_supervised
 
-    with found.flags_in_errors():
-        print_results(run_supervised(recipe, resume=found.resumes and has_checkpoint(recipe)).path)
+    with translation.flags_in_errors():
+        print_results(run_supervised(recipe, resume=translation.resumes and has_checkpoint(recipe)).path)

@@ -40,19 +40,19 @@ def _train(tokens: Sequence[str]) -> None:
     train_translated(translate(tokens))
 
 
-def train_translated(found: Translation) -> None:
-    """Train with what a command line was translated to."""
+def train_translated(translation: Translation) -> None:
+    """Train with the recipe that a command line was translated to."""
     from rlhfless_ray.compat.openrlhf.explain_report import summary
     from rlhfless_ray.compat.openrlhf.resources import fit
     from rlhfless_ray.compat.openrlhf.translate import by_flag, recipe_of, refusals
 
-    fewer = fit(found)
-    if refused := refusals(found):
+    fewer = fit(translation)
+    if refused := refusals(translation):
         raise refused
-    recipe = recipe_of(found)
-    for line in [*summary(found), *([fewer] if fewer else [])]:
+    recipe = recipe_of(translation)
+    for line in [*summary(translation), *([fewer] if fewer else [])]:
         print(f"[rlhfless] {line}", flush=True)
-    for name, value in found.secrets.items():
+    for name, value in translation.secrets.items():
         os.environ.setdefault(name, value)
     from rlhfless_ray.runtime.runtime import Runtime
 
@@ -62,10 +62,10 @@ def train_translated(found: Translation) -> None:
             for _ in run:
                 pass
     except UserError as error:
-        raise by_flag(found, error) from None
+        raise by_flag(translation, error) from None
     except (Stopped, DiskFull) as stop:
         if recipe.checkpoint.path:
-            stop.continue_with = found.values.named("ckpt.load_enable")
+            stop.continue_with = translation.values.named("ckpt.load_enable")
         elif stop.resumable:
             stop.continue_with = f"rlhfless train {run.folder.path / 'recipe.yaml'} --resume"
         raise
