@@ -32,7 +32,7 @@ def launcher(*flags):
         (LINE + " --load_in_4bit", "--load_in_4bit: 4-bit base weights are outside"),
         (LINE + " --elastic.prefr 1", "did you mean --elastic.prefer?"),
         (LINE + " --seed 1 --train.seed 2", "--seed and --train.seed"),
-        ("--use_icepop --elastic.dialect 0.11.2", "--use_icepop: OpenRLHF 0.9.1 to 0.9.2 had it"),
+        ("--use_icepop --elastic.dialect 0.11.2", "--use_icepop: exists in OpenRLHF 0.9.1 to 0.9.2 only"),
     ],
 )
 def test_mistakes_exit_with_two_with_usage_and_the_flag_on_stderr(flags, said):

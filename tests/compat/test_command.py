@@ -92,7 +92,7 @@ def test_the_launcher_is_found_in_a_script(tmp_path):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("deepspeed --module openrlhf.cli.train_ppo --x", "OpenRLHF had it until 0.6.1; start openrlhf.cli.train_ppo_ray instead"),
+        ("deepspeed --module openrlhf.cli.train_ppo --x", "OpenRLHF removed it after 0.6.1; start openrlhf.cli.train_ppo_ray instead"),
         ("python -m openrlhf.cli.train_everything", "OpenRLHF has no such launcher"),
         ("python3 train.py", "no launcher of OpenRLHF in it"),
         ("bash nowhere.sh", "nowhere.sh: no such file"),

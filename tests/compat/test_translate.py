@@ -558,11 +558,11 @@ def test_an_engine_gets_the_devices_that_there_are(monkeypatch):
 def test_slots_and_a_machine_with_fewer():
     found = of(BASE + " --elastic.rollout.min_actors 2 --elastic.cluster.cpus 3 --elastic.functions.slot cpu")
     assert slots_of(found).at_most == 8
-    assert "8 ranks of the learner are asked for and 3 slots exist" in fit(found, {})
+    assert "the command requests 8 ranks of the learner, and 3 slots exist" in fit(found, {})
     assert found.settings["learner.ranks"] == 3 and slots_of(found).at_least in (2, 3)  # 2 once ranks may shrink by themselves
     assert fit(of(BASE), {"RAY_ADDRESS": "auto"}) == ""
     said = fit(own := of(BASE + " --elastic.learner.ranks 8 --elastic.cluster.cpus 3"), {})
-    assert said.startswith("8 ranks of the reference are asked for and 3 slots exist") and ";" not in said
+    assert said.startswith("the command requests 8 ranks of the reference, and 3 slots exist") and ";" not in said
     assert own.settings["learner.ranks"] == 8 and own.settings["reference.ranks"] == 3
     small = of(GAE + " --actor_num_gpus_per_node 1 --critic_num_gpus_per_node 2")
     assert [small.settings[f"{name}.ranks"] for name in ("learner", "critic", "reference")] == [1, 2, 1], "8 is only a default"
@@ -688,13 +688,13 @@ def test_asynchronous_training_is_a_lag_of_one_step(flags, lag):
     found = of(f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --enable_vllm_is_correction --elastic.dialect 0.9.2 {flags}")
     assert found.wanted.get("rollout.max_lag_steps") in ((0, None) if lag is None else (lag,))
     assert not found.refused
-    longer = any("at most one step old, where OpenRLHF allows 2" in note for note in found.notes)
+    longer = any("at most one step old; OpenRLHF allows 2" in note for note in found.notes)
     assert longer == ("--async_train --async_queue_size 2" in flags)
 
 
 def test_a_batch_kept_its_place_in_the_first_versions():
     found = of("--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --async_train --elastic.dialect 0.8.1")
-    assert found.wanted["rollout.max_lag_steps"] == 1 and any("where OpenRLHF allows 2" in note for note in found.notes)
+    assert found.wanted["rollout.max_lag_steps"] == 1 and any("; OpenRLHF allows 2" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -21,20 +21,20 @@ from rlhfless_ray.weights.load_policy import load_tokenizer, model_folder
 from rlhfless_ray.weights.model_folder import read_folder
 
 
-def run_batch(found: InferenceTranslation) -> Path:
-    """Do what the command line says, and return the file that it names."""
-    output = Path(found.settings["batch_inference.output"])
+def run_batch(translation: InferenceTranslation) -> Path:
+    """Generate responses or rewards, and return the output file that the command line names."""
+    output = Path(translation.settings["batch_inference.output"])
     output.parent.mkdir(parents=True, exist_ok=True)
     check_writable(output.absolute().parent, "--output_path")
-    rows = list(_generated(found)) if found.generates else _rewarded(found)
+    rows = list(_generated(translation)) if translation.generates else _rewarded(translation)
     count = write_rows(output, rows)
     print(f"{count} rows: {output}")
     return output
 
 
-def _reader(found: InferenceTranslation) -> RowReader:
+def _reader(translation: InferenceTranslation) -> RowReader:
     """Return a reader that renders and tokenizes rows as OpenRLHF's data sets do."""
-    settings = found.settings
+    settings = translation.settings
     recipe = SupervisedRecipe.parse(
         {
             "task": "sft",
@@ -52,16 +52,16 @@ def _reader(found: InferenceTranslation) -> RowReader:
             },
         }
     )
-    with found.flags_in_errors():
+    with translation.flags_in_errors():
         tokenizer = load_tokenizer(read_folder(model_folder(settings["policy.path"], "policy.path")), True)
         return RowReader(recipe, tokenizer, None)
 
 
-def _rows(found: InferenceTranslation) -> list[tuple[str, dict[str, Any]]]:
-    settings = found.settings
+def _rows(translation: InferenceTranslation) -> list[tuple[str, dict[str, Any]]]:
+    settings = translation.settings
     sources = settings.get("prompts.paths") or [settings["prompts.path"]]
     options = {"probabilities": settings.get("prompts.probabilities"), "max_rows": settings.get("prompts.max_rows")}
-    with found.flags_in_errors():
+    with translation.flags_in_errors():
         rows = read_sources(sources, "train", "prompts", seed=settings["run.seed"], **options)
     start, end = settings.get("batch_inference.rows", [0, len(rows)])
     if start >= len(rows):
@@ -72,31 +72,31 @@ def _rows(found: InferenceTranslation) -> list[tuple[str, dict[str, Any]]]:
 # ---------------------------------------------------------------- responses
 
 
-def _generated(found: InferenceTranslation) -> Iterable[dict[str, Any]]:
+def _generated(translation: InferenceTranslation) -> Iterable[dict[str, Any]]:
     """Generate, and yield all first responses in the order of the data set, then all second ones, and so on."""
     from rlhfless_ray.run.responses import RESPONSES, read_groups
     from rlhfless_ray.runtime.generation import Generation
 
-    recipe = found.recipe()
+    recipe = translation.recipe()
     assert recipe is not None
-    reader = _reader(found)
-    prompts = _prompts(found, reader)
+    reader = _reader(translation)
+    prompts = _prompts(translation, reader)
     with Generation(recipe, prompts=prompts) as run:
         for _ in run:
             pass
     groups = list(read_groups(run.folder.path / RESPONSES))
-    keeps_special = found.settings["batch_inference.task"] == "generate_vllm"
+    keeps_special = translation.settings["batch_inference.task"] == "generate_vllm"
     for sample in range(recipe.rollout.samples_per_prompt):
         for group in groups:
             text = reader.tokenizer.decode(group[sample]["token_ids"], skip_special_tokens=not keeps_special)
             yield {"input": group[sample]["prompt"], "output": text}
 
 
-def _prompts(found: InferenceTranslation, reader: RowReader) -> list[Prompt]:
-    settings = found.settings
+def _prompts(translation: InferenceTranslation, reader: RowReader) -> list[Prompt]:
+    settings = translation.settings
     limit, suffix = settings["prompts.max_prompt_tokens"], settings.get("batch_inference.prompt_suffix", "")
     prompts = []
-    for index, (name, row) in enumerate(_rows(found)):
+    for index, (name, row) in enumerate(_rows(translation)):
         text = reader.prompt_text(name, row) + suffix
         tokens = reader.tokenizer(text, add_special_tokens=settings["batch_inference.task"] == "generate_vllm")["input_ids"]
         prompts.append(Prompt(index, text, tuple(tokens[-limit:]), row, max(0, len(tokens) - limit)))
@@ -106,14 +106,14 @@ def _prompts(found: InferenceTranslation, reader: RowReader) -> list[Prompt]:
 # ---------------------------------------------------------------- rewards
 
 
-def _rewarded(found: InferenceTranslation) -> list[dict[str, Any]]:
+def _rewarded(translation: InferenceTranslation) -> list[dict[str, Any]]:
     """Score the data set's responses, and apply the processor."""
     import torch
 
     from rlhfless_ray.reward.reward_server import TextScorer
 
-    settings, reader = found.settings, _reader(found)
-    texts = [(name, *reader.texts(name, row)) for name, row in _rows(found)]
+    settings, reader = translation.settings, _reader(translation)
+    texts = [(name, *reader.texts(name, row)) for name, row in _rows(translation)]
     tokens = [reader.tokens_as_openrlhf(prompt, response) for _, prompt, response in texts]
     kept = [number for number, found_tokens in enumerate(tokens) if found_tokens is not None]
     if len(kept) < len(tokens):

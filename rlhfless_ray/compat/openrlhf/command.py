@@ -41,22 +41,22 @@ class LaunchCommand:
 
 
 def find(argv: Sequence[str]) -> LaunchCommand:
-    """Find the launcher in a command: bare, after `ray job submit … --` or `srun`, in `bash -c '…'`, or in a script that it names.
+    """Find the launcher in a command, after `ray job submit … --` or `srun`, in `bash -c '…'`, or in a script that the command runs.
 
     Flags alone belong to the PPO launcher. Raises UserError if there is no launcher, or one that is not covered.
     """
     if argv and argv[0].startswith("--"):
         return LaunchCommand(LAUNCHER, list(argv))
-    found = _locate(list(argv))
-    if found is None:
+    launch = _locate(list(argv))
+    if launch is None:
         scripts = [token for before, token in pairwise(["", *argv]) if _is_script(token, before)]
         if missing := [script for script in scripts if not Path(script).exists()]:
             raise UserError(f"{missing[0]}: no such file")
         raise UserError(
             f"`{' '.join(argv)[:80]}`: no launcher of OpenRLHF in it; give a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
         )
-    check_covered(found.launcher)
-    return found
+    check_covered(launch.launcher)
+    return launch
 
 
 def _is_script(token: str, before: str) -> bool:
@@ -69,7 +69,7 @@ def check_covered(launcher: str) -> None:
     if launcher in OURS:
         return
     if launcher == "train_ppo":
-        raise UserError(f"openrlhf.cli.train_ppo: OpenRLHF had it until 0.6.1; start openrlhf.cli.{LAUNCHER} instead")
+        raise UserError(f"openrlhf.cli.train_ppo: OpenRLHF removed it after 0.6.1; start openrlhf.cli.{LAUNCHER} instead")
     if launcher in launchers():
         raise UserError(f"openrlhf.cli.{launcher} is not covered yet; run it with OpenRLHF itself")
     raise UserError(f"openrlhf.cli.{launcher}: OpenRLHF has no such launcher")
@@ -93,9 +93,9 @@ def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> Lau
 def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None) -> LaunchCommand | None:
     commands = simple_commands(text, environment, arguments)
     commands.sort(key=lambda command: command.words[0] in PRINTS)  # a script may print its command before it runs it
-    found = [launch for words, handed in commands if (launch := _locate(words, handed))]
-    ours = [launch for launch in found if launch.launcher == LAUNCHER and launch.flags[:1] not in (["--help"], ["-h"])]
-    return next(iter(ours or found), None)
+    launches = [launch for words, handed in commands if (launch := _locate(words, handed))]
+    ours = [launch for launch in launches if launch.launcher == LAUNCHER and launch.flags[:1] not in (["--help"], ["-h"])]
+    return next(iter(ours or launches), None)
 
 
 # ---------------------------------------------------------------- running it
@@ -130,10 +130,10 @@ def _module_of(token: str) -> str:
 
 
 def _ranks(options: Sequence[str]) -> list[str]:
-    """Return the flags for the ranks that deepspeed or torchrun would start: processes per node times nodes, if it is told them."""
-    told = {name.lstrip("-").replace("-", "_"): value for name, value in _pairs(options)}
-    each = next((told[name] for name in ("num_gpus", "nproc_per_node") if told.get(name, "").isdigit()), None)
-    nodes = next((told[name] for name in ("num_nodes", "nnodes") if told.get(name, "").isdigit()), "1")
+    """Return the flags for the ranks that deepspeed or torchrun would start, if `options` give the processes per node."""
+    values = {name.lstrip("-").replace("-", "_"): value for name, value in _pairs(options)}
+    each = next((values[name] for name in ("num_gpus", "nproc_per_node") if values.get(name, "").isdigit()), None)
+    nodes = next((values[name] for name in ("num_nodes", "nnodes") if values.get(name, "").isdigit()), "1")
     return ["--elastic.learner.ranks", str(int(each) * int(nodes))] if each else []
 
 

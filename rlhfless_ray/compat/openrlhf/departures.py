@@ -1,4 +1,4 @@
-"""Notes before a run: what this runtime learns differently on purpose, and what another version would."""
+"""Write notes before a run on intended differences from OpenRLHF, and on differences between its versions."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def _asynchronous(v: Values) -> list[str]:
         return []
     steps, partial = m.queue_steps(v), v.spelled("train.partial_rollout_enable")
     if not v["train.partial_rollout_enable"]:
-        longer = f"{v.spelled('train.async_queue_size')}: samples are at most one step old, where OpenRLHF allows {steps}"
+        longer = f"{v.spelled('train.async_queue_size')}: samples are at most one step old; OpenRLHF allows {steps}"
         return [longer] if steps > 1 else []
-    found = [
-        f"{partial}: a response that goes on under new weights is prefilled again under them, where OpenRLHF keeps the KV of the old ones"
+    notes = [
+        f"{partial}: a response that goes on under new weights is prefilled again under them; OpenRLHF keeps the KV of the old weights"
     ]
     bound = m.asynchronous(v)["rollout.max_lag_steps"]
     if bound > 1:
-        found.append(f"{partial}: groups are trained as they are complete, and none is older than {bound} steps")
-    return found
+        notes.append(f"{partial}: groups are trained as they are complete, and none is older than {bound} steps")
+    return notes
 
 
 def _frozen(v: Values) -> list[str]:
@@ -67,14 +67,14 @@ def _frozen(v: Values) -> list[str]:
 
 
 def _remainder(v: Values) -> list[str]:
-    found, samples = m.optimizer_steps(v["train.batch_size"], v), v["rollout.batch_size"] * v["rollout.n_samples_per_prompt"]
-    if "algorithm.remainder" not in found:
+    settings, samples = m.optimizer_steps(v["train.batch_size"], v), v["rollout.batch_size"] * v["rollout.n_samples_per_prompt"]
+    if "algorithm.remainder" not in settings:
         return []
-    said = f"{v.spelled('train.batch_size')}: it does not divide the {samples} samples of a rollout; "
-    if found["algorithm.remainder"] == "drop":
-        return [f"{said}with {v.named('train.dynamic_batch_enable')} the other {samples % v['train.batch_size']} are dropped"]
+    start = f"{v.spelled('train.batch_size')}: it does not divide the {samples} samples of a rollout; "
+    if settings["algorithm.remainder"] == "drop":
+        return [f"{start}with {v.named('train.dynamic_batch_enable')} the other {samples % v['train.batch_size']} are dropped"]
     return [
-        f"{said}the rest is used in the first optimizer step of the next rollout, and is kept in checkpoints; that step's mean is "
+        f"{start}the rest is used in the first optimizer step of the next rollout, and is kept in checkpoints; that step's mean is "
         "over all of its samples (OpenRLHF keeps gradients instead and loses them at a stop; from 0.11 on it weighs the rest like a "
         "whole step)"
     ]

@@ -1,7 +1,7 @@
 """Find the version that a command line is written for, and read lines that mix versions.
 
-The dialect of a line is a version that accepts all of it: the one that has most of the flags by their full names, then the
-newest. If no version accepts the line, the version that has most of its flags is the base. Flags of other versions then keep
+The dialect of a line is a version that accepts all of it. If several do, it is the one that has the most flags by their full
+names, then the newest. If none does, the version that has the most of its flags is the base. Flags of other versions then keep
 the definition nearest to the base.
 
 The dialect's parser reads abbreviations. One that is ambiguous there is refused with its candidates, even if an older version
@@ -104,7 +104,7 @@ def _one_of_each_form(name: str, version: str) -> list[str]:
 
 
 def _form(spec: Spec) -> tuple[object, ...]:
-    """Return what decides how a parser reads the flag's values."""
+    """Return the properties that determine how a parser reads the flag's values."""
     return spec.type, spec.action, spec.choices, spec.nargs
 
 
@@ -121,11 +121,11 @@ def _ambiguous(name: str, within: Sequence[str]) -> str:
 
 def _candidates(name: str, within: Sequence[str]) -> str:
     """List the flags that a name abbreviates in these versions (oldest first), each with its versions."""
-    found: dict[str, list[str]] = {}
+    versions_of: dict[str, list[str]] = {}
     for version in within:
         for flag in _resolve(name, version):
-            found.setdefault(flag, []).append(version)
-    return ", ".join(f"{flag} ({span_text(having[0], having[-1])})" for flag, having in found.items())
+            versions_of.setdefault(flag, []).append(version)
+    return ", ".join(f"{flag} ({span_text(having[0], having[-1])})" for flag, having in versions_of.items())
 
 
 def _strictly(tokens: Sequence[str], version: str) -> CommandLine:
@@ -187,8 +187,8 @@ def _in_mixture(name: str, base: str) -> str:
 
     Raises Unreadable unless the base version has exactly one such flag and every other version means the same by it.
     """
-    found = [flags for version in versions() if (flags := _resolve(name, version))]
-    if not found:
+    readings = [flags for version in versions() if (flags := _resolve(name, version))]
+    if not readings:
         return ""
     here = _resolve(name, base)
     if not here:
@@ -197,22 +197,22 @@ def _in_mixture(name: str, base: str) -> str:
             f"{_candidates(name, versions())}; write the full name",
             base,
         )
-    if any(_meaning(flags) != _meaning(here) or len(flags) > 1 for flags in found):
+    if any(_meaning(flags) != _meaning(here) or len(flags) > 1 for flags in readings):
         raise Unreadable(_ambiguous(name, versions()), base)
     return here[0]
 
 
 def _options(tokens: Sequence[str]) -> list[tuple[int, str, bool]]:
     """Return (index, name, whether a value follows an equals sign) of the tokens that argparse takes for options."""
-    found = []
+    options = []
     for index, token in enumerate(tokens):
         if token == "--":
             break
         if token.startswith("--"):
             name, equals, _ = token.partition("=")
             if " " not in name:
-                found.append((index, name, bool(equals)))
-    return found
+                options.append((index, name, bool(equals)))
+    return options
 
 
 def _option_names(tokens: Sequence[str]) -> list[str]:
@@ -239,7 +239,7 @@ def advice(flag: str) -> str:
     """Return a sentence on a flag that is not accepted: which versions had it, and what to write instead."""
     spans = history(flag)
     if spans:
-        had = f"{flag}: OpenRLHF {span_text(spans[0].since, spans[-1].until)} had it"
+        had = f"{flag}: exists in OpenRLHF {span_text(spans[0].since, spans[-1].until)} only"
         instead = instead_of(flag)
         return f"{had}; write {instead} instead" if instead else f"{had}, without effect; leave it out"
     elsewhere = other_launchers(flag)
@@ -253,8 +253,8 @@ def _nearest_text(flag: str) -> str:
     words = set(flag.strip("-").replace(".", "_").split("_"))
 
     def shared(name: str) -> float:  # the same words in another order count more than similar letters
-        own = set(name.strip("-").replace(".", "_").split("_"))
-        return len(words & own) / len(words | own) + difflib.SequenceMatcher(None, flag, name).ratio()
+        others = set(name.strip("-").replace(".", "_").split("_"))
+        return len(words & others) / len(words | others) + difflib.SequenceMatcher(None, flag, name).ratio()
 
     name = max(all_flags(), key=lambda candidate: (shared(candidate), place(history(candidate)[-1].until)))
     if shared(name) < 0.9:

@@ -20,67 +20,67 @@ from rlhfless_ray.compat.openrlhf.supervised_table import RULES as SUPERVISED_RU
 from rlhfless_ray.compat.openrlhf.translate import HINT, HONOURED, NO_EFFECT, Outcome, Translation, supported_today
 
 
-def explanation(found: Translation) -> str:
+def explanation(translation: Translation) -> str:
     """Describe the dialect, the slots, the outcomes of all flags, and the recipe."""
-    slots = slots_of(found)
+    slots = slots_of(translation)
     lines = [
-        f"dialect     {describe_dialect(found)}",
+        f"dialect     {describe_dialect(translation)}",
         f"slots       at least {slots.at_least}, at most {slots.at_most} at once (OpenRLHF would hold {slots.openrlhf_gpus} GPUs for the "
         "whole run)",
-        f"honoured    {len(found.with_status(HONOURED))} of {len(found.flags)} flags: "
-        + (" ".join(outcome.flag for outcome in found.with_status(HONOURED)) or "none"),
+        f"honoured    {len(translation.with_status(HONOURED))} of {len(translation.flags)} flags: "
+        + (" ".join(outcome.flag for outcome in translation.with_status(HONOURED)) or "none"),
     ]
-    lines += _block("memory", memory_lines(found))
-    lines += _block("hints", [f"{_as_given(found, outcome.flag)}: {outcome.why}" for outcome in found.with_status(HINT)])
-    idle = found.with_status(NO_EFFECT)
+    lines += _block("memory", memory_lines(translation))
+    lines += _block("hints", [f"{_as_given(translation, outcome.flag)}: {outcome.why}" for outcome in translation.with_status(HINT)])
+    idle = translation.with_status(NO_EFFECT)
     if idle:
         lines.append(f"no effect   {' '.join(outcome.flag for outcome in idle)}")
-    if found.own:
-        lines.append("our own     " + ", ".join(f"{key} = {value}" for key, value in found.own.items()))
-    lines += _block("notes", found.notes)
-    lines += _block("refused", [f"{flags}: {why}" for flags, why in _grouped(found.refused)])
-    lines.append("recipe" + (" (without the refused flags)" if found.refused else ""))
-    lines += ["  " + line for line in yaml.safe_dump(found.tree, sort_keys=False, allow_unicode=True).splitlines()]
+    if translation.own:
+        lines.append("our own     " + ", ".join(f"{key} = {value}" for key, value in translation.own.items()))
+    lines += _block("notes", translation.notes)
+    lines += _block("refused", [f"{flags}: {why}" for flags, why in _grouped(translation.refused)])
+    lines.append("recipe" + (" (without the refused flags)" if translation.refused else ""))
+    lines += ["  " + line for line in yaml.safe_dump(translation.tree, sort_keys=False, allow_unicode=True).splitlines()]
     return "\n".join(lines)
 
 
-def summary(found: Translation) -> list[str]:
+def summary(translation: Translation) -> list[str]:
     """Describe the command line in a few lines, before a run starts."""
-    lines = [f"command line of OpenRLHF {describe_dialect(found)}"]
-    lines += [f"{flags} read as: {why}" for flags, why in _grouped(found.with_status(HINT))]
-    idle = found.with_status(NO_EFFECT)
+    lines = [f"command line of OpenRLHF {describe_dialect(translation)}"]
+    lines += [f"{flags} read as: {why}" for flags, why in _grouped(translation.with_status(HINT))]
+    idle = translation.with_status(NO_EFFECT)
     if idle:
         lines.append(f"no effect here: {' '.join(outcome.flag for outcome in idle)}")
-    return lines + found.notes
+    return lines + translation.notes
 
 
-def describe_dialect(found: Translation) -> str:
-    line = found.line
+def describe_dialect(translation: Translation) -> str:
+    line = translation.line
     if line.mixed:
         return f"{line.version}, mixed with flags of other versions: {' '.join(spec.flag for spec in line.foreign)}"
     others = [version for version in line.accepted_by if version != line.version]
     return line.version + (f" ({_ranges(others)} accept it too)" if others else "")
 
 
-def as_data(found: Translation) -> dict[str, Any]:
+def as_data(translation: Translation) -> dict[str, Any]:
     """Return the explanation as JSON types."""
-    slots = slots_of(found)
+    slots = slots_of(translation)
     return {
-        "dialect": found.line.version,
-        "accepted_by": found.line.accepted_by,
-        "mixed": [spec.flag for spec in found.line.foreign],
-        "runs": not found.refused,
+        "dialect": translation.line.version,
+        "accepted_by": translation.line.accepted_by,
+        "mixed": [spec.flag for spec in translation.line.foreign],
+        "runs": not translation.refused,
         "slots": {"at_least": slots.at_least, "at_most": slots.at_most, "openrlhf_gpus": slots.openrlhf_gpus},
-        "memory": [{"function": need.who, "bytes": need.bytes} for need in needs_of(found)],
-        "flags": [{"flag": o.flag, "status": o.status, "why": o.why} for o in found.flags],
-        "refused": [{"flag": o.flag, "why": o.why} for o in found.refused],
-        "notes": found.notes,
-        "recipe": found.tree,
+        "memory": [{"function": need.who, "bytes": need.bytes} for need in needs_of(translation)],
+        "flags": [{"flag": o.flag, "status": o.status, "why": o.why} for o in translation.flags],
+        "refused": [{"flag": o.flag, "why": o.why} for o in translation.refused],
+        "notes": translation.notes,
+        "recipe": translation.tree,
     }
 
 
-def _as_given(found: Translation, flag: str) -> str:
-    value = found.line.given.values.get(flag)
+def _as_given(translation: Translation, flag: str) -> str:
+    value = translation.line.given.values.get(flag)
     if value is True:
         return flag
     return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"

@@ -1,4 +1,4 @@
-"""Meaning of flags: when one has no effect, which settings a value makes, and what to say of a resource hint."""
+"""Meaning of flags: when a flag has no effect, which settings its value becomes, and how a resource hint is read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def no_correction(v: Values) -> str:
 
 def no_checkpoints(v: Values) -> str:
     writes = v["ckpt.save_steps"] > 0 or v["ckpt.load_enable"] or best_metric(v) != "none"
-    return "" if writes else "no checkpoints are asked for"
+    return "" if writes else "no checkpoints are requested"
 
 
 def no_generate_batch(v: Values) -> str:
@@ -76,12 +76,12 @@ def best_metric(v: Values) -> str:
 def lengths(x: Any, v: Values) -> dict[str, Any]:
     total, response, prompt = v["data.max_len"], v["rollout.max_new_tokens"], v[PROMPT_LIMIT]
     longest = total - (1 if response is None else response)
-    found: dict[str, Any] = {"prompts.max_prompt_tokens": min(longest, prompt) if prompt is not None else longest}
+    settings: dict[str, Any] = {"prompts.max_prompt_tokens": min(longest, prompt) if prompt is not None else longest}
     if response is None:
-        found["rollout.max_total_tokens"], found["rollout.max_tokens"] = total, total - 1
+        settings["rollout.max_total_tokens"], settings["rollout.max_tokens"] = total, total - 1
     else:
-        found["rollout.max_tokens"] = response
-    return found
+        settings["rollout.max_tokens"] = response
+    return settings
 
 
 def dataset(x: str | None, v: Values) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def param_dtype(x: str, v: Values) -> dict[str, Any]:
 
 
 def unknown_dtype(v: Values) -> str:
-    """Return why the default dtype is refused, or an empty string if the model's folder names one."""
+    """Return why the default dtype is refused, or an empty string if the model's folder specifies a dtype."""
     if param_dtype(v["ds.param_dtype"], v)["policy.dtype"] != "checkpoint":
         return ""
     return f"`{v['actor.model_name_or_path']}` is not a folder from which the dtype of its weights can be read; give --bf16"
@@ -176,7 +176,7 @@ def loss_mean(x: str, v: Values) -> dict[str, Any]:
 
 
 def frozen_steps(x: int, v: Values) -> dict[str, Any]:
-    """The policy is trained in steps above the flag's number. Steps are counted from 1 up to 0.9.0, and from 0 since."""
+    """Return the number of steps without training of the policy. Up to 0.9.0 OpenRLHF counts steps from 1, since then from 0."""
     frozen = max(x if before(v, STEPS_FROM_ZERO_SINCE) else x + 1, 0)
     return {"critic.freeze_policy_steps": frozen} if frozen or v.has_critic else {}
 
@@ -196,13 +196,13 @@ def kl_estimator(x: str, v: Values) -> dict[str, Any]:
 
 
 def overlong(x: int | None, v: Values) -> dict[str, Any]:
-    """The penalty is full at the response limit, or without one at the longest sequence."""
-    found: dict[str, Any] = {"reward.overlong_buffer_tokens": x}
+    """Apply the full penalty at the response limit, or without one at the sequence limit."""
+    settings: dict[str, Any] = {"reward.overlong_buffer_tokens": x}
     if x is not None and v["rollout.max_new_tokens"] is None:
-        found["reward.overlong_limit_tokens"] = v["data.max_len"]
+        settings["reward.overlong_limit_tokens"] = v["data.max_len"]
     if x is not None and v["train.agent_func_path"]:
-        found["reward.overlong_feedback"] = True
-    return found
+        settings["reward.overlong_feedback"] = True
+    return settings
 
 
 def normalized(x: bool, v: Values) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def reward_source(x: str | None, v: Values) -> dict[str, Any]:
 
 
 def agent(x: str | None, v: Values) -> dict[str, Any]:
-    """A turn is limited only by what is left of the whole length."""
+    """Limit a turn only by the remaining tokens of the whole length."""
     return {"agent.path": x, "agent.max_tokens": v["data.max_len"]} if x else {"agent.path": ""}
 
 
@@ -245,14 +245,14 @@ def decay(section: str) -> Callable[[float, Values], dict[str, Any]]:
 
 def schedule(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
     def make(x: Any, v: Values) -> dict[str, Any]:
-        """A constant rate without warm-up is the recipe's own. Anything else is a schedule over all steps."""
+        """Return no settings for a constant rate without warm-up, the recipe's default, and else a schedule over all steps."""
         name, warmup = v[f"{model}.lr_scheduler"], v[f"{model}.lr_warmup_ratio"]
         if section == "learner" and (name == "constant" or (name == "constant_with_warmup" and not warmup)):
             return {"learner.warmup_steps": 0}
-        found = {f"{section}.schedule": name, f"{section}.warmup_share": warmup}
+        settings = {f"{section}.schedule": name, f"{section}.warmup_share": warmup}
         if name == "cosine_with_min_lr":
-            found[f"{section}.min_rate_share"] = v[f"{model}.min_lr_ratio"]
-        return found
+            settings[f"{section}.min_rate_share"] = v[f"{model}.min_lr_ratio"]
+        return settings
 
     return make
 
@@ -282,8 +282,12 @@ def takes(model: str, what: str) -> Callable[[Values], str]:
 
 
 def width(v: Values) -> str:
-    asked = v["vllm.tensor_parallel_size"]
-    return "an engine takes one slot" if asked == 1 else f"an engine takes {asked} GPUs of one node, and one slot where slots are CPU cores"
+    devices = v["vllm.tensor_parallel_size"]
+    return (
+        "an engine takes one slot"
+        if devices == 1
+        else f"an engine takes {devices} GPUs of one node, and one slot where slots are CPU cores"
+    )
 
 
 def engines(v: Values) -> str:

@@ -49,8 +49,8 @@ def _says(text: str) -> Callable[[Values], str]:
 
 
 def _row(name: str, kind: Kind, keys: str = "", make: Any = None, *, idle: Any = None, reading: Any = None) -> Rule:
-    said = _says(reading) if isinstance(reading, str) else reading
-    return Rule(name, kind, tuple(keys.split()), make, idle or (lambda v: ""), said)
+    reading_of = _says(reading) if isinstance(reading, str) else reading
+    return Rule(name, kind, tuple(keys.split()), make, idle or (lambda v: ""), reading_of)
 
 
 PULLED = "engines pull weights by version and checksum, so no collective is set up"

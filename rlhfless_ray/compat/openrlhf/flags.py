@@ -58,26 +58,26 @@ def history(flag: str) -> tuple[Spec, ...]:
     return tuple(_spec(flag, **span) for span in _data(LAUNCHER)["flags"].get(flag, ()))
 
 
-def _spec(flag: str, *, since: str, until: str, **more: Any) -> Spec:
-    action = more.get("action", "store")
-    default = more.get("default")
+def _spec(flag: str, *, since: str, until: str, **entry: Any) -> Spec:
+    action = entry.get("action", "store")
+    default = entry.get("default")
     if action != "store":
         default = action == "store_false"
-    if more.get("type") == "float" and default == "inf":
+    if entry.get("type") == "float" and default == "inf":
         default = float("inf")
-    choices = tuple(more["choices"]) if "choices" in more else None
-    return Spec(flag, since, until, more.get("type"), default, action, more.get("dest", flag[2:]), choices, more.get("nargs"))
+    choices = tuple(entry["choices"]) if "choices" in entry else None
+    return Spec(flag, since, until, entry.get("type"), default, action, entry.get("dest", flag[2:]), choices, entry.get("nargs"))
 
 
 @cache
 def flags_of(version: str) -> dict[str, Spec]:
     """Return the flags of one version."""
-    found = {}
+    specs = {}
     for flag in _data(LAUNCHER)["flags"]:
         spec = spec_at(flag, version)
         if spec is not None:
-            found[flag] = spec
-    return found
+            specs[flag] = spec
+    return specs
 
 
 def spec_at(flag: str, version: str) -> Spec | None:
@@ -110,13 +110,13 @@ def renamed(flag: str) -> tuple[str, ...]:
 
 def other_launchers(flag: str) -> list[tuple[str, str, str]]:
     """Return (launcher, first version, last version) of other launchers that have a flag of this name."""
-    found = []
+    launchers_with_flag = []
     for launcher, spans in _data("other_launchers")["launchers"].items():
         for span, names in spans.items():
             if flag in names:
                 since, until = span.split()
-                found.append((launcher, since, until))
-    return found
+                launchers_with_flag.append((launcher, since, until))
+    return launchers_with_flag
 
 
 def launchers() -> list[str]:

@@ -23,7 +23,7 @@ RULES = {BATCH: BATCH_RULES, CHAT: CHAT_RULES}
 
 @dataclass
 class InferenceTranslation(LauncherTranslation):
-    """A command line as settings. Those of `batch_inference` and `chat` are not the recipe's."""
+    """A command line as settings. Keys that begin with `batch_inference` or `chat` are not recipe keys."""
 
     values: Values = field(default_factory=dict)
     """Every flag of the dialect with its value."""
@@ -48,25 +48,25 @@ def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTransl
     theirs, ours, wanted = separate(tokens)
     version, given = read(launcher, theirs, wanted)
     values = defaults(launcher, version) | {flag[2:]: value for flag, value in given.items()}
-    found = InferenceTranslation(launcher, version, {}, values=values)
+    translation = InferenceTranslation(launcher, version, {}, values=values)
     for rule in RULES[launcher]:
         if rule.name not in values:
             continue
         flag, value = f"--{rule.name}", values[rule.name]
         reads = rule.reads(values)
         if reads:
-            found.settings |= {key: x for key, x in rule.settings(values).items() if x is not None}
-            found.owners |= {key: flag for key in rule.keys if rule.kind == "exact"}
+            translation.settings |= {key: x for key, x in rule.settings(values).items() if x is not None}
+            translation.owners |= {key: flag for key in rule.keys if rule.kind == "exact"}
         if flag in given:
             unread = (NO_EFFECT, f"OpenRLHF's {values.get('eval_task')} does not read it")
-            found.outcomes.append((flag, *(rule.outcome(value, values) if reads else unread)))
+            translation.outcomes.append((flag, *(rule.outcome(value, values) if reads else unread)))
         elif reads and (why := rule.refuses(value, values)):
-            found.outcomes.append((flag, REFUSED, why))
-    if found.generates:
-        found.settings |= _always(values)
-        found.notes += _notes(values)
-    _apply_own(ours, found)
-    return found
+            translation.outcomes.append((flag, REFUSED, why))
+    if translation.generates:
+        translation.settings |= _always(values)
+        translation.notes += _notes(values)
+    _apply_own(ours, translation)
+    return translation
 
 
 def _always(values: Values) -> dict[str, Any]:
@@ -90,13 +90,13 @@ def _notes(values: Values) -> list[str]:
     return []
 
 
-def _apply_own(ours: list[tuple[str, str | None]], found: InferenceTranslation) -> None:
-    """Apply --elastic.SECTION.FIELD. Raises UserError for what is unknown, and what a flag decides."""
-    keys = known_keys(GenerationRecipe) if found.generates else ()
+def _apply_own(ours: list[tuple[str, str | None]], translation: InferenceTranslation) -> None:
+    """Apply --elastic.SECTION.FIELD. Raises UserError for unknown keys, and for keys that a flag decides."""
+    keys = known_keys(GenerationRecipe) if translation.generates else ()
     for flag, text in ours:
         key = flag.removeprefix("--elastic.")
         if key not in keys:
-            raise UserError(f"{flag}: {found.launcher} has no such setting")
-        if key in found.owners:
-            raise UserError(f"{flag}: OpenRLHF's {found.owners[key]} sets this; use that flag")
-        found.settings[key] = True if text is None else yaml.safe_load(text)
+            raise UserError(f"{flag}: {translation.launcher} has no such setting")
+        if key in translation.owners:
+            raise UserError(f"{flag}: OpenRLHF's {translation.owners[key]} sets this; use that flag")
+        translation.settings[key] = True if text is None else yaml.safe_load(text)

@@ -1,4 +1,4 @@
-"""What the flags of batch_inference and interactive_chat mean. Their names did not change while OpenRLHF had these launchers."""
+"""Meaning of the flags of batch_inference and interactive_chat. Their names did not change while OpenRLHF had these launchers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROCESSORS = ("rs", "csft", "iter_dpo")
 def _flag(
     name: str, kind: Kind, keys: str = "", make: Any = None, *, of: tuple[str, ...] = (), refuses: Any = None, reading: str = ""
 ) -> FlagRule:
-    """A row. `of`: values of --eval_task whose code reads the flag; none: all."""
+    """Return a row. `of`: values of --eval_task whose code reads the flag; (): all."""
     rule = row(name, name, kind, keys, make, refuses=refuses, reading=reading)
     return rule if not of else replace(rule, reads=lambda v: v["eval_task"] in of)
 
@@ -30,7 +30,7 @@ def _needed(what: str) -> Any:
 
 
 def _dtype(x: Any, v: Values) -> dict[str, Any]:
-    """`--bf16` is a switch until 0.9.1; without it the folder's own type counts."""
+    """Return the dtype. `--bf16` is a switch until 0.9.1; without it the folder's own dtype is used."""
     name = ("bf16" if x else stored_dtype(Path(v["pretrain"] or "")) or "float32") if isinstance(x, bool) else x
     return {"policy.dtype": DTYPES.get(str(name), str(name))}
 

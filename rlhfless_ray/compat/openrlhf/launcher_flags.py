@@ -1,4 +1,4 @@
-"""Command lines of OpenRLHF's launchers beside PPO's: their parsers in every version, and what became of the flags."""
+"""Command lines of OpenRLHF's launchers other than PPO's: their parsers in every version, and the outcome of each flag."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Kind = Literal["exact", "hint", "noop"]
 
 @dataclass(frozen=True)
 class FlagRule:
-    """`make`: value and all values → settings; None: the first of `keys` gets the value. `refuses`: why a value is refused, or ""."""
+    """Meaning of one flag.
+
+    `make`: value and all values → settings; None: the first of `keys` gets the value. `refuses`: why a value is refused, or "".
+    """
 
     name: str
     older: str
@@ -44,7 +47,7 @@ class FlagRule:
         return self.make(v[self.name], v) if self.make is not None else {self.keys[0]: v[self.name]}
 
     def outcome(self, value: Any, v: Values) -> tuple[str, str]:
-        """Return what becomes of a given value, and why."""
+        """Return the outcome of a value (HONOURED, HINT, NO_EFFECT or REFUSED), and the reason."""
         why = self.refuses(value, v)
         if why:
             return REFUSED, why
@@ -64,7 +67,7 @@ def only(value: Any, sentence: str) -> Callable[[Any, Values], str]:
 
 @dataclass
 class LauncherTranslation:
-    """A command line as settings. `outcomes`: (flag as it was given, what became of it, why)."""
+    """A command line as settings. `outcomes`: (flag as it was given, outcome, reason)."""
 
     launcher: str
     version: str
@@ -84,7 +87,7 @@ class LauncherTranslation:
         return UserError("; ".join(refused)) if refused else None
 
     def problem(self) -> UserError | None:
-        """Return the first error of the settings that no flag is refused for, which names the flags, or None."""
+        """Return the first error of the accepted settings, which names the flags, or None."""
         try:
             self.recipe()
         except UserError as error:
@@ -92,11 +95,11 @@ class LauncherTranslation:
         return None
 
     def recipe(self) -> Any:
-        """Return the recipe, if the launcher's work has one. Raises UserError, which names the flag of an invalid value."""
+        """Return the recipe, or None if the launcher needs none. Raises UserError, which names the flag of an invalid value."""
         return None
 
     def check(self) -> None:
-        """Print what a user should know before the start. Raises UserError if the command cannot run."""
+        """Print notes for the user before the start. Raises UserError if the command cannot run."""
         if wrong := self.refusal() or self.problem():
             raise wrong
         print(f"[rlhfless] command line of {self.launcher}, OpenRLHF {self.version}", flush=True)
@@ -119,7 +122,7 @@ class LauncherTranslation:
     def explanation(self) -> str:
         """Describe the dialect, the outcomes of all flags, and the recipe, as `rlhfless explain` prints them."""
         given = {
-            status: [(flag, why) for flag, found, why in self.outcomes if found == status]
+            status: [(flag, why) for flag, outcome, why in self.outcomes if outcome == status]
             for status in (HONOURED, HINT, NO_EFFECT, REFUSED)
         }
         lines = [
@@ -160,11 +163,11 @@ def flags_of(launcher: str, version: str) -> dict[str, dict[str, Any]]:
 
 def defaults(launcher: str, version: str) -> dict[str, Any]:
     """Return {flag without dashes: its default} in a version."""
-    found = {}
+    values = {}
     for flag, spec in flags_of(launcher, version).items():
         action = spec.get("action", "store")
-        found[flag] = spec.get("default") if action == "store" else action == "store_false"
-    return found
+        values[flag] = spec.get("default") if action == "store" else action == "store_false"
+    return values
 
 
 @cache
@@ -189,12 +192,12 @@ def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str,
     refused: list[tuple[int, str, str]] = []
     for version in versions:
         try:
-            found = _parser(launcher, version).parse_args(list(tokens))
+            namespace = _parser(launcher, version).parse_args(list(tokens))
         except Refused as error:
             known = sum(token.partition("=")[0][2:] in flags_of(launcher, version) for token in tokens if token.startswith("--"))
             refused.append((known, version, str(error)))
             continue
-        return version, {f"--{flag}": value for flag, value in vars(found).items()}
+        return version, {f"--{flag}": value for flag, value in vars(namespace).items()}
     _, version, message = max(refused, key=lambda one: one[0])
     raise UserError(f"{launcher}: {message} (read as OpenRLHF {version})")
 

@@ -14,30 +14,30 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.run.memory_needs import Model, Need
 
-COMMON_GB = 80  # of an A100 or H100
+COMMON_GB = 80  # memory of an A100 or H100
 COMMON_BYTES = COMMON_GB * 2**30  # devices sold as 80 GB have 79.2 to 80 GiB
 
 
-def memory_lines(found: Translation) -> list[str]:
-    """Describe what each function needs on its device. Empty if the models' sizes are not known on this machine."""
-    return [f"{need.who} needs {need} on {_devices(need)}" for need in needs_of(found)]
+def memory_lines(translation: Translation) -> list[str]:
+    """Describe each function's need of device memory. Empty if the models' sizes are not known on this machine."""
+    return [f"{need.who} needs {need} on {_devices(need)}" for need in needs_of(translation)]
 
 
-def needs_of(found: Translation) -> list[Need]:
+def needs_of(translation: Translation) -> list[Need]:
     from rlhfless_ray.run.memory_needs import device_needs
 
-    recipe, models = _sized(found)
+    recipe, models = _sized(translation)
     return device_needs(recipe, models) if recipe is not None else []
 
 
-def width_note(found: Translation) -> list[str]:
+def width_note(translation: Translation) -> list[str]:
     """Say whether one common device can hold an engine for which the command requests several devices."""
-    v = found.values
-    need = next((need for need in needs_of(found) if need.is_engine), None)
+    v = translation.values
+    need = next((need for need in needs_of(translation) if need.is_engine), None)
     if v["vllm.tensor_parallel_size"] == 1 or need is None:
         return []
     holds = need.bytes <= need.share * COMMON_BYTES
-    then = "holds it" if holds else "does not hold it: there the run is refused before it starts"
+    then = "holds it" if holds else "does not hold it: on such a device the run is refused before it starts"
     flag = v.spelled("vllm.tensor_parallel_size")
     return [f"{flag}: an engine needs {need} on {_devices(need)}, and one of {COMMON_GB} GB {then}"]
 
@@ -46,27 +46,27 @@ def _devices(need: Need) -> str:
     return "its device" if need.devices == 1 else f"each of its {need.devices} devices"
 
 
-def too_large_here(found: Translation, environment: Mapping[str, str] = os.environ) -> str | None:
+def too_large_here(translation: Translation, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return why the models do not fit this machine. None if they do, or if the command runs on another cluster."""
     from rlhfless_ray.run.memory_check import check_ahead
 
-    recipe, _ = _sized(found)
-    if recipe is None or slots_here(found.settings, environment) is None:
+    recipe, _ = _sized(translation)
+    if recipe is None or slots_here(translation.settings, environment) is None:
         return None
     try:
         check_ahead(recipe, fetch=False)
     except UserError as error:
-        return str(by_flag(found, error))
+        return str(by_flag(translation, error))
     return None
 
 
-def _sized(found: Translation) -> tuple[Recipe | None, dict[str, Model]]:
+def _sized(translation: Translation) -> tuple[Recipe | None, dict[str, Model]]:
     """Return the recipe of the honoured flags, or None if it is invalid, and its models' sizes."""
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.run.memory_needs import models_of
 
     try:
-        recipe = Recipe.parse(found.tree)
+        recipe = Recipe.parse(translation.tree)
     except UserError:  # `problem` reports it
         return None, {}
     return recipe, models_of(recipe, fetch=False)

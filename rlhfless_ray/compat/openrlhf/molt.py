@@ -1,6 +1,6 @@
 """Read command lines of Molt's train_rl_ray, whose flags are mostly those of OpenRLHF 0.11.2.
 
-They are rewritten as a command line of 0.11.2, with Molt's defaults. Flags of its own become flags or settings that mean the same, or
+They are rewritten as a command line of 0.11.2, with Molt's defaults. Molt's own flags become equivalent flags or settings, become
 resource hints, or are refused by name.
 """
 
@@ -40,7 +40,7 @@ DEFAULTS = {
     "--algo.advantage.estimator": ["reinforce"],
     "--algo.kl.init_coef": ["0"],
 }
-"""Molt's defaults that are not those of OpenRLHF 0.11.2."""
+"""Molt's defaults that differ from those of OpenRLHF 0.11.2."""
 
 SHARDED = "divides state or work between GPUs, which changes no result; ranks divide the batch and ZeRO the state here"
 ENGINE = "it changes no result of an engine"
@@ -113,8 +113,8 @@ SETTING = {
 
 @cache
 def flags() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(resources.files(__package__).joinpath("data", "molt.json").read_text(encoding="utf-8"))
-    return found["flags"]
+    table: dict[str, dict[str, Any]] = json.loads(resources.files(__package__).joinpath("data", "molt.json").read_text(encoding="utf-8"))
+    return table["flags"]
 
 
 @cache
@@ -140,25 +140,25 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
         given = vars(_parser().parse_args(theirs))
     except Refused as error:
         raise UserError(f"{MOLT}: {error} (read as Molt)") from None
-    own = [token for flag, text in ours for token in ((flag,) if text is None else (flag, text))]
-    found = translate([*_as_openrlhf(given), *own, DIALECT, newest()], environment)
+    own_tokens = [token for flag, text in ours for token in ((flag,) if text is None else (flag, text))]
+    translation = translate([*_as_openrlhf(given), *own_tokens, DIALECT, newest()], environment)
     outcomes = [outcome for flag, value in given.items() if (outcome := _outcome(flag, value)) is not None]
     back = {new: old for old, new in RENAMED.items()}
-    kept = [replace(one, flag=back.get(one.flag, one.flag)) for one in found.flags if back.get(one.flag, one.flag) in given]
-    found.flags = [*kept, *outcomes]
-    found.settings |= (changes := _settings(given))
-    found.wanted |= changes
-    found.notes.insert(0, f"a command line of Molt, read as OpenRLHF {newest()} with Molt's defaults")
-    found.line.given.values |= given
+    kept = [replace(one, flag=back.get(one.flag, one.flag)) for one in translation.flags if back.get(one.flag, one.flag) in given]
+    translation.flags = [*kept, *outcomes]
+    translation.settings |= (changes := _settings(given))
+    translation.wanted |= changes
+    translation.notes.insert(0, f"a command line of Molt, read as OpenRLHF {newest()} with Molt's defaults")
+    translation.line.given.values |= given
     if not given.get("--train.force_sync_mode") and not _runs_ahead(given):
-        found.notes.append("rollouts and updates take turns: to overlap them as Molt does, set --algo.advantage.is_correction_level")
+        translation.notes.append("rollouts and updates take turns: to overlap them as Molt does, set --algo.advantage.is_correction_level")
     if "--actor.adam.lr" not in given:
-        found.notes.append("--actor.adam.lr: Molt's default is not known here; it is OpenRLHF's 1e-6")
-    return found
+        translation.notes.append("--actor.adam.lr: Molt's default is not known here; it is OpenRLHF's 1e-6")
+    return translation
 
 
 def _as_openrlhf(given: dict[str, Any]) -> list[str]:
-    """Return the command line of OpenRLHF 0.11.2 that means the same, without what only settings can say."""
+    """Return the equivalent command line of OpenRLHF 0.11.2, without the parts that only recipe settings express."""
     known = _openrlhf_flags()
     line: dict[str, list[str]] = {flag: list(values) for flag, values in DEFAULTS.items()}
     for flag, value in given.items():
@@ -185,7 +185,7 @@ def _as_openrlhf(given: dict[str, Any]) -> list[str]:
 
 
 def _runs_ahead(given: dict[str, Any]) -> bool:
-    """Molt generates beside training unless told not to. Here that needs importance weights."""
+    """Return whether rollouts overlap training, as in Molt by default. Here that needs importance weights."""
     return not given.get("--train.force_sync_mode") and given.get("--algo.advantage.is_correction_level", "off") != "off"
 
 
@@ -215,7 +215,7 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(flag: str, value: Any) -> Outcome | None:
-    """Return what becomes of a flag of Molt's own, None for one that OpenRLHF's line has."""
+    """Return the outcome of one of Molt's own flags, or None for a flag that OpenRLHF has too."""
     if flag in REFUSES:
         refuses, why = REFUSES[flag]
         return Outcome(flag, REFUSED, why) if refuses(value) else Outcome(flag, NO_EFFECT, "the default")

@@ -76,9 +76,9 @@ class Values:
 
     def ranks(self, model: str) -> int:
         """Return the maximum number of the model's processes. A default of 8 GPUs does not mean more than the actor has."""
-        own = self.world(model)
+        world = self.world(model)
         is_set = model == "actor" or {f"{model}.num_nodes", f"{model}.num_gpus_per_node"} & self.set_by.keys()
-        return own if is_set else min(own, self.world("actor"))
+        return world if is_set else min(world, self.world("actor"))
 
     @property
     def estimator(self) -> str:
@@ -86,7 +86,7 @@ class Values:
 
     @property
     def traits(self) -> Estimator:
-        """Properties of the estimator. They are the same here and in OpenRLHF; what versions differ in is in `flag_semantics`."""
+        """Properties of the estimator, the same here and in OpenRLHF. `flag_semantics` has the differences between versions."""
         return ESTIMATORS.get(self.estimator, Estimator())
 
     @property

@@ -1,4 +1,4 @@
-"""What batch_inference makes of scored responses: rows for SFT, conditional SFT and DPO."""
+"""Convert the scored responses of batch_inference to rows for SFT, conditional SFT and DPO."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def processed(rows: list[Row], name: str, *, reward_template: str | None = None,
 
 def best(rows: Iterable[Row]) -> list[Row]:
     """Rejection sampling: return the row with the highest reward for each input, the first one of several."""
-    found: dict[str, Row] = {}
+    best_rows: dict[str, Row] = {}
     for row in rows:
-        if row["input"] not in found or row["reward"] > found[row["input"]]["reward"]:
-            found[row["input"]] = {key: row[key] for key in ("input", "output", "reward")}
-    return list(found.values())
+        if row["input"] not in best_rows or row["reward"] > best_rows[row["input"]]["reward"]:
+            best_rows[row["input"]] = {key: row[key] for key in ("input", "output", "reward")}
+    return list(best_rows.values())
 
 
 def conditioned(rows: list[Row], template: str, normalize: bool) -> list[Row]:
@@ -45,12 +45,12 @@ def pairs(rows: Iterable[Row]) -> list[Row]:
 
     As in OpenRLHF an input whose outputs all have the same reward is a pair of its first output with itself.
     """
-    found: dict[str, Row] = {}
+    pair_of: dict[str, Row] = {}
     for row in rows:
         output, reward = row["output"], row["reward"]
-        pair = found.get(row["input"])
+        pair = pair_of.get(row["input"])
         if pair is None:
-            found[row["input"]] = {
+            pair_of[row["input"]] = {
                 "prompt": row["input"],
                 "chosen": output,
                 "chosen_reward": reward,
@@ -61,4 +61,4 @@ def pairs(rows: Iterable[Row]) -> list[Row]:
             pair |= {"chosen": output, "chosen_reward": reward}
         elif reward < pair["rejected_reward"]:
             pair |= {"rejected": output, "rejected_reward": reward}
-    return list(found.values())
+    return list(pair_of.values())

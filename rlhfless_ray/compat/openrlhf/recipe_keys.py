@@ -1,4 +1,4 @@
-"""Which recipe keys exist, and which values they take."""
+"""Look up which recipe keys exist, and which values they take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ABSENT_KEYS: dict[str, Any] = {
     "policy.experts": None,
     "rollout.batch_prompts": None,
 }
-"""Keys that the recipe lacks, with the value that describes what a run does without them.
+"""Keys that the recipe lacks, with the value that a run behaves as if it had.
 
 A flag that asks for this value is honoured. Any other value is refused until the recipe has the key.
 """

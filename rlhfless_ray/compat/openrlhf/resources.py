@@ -19,14 +19,14 @@ class Slots(NamedTuple):
     openrlhf_gpus: int
 
 
-def slots_of(found: Translation) -> Slots:
+def slots_of(translation: Translation) -> Slots:
     """Return the slots of the largest phase, because phases take turns."""
 
     def setting(key: str, otherwise: int) -> int:
-        return int(found.settings.get(key, otherwise))
+        return int(translation.settings.get(key, otherwise))
 
-    v = found.values
-    engine = _least_width(found)
+    v = translation.values
+    engine = _least_width(translation)
     from rlhfless_ray.recipe import Recipe
 
     rollout = Recipe.model_fields["rollout"].default
@@ -35,15 +35,15 @@ def slots_of(found: Translation) -> Slots:
     other_models = {"ref": v.has_reference and not v["ds.lora.rank"], "critic": v.has_critic, "reward": not v.external_reward}
     others = [v.ranks(model) for model, used in other_models.items() if used]
     fewest = max(fewest_engines * engine, ranks, setting("critic.ranks", 1), setting("reference.ranks", 1))
-    most = max(most_engines * engine, ranks, *others)
-    if found.settings.get("rollout.max_lag_steps"):  # engines and learner work at once
-        fewest, most = max(fewest, fewest_engines * engine + ranks), max(most, most_engines * engine + ranks)
-    return Slots(fewest, most, openrlhf_gpus(v))
+    at_most = max(most_engines * engine, ranks, *others)
+    if translation.settings.get("rollout.max_lag_steps"):  # engines and learner work at once
+        fewest, at_most = max(fewest, fewest_engines * engine + ranks), max(at_most, most_engines * engine + ranks)
+    return Slots(fewest, at_most, openrlhf_gpus(v))
 
 
-def _least_width(found: Translation) -> int:
+def _least_width(translation: Translation) -> int:
     """Return the slots of the narrowest engine."""
-    width = found.settings.get("rollout.tensor_parallel", 1)
+    width = translation.settings.get("rollout.tensor_parallel", 1)
     return 1 if width == "auto" else int(width)
 
 
@@ -73,27 +73,30 @@ def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.
     return int(settings.get("cluster.cpus") or len(os.sched_getaffinity(0)))
 
 
-def fit(found: Translation, environment: Mapping[str, str] = os.environ) -> str:
+def fit(translation: Translation, environment: Mapping[str, str] = os.environ) -> str:
     """Reduce numbers of ranks, and the width of engines, to the available slots, for which OpenRLHF would wait forever.
 
-    Where slots are CPU cores an engine gets one: cores share their memory, and OpenRLHF means devices. Returns a note, or an empty string.
+    Where slots are CPU cores an engine gets one, because cores share their memory and OpenRLHF's number is of devices. Returns a note,
+    or an empty string.
     """
-    here, notes = slots_here(found.settings, environment), []
-    width = _least_width(found)
-    if here is not None and width > 1 and "rollout.tensor_parallel" not in found.own:
-        on_gpus = visible_gpus(environment) and found.settings.get("functions.slot", "auto") != "cpu"
+    here, notes = slots_here(translation.settings, environment), []
+    width = _least_width(translation)
+    if here is not None and width > 1 and "rollout.tensor_parallel" not in translation.own:
+        on_gpus = visible_gpus(environment) and translation.settings.get("functions.slot", "auto") != "cpu"
         fewer = max(n for n in range(1, (here if on_gpus else 1) + 1) if width % n == 0)
         if fewer < width:
-            found.settings["rollout.tensor_parallel"] = fewer
+            translation.settings["rollout.tensor_parallel"] = fewer
             there = f"GPUs of this machine: {here}" if on_gpus else "slots are CPU cores"
-            notes.append(f"{width} devices of an engine are asked for ({there}): it takes {fewer}, with the same results")
+            notes.append(f"the command requests {width} devices per engine ({there}): an engine takes {fewer}, with the same results")
     for name in ("critic", "reference", "learner"):
         key = f"{name}.ranks"
-        ranks = int(found.settings.get(key, 1))
-        if here is not None and name == "learner" and found.settings.get("rollout.max_lag_steps"):
-            engines = int(found.settings.get("rollout.min_actors", 1)) * _least_width(found)
+        ranks = int(translation.settings.get(key, 1))
+        if here is not None and name == "learner" and translation.settings.get("rollout.max_lag_steps"):
+            engines = int(translation.settings.get("rollout.min_actors", 1)) * _least_width(translation)
             here = max(1, here - engines)
-        if here is not None and ranks > here and key not in found.own:
-            found.settings[key] = here
-            notes.append(f"{ranks} ranks of the {name} are asked for and {here} slots exist: it starts with {here}, with the same results")
+        if here is not None and ranks > here and key not in translation.own:
+            translation.settings[key] = here
+            notes.append(
+                f"the command requests {ranks} ranks of the {name}, and {here} slots exist: it starts with {here}, with the same results"
+            )
     return "; ".join(notes)

@@ -3,7 +3,7 @@
 Bash itself, even without a PATH, would carry out redirections, builtins, and programs named by their path. This module evaluates
 the part of the grammar that launch scripts use: words, quotes, variables, arrays, functions, `if`, `case` and loops.
 A variable without a value stays as written, and so does a substitution `$(…)` except of `echo` and `expr`. The commands inside
-a substitution are read too. Only the first iteration of a loop is read. If a test cannot be is_success, every branch is read.
+a substitution are read too. Only the first iteration of a loop is read. If the result of a test is unknown, every branch is read.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def _step(r: Reader) -> None:
     elif char == '"':
         _double_quoted(r)
     elif char == "$":
-        found = _expand(r)
-        r.at = found.end
-        if found.is_whole:
-            _add_words(r, found.values)
+        expansion = _expand(r)
+        r.at = expansion.end
+        if expansion.is_whole:
+            _add_words(r, expansion.values)
         else:
-            _add_unquoted(r, " ".join(found.values))
+            _add_unquoted(r, " ".join(expansion.values))
     elif char == "`":
         inner = rest[1:].partition("`")[0]
         r.inner += _read_substitution(r.scope, inner)
@@ -122,16 +122,16 @@ def _step(r: Reader) -> None:
 
 
 def _expand(r: Reader) -> Expansion:
-    found = expand(r.text, r.at, r.scope, words_of)
-    text = r.text[r.at : found.end]
+    expansion = expand(r.text, r.at, r.scope, words_of)
+    text = r.text[r.at : expansion.end]
     if not text.startswith("$(") or text.startswith("$(("):
-        return found
+        return expansion
     inner = _read_substitution(r.scope, text[2:-1])
     r.inner += inner
     lines = [output_of(command.words) for command in inner]
     if not lines or None in lines:
-        return found
-    return Expansion(["\n".join(filter(None, lines))], found.end)
+        return expansion
+    return Expansion(["\n".join(filter(None, lines))], expansion.end)
 
 
 def _read_substitution(scope: Scope, text: str) -> list[Command]:
@@ -292,8 +292,8 @@ def _read_heredoc(r: Reader, mark: str, at: int, *, literal: bool) -> None:
     _end_word(r)
     line = r.text.find("\n", at)
     begin = len(r.text) if line < 0 else line + 1
-    found = re.compile(rf"^\t*{mark}$", re.MULTILINE).search(r.text, begin)
-    body = r.text[begin : found.start() if found else len(r.text)]
+    end_mark = re.compile(rf"^\t*{mark}$", re.MULTILINE).search(r.text, begin)
+    body = r.text[begin : end_mark.start() if end_mark else len(r.text)]
     if not literal:
         inner = Reader('"' + body.replace('"', '\\"') + '"', r.scope)
         _double_quoted(inner)
@@ -302,7 +302,7 @@ def _read_heredoc(r: Reader, mark: str, at: int, *, literal: bool) -> None:
         r.scope.variables[r.words[-1]] = [body.strip()]
     elif any(word.rpartition("/")[2] in ("bash", "sh") for word in r.words):
         r.words.append(body)  # as the text of `bash -c`
-    r.text, r.at = r.text[at:begin] + r.text[found.end() if found else len(r.text) :], 0
+    r.text, r.at = r.text[at:begin] + r.text[end_mark.end() if end_mark else len(r.text) :], 0
 
 
 def _ansi_quoted(r: Reader) -> None:
@@ -330,10 +330,10 @@ def _double_quoted(r: Reader) -> None:
             r.at += 2
         elif char == "$":
             alone = r.at == begin
-            found = _expand(r)
-            r.at = found.end
-            _add_words(r, found.values if found.is_list else [" ".join(found.values)])
-            if alone and found.is_list and not found.values and r.text[r.at : r.at + 1] == '"':
+            expansion = _expand(r)
+            r.at = expansion.end
+            _add_words(r, expansion.values if expansion.is_list else [" ".join(expansion.values)])
+            if alone and expansion.is_list and not expansion.values and r.text[r.at : r.at + 1] == '"':
                 r.word = was  # an empty array makes no word
         else:
             _add(r, char)

@@ -82,7 +82,7 @@ def _expand_braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, 
     if parts is None:
         return Expansion([whole], end, is_whole=True)
     measured, name, subscript, how, argument = parts.groups()
-    if measured == "!":  # the variable whose name this one holds
+    if measured == "!":  # indirect: the variable whose name this variable holds
         pointed = scope.values(name)
         if subscript or not pointed or NAME.fullmatch(pointed[0]) is None:
             return Expansion([whole], end)

@@ -63,24 +63,24 @@ def translate_supervised(
     if "lr_scheduler" not in values:  # likewise
         settings["learner.schedule"] = "cosine_with_min_lr"
         values["lr_scheduler"] = None
-    found = SupervisedTranslation(launcher, version, settings, resumes=bool(values.get("ckpt.load_enable")))
+    translation = SupervisedTranslation(launcher, version, settings, resumes=bool(values.get("ckpt.load_enable")))
     rules = {rule.name: rule for rule in RULES}
     for name, value in values.items():
         if name not in spelled:
             continue
         rule = rules[name]
         settings |= {key: x for key, x in rule.settings(values).items() if x is not None or key == "data.max_rows"}
-        found.owners |= {key: spelled[name] for key in rule.keys if rule.kind == "exact"}
+        translation.owners |= {key: spelled[name] for key in rule.keys if rule.kind == "exact"}
         why = rule.refuses(value, values)
         if why and spelled[name] not in given:
-            found.outcomes.append((spelled[name], REFUSED, why))
+            translation.outcomes.append((spelled[name], REFUSED, why))
     for flag, value in given.items():
-        found.outcomes.append((flag, *rules[_newest(flag[2:])].outcome(value, values)))
-    settings |= _own(ours, found)
-    found.notes = _notes(launcher, values)
+        translation.outcomes.append((flag, *rules[_newest(flag[2:])].outcome(value, values)))
+    settings |= _own(ours, translation)
+    translation.notes = _notes(launcher, values)
     if "watch.run_name" in settings:
         settings["run.name"] = re.sub(r"[^\w.-]+", "-", str(settings["watch.run_name"])).strip("-.") or launcher
-    return found
+    return translation
 
 
 def _notes(launcher: str, v: dict[str, Any]) -> list[str]:
@@ -90,25 +90,25 @@ def _notes(launcher: str, v: dict[str, Any]) -> list[str]:
     if launcher == KTO:
         notes.append("the KL divergence is estimated over a whole batch; OpenRLHF estimates it over each micro-batch")
     if launcher == KD:
-        notes.append("the teacher is asked at the tokens that are trained; OpenRLHF asks it one token later, up to the one after the end")
+        notes.append("the teacher is evaluated at the trained tokens; OpenRLHF evaluates it one token later, up to the token after the end")
     if not v["eval.dataset"] and launcher in (SFT, RM, DPO):
-        notes.append("no evaluation: OpenRLHF evaluates on the first hundredth of the training rows then")
+        notes.append("no evaluation; OpenRLHF evaluates on the first hundredth of the training rows in this case")
     if v["data.max_samples"] >= ALL_ROWS:
         notes.append("all rows are used")
     if launcher == RM and not v["data.prompt_key"]:
-        notes.append("pairs are whole texts, so a prompt that both begin with is computed twice")
+        notes.append("both texts of a pair are computed whole, so their common prompt is computed twice")
     return notes
 
 
-def _own(ours: list[tuple[str, str | None]], found: SupervisedTranslation) -> dict[str, Any]:
-    """Return {recipe key: value} of --elastic.SECTION.FIELD. Raises UserError for what is unknown, and what a flag decides."""
+def _own(ours: list[tuple[str, str | None]], translation: SupervisedTranslation) -> dict[str, Any]:
+    """Return {recipe key: value} of --elastic.SECTION.FIELD. Raises UserError for unknown keys, and for keys that a flag decides."""
     keys, settings = known_keys(SupervisedRecipe), {}
     for flag, text in ours:
         key = flag.removeprefix("--elastic.")
         if key not in keys:
             raise UserError(f"{flag}: no such setting of a supervised stage")
-        if key in found.owners:
-            raise UserError(f"{flag}: OpenRLHF's {found.owners[key]} sets this; use that flag")
+        if key in translation.owners:
+            raise UserError(f"{flag}: OpenRLHF's {translation.owners[key]} sets this; use that flag")
         settings[key] = True if text is None else yaml.safe_load(text)
     return settings
 

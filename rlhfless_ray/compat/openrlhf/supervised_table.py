@@ -1,4 +1,4 @@
-"""What the flags of the launchers that train on rows mean in a recipe: one row per flag of the newest version, with its older name."""
+"""Meaning of the supervised launchers' flags in a recipe: one row per flag of the newest version, with its older name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL_ROWS = 10**6  # the launchers' default for "all rows" is this or more
 
 
 def _dtype(x: Any, v: Values) -> dict[str, Any]:
-    """`--bf16` is a switch until 0.9.1; without it the folder's own type counts."""
+    """Return the dtype. `--bf16` is a switch until 0.9.1; without it the folder's own dtype is used."""
     name = ("bf16" if x else stored_dtype(Path(v["model.model_name_or_path"] or "")) or "float32") if isinstance(x, bool) else x
     return {"policy.dtype": DTYPES.get(str(name), str(name))}
 
@@ -92,7 +92,7 @@ RULES: tuple[FlagRule, ...] = (
         "save_hf_ckpt",
         "noop",
         refuses=lambda x, v: "model folders beside checkpoints have no counterpart here yet" if x and v["ckpt.save_steps"] > 0 else "",
-        reading="no checkpoints are asked for",
+        reading="no checkpoints are requested",
     ),
     row("ckpt.disable_ds", "disable_ds_ckpt", "noop", refuses=only(False, NOT_HERE), reading="the default"),
     row("ckpt.load_enable", "load_checkpoint", "hint", reading="continue the newest run of this name if it has a checkpoint"),
@@ -276,5 +276,5 @@ def _evaluations(x: int) -> dict[str, Any]:
 
 
 def _other_reference(x: str | None, v: Values) -> str:
-    """The reference is the policy's own start unless another folder is named."""
+    """Return why a reference other than the policy's initial weights is refused, or an empty string."""
     return "" if x in (None, "", v["model.model_name_or_path"]) else str(x)

@@ -75,25 +75,25 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     notes = check(values)
     installed = Installed()
     about = [*_about_dialect(line), *_other_defaults(line, values), *other_meanings(line, values)]
-    found = Translation(line, values, notes=[*about, *notes, *departures(values)])
-    found.own = own_settings(ours, installed.keys, owned_keys())
-    outcomes = {rule.name: _apply_rule(rule, values, installed, found) for rule in RULES}
+    translation = Translation(line, values, notes=[*about, *notes, *departures(values)])
+    translation.own = own_settings(ours, installed.keys, owned_keys())
+    outcomes = {rule.name: _apply_rule(rule, values, installed, translation) for rule in RULES}
     for flag, decided in values.given.items():
-        found.flags.append(_combined(flag, [outcomes.get(name) or Outcome(flag, HONOURED) for name in decided]))
-    found.missing = [
+        translation.flags.append(_combined(flag, [outcomes.get(name) or Outcome(flag, HONOURED) for name in decided]))
+    translation.missing = [
         Outcome(values.spelled(name), REFUSED, outcome.why)
         for name, outcome in outcomes.items()
         if outcome.status == REFUSED and name not in values.set_by
     ]
-    found.settings |= ALWAYS | found.own
-    found.wanted |= ALWAYS | found.own
-    found.settings.setdefault("run.name", _run_name(found.values))
-    _keep_secrets(found)
-    return found
+    translation.settings |= ALWAYS | translation.own
+    translation.wanted |= ALWAYS | translation.own
+    translation.settings.setdefault("run.name", _run_name(translation.values))
+    _keep_secrets(translation)
+    return translation
 
 
-def _apply_rule(rule: Rule, v: Values, installed: Installed, found: Translation) -> Outcome:
-    """Add the settings of one newest name to `found` and return its outcome."""
+def _apply_rule(rule: Rule, v: Values, installed: Installed, translation: Translation) -> Outcome:
+    """Add the settings of one newest name to `translation` and return its outcome."""
     reading = rule.reading(v) if rule.reading else ""
     idle = rule.idle(v)
     if idle:
@@ -105,19 +105,19 @@ def _apply_rule(rule: Rule, v: Values, installed: Installed, found: Translation)
     if rule.kind == "noop":
         return Outcome(rule.name, NO_EFFECT, reading)
     settings = rule.settings(v)
-    found.wanted |= settings
+    translation.wanted |= settings
     accepted = installed.accepted(settings)
     if rule.kind == "hint":
         wrong = [key for key in settings if installed.knows(key) and key not in accepted]
         if wrong:
             return Outcome(rule.name, REFUSED, f"{names(wrong)} does not take {shown(settings[wrong[0]])}")
-        found.settings |= accepted
+        translation.settings |= accepted
         return Outcome(rule.name, HINT, reading)
     lacking = installed.lacks(settings)
     if lacking:
         wants = f"the recipe {_wants(lacking, settings, installed)}"
         return Outcome(rule.name, REFUSED, reading or (wants if all(map(installed.knows, lacking)) else f"not supported yet; {wants}"))
-    found.settings |= accepted
+    translation.settings |= accepted
     return Outcome(rule.name, HONOURED, names(settings))
 
 
@@ -150,11 +150,17 @@ def _about_dialect(line: CommandLine) -> list[str]:
 def _other_defaults(line: CommandLine, v: Values) -> list[str]:
     """Return a note on the defaults of other versions that accept the command too, if they would change the recipe."""
     differing: dict[tuple[str, str], list[str]] = {}
-    own = defaults(line.version, {})  # not `v.value`, into which the launcher fills some values
+    own_defaults = defaults(line.version, {})  # not `v.value`, into which the launcher fills some values
     for version in line.accepted_by:
         for name, value in defaults(version, {}).items():
             rule = rule_of().get(name)
-            if name in v.set_by or rule is None or rule.kind not in ("exact", "cond") or rule.idle(v) or value in (own[name], STAMPED):
+            if (
+                name in v.set_by
+                or rule is None
+                or rule.kind not in ("exact", "cond")
+                or rule.idle(v)
+                or value in (own_defaults[name], STAMPED)
+            ):
                 continue
             if rule.settings(v) != rule.settings(replace(v, value={**v.value, name: value})):
                 differing.setdefault((name, shown(value)), []).append(version)
@@ -171,10 +177,10 @@ def _run_name(v: Values) -> str:
     return re.sub(r"[^\w.-]+", "-", v["logger.wandb.run_name"]).strip("-.") or LAUNCHER
 
 
-def _keep_secrets(found: Translation) -> None:
-    key = found.values[LOGIN]
+def _keep_secrets(translation: Translation) -> None:
+    key = translation.values[LOGIN]
     if key and re.fullmatch(r"[\w-]{32,}", key):  # other values, such as `True`, only turn logging on
-        found.secrets["WANDB_API_KEY"] = key
+        translation.secrets["WANDB_API_KEY"] = key
 
 
 def supported_today() -> dict[str, str]:
@@ -183,43 +189,43 @@ def supported_today() -> dict[str, str]:
     return {rule.name: ", ".join(key for key in rule.keys if not installed.knows(key)) for rule in RULES}
 
 
-def refusals(found: Translation) -> UserError | None:
+def refusals(translation: Translation) -> UserError | None:
     """Return an error that names every refused flag, or None if the command can run."""
-    if not found.refused:
+    if not translation.refused:
         return None
-    return UserError("; ".join(f"{outcome.flag}: {outcome.why}" for outcome in found.refused))
+    return UserError("; ".join(f"{outcome.flag}: {outcome.why}" for outcome in translation.refused))
 
 
-def recipe_of(found: Translation) -> Any:
+def recipe_of(translation: Translation) -> Any:
     """Return the recipe of a translation without refusals. Raises UserError, which names the flag of an invalid value."""
     from rlhfless_ray.recipe import Recipe
 
     try:
-        return Recipe.parse(found.tree)
+        return Recipe.parse(translation.tree)
     except UserError as error:
-        raise by_flag(found, error) from None
+        raise by_flag(translation, error) from None
 
 
-def by_flag(found: Translation, error: UserError) -> UserError:
+def by_flag(translation: Translation, error: UserError) -> UserError:
     """Return the error with the flags that set the recipe keys it names, or with the flag that could set them."""
-    text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in found.settings else str(error)
-    keys = [key for key in found.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
+    text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in translation.settings else str(error)
+    keys = [key for key in translation.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
     if re.search(r"--resume\b", text):  # the option of `rlhfless train` for checkpoint.resume
         keys.append("checkpoint.resume")
-    flags = [f"--elastic.{key}" for key in keys if key in found.own]
+    flags = [f"--elastic.{key}" for key in keys if key in translation.own]
     for rule in RULES:
-        if not rule.idle(found.values) and (set(keys) - set(found.own)) & set(rule.settings(found.values)):
-            flags += found.values.spelled(rule.name).split(" and ")
+        if not rule.idle(translation.values) and (set(keys) - set(translation.own)) & set(rule.settings(translation.values)):
+            flags += translation.values.spelled(rule.name).split(" and ")
     subject = re.match(r"[a-z]+\.[a-z_.]+[a-z]", text)
     if not flags and subject and Installed().knows(subject[0]):
         flags = [owned_keys().get(subject[0], f"--elastic.{subject[0]}")]
     return UserError((f"{', '.join(dict.fromkeys(flags))}: " if flags else "") + str(error))
 
 
-def problem(found: Translation) -> str | None:
+def problem(translation: Translation) -> str | None:
     """Return why the translated recipe is invalid, or None if it is valid."""
     try:
-        recipe_of(found)
+        recipe_of(translation)
     except UserError as error:
         return str(error)
     return None

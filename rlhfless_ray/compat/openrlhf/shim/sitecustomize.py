@@ -40,9 +40,9 @@ class Launchers:
         if name in (package, f"{package}.cli"):
             if real is not None:
                 return real
-            found = importlib.machinery.ModuleSpec(name, None, is_package=True)
-            found.submodule_search_locations = []
-            return found
+            spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = []
+            return spec
         parent, _, launcher = name.rpartition(".")
         if parent != f"{package}.cli":
             return None
