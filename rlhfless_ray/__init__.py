@@ -1,4 +1,4 @@
-"""rlhfless-ray: an elastic runtime for RLHF on Ray. The names users need are loaded when asked for."""
+"""rlhfless-ray: an elastic runtime for RLHF on Ray. Public names are imported when they are first used."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# What Ray starts, it forks with Python in between; where gRPC has worked before (Serve's handles, in a notebook's second run), its fork
-# handlers crash one such child in a hundred without a word. They serve only children that go on to use gRPC. Read when grpc is loaded.
+# gRPC's fork handlers crash about one in a hundred of the processes that Ray forks, silently, if gRPC was in use before, as by Ray
+# Serve's handles in a notebook's second run. Only children that use gRPC need the handlers. grpc reads the variable when it is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 

@@ -43,8 +43,8 @@ class Request:
     seed: int
     max_tokens: int
     temperature: float
-    generated: tuple[int, ...] = ()  # the response's first tokens, if it was cut elsewhere
-    awaited: bool = False  # whether its end is reported at once, and not with the next interval
+    generated: tuple[int, ...] = ()  # the response's first tokens, if another engine or step began it
+    awaited: bool = False  # whether its end is reported at once instead of with the next interval
     stop: tuple[str, ...] = ()  # stop words: the token that completes one in the text ends the response
     stop_token_ids: tuple[int, ...] = ()  # in addition to those that end every response
     top_p: float = 1.0  # total probability of the most likely tokens that are sampled from; not used for greedy requests
@@ -56,9 +56,9 @@ class Completion:
     """What an engine generated for one request."""
 
     key: int
-    token_ids: np.ndarray  # (length,) int32, end-of-sequence token included when it was sampled
-    logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature and top-p applied, before the noise
-    finish_reason: str  # "stop": by itself; "length": at max_tokens; UNFINISHED: it goes on in the next step
+    token_ids: np.ndarray  # (length,) int32, with the end-of-sequence token if it was sampled
+    logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature and top-p applied, before the sampling noise
+    finish_reason: str  # "stop": it ended by itself; "length": it reached max_tokens; UNFINISHED: it goes on in the next step
     version: int  # weight version of the last token
     versions: tuple[tuple[int, int], ...] = ()  # (version, tokens) in order; () means a single version
     # of an agent's unfinished episode: context, number of tokens and finish reason of each turn of the policy so far
@@ -113,11 +113,11 @@ class EngineStep:
     drafted: int = 0  # drafted tokens that the step verified
     accepted: int = 0  # of these, the tokens that were drawn
     draft_s: float = 0.0  # of `seconds`: for looking up drafts
-    by_model: tuple[int, int] = (0, 0)  # of `drafted` and `accepted`: the tokens that a drafter model has drafted
+    by_model: tuple[int, int] = (0, 0)  # the part of `drafted` and of `accepted` that a drafter model has drafted
 
     @property
     def token_s(self) -> float:
-        """Seconds in which a sequence of the step got one token, on average: the step's, if it had no drafts."""
+        """Average seconds per token of a sequence in this step. Without drafts this is the step's duration."""
         return self.seconds * self.running / (self.running + self.accepted) if self.accepted else self.seconds
 
 
@@ -141,7 +141,7 @@ class UpdateStats:
     entropy: float
     clip_share: float  # share of tokens whose ratio was clipped
     importance_mean: float  # truncated importance weight learner / sampler
-    importance_capped_share: float  # share of tokens whose weight was capped or that were left out; of sequences, if whole ones are
+    importance_capped_share: float  # share of tokens (or of sequences, if whole ones are masked) with a capped weight or left out
     mismatch_mean: float  # mean |log p_learner - log p_sampler| over tokens, both at the sampler's weights
     mismatch_max: float
     grad_norm: float
@@ -197,11 +197,11 @@ class Step:
 
     number: int
     prompts: list[Prompt] = field(default_factory=list)
-    before: list[Prompt] = field(default_factory=list)  # prompts that this step used already, when filtered groups are replaced
+    before: list[Prompt] = field(default_factory=list)  # prompts that this step used before filtered groups were replaced
     # None only until `loop.py` sets them, before anything reads them
     forecast: Scenarios = None  # type: ignore[assignment]  # joint draws of every response's length
     plan: RolloutPlan = None  # type: ignore[assignment]
-    partial_batch: Any = None  # a `PartialBatch`, the groups at work; None without rollout.partial
+    partial_batch: Any = None  # a `PartialBatch`, the groups that are generated; None without rollout.partial
     work: np.ndarray | None = None  # (n, S) forecast tokens that its rollout generates; None: whole responses
     prefixes: Any = None  # a `StepPrefixes`, which holds Ray references; None: no prefix KV in this run
     answers: list[Sample] = field(default_factory=list)  # all responses to its prompts

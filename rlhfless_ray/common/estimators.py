@@ -26,9 +26,9 @@ class Estimator:
     discounts: bool = False  # a gamma other than 1 is meant to be used
     critic: bool = False
     least_samples: int = 1  # per prompt; 2 where the responses to one prompt are compared with each other
-    teacher: bool = False  # a token earns what a teacher says of it; rewards do not count
+    teacher: bool = False  # a token's advantage comes from a teacher's log-probability; rewards do not count
     whole_batch: bool = False  # an advantage depends on the whole rollout batch, not only on the group
-    pairs: bool = False  # of each group the best and the worst response are learned from, whichever version drew them
+    pairs: bool = False  # trains on each group's best and worst response, whichever weight version drew them
 
 
 ESTIMATORS: dict[str, Estimator] = {

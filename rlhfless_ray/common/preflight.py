@@ -24,14 +24,17 @@ START_S = 120.0  # limit for starting the process and for the imports of the use
 def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: str, ends: str) -> Any:
     """Run `module` as a program that calls `isolated_main`, and return its result within START_S + `work_s` seconds.
 
-    Raises UserError, which begins with `where`, if the program hangs or ends without a result. `what` and `ends` are the
-    noun and the verb of that message.
+    Args:
+        where: begins error messages.
+        what, ends: noun and verb of the message for a program that hangs.
+
+    Raises UserError if the program hangs or ends without a result.
     """
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     limit_s = START_S + work_s
     with tempfile.TemporaryDirectory(prefix="rlhfless-dry-") as folder:
-        result_path, log_path = Path(folder) / "answer", Path(folder) / "said"
+        result_path, log_path = Path(folder) / "result", Path(folder) / "stderr"
         with log_path.open("wb") as errors:  # not a pipe: processes left by the user's file would keep it open
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(result_path)],

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class StepTimer:
-    """Count seconds per phase since the last `take`. Time in no phase is the driver's own work."""
+    """Count seconds per phase since the last `take`. Time outside of phases is the driver's own work."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self.announce = announce
