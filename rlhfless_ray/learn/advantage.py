@@ -1,8 +1,8 @@
-"""Rewards → advantages. Pure functions on numpy arrays.
+"""Compute advantages from rewards. Pure functions on numpy arrays.
 
-Two layouts. Per sample: `rewards` (prompts, samples), NaN where a sample has no reward; it takes no part in its group's
-statistics and its advantage is NaN too. Per token: the tokens of all sequences laid end to end, (Σ length,), with `lengths`
-(sequences,) int; a length of 0 is allowed.
+There are two layouts. Arrays per sample have shape (prompts, samples). A missing reward is NaN: it takes no part in its group's
+statistics, and its advantage is NaN too. Arrays per token have the tokens of all sequences end to end, (Σ length,), with `lengths`
+(sequences,) int. A length of 0 is allowed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ EPSILON = 1e-6  # keeps a group of equal rewards at advantage 0 instead of 0/0
 
 
 def group_advantages(rewards: np.ndarray, normalize_std: bool = True, epsilon: float = EPSILON) -> np.ndarray:
-    """GRPO: each response against the others to its prompt (Shao et al. 2024, DeepSeekMath, section 4.1, arXiv 2402.03300).
+    """Compare each response with the others to its prompt, as GRPO does (Shao et al. 2024, section 4.1, arXiv 2402.03300).
 
-    rewards (prompts, samples) float. With `normalize_std`, A = (r - mean) / (std + epsilon), std with n - 1 in the
-    denominator; without, A = r - mean (Liu et al. 2025, Dr. GRPO, section 3.2, arXiv 2503.20783; also the baseline of
-    REINFORCE++-baseline, Hu 2025, arXiv 2501.03262). A group with fewer than two rewards has advantage 0: there is nothing to
-    compare with.
+    `rewards` (prompts, samples) float. With `normalize_std`, A = (r - mean) / (std + epsilon), std with n - 1 in the denominator.
+    Without it, A = r - mean (Liu et al. 2025, Dr. GRPO, section 3.2, arXiv 2503.20783; also the baseline of REINFORCE++-baseline,
+    Hu 2025, arXiv 2501.03262). A group with fewer than two rewards has advantage 0.
     """
     known = np.isfinite(rewards)
     count = known.sum(axis=1, keepdims=True)
@@ -35,9 +34,9 @@ def group_advantages(rewards: np.ndarray, normalize_std: bool = True, epsilon: f
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """RLOO: each reward minus the mean of the others of its group (Ahmadian et al. 2024, arXiv 2402.14740).
+    """Subtract from each reward the mean of the others in its group, as RLOO does (Ahmadian et al. 2024, arXiv 2402.14740).
 
-    rewards and result (prompts, samples). It is n / (n - 1) times the centred reward. Alone in its group: 0.
+    `rewards` and result (prompts, samples). This is n / (n - 1) times the centred reward. A group of one has advantage 0.
     """
     known = np.isfinite(rewards)
     count = known.sum(axis=1, keepdims=True)
@@ -47,9 +46,9 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 
 
 def batch_centred(rewards: np.ndarray, mean: float | None = None) -> np.ndarray:
-    """FlashREINFORCE: each reward minus the mean of the whole rollout batch; no group is needed (OpenRLHF 0.11.2).
+    """Subtract the mean of the whole rollout batch from each reward, as FlashREINFORCE does (OpenRLHF 0.11.2).
 
-    rewards any shape. `mean`: of the whole batch, where `rewards` is only a part of it.
+    `rewards` may have any shape. `mean`: mean of the whole batch, if `rewards` is only a part of it.
     """
     known = np.isfinite(rewards)
     values = np.where(known, rewards, 0.0).astype(np.float64)
@@ -59,14 +58,14 @@ def batch_centred(rewards: np.ndarray, mean: float | None = None) -> np.ndarray:
 
 
 def uncentred(rewards: np.ndarray) -> np.ndarray:
-    """The rewards themselves, as float64: estimators whose baseline is a critic or comes by whitening."""
+    """Return the rewards as float64, for estimators whose baseline is a critic or comes from whitening."""
     return np.asarray(rewards, np.float64)
 
 
 def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float = 1.0) -> np.ndarray:
-    """REINFORCE's returns-to-go G_t = r_t + γ·G_{t+1} within each sequence (Sutton & Barto 2018, equation 3.9).
+    """Return the returns-to-go G_t = r_t + γ·G_{t+1} within each sequence (Sutton & Barto 2018, equation 3.9).
 
-    rewards (Σ length,), lengths (sequences,), gamma in [0, 1]; result as `rewards`, at least float32.
+    `rewards` and result (Σ length,), `lengths` (sequences,), gamma in [0, 1]. The result is at least float32.
     """
     _check(lengths, rewards)
     _check_share("gamma", gamma)
@@ -76,12 +75,12 @@ def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float = 
 def gae(
     rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, gamma: float = 1.0, lambd: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation (Schulman et al. 2016, equation 16, arXiv 1506.02438).
+    """Compute generalised advantage estimates (Schulman et al. 2016, equation 16, arXiv 1506.02438).
 
-    δ_t = r_t + γ·V_{t+1} - V_t with V = 0 behind the last token, A_t = δ_t + γλ·A_{t+1}, return = A + V.
-    rewards, values (Σ length,), lengths (sequences,); gamma, lambd in [0, 1]. Returns advantages and returns, (Σ length,), at
-    least float32. Time counts the tokens laid out: tokens of an environment between two actions are either left out, or kept
-    with reward and value 0, and then decay what passes over them.
+    δ_t = r_t + γ·V_{t+1} - V_t with V = 0 after the last token, A_t = δ_t + γλ·A_{t+1}, return = A + V.
+    `rewards` and `values` (Σ length,), `lengths` (sequences,), gamma and lambd in [0, 1]. Returns advantages and returns,
+    (Σ length,), at least float32. Each token in the arrays is one time step. Tokens of an environment between two actions may be
+    left out. If they are kept, with reward and value 0, they count as time steps of the discount.
     """
     _check(lengths, rewards, values)
     _check_share("gamma", gamma)
@@ -96,22 +95,22 @@ def gae(
 
 
 def spans(lengths: np.ndarray) -> Iterator[slice]:
-    """Where each sequence lies in the flat layout."""
+    """Yield the slice of each sequence in the flat layout."""
     ends = np.cumsum(lengths).tolist()
     return (slice(end - int(length), end) for end, length in zip(ends, lengths, strict=True))
 
 
 def _recur(x: np.ndarray, lengths: np.ndarray, factor: float) -> np.ndarray:
-    """y_t = x_t + factor·y_{t+1} within each sequence, accumulated in float64.
+    """Compute y_t = x_t + factor·y_{t+1} within each sequence, accumulated in float64.
 
-    Sequence by sequence, so that a sequence's result does not depend on what else is in the batch, not even in its last bit.
+    Each sequence is computed separately, so its result does not depend on the rest of the batch, not even in its last bit.
     """
     out = np.empty(len(x), _kind(x))
     if factor == 1:
         counts = np.asarray(lengths, np.int64)
         counts = counts[counts > 0]
         last = x[np.cumsum(counts) - 1]
-        if np.count_nonzero(x) == np.count_nonzero(last):  # rewards of whole responses: every token gets its response's
+        if np.count_nonzero(x) == np.count_nonzero(last):  # only whole responses have rewards: every token gets its response's
             return np.repeat(last, counts).astype(out.dtype, copy=False)
         for span in spans(lengths):
             out[span] = np.cumsum(x[span][::-1], dtype=np.float64)[::-1]

@@ -1,4 +1,4 @@
-"""A step's samples as flat arrays, and their cut into micro-batches."""
+"""A step's samples as flat arrays, and their division into optimizer steps."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of prompt and response, laid end to end. All arrays are numpy, so the object store shares them.
+    """n sequences of prompt and response, end to end. All arrays are numpy, so the object store shares them.
 
-    tokens (Σ length,) int64; prompt_lengths and lengths (n,) int64, `lengths` with the response; groups (n,) int64, the
-    prompt's position. mask (Σ (length - prompt length),) bool: which tokens after the prompts the policy wrote; None: all. Only
-    these are learned from, the others are context. Per token of the policy, (Σ response length,) float32: logprobs of the
-    sampler; advantages; and, None if they are not needed or not known yet, `old`: log-probabilities of the learner
-    before the step, `reference`: of the policy that the run began with, `values`: the critic's, `returns`: what it is to learn;
-    `lags` (int8): updates since the version that drew the token, in runs with a lag.
-    `kl_coefficient`: of this step, where it is not the recipe's. `steps`: sequence indices of each optimizer step, where they do not
-    follow from the recipe's section `algorithm` alone (see `carry.py`); an index may come again in another step.
+    Attributes:
+        tokens: (Σ length,) int64.
+        prompt_lengths, lengths: (n,) int64, in tokens; `lengths` includes the response.
+        groups: (n,) int64, position of the sequence's prompt in the step.
+        mask: (Σ (length - prompt length),) bool: which tokens after the prompts the policy wrote. None: all. Only these are trained
+            on; the others are context.
+        logprobs, advantages: (Σ response length,) float32, of the policy's tokens; `logprobs` are the sampler's.
+        old, reference: (Σ response length,) float32 log-probabilities of the learner before the step, and of the initial policy.
+            None: not needed, or not known yet.
+        values, returns: (Σ response length,) float32, the critic's values and its targets. None: as above.
+        lags: (Σ response length,) int8, updates since the version that drew the token, in runs with a lag.
+        kl_coefficient: of this step, if it is not the recipe's.
+        steps: sequence indices of each optimizer step, if they do not follow from the recipe's section `algorithm` alone (see
+            `carry.py`). An index may occur in several steps.
     """
 
     tokens: np.ndarray
@@ -48,7 +54,7 @@ class Batch:
 
     @property
     def response_lengths(self) -> np.ndarray:
-        """(n,) tokens of each sequence that the policy wrote."""
+        """(n,) number of tokens of each sequence that the policy wrote."""
         if self.mask is None:
             return self.lengths - self.prompt_lengths
         return counts_of(self.mask, self.lengths - self.prompt_lengths)
@@ -59,8 +65,10 @@ class Batch:
         sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]],
         masks: list[np.ndarray | None] | None = None,
     ) -> Batch:
-        """From (prompt ids, response ids, response log-probabilities, advantage, group) per sequence. The advantage is one per
-        token, or one for all of them. `masks`: of the response tokens, where some of them are not the policy's."""
+        """Build a batch from (prompt ids, response ids, response log-probabilities, advantage, group) of each sequence.
+
+        The advantage is one value per token, or one for all of them. `masks`: of the response tokens, if some are not the policy's.
+        """
         prompts = {id(s[0]): np.asarray(s[0], np.int64) for s in sequences}  # one for all responses to it
         parts = [piece for prompt, response, *_ in sequences for piece in (prompts[id(prompt)], response)]
         advantages = [s[3] if isinstance(s[3], np.ndarray) else np.full(len(s[1]), s[3]) for s in sequences]
@@ -80,7 +88,7 @@ class Batch:
         )
 
     def take(self, indices: np.ndarray) -> Batch:
-        """The sequences with these indices, in that order."""
+        """Return a batch of the sequences with these indices, in that order."""
 
         def pieces(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
             ends = np.cumsum(lengths)
@@ -101,7 +109,7 @@ class Batch:
 
 
 def batch_of(samples: Sequence[Sample], per_prompt: int) -> Batch:
-    """Of a step's samples, `per_prompt` to each prompt; advantages are 0."""
+    """Build a batch from a step's samples, `per_prompt` for each prompt. Advantages are 0."""
     return Batch.of(
         [(s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, s.completion.key // per_prompt) for s in samples],
         [s.action_mask for s in samples],
@@ -109,15 +117,14 @@ def batch_of(samples: Sequence[Sample], per_prompt: int) -> Batch:
 
 
 def lags_of(samples: Sequence[Sample], newest: int) -> np.ndarray:
-    """Return the updates between the version that drew a token and version `newest`, of all tokens that the policy wrote:
-    (Σ response length,) int8."""
+    """Return the updates between each token's weight version and version `newest`, (Σ response length,) int8."""
     lags = [np.repeat(newest - versions, tokens) for versions, tokens in (np.array(s.completion.versions).T for s in samples)]
     parts = [x if s.action_mask is None else x[s.action_mask] for x, s in zip(lags, samples, strict=True)]
     return np.concatenate([np.empty(0, np.int8), *parts]).astype(np.int8)
 
 
 def mask_of(masks: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
-    """Of all sequences, (Σ length,) bool, from those of each; None where none has one: every token counts."""
+    """Join the masks of all sequences to (Σ length,) bool. Returns None if no sequence has a mask: every token counts."""
     if all(mask is None for mask in masks):
         return None
     parts = [np.ones(n, bool) if mask is None else np.asarray(mask, bool) for mask, n in zip(masks, lengths, strict=True)]
@@ -125,21 +132,24 @@ def mask_of(masks: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.nd
 
 
 def counts_of(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """(sequences,) int64: tokens of each that the mask keeps; mask (Σ length,)."""
+    """Return the number of tokens of each sequence that the mask keeps, (sequences,) int64. `mask` (Σ length,)."""
     before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
     ends = np.cumsum(lengths)
     return before[ends] - before[ends - lengths]
 
 
 def spans_of(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """(sequences,) int64: tokens of each from the first that the mask keeps to the last, both included; mask (Σ length,)."""
+    """Return the tokens from the first to the last that the mask keeps, both included, (sequences,) int64. `mask` (Σ length,)."""
     kept = (np.flatnonzero(part) for part in np.split(mask, np.cumsum(lengths)[:-1]))
     return np.array([where[-1] - where[0] + 1 if len(where) else 0 for where in kept], np.int64)
 
 
 def mini_batches(batch: Batch, count: int, samples: int | None = None, rng: np.random.Generator | None = None) -> list[np.ndarray]:
-    """Sequence indices of each optimizer step: whole groups, dealt in order to `count` of them; or, with `samples`, so many
-    sequences each, in an order drawn from `rng` (the last may have fewer)."""
+    """Return the sequence indices of each optimizer step.
+
+    Whole groups are dealt in order to `count` steps. With `samples`, each step has that many sequences instead, in an order drawn
+    from `rng`, and the last may have fewer.
+    """
     if samples is not None:
         assert rng is not None
         order = rng.permutation(len(batch))
@@ -149,8 +159,10 @@ def mini_batches(batch: Batch, count: int, samples: int | None = None, rng: np.r
 
 
 def optimizer_steps(batch: Batch, algorithm: AlgorithmConfig, seed: list[int]) -> list[np.ndarray]:
-    """Sequence indices of each optimizer step of an update, as the recipe's section `algorithm` says. The same on every rank;
-    what is drawn follows from the seed. There may be none, where the samples fill no step."""
+    """Return the sequence indices of each optimizer step of an update, by the recipe's section `algorithm`.
+
+    The result follows from the seed, so it is the same on every rank. The list is empty if the samples fill no step.
+    """
     if batch.steps is not None:
         return list(batch.steps)
     size, drops = algorithm.batch_samples, algorithm.remainder == "drop"

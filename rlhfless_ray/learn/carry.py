@@ -1,7 +1,7 @@
-"""Samples that do not fill an optimizer step wait for the first one of the next rollout (`algorithm.remainder` carry).
+"""Carry samples that do not fill an optimizer step over to the first one of the next rollout (`algorithm.remainder: carry`).
 
-No optimizer step lies between the two, so their gradients are taken at the weights at which they would have been accumulated. They
-keep what their own rollout gave them: advantages, old log-probabilities, the reference's, values and returns.
+No optimizer step lies between the two rollouts, so the gradients are those that would have been accumulated before. The samples
+keep the advantages, log-probabilities, values and returns of their own rollout.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NOT_ARRAYS = ("steps", "kl_coefficient")
 
 
 def carried(left: Batch | None, batch: Batch, size: int, epochs: int, rng: np.random.Generator) -> tuple[Batch, Batch | None]:
-    """Cut what is left of the rollout before and `batch` into optimizer steps of `size` sequences.
+    """Divide `left`, the samples left from the previous rollout, and `batch` into optimizer steps of `size` sequences.
 
-    Each epoch is in an order of its own, drawn from `rng`. What is left comes first, and what does not fill a step at the end of an
-    epoch goes on into the next one, as gradients that accumulate do.
+    Each epoch has its own order, drawn from `rng`. The samples in `left` come first. Samples that do not fill a step at the end of
+    an epoch continue in the next one, like accumulated gradients.
 
     Returns:
-        The joined batch with its `steps`, and the sequences that fill no step, None where there are none.
+        The joined batch with its `steps`, and the sequences that fill no step (None if there are none).
     """
     if not len(batch):
         return batch, left
@@ -39,10 +39,10 @@ def carried(left: Batch | None, batch: Batch, size: int, epochs: int, rng: np.ra
 
 
 def joined(first: Batch, second: Batch) -> Batch:
-    """Both, one after the other; settings of the second.
+    """Join two batches. The result has the settings of the second.
 
     Raises:
-        UserError: One of them lacks what the other one has, after a resume with other settings.
+        UserError: One of them lacks an array that the other one has, after a resume with other settings.
     """
     names = [field.name for field in fields(Batch) if field.name not in (*NOT_ARRAYS, "mask")]
     arrays: dict[str, np.ndarray | None] = {}
@@ -64,7 +64,7 @@ def joined(first: Batch, second: Batch) -> Batch:
 
 
 def as_bytes(batch: Batch) -> bytes:
-    """The arrays, for a checkpoint."""
+    """Return the batch's arrays as bytes, for a checkpoint."""
     out = io.BytesIO()
     arrays = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in NOT_ARRAYS}
     np.savez(out, **{name: array for name, array in arrays.items() if array is not None})
@@ -72,6 +72,6 @@ def as_bytes(batch: Batch) -> bytes:
 
 
 def of_bytes(content: bytes) -> Batch:
-    """The inverse of `as_bytes`."""
+    """Return the batch that `as_bytes` stored."""
     with np.load(io.BytesIO(content)) as arrays:
         return Batch(**{name: arrays[name] for name in arrays.files})

@@ -1,4 +1,4 @@
-"""The worker groups of a run, learner, critic and reference, which take turns under the same leases."""
+"""The worker groups of a run (learner, critic and reference), which take turns under the same leases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfless_ray.weights.remote_folder import StoredFiles
 
 LEARNER_FILES = ("model", "optimizer", "learner.json", "ema", "adapter_")  # beginnings of their names
 OF_CRITIC = "critic_"  # prefix of the critic's files in a checkpoint
-APART_S = 2.0  # timeout for devices of the reference's own
+APART_S = 2.0  # timeout for leases of separate devices for the reference
 
 
 class ColocatedGroups:
@@ -37,7 +37,7 @@ class ColocatedGroups:
         return self.learners if self.reference is None else [*self.learners, self.reference]
 
     def turn(self, worker_group: WorkerGroup) -> None:
-        """Give the worker group its leases, those of the group that worked before it first."""
+        """Give the worker group its leases, first those of the group that worked before it."""
         context = self.context
         for other in self.all:
             holds = other is self.learner and self.keeps_gradients and context.leases.resource == "gpu"  # gradients are on its devices
@@ -83,7 +83,7 @@ class ColocatedGroups:
         if self.reference is None:
             return
         context, held, ranks = self.context, [], self.reference.ranks
-        if context.leases.resource == "gpu":  # gradients made ahead keep the learner's devices: it shares them only if there are no others
+        if context.leases.resource == "gpu":  # gradients computed ahead occupy the learner's devices: share them only if no others are free
             held = context.broker.take()
             context.broker.put(context.leases.collect(context.leases.ask(ranks), self.reference.pool.kind, APART_S))
             if len(context.broker.free) < ranks:
@@ -103,10 +103,10 @@ class ColocatedGroups:
         self.context.broker.put(self.critic.park())
 
     def save(self, folder: Path, deadline_s: float | None = None) -> dict[str, str]:
-        """Put the state of learner and critic into a folder, and return the files' checksums. The critic's files have a prefix."""
-        asked = [(group, prefix, group.ask_save(folder, prefix)) for group, prefix in self._prefixes()]
+        """Write the state of learner and critic to a folder, and return the files' checksums. The critic's files have a prefix."""
+        pending = [(group, prefix, group.ask_save(folder, prefix)) for group, prefix in self._prefixes()]
         sums: dict[str, str] = {}
-        for group, prefix, refs in asked:
+        for group, prefix, refs in pending:
             sums |= group.save(folder, deadline_s, prefix, refs)
         return sums
 
@@ -138,11 +138,11 @@ class ColocatedGroups:
             worker_group.forget()
 
     def save_policy(self, folder: Path) -> dict[str, str]:
-        """Put the policy's weights as a model folder has them, adapters merged, into a folder. Returns the files' checksums."""
+        """Write the policy's weights, adapters merged, to a model folder. Returns the files' checksums."""
         return self._merged(self.learner, folder)
 
     def save_critic(self, folder: Path) -> dict[str, str]:
-        """Put the critic's weights, adapters merged, and its config.json into a folder. Returns the files' checksums."""
+        """Write the critic's weights, adapters merged, and its config.json to a folder. Returns the files' checksums."""
         assert self.critic is not None
         (folder / "config.json").write_bytes(self.critic.config())
         return self._merged(self.critic, folder)

@@ -1,4 +1,4 @@
-"""Which token gets how much credit: a step's rewards → advantages and returns per token, as the recipe says. Pure numpy."""
+"""Compute advantages and returns per token from a step's rewards, by the recipe. Pure numpy."""
 
 from __future__ import annotations
 
@@ -27,14 +27,23 @@ def compute_advantages(
     values: np.ndarray | None = None,
     mask: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Advantages and returns of the whole rollout batch, both (Σ length,) float64; and what each response earned in all, (prompts ·
-    samples,): its reward with all that is said below, the KL summed over its tokens.
+    """Compute advantages and returns of the whole rollout batch.
 
-    algorithm, reward: sections of the recipe. rewards (prompts, samples), NaN where a sample has none: its tokens are NaN, and
-    it takes part in nothing. lengths and truncated (prompts · samples,): tokens of each response, and whether it was cut at
-    `max_tokens`. kl, values: per token of all samples, in the same order. mask, likewise: the policy's tokens, None for all;
-    the others have neither reward nor value and get nothing, but time passes over them, as in OpenRLHF. In this order:
-    penalties, baseline, clip, KL per token, discount, whitening over all tokens of the batch.
+    Rewards go through these steps, in this order: length penalties, baseline, clip, KL per token, discount, whitening over all
+    tokens of the batch.
+
+    Args:
+        algorithm, reward: sections of the recipe.
+        rewards: (prompts, samples), NaN for a missing reward. The tokens of such a sample are NaN, and it affects no other sample.
+        lengths: (prompts · samples,) tokens of each response.
+        truncated: (prompts · samples,) whether the response was cut at `max_tokens`.
+        kl, values: (Σ length,) per token.
+        mask: (Σ length,) True for tokens of the policy; None: all are. Other tokens have no reward, value or advantage, but count
+            as time steps, as in OpenRLHF.
+
+    Returns:
+        Advantages and returns, both (Σ length,) float64, and each response's reward before discount and whitening,
+        (prompts · samples,), with the KL summed over its tokens.
     """
     shaped = penalized(reward, rewards, lengths, truncated, max_tokens, mask)
     section = algorithm.advantage
@@ -48,8 +57,10 @@ def compute_advantages(
 def penalized(
     reward: RewardConfig, rewards: np.ndarray, lengths: np.ndarray, truncated: np.ndarray, max_tokens: int, mask: np.ndarray | None = None
 ) -> np.ndarray:
-    """Rewards after the length penalties of the recipe's section `reward`, float64 in the shape of `rewards`. Arguments as of
-    `compute_advantages`."""
+    """Apply the length penalties of the recipe's section `reward`. Returns float64 in the shape of `rewards`.
+
+    The arguments are those of `compute_advantages`.
+    """
     shaped = np.asarray(rewards, np.float64)
     if reward.overlong_buffer_tokens is not None:
         measured = lengths if mask is None else (spans_of if reward.overlong_feedback else counts_of)(mask, lengths)
@@ -62,7 +73,7 @@ def penalized(
 
 
 def obstacle(algorithm: AlgorithmConfig) -> str | None:
-    """Why advantages of a part of the groups are not those they have in the whole batch, or None where they are."""
+    """Return why advantages cannot be computed from a part of the groups, or None if they can."""
     name = algorithm.advantage.estimator
     estimator = estimator_of(name)
     if estimator.critic:

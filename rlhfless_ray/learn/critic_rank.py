@@ -38,7 +38,7 @@ class CriticRank:
         self.sharing: PromptSharing | None = None
 
     def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
-        """Build the engine from a model folder or its files, as `Learner.open`."""
+        """Build the engine from a model folder or its files, as `LearnerRank.open` does."""
         start = time.time()
         torch.set_num_threads(threads)
         self.trainer.join_gang(rendezvous)
@@ -54,20 +54,20 @@ class CriticRank:
 
     @property
     def cutter(self) -> Cutter:
-        """How the batches of all ranks are cut now."""
-        most, done = self.settings.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
-        return Cutter(self.trainer.replicas, most, self.sharing, self.settings.algorithm, self.seed, done)
+        """The current rules for dividing batches among the ranks."""
+        max_tokens, done = self.settings.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
+        return Cutter(self.trainer.replicas, max_tokens, self.sharing, self.settings.algorithm, self.seed, done)
 
     def values(self, share: Share, threads: int) -> tuple[np.ndarray, list[Span]]:
-        """The value before every response token of the share, 0 where another rank computes it: (response tokens,) float32."""
+        """Return the value before every response token of the share, (response tokens,) float32. Tokens of other ranks have 0."""
         start = time.time()
         torch.set_num_threads(threads)
         values = passed(self._forward, share.batch, share.passes, self.device)
         return values.cpu().numpy(), [Span("work", "values", start, time.time())]
 
     def update(self, share: Share, threads: int) -> tuple[CriticStats, list[Span]]:
-        """Learn `returns` of the batch; its `values` are those that the advantages were made with. The optimizer steps are cut as
-        the policy's are."""
+        """Train on the batch's `returns`. Its `values` are those that the advantages were computed with. Optimizer steps are
+        divided as the policy's are."""
         start = time.time()
         torch.set_num_threads(threads)
         if len(share) == 0:
@@ -123,5 +123,5 @@ class CriticRank:
         return self.trainer.return_to_device()
 
     def config(self) -> bytes:
-        """config.json of the model that `snapshot_bytes` has the weights of."""
+        """Return config.json of the critic's model."""
         return scalar_config(self.trainer.engine.module.model)

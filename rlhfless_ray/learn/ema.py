@@ -10,11 +10,11 @@ from torch import Tensor
 
 @torch.no_grad()
 def ema_update(average: Mapping[str, Tensor], weights: Mapping[str, Tensor], decay: float) -> None:
-    """average ← decay·average + (1 - decay)·weights, in place, one tensor at a time (Polyak & Juditsky 1992).
+    """Update average ← decay·average + (1 - decay)·weights in place, one tensor at a time (Polyak & Juditsky 1992).
 
-    Same names and shapes on both sides. Keep the average in float32: with a decay of 0.992 a bfloat16 average stands still
-    as soon as a weight is within half a percent of it. Called once per optimizer step. Raises ValueError for a decay outside
-    [0, 1] and for names that differ.
+    Call it once per optimizer step. Both mappings have the same names and shapes. Keep the average in float32: with a decay of
+    0.992 a bfloat16 average stops changing once a weight is within half a percent of it. Raises ValueError for a decay outside
+    [0, 1], and if the names differ.
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"the decay is {decay}, must be from 0 to 1")

@@ -1,4 +1,4 @@
-"""The advantage estimators by name: the baseline of each. Their other properties are in `common.estimators`."""
+"""The baseline of each advantage estimator, by name. `common.estimators` has their other properties."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BASELINES: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # rewards (prompts
 
 
 def estimator_of(name: str) -> Estimator:
-    """Raises ValueError, naming the choices, when there is no such estimator."""
+    """Return the properties of an estimator. Raises ValueError, which lists the choices, for an unknown name."""
     if name not in ESTIMATORS:
         raise ValueError(f"unknown advantage estimator {name!r}: {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name]
@@ -47,11 +47,11 @@ def estimate(
     lambd: float = 1.0,
     mask: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Per-token advantages, not yet whitened, and returns: both (Σ length,) float64, 0 off the mask.
+    """Return advantages per token, not yet whitened, and returns: both (Σ length,) float64, 0 outside the mask.
 
-    rewards (prompts, samples) after penalties, NaN where missing: the tokens of that sample are NaN. lengths (prompts ·
-    samples,) tokens of each response in the same order; kl, values, mask (Σ length,), mask true on action tokens. Time counts
-    the tokens laid out (see `gae`). Estimators that do not discount take gamma as 1, as OpenRLHF does.
+    `rewards` (prompts, samples) after penalties, NaN if missing: the tokens of that sample are NaN. `lengths` (prompts · samples,)
+    tokens of each response in the same order. `kl`, `values` and `mask` (Σ length,); `mask` is True on action tokens. See `gae` for
+    time steps. Estimators that do not discount use gamma 1, as in OpenRLHF.
     Raises ValueError for an unknown name, too few samples, missing critic values or wrong shapes.
     """
     by_token = shaped_rewards(name, rewards, lengths, kl=kl, kl_coefficient=kl_coefficient, clip_range=clip_range, mask=mask)
@@ -68,7 +68,10 @@ def shaped_rewards(
     clip_range: tuple[float, float] | None = None,
     mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The first half of `estimate`: baseline, clip and KL, (Σ length,) float64, what each token earns. Raises as it does."""
+    """Return the reward of each token after baseline, clip and KL, (Σ length,) float64: the first half of `estimate`.
+
+    Raises ValueError as `estimate` does.
+    """
     estimator = estimator_of(name)
     if rewards.shape[1] < estimator.least_samples:
         raise ValueError(f"{name} compares the samples of a prompt: at least {estimator.least_samples}, there is {rewards.shape[1]}")
@@ -90,7 +93,7 @@ def advantages_of(
     lambd: float = 1.0,
     mask: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The second half of `estimate`: from what each token earns, reward (Σ length,), its advantage and return."""
+    """Return advantages and returns from the reward of each token, all (Σ length,): the second half of `estimate`."""
     estimator = estimator_of(name)
     action = np.ones(len(reward), bool) if mask is None else np.asarray(mask, bool)
     if estimator.critic:
@@ -98,7 +101,7 @@ def advantages_of(
             raise ValueError(f"{name} needs the critic's values")
         advantages, returns = gae(reward, np.where(action, values, 0.0), lengths, gamma, lambd)
     else:
-        alone = estimator.teacher or estimator.pairs  # a token earns what is its own
+        alone = estimator.teacher or estimator.pairs  # rewards are not summed over later tokens
         returns = discounted_returns(reward, lengths, 0.0 if alone else gamma if estimator.discounts else 1.0)
         advantages = returns
     return np.where(action, advantages, 0.0), np.where(action, returns, 0.0)
@@ -112,10 +115,10 @@ def normalise(
     divide: bool = True,
     whitens: bool | None = None,
 ) -> np.ndarray:
-    """Whitened advantages where the estimator whitens, otherwise the advantages as they are.
+    """Whiten advantages if the estimator does so, and else return them unchanged.
 
-    advantages, mask (tokens,); `moments` of the whole rollout batch where this is a part of it; without `divide` they are
-    only centred. `whitens` overrides what the estimator does. Tokens off the mask stay 0.
+    `advantages` and `mask` (tokens,). `moments`: of the whole rollout batch, if this is a part of it. Without `divide` advantages are
+    only centred. `whitens` overrides the estimator's property. Tokens outside the mask stay 0.
     """
     if not (estimator_of(name).whitens if whitens is None else whitens):
         return advantages

@@ -18,38 +18,37 @@ ATTEMPT_S = 5.0  # two worker groups that each hold half of what both need relea
 
 class GangScheduler:
     def __init__(self, pool: WorkerPool, ranks: int, broker: SlotBroker, name: str) -> None:
-        """`name`: of the worker group, for messages."""
+        """`name`: the worker group's name in messages."""
         self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
 
-    def take(self, by_rank: list[Instance], spare: list[Lease], most: int) -> tuple[list[list[Lease]], list[Lease]]:
+    def take(self, by_rank: list[Instance], spare: list[Lease], max_leases: int) -> tuple[list[list[Lease]], list[Lease]]:
         """Return the leases of each rank, and those left over. `by_rank`: the ranks' processes, empty before they exist.
 
-        Every rank gets one lease, then up to `most` (threads, on CPU) as far as slots are free. Ranks cannot use leases of other
+        Every rank gets one lease, then up to `max_leases` (threads, on CPU) while slots are free. Ranks cannot use leases of other
         nodes (on GPU: of other devices) than those of their state. A worker group needs all its ranks at once. On a shared cluster
-        another group may hold what is missing here while it waits for what is held here. After a few seconds everything is
-        released, and requested again at a random moment. Raises LearnerLost if a rank's node is lost, and RunError after the
-        lease deadline.
+        two groups may each hold slots that the other needs. After a few seconds everything is therefore released, and requested
+        again at a random moment. Raises LearnerLost if a rank's node is lost, and RunError after the lease deadline.
         """
         leases, start = self.pool.leases, time.monotonic()
-        own, spare = self.own(by_rank, spare)
-        if len(own) < self.ranks:  # the run itself may hold them, and Ray would never grant those
-            own, spare = self.own(by_rank, [*own, *spare, *leases.without_lost(self.broker.reclaim())])
-        while missing := self.ranks - len(own):
+        fitting, spare = self.fit(by_rank, spare)
+        if len(fitting) < self.ranks:  # the run itself may hold them, and Ray would never grant those
+            fitting, spare = self.fit(by_rank, [*fitting, *spare, *leases.without_lost(self.broker.reclaim())])
+        while missing := self.ranks - len(fitting):
             leases.withdraw(list(leases.asked.values()))  # earlier requests are for later phases
             homes = homes_of(by_rank)
             if gone := leases.lost_nodes(homes):
-                self.broker.put(leases.without_lost([*own, *spare]))
+                self.broker.put(leases.without_lost([*fitting, *spare]))
                 raise LearnerLost(f"node {gone[0]} is gone")
             leases.release([lease for lease in spare if homes and lease.slot.node not in homes])
             spare = [lease for lease in spare if not homes or lease.slot.node in homes]  # on GPU: of the wrong device, so far
-            asked = leases.ask(missing, homes_of(by_rank, own))
-            got = leases.collect(asked, self.pool.kind, ATTEMPT_S)
-            own, spare = self.own(by_rank, [*own, *spare, *got])
+            requests = leases.ask(missing, homes_of(by_rank, fitting))
+            got = leases.collect(requests, self.pool.kind, ATTEMPT_S)
+            fitting, spare = self.fit(by_rank, [*fitting, *spare, *got])
             late = time.monotonic() - start > leases.deadline_s
-            if len(own) == self.ranks or (len(got) == missing and not late):
+            if len(fitting) == self.ranks or (len(got) == missing and not late):
                 continue  # complete, or on GPU all leases came but not yet the right devices
-            leases.release([*own, *spare])
-            own, spare = [], []
+            leases.release([*fitting, *spare])
+            fitting, spare = [], []
             if late and not leases.source.may_wait():
                 where = " on the nodes and devices that hold its state" if homes else ""
                 raise RunError(
@@ -58,43 +57,43 @@ class GangScheduler:
                 )
             STOP.check()
             time.sleep(random.uniform(0.2, 1.0))
-        shares = [[lease] for lease in own]
+        shares = [[lease] for lease in fitting]
         # The first placement groups of a new cluster take Ray longer, and a warm start uses every core.
-        return shares, self._more(shares, spare, most, patience_s=0.05 if by_rank else 2.0)
+        return shares, self._more(shares, spare, max_leases, patience_s=0.05 if by_rank else 2.0)
 
-    def own(self, by_rank: list[Instance], leases: list[Lease]) -> tuple[list[Lease], list[Lease]]:
-        """Return one fitting lease for each rank, as far as there are any, and the leases left over."""
-        own: list[Lease] = []
+    def fit(self, by_rank: list[Instance], leases: list[Lease]) -> tuple[list[Lease], list[Lease]]:
+        """Return a fitting lease for each rank, as far as there are any, and the leases left over."""
+        fitting: list[Lease] = []
         left = list(leases)
         ranks: list[Instance | None] = [*by_rank] or [None] * self.ranks
         for instance in ranks:
-            found = next((lease for lease in left if instance is None or self.pool.fits(instance, lease.slot)), None)
-            if found is not None:
-                left.remove(found)
-                own.append(found)
-        return own, left
+            lease_for_rank = next((lease for lease in left if instance is None or self.pool.fits(instance, lease.slot)), None)
+            if lease_for_rank is not None:
+                left.remove(lease_for_rank)
+                fitting.append(lease_for_rank)
+        return fitting, left
 
-    def _more(self, shares: list[list[Lease]], spare: list[Lease], most: int, patience_s: float) -> list[Lease]:
-        """Add leases of a rank's own node to its share, spare ones first. Returns those that are left."""
+    def _more(self, shares: list[list[Lease]], spare: list[Lease], max_leases: int, patience_s: float) -> list[Lease]:
+        """Add leases of a rank's own node to its share, spare ones first. Returns the leases left over."""
         leases = self.pool.leases
 
-        def add(found: list[Lease]) -> list[Lease]:
+        def add(candidates: list[Lease]) -> list[Lease]:
             left = []
-            for lease in found:
-                here = [share for share in shares if share[0].slot.node == lease.slot.node and len(share) < most]
+            for lease in candidates:
+                here = [share for share in shares if share[0].slot.node == lease.slot.node and len(share) < max_leases]
                 min(here, key=len).append(lease) if here else left.append(lease)
             return left
 
         spare = add(spare)
-        wanted = [share[0].slot.node for share in shares for _ in range(most - len(share))]
+        wanted = [share[0].slot.node for share in shares for _ in range(max_leases - len(share))]
         if wanted := leases.with_room(wanted):
             add(leases.collect(leases.ask(len(wanted), wanted), self.pool.kind, patience_s))
         return spare
 
 
-def homes_of(by_rank: list[Instance], own: list[Lease] | tuple[()] = ()) -> list[str]:
-    """Return the node of each rank's process, without the ranks that `own` serves; empty before the processes exist."""
+def homes_of(by_rank: list[Instance], assigned: list[Lease] | tuple[()] = ()) -> list[str]:
+    """Return the node of each rank's process, without the ranks that `assigned` leases serve; empty before the processes exist."""
     homes = [instance.slot.node for instance in by_rank]
-    for lease in own if homes else ():
+    for lease in assigned if homes else ():
         homes.remove(lease.slot.node)
     return homes

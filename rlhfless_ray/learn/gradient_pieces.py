@@ -1,4 +1,4 @@
-"""The sums and norms of DeepSpeed's ZeRO 1 and 2 without wider copies of whole gradients.
+"""Compute the gradient sums and norms of DeepSpeed's ZeRO 1 and 2 without wider copies of whole gradients.
 
 DeepSpeed (0.19) converts a bfloat16 gradient to float32 before it adds it to the others, and every gradient to float64 before it
 takes its norm. For the embeddings of Qwen2.5-0.5B these copies are 0.5 and 1.1 GB, at the peak of an update.
@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-PIECE_ELEMENTS = 1 << 22  # of a gradient that is converted at once
+PIECE_ELEMENTS = 1 << 22  # elements of a gradient that are converted at once
 
 
 def use_gradient_pieces(optimizer: Any) -> None:
-    """Change DeepSpeed's optimizer, of stage 1 or 2. Sums are the same bit for bit, norms to the rounding of float64."""
+    """Patch DeepSpeed's optimizer of stage 1 or 2. Sums stay bitwise equal, norms equal up to float64 rounding."""
     norm = optimizer.get_grad_norm_direct
 
     def norm_of_pieces(gradients: Iterable[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
-        own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-        pairs = [(piece, param) for gradient, param in zip(own, params, strict=False) for piece in _pieces(gradient)]
+        unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        pairs = [(piece, param) for gradient, param in zip(unpadded, params, strict=False) for piece in _pieces(gradient)]
         pieces, owners = zip(*pairs, strict=True) if pairs else ((), ())
         return norm(pieces, owners, norm_type)
 
@@ -34,5 +34,5 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _add(total: Tensor | None, gradient: Tensor) -> None:
     if total is not None:
-        for part, more in zip(_pieces(total), _pieces(gradient), strict=True):
-            part.add_(more)
+        for part, addend in zip(_pieces(total), _pieces(gradient), strict=True):
+            part.add_(addend)

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which prompts' groups are worth learning from."""
+"""Dynamic sampling: choose the prompts whose groups are trained on."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import numpy as np
 
 
 def kept_groups(scores: np.ndarray, low: float = 0.0, high: float = 1.0) -> np.ndarray:
-    """True where the group's mean score lies strictly between the bounds (Yu et al. 2025, DAPO, equation 11,
-    arXiv 2503.14476: neither all right nor all wrong).
+    """Return whether each group's mean score is strictly between the bounds (Yu et al. 2025, DAPO, equation 11, arXiv 2503.14476).
 
-    scores (prompts, samples), NaN where there is none: the mean is over those there are, and a group without any is not kept.
+    `scores` (prompts, samples), NaN if missing. The mean is over existing scores, and a group without any is not kept.
     Returns (prompts,) bool. Raises ValueError unless low < high.
     """
     if not low < high:

@@ -1,4 +1,4 @@
-"""Correction for sampler and learner computing different probabilities for the same tokens under the same weights."""
+"""Correct for sampler and learner computing different probabilities of the same tokens under the same weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SURE = 1e-6  # probabilities are kept this far from 0 and 1 in the binary KL
 
 
 def importance_weights(learner_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
-    """Truncated importance weights min(p_learner / p_sampler, cap), both under the weights the sample was drawn with.
+    """Return truncated importance weights min(p_learner / p_sampler, cap), both under the weights that drew the sample.
 
-    They correct the gradient for sampler and learner computing slightly different probabilities (Ionides 2008 for the
-    truncation; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", for this use). No
-    gradient flows through them. `cap` 0 turns the correction off.
+    They correct the gradient for the slightly different probabilities of sampler and learner (truncation: Ionides 2008; this use:
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). No gradient flows through them.
+    `cap` 0 turns the correction off.
     """
     if cap == 0:
         return torch.ones_like(learner_logprobs)
@@ -30,13 +30,13 @@ def importance_weights(learner_logprobs: Tensor, sampler_logprobs: Tensor, cap: 
 
 @dataclass(frozen=True)
 class Correction:
-    """Which weight a token gets, and which tokens or sequences are left out.
+    """Rules for a token's importance weight, and for the tokens or sequences that are left out.
 
-    The weight is the ratio p_learner / p_sampler of `weight`: of the token, of the whole `sequence` (product of its tokens'
-    ratios) or their `geometric` mean, cut to [weight_low, weight_high]. The gate looks at a statistic of each `gate_unit` and
-    gives weight 0 where it is outside [gate_low, gate_high]: the `ratio` of that unit; or a divergence between the two
-    probabilities of the drawn token, `binary_kl` (of drawing it or not) or `tv` (their distance), whose value for a
-    sequence is the mean over its tokens. Truncation: weights cut, no gate. Masking: weights not cut, gate.
+    The weight is the ratio p_learner / p_sampler of the unit `weight`: the token, the whole `sequence` (product of its tokens'
+    ratios) or their `geometric` mean. It is clamped to [weight_low, weight_high]. The gate sets the weight to 0 if a statistic of the
+    `gate_unit` is outside [gate_low, gate_high]. The statistic is the unit's `ratio`, or a divergence between the two probabilities
+    of the drawn token: `binary_kl` (of drawing it or not) or `tv` (their distance). A sequence's divergence is the mean over its
+    tokens. Truncation clamps weights and has no gate. Masking has a gate and does not clamp.
     """
 
     weight: str = "token"
@@ -63,10 +63,12 @@ class Correction:
 
     @classmethod
     def of_flags(cls, level: str, mode: str, gating: str, threshold: Sequence[float]) -> Correction | None:
-        """From OpenRLHF 0.11.2's four flags: level off, token or seq; mode mask or clip; gating ratio, binary_kl or tv;
-        one threshold (the upper bound) or two. None when the level is off. `seq` looks at the geometric mean of the ratios or
-        the mean divergence; kept tokens have their own ratio as weight. Earlier versions: tis is token/clip/ratio, icepop
-        token/mask/ratio, seq-mask-tis seq/mask/ratio. Raises ValueError for what OpenRLHF refuses.
+        """Build a correction from OpenRLHF 0.11.2's four flags. Returns None if the level is off.
+
+        Level is off, token or seq; mode is mask or clip; gating is ratio, binary_kl or tv; `threshold` is the upper bound or both
+        bounds. `seq` gates by the geometric mean of the ratios or by the mean divergence, and kept tokens have their own ratio as
+        weight. In earlier versions tis is token/clip/ratio, icepop token/mask/ratio, and seq-mask-tis seq/mask/ratio. Raises
+        ValueError for combinations that OpenRLHF refuses.
         """
         for name, value, choices in (
             ("level", level, ("off", "token", "seq")),
@@ -90,11 +92,11 @@ class Correction:
 def correction_weights(
     correction: Correction, learner_logprobs: Tensor, sampler_logprobs: Tensor, sequence: Tensor, sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights to multiply the token losses by, and which tokens were changed by it: cut, or left out.
+    """Return the factors of the token losses, and which tokens the correction clamped or left out.
 
-    learner_logprobs and sampler_logprobs (tokens,) under the weights the sample was drawn with; sequence (tokens,) int64,
-    each token's sequence, 0 … sequences - 1; every action token of a sequence must be there. Both results (tokens,), weights at
-    least float32 and without gradient. A ratio too large for the type is infinite and is cut or left out like any large one.
+    `learner_logprobs` and `sampler_logprobs` (tokens,) are under the weights that drew the sample. `sequence` (tokens,) int64 is each
+    token's sequence, 0 … sequences - 1; every action token of a sequence must be included. Both results are (tokens,); weights
+    are at least float32 and have no gradient. A ratio that overflows is infinite, and is clamped or left out like any large ratio.
     Sources: truncation as in `importance_weights`; token masks are IcePop (Ling Team 2025, arXiv 2510.18855); masks by the
     geometric mean, Liu et al. 2025, "When Speed Kills Stability"; the product is the importance weight of the whole response.
     """
@@ -116,8 +118,10 @@ def correction_weights(
 
 
 def binary_kl(sampler_logprobs: Tensor, learner_logprobs: Tensor) -> Tensor:
-    """KL(sampler ‖ learner) of the event that the drawn token is drawn, (tokens,): p·log(p/q) + (1-p)·log((1-p)/(1-q)), with
-    probabilities kept 1e-6 away from 0 and 1."""
+    """Return KL(sampler ‖ learner) of the event that the drawn token is drawn, (tokens,).
+
+    This is p·log(p/q) + (1-p)·log((1-p)/(1-q)), with probabilities kept 1e-6 away from 0 and 1.
+    """
     p, q = (x.exp().clamp(SURE, 1 - SURE) for x in (sampler_logprobs, learner_logprobs))
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 

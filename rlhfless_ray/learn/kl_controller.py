@@ -1,5 +1,4 @@
-"""The KL coefficient from step to step. Values: what a controller becomes is a new one, and its fields are all there is to
-save."""
+"""Control the KL coefficient from step to step. Controllers are immutable: `after` returns a new one. Their fields are their state."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ class FixedKL:
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """Steers the measured KL towards `target` (Ziegler et al. 2019, section 2.2, arXiv 1909.08593).
+    """Steer the measured KL towards `target` (Ziegler et al. 2019, section 2.2, arXiv 1909.08593).
 
-    β ← β·(1 + e·samples/horizon) with e = clip(KL/target - 1, -0.2, 0.2). `horizon` in samples (the paper's gain 0.1 per step
-    of n samples is a horizon of 10·n). Raises ValueError when target or horizon is not positive.
+    β ← β·(1 + e·samples/horizon) with e = clip(KL/target - 1, -0.2, 0.2). `horizon` is in samples: the paper's gain of 0.1 per step
+    of n samples is a horizon of 10·n. Raises ValueError if target or horizon is not positive.
     """
 
     coefficient: float
@@ -32,7 +31,7 @@ class AdaptiveKL:
             raise ValueError(f"KL target {self.target:g} and horizon {self.horizon:g} must be positive")
 
     def after(self, kl: float, samples: int) -> AdaptiveKL:
-        """`kl`: mean KL of the step's samples, from one that is not finite nothing is learned; `samples`: how many they were."""
+        """Return the controller after a step of `samples` samples. `kl`: their mean KL; ignored if it is not finite."""
         if not math.isfinite(kl):
             return self
         error = min(max(kl / self.target - 1, -0.2), 0.2)

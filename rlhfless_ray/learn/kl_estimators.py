@@ -1,16 +1,16 @@
-"""Estimates of KL(policy ‖ reference) from the tokens that were drawn. Pure torch functions on per-token tensors."""
+"""Estimate KL(policy ‖ reference) from the drawn tokens. Pure torch functions on per-token tensors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-LIMIT = 10.0  # a single token's estimate is cut here, as OpenRLHF does
-WEIGHT_LIMIT = 10.0  # of the importance weight in the unbiased gradient
+LIMIT = 10.0  # limit of a single token's estimate, as in OpenRLHF
+WEIGHT_LIMIT = 10.0  # limit of the importance weight in the unbiased gradient
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimates of KL(policy ‖ reference) from samples of the policy (Schulman 2020, "Approximating KL").
+    """Estimate KL(policy ‖ reference) per token from samples of the policy (Schulman 2020, "Approximating KL").
 
     With d = logprobs - reference_logprobs: k1 = d (unbiased, may be negative), k2 = d²/2, k3 = exp(-d) - 1 + d
     (unbiased and never negative).
@@ -21,15 +21,15 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) ->
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        return torch.expm1(-difference) + difference  # near 0 exp(…) - 1 would have lost what k3 consists of
+        return torch.expm1(-difference) + difference  # exp(…) - 1 loses all significant digits near 0
     raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
 
 
 def bounded_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, limit: float | None = LIMIT) -> Tensor:
-    """`kl_estimate` in at least float32, cut to [-limit, limit]; for the reward, and for the loss with its own gradient.
+    """Return `kl_estimate` in at least float32, clamped to [-limit, limit], for the reward or for the loss with its own gradient.
 
-    All tensors (tokens,). Where an estimate is cut no gradient flows. k3 is finite, and so is its gradient, however far below
-    the reference the policy is. `limit` None: nothing is cut, and k3 overflows where the policy is far below the reference.
+    All tensors are (tokens,). No gradient flows through a clamped estimate. k3 and its gradient stay finite, however far the policy
+    is below the reference. With `limit` None nothing is clamped, and k3 may overflow.
     """
     logprobs, reference_logprobs = _wide(logprobs), _wide(reference_logprobs)
     if limit is None:
@@ -49,13 +49,12 @@ def unbiased_kl(
     limit: float | None = LIMIT,
     weight_limit: float = WEIGHT_LIMIT,
 ) -> Tensor:
-    """The value of `bounded_kl` with the gradient of the KL itself: w·d·∇log π, d = log π - log π_ref.
+    """Return the value of `bounded_kl` with the gradient of the KL itself: w·d·∇log π, d = log π - log π_ref.
 
-    An unbiased value does not make an unbiased gradient: on-policy, E[∇k1] = 0 and E[∇k3] = ∇KL(π_ref ‖ π); only k2 has the
-    right one, and none of them off-policy. With w = π/π_old, cut at `weight_limit` and without gradient, the mean of w·d·∇log π
-    over π_old is ∇KL(π ‖ π_ref) (Liu et al. 2025, "Rethinking KL Regularization in RLHF", arXiv 2510.01555; OpenRLHF 0.11.1).
-    `old_logprobs` None: on-policy, w = 1.
-    All tensors (tokens,); result at least float32.
+    An unbiased value does not have an unbiased gradient. On-policy, E[∇k1] = 0 and E[∇k3] = ∇KL(π_ref ‖ π); only k2 has the right
+    gradient. Off-policy, none has. With w = π/π_old, clamped to `weight_limit` and without gradient, the mean of w·d·∇log π over
+    π_old is ∇KL(π ‖ π_ref) (Liu et al. 2025, "Rethinking KL Regularization in RLHF", arXiv 2510.01555; OpenRLHF 0.11.1).
+    `old_logprobs` None: on-policy, w = 1. All tensors are (tokens,); the result is at least float32.
     """
     value = bounded_kl(logprobs.detach(), reference_logprobs, estimator, limit)
     wide = _wide(logprobs)

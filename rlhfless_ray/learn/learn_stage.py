@@ -36,12 +36,12 @@ class LearnStage:
     ) -> None:
         self.context, self.worker_group, self.critic = context, worker_group, critic
         self.worker_groups = ColocatedGroups(context, worker_group, critic, reference)
-        self.number = 0  # of the step whose phase it is
-        self.passes_s = 0.0  # in its phase, before the policy's update
+        self.number = 0  # number of the step whose learn phase it is
+        self.passes_s = 0.0  # seconds of that phase before the policy's update
         self.plan: Decision | None = None
         self.obstacle = obstacle(context.recipe)
-        self.learned: set[int] = set()  # keys of the step's samples whose gradients have been asked for
-        self.refs: list[Any] = []  # of the gradients under way
+        self.learned: set[int] = set()  # keys of the step's samples whose gradients have been requested
+        self.refs: list[Any] = []  # references to pending gradients
         self._stop_waits = ExitStack()  # holds the deferral of stop signals while an update is under way
         section = context.recipe.algorithm.kl
         self.controller: FixedKL | AdaptiveKL = FixedKL(section.coefficient)
@@ -50,7 +50,7 @@ class LearnStage:
         self.kl_in_reward = section.coefficient > 0 and section.place == "reward"
         self.carries = context.recipe.algorithm.remainder == "carry"
         self.left: Batch | None = None  # samples of finished steps that filled no optimizer step
-        self.kl = 0.0  # mean over the step's samples, where it is in the reward
+        self.kl = 0.0  # mean over the step's samples, if the KL is part of the reward
         self.passes = StepPasses(context, worker_group, critic, reference, with_gradients=self.obstacle is None)
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
@@ -69,19 +69,19 @@ class LearnStage:
         """Return whether these leases are enough to accumulate gradients."""
         return self.obstacle is None and not self.refs and self.worker_group.fits(leases)
 
-    def some(self, groups: list[list[Sample]], seconds: float) -> list[Sample]:
+    def choose_samples(self, groups: list[list[Sample]], seconds: float) -> list[Sample]:
         """Return complete groups for about a micro-batch per rank, or nothing if there are too few or they take more than `seconds`."""
-        most = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
-        found: list[Sample] = []
+        budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
+        chosen: list[Sample] = []
         tokens, full = 0, False
-        for group in filter(self.passes.let_learn, groups):
+        for group in filter(self.passes.has_inputs_of, groups):
             size = sum(len(s.prompt.token_ids) + len(s.completion.token_ids) for s in group)
-            if full := bool(found) and tokens + size > most:
+            if full := bool(chosen) and tokens + size > budget:
                 break
-            found += group
+            chosen += group
             tokens += size
-        enough = (full or tokens >= most / 2) and self.context.autoscaler.learner.predict(1, tokens) <= seconds
-        return found if enough else []
+        enough = (full or tokens >= budget / 2) and self.context.autoscaler.learner.predict(1, tokens) <= seconds
+        return chosen if enough else []
 
     def accumulate(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
         """Accumulate gradients of complete groups under some of the leases. Returns the other leases."""
@@ -97,7 +97,7 @@ class LearnStage:
 
     def done_ahead(self, wait: bool = False) -> list[Lease]:
         """Collect finished gradients, and return their leases. On GPU the learner keeps them, because gradients are on its devices."""
-        leases = self.passes.done(wait)
+        leases = self.passes.collect(wait)
         if not self.refs or (self.worker_group.pending(self.refs) and not wait):
             return leases
         self.worker_group.accumulated(self.refs)
@@ -107,7 +107,7 @@ class LearnStage:
     # ---- the phase --------------------------------------------------------------------------------------------
 
     def group_of(self, sample: Sample) -> int:
-        """The position of its prompt in the step."""
+        """Return the position of the sample's prompt in the step."""
         return sample.completion.key // self.context.recipe.rollout.samples_per_prompt
 
     def advantages(self, samples: list[Sample]) -> Batch:
@@ -128,17 +128,17 @@ class LearnStage:
         scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
         extra: dict[str, Any] = {}
         reference, logprobs, values_of = self.passes.reference, self.passes.logprobs, self.passes.values
-        told: dict[str, np.ndarray] = {}
+        passed: dict[str, np.ndarray] = {}
         began_s = time.monotonic()
         if reference is not None and len(batch):
-            told |= reference.of(learned, batch, self.worker_groups.turn)
+            passed |= reference.of(learned, batch, self.worker_groups.turn)
         if logprobs is not None and len(batch) and (self.kl_in_reward or logprobs.known or self.carries):
-            told |= logprobs.of(learned, batch, self.worker_groups.turn)
+            passed |= logprobs.of(learned, batch, self.worker_groups.turn)
         if self.kl_in_reward and len(batch):
-            kl = token_kl(told["old"], told["reference"], recipe.algorithm.kl.estimator, recipe.algorithm.kl.limit)
+            kl = token_kl(passed["old"], passed["reference"], recipe.algorithm.kl.estimator, recipe.algorithm.kl.limit)
             self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
             extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
-        batch = replace(batch, **told)  # type: ignore[arg-type]
+        batch = replace(batch, **passed)  # type: ignore[arg-type]
         if values_of is not None:
             values = values_of.of(learned, batch, self.worker_groups.turn)["values"]
             batch = replace(batch, values=values)
@@ -171,17 +171,17 @@ class LearnStage:
 
     @contextmanager
     def phase(self, samples: list[Sample], number: int) -> Iterator[None]:
-        """Of step `number`. Rollout engines hold no lease here."""
+        """Run the learn phase of step `number` inside the block. Rollout engines hold no lease in it."""
         context, self.number, self.passes_s = self.context, number, 0.0
         with context.phases.phase("learn"):
             self.plan = context.autoscaler.size_learner(samples)
             context.broker.put(self.done_ahead(wait=True))
-            if context.leases.resource == "cpu":  # a slot more is a thread more; on GPU a rank has one device
+            if context.leases.resource == "cpu":  # every slot is a thread; on GPU a rank has one device
                 for worker_group in self.worker_groups.all:
                     worker_group.slots = worker_group.ranks * self.plan.actors
             if self.worker_groups.alone:
                 self.worker_groups.turn(self.worker_group)
-            with self._stop_waits:  # whose update was started and fails before its result is waited for
+            with self._stop_waits:  # also ends the deferral if an update fails before its result is waited for
                 yield
             for worker_group in self.worker_groups.all:
                 if worker_group.working:
@@ -190,29 +190,29 @@ class LearnStage:
     def start_update(self, batch: Batch, samples: list[Sample]) -> Pending[tuple[UpdateStats, dict[str, Any]]]:
         """Update the critic, if there is one, and start the learner's update. Its result: statistics, and metrics of both.
 
-        A stop signal waits from here until the result is there: an update that is half done cannot be saved.
+        Stop signals are deferred until the result is there, because a partial update cannot be saved.
         """
         progress = self.context.record.progress
         self._stop_waits.enter_context(STOP.deferred(self.context.recipe.run.sigterm_s / 2, progress.message))
         frozen = 1 <= self.number <= self.context.recipe.critic.freeze_policy_steps
         batch, left = self._cut(batch) if self.carries and not (frozen and self.critic is None) else (batch, None)
-        told: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         began_s = time.monotonic()
         if self.critic is not None:
             self.worker_groups.turn(self.critic)
             of_critic = self.critic.update(batch)
             if of_critic.skipped:
                 progress.message(f"optimizer step of the critic skipped: {of_critic.reason}")
-            told |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}
+            metrics |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}
         if not self.worker_groups.alone:
             self.worker_groups.turn(self.worker_group)
         if self.passes.each:
             self.context.autoscaler.observe_passes(samples, self.passes_s + time.monotonic() - began_s)
         stats = Pending(lambda: untouched(UpdateStats)) if frozen else self._started(batch, samples)
-        return Pending(lambda: self._updated(stats, samples, told, left), stats.is_ready)
+        return Pending(lambda: self._updated(stats, samples, metrics, left), stats.is_ready)
 
     def _started(self, batch: Batch, samples: list[Sample]) -> Pending[UpdateStats]:
-        """The learner's update. The autoscaler sees how long it takes, unless ranks were lost in it."""
+        """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it."""
         began_s, restarts = time.monotonic(), self.worker_group.recovery.restarts
         update = self.worker_group.start_update(batch, publishes=True)
 
@@ -227,7 +227,7 @@ class LearnStage:
         return Pending(result, update.is_ready)
 
     def _updated(
-        self, update: Pending[UpdateStats], samples: list[Sample], told: dict[str, Any], left: Batch | None
+        self, update: Pending[UpdateStats], samples: list[Sample], metrics: dict[str, Any], left: Batch | None
     ) -> tuple[UpdateStats, dict[str, Any]]:
         assert self.plan is not None
         coefficient = self.controller.coefficient
@@ -240,24 +240,24 @@ class LearnStage:
             self.left = left
         if stats.skipped:
             self.context.record.progress.message(f"optimizer step skipped: {stats.reason}")
-        told |= {"pool/learn_slots": self._slots() * self.worker_group.ranks, "pool/learn_reason": self.plan.reason}
+        metrics |= {"pool/learn_slots": self._slots() * self.worker_group.ranks, "pool/learn_reason": self.plan.reason}
         if self.context.recipe.algorithm.keeps_reference:
-            told["learn/kl_coefficient"] = coefficient
-        return stats, told
+            metrics["learn/kl_coefficient"] = coefficient
+        return stats, metrics
 
     def _cut(self, batch: Batch) -> tuple[Batch, Batch | None]:
-        """The step's batch with what the steps before left, and what it leaves in turn."""
+        """Return the step's batch joined with the samples left from earlier steps, and the samples that it leaves."""
         section = self.context.recipe.algorithm
         assert section.batch_samples is not None
         rng = np.random.default_rng([self.context.recipe.run.seed % 2**63, self.number])
         return carried(self.left, batch, section.batch_samples, section.epochs, rng)
 
     def _slots(self) -> int:
-        """Of each rank of the learner."""
+        """Return the slots of each rank of the learner."""
         return min(len(instance.leases) for instance in self.worker_group.by_rank)
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON."""
+        """Return the state for `restore`, as JSON types."""
         return {"kl_coefficient": self.controller.coefficient}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ class LearnStage:
             self.left = of_bytes(bytes(files[FILE]))
         else:
             self.context.record.progress.message(
-                "samples that the checkpoint carries over are not learned from: algorithm.remainder changed"
+                "samples that the checkpoint carries over are not trained on, because algorithm.remainder changed"
             )
 
     def publish(self, version: int) -> WeightVersion:
@@ -285,7 +285,7 @@ class LearnStage:
 
 
 def _spread(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Values of the chosen tokens among all tokens, 0 at the others."""
+    """Return an array for all tokens with these values at the chosen tokens, and 0 at the others."""
     out = np.zeros(len(chosen))
     out[chosen] = values
     return out

@@ -32,12 +32,12 @@ SUMS = (
     *("loss", "policy_loss", "kl", "router_balance", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl"),
     *("sampler_kl", "reference_gap", "ratio", "ratio_squared"),
 )
-LAGS = 9  # kinds of tokens whose divergence is summed apart: 0 to 8 updates old, the largest `rollout.max_lag_steps`
-WEIGHTED = 4  # of SUMS, the first ones: weighted as the loss is; the others count every token the same
+LAGS = 9  # divergences are summed by lag: 0 to 8 updates, the largest `rollout.max_lag_steps`
+WEIGHTED = 4  # the first so many of SUMS are weighted like the loss; the others count every token the same
 
 
 class LearnerRank:
-    """A plain class: runs wrap it in a Ray actor, tests and debuggers call it directly."""
+    """A rank as a plain class. Runs wrap it in a Ray actor; tests call it directly."""
 
     def __init__(self, settings: RankSettings) -> None:
         self.settings = settings
@@ -50,15 +50,15 @@ class LearnerRank:
             loss.correction_level, loss.correction_mode, loss.correction_gating, (loss.correction_low, loss.correction_high)
         )
         self.sharing: PromptSharing | None = None
-        self.early: _Sums | None = None  # of groups whose gradients were accumulated before their step was complete
-        self.base: BaseModel | None = None  # the reference, where adapters alone are trained
+        self.early: _Sums | None = None  # sums over groups whose gradients were accumulated before their step was complete
+        self.base: BaseModel | None = None  # the reference model, if only adapters are trained
 
     # ---- life -------------------------------------------------------------------------------------------------
 
     def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
-        """Build the engine from a model folder or its files; `state` (see `read_state`) continues a stopped run.
+        """Build the engine from a model folder or its files. `state` (see `read_state`) continues a stopped run.
 
-        rendezvous: address and port of rank 0.
+        `rendezvous`: address and port of rank 0.
         """
         start = time.time()
         torch.set_num_threads(threads)
@@ -79,9 +79,9 @@ class LearnerRank:
 
     @property
     def cutter(self) -> Cutter:
-        """How the batches of all ranks are cut now."""
-        most, done = self.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
-        return Cutter(self.trainer.replicas, most, self.sharing, self.algorithm, self.seed, done, self.trainer.drops)
+        """The current rules for dividing batches among the ranks."""
+        max_tokens, done = self.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
+        return Cutter(self.trainer.replicas, max_tokens, self.sharing, self.algorithm, self.seed, done, self.trainer.drops)
 
     def update(self, share: Share, threads: int) -> tuple[UpdateStats, list[Span]]:
         """Make the optimizer steps of one rollout batch, of which this rank has its share."""
@@ -96,73 +96,77 @@ class LearnerRank:
         return merged(stats), [Span("work", "update", start, time.time())]
 
     def accumulate(self, share: Share, threads: int) -> list[Span]:
-        """Gradients of groups that are complete while others of their step are still being answered. `update` with the others
-        then makes the step, which is that of the whole batch to rounding: gradients add up, and are divided by the step's
-        tokens (or sequences) once these are known.
+        """Accumulate gradients of complete groups while other groups of their step are still generated.
 
-        Raises ValueError where that does not hold.
+        `update` with the other groups then makes the optimizer step. Gradients add up and are divided by the step's tokens (or
+        sequences) once these are known, so the step equals that of the whole batch up to rounding. Raises ValueError for recipes
+        for which this does not hold.
         """
         if reason := inexact(self.algorithm, self.learner, self.settings.lora):
             raise ValueError(reason)
         start = time.time()
         torch.set_num_threads(threads)
         if len(share):
-            found = self._unscaled(share)
-            self.early = found if self.early is None else self.early.plus(found)
+            sums = self._unscaled(share)
+            self.early = sums if self.early is None else self.early.plus(sums)
         return [Span("work", "accumulate", start, time.time())]
 
     def _finish_early(self, share: Share) -> UpdateStats:
         assert self.early is not None
-        whole, self.early = self.early, None
+        total, self.early = self.early, None
         if len(share):
-            whole = whole.plus(self._unscaled(share))
-        return self._made(whole, 1 / whole.whole)
+            total = total.plus(self._unscaled(share))
+        return self._apply(total, 1 / total.divisor)
 
     def _unscaled(self, share: Share) -> _Sums:
-        """Backward passes over the whole batch, with weights that do not depend on what else the step holds."""
+        """Accumulate gradients over the whole batch, with weights that do not depend on the rest of the step."""
         (step,) = share.steps
         lengths = torch.from_numpy(share.response_lengths)
-        whole = float(lengths.sum() if self.algorithm.loss_mean == "token" else len(lengths))
-        return self._backward(share, step, None, self._weights(lengths)[:, share.indices] * whole, whole)
+        divisor = float(lengths.sum() if self.algorithm.loss_mean == "token" else len(lengths))
+        return self._backward(share, step, None, self._weights(lengths)[:, share.indices] * divisor, divisor)
 
     def _weights(self, lengths: Tensor) -> np.ndarray:
-        """Weights of each sequence's tokens in the policy loss and in KL loss and entropy bonus: (2, sequences) float64."""
+        """Return the weights of each sequence's tokens in the policy loss, and in KL loss and entropy bonus: (2, sequences) float64."""
         means = self.algorithm.loss_mean, self.algorithm.regularization_mean or self.algorithm.loss_mean
         return np.stack([token_weights(lengths, mean).numpy() for mean in means])
 
     def logprobs(self, share: Share, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
-        """Before a step, by name (see `overlap.passes`), of the share's tokens, 0 where another rank computes them: each
-        (response tokens,) float32."""
+        """Return log-probabilities of the share's tokens before a step, by name (see `overlap_rules.passes`).
+
+        Each array is (response tokens,) float32, with 0 for tokens that another rank computes.
+        """
         start = time.time()
         torch.set_num_threads(threads)
         modules = {"old": self.trainer.engine, "reference": self.base}
-        found = {name: self._passed(modules[name], share).cpu().numpy() for name in names}
-        return found, [Span("work", "log-probabilities", start, time.time())]
+        by_name = {name: self._passed(modules[name], share).cpu().numpy() for name in names}
+        return by_name, [Span("work", "log-probabilities", start, time.time())]
 
     def agreement(self, share: Share, temperature: float, top_p: float, threads: int, noisy: bool = False) -> tuple[np.ndarray, list[Span]]:
-        """Log-probabilities in the distribution that an engine with these settings draws from, of the tokens that `logprobs` has:
-        (response tokens,) float32. `noisy`: see `rounding_noise`."""
+        """Return log-probabilities of the share's tokens in the distribution that an engine with these settings draws from.
+
+        The result is (response tokens,) float32, as in `logprobs`. `noisy`: see `rounding_noise`.
+        """
         start = time.time()
         torch.set_num_threads(threads)
         with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
-            found = passed(
+            logprobs = passed(
                 lambda tensors: token_logprobs(self.trainer.engine, tensors, temperature, top_p)[0], share.batch, share.passes, self.device
             )
-        return found.cpu().numpy(), [Span("work", "check agreement", start, time.time())]
+        return logprobs.cpu().numpy(), [Span("work", "check agreement", start, time.time())]
 
     def _old(self, share: Share) -> Tensor | None:
-        """Log-probabilities of the share's tokens under the weights before the first optimizer step. None: they are those of now."""
+        """Return log-probabilities under the weights before the first optimizer step. None: those are the current weights."""
         if share.batch.old is not None:
             return torch.from_numpy(share.batch.old).to(self.device)
         if not share.needs_old:
             return None
-        own = torch.from_numpy(share.tokens)
-        found = torch.zeros(int(share.response_lengths.sum()))
-        found[own] = self._passed(self.trainer.engine, share).cpu()
-        return self.trainer.over_ranks(found)[own].to(self.device)
+        places = torch.from_numpy(share.tokens)
+        logprobs = torch.zeros(int(share.response_lengths.sum()))
+        logprobs[places] = self._passed(self.trainer.engine, share).cpu()
+        return self.trainer.over_ranks(logprobs)[places].to(self.device)
 
     def _passed(self, module: Any, share: Share) -> Tensor:
-        """Log-probabilities of the share's tokens, 0 where another rank computes them: (response tokens,)."""
+        """Return log-probabilities of the share's tokens, (response tokens,), with 0 for tokens that another rank computes."""
         return passed(lambda tensors: self._forward(module, tensors)[0], share.batch, share.passes, self.device)
 
     def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -172,11 +176,13 @@ class LearnerRank:
         lengths = torch.from_numpy(share.response_lengths[step.indices])
         weight_of = np.zeros((2, len(share)))
         weight_of[:, step.indices] = self._weights(lengths)
-        return self._made(self._backward(share, step, old, weight_of[:, share.indices], 1.0), 1.0)
+        return self._apply(self._backward(share, step, old, weight_of[:, share.indices], 1.0), 1.0)
 
-    def _backward(self, share: Share, step: ShareStep, old: Tensor | None, weight_of: np.ndarray, whole: float) -> _Sums:
-        """Add the gradients of a step's sequences. `weight_of` (2, sequences of the share): see `_weights`; `whole`: what the weights
-        are to be divided by in the end."""
+    def _backward(self, share: Share, step: ShareStep, old: Tensor | None, weight_of: np.ndarray, divisor: float) -> _Sums:
+        """Add the gradients of a step's sequences.
+
+        `weight_of` (2, sequences of the share): see `_weights`. `divisor`: the weights are divided by it at the end.
+        """
         batch = share.batch
         weights = torch.from_numpy(weight_of).float().to(self.device)
         tokens = {name: torch.from_numpy(x).to(self.device) for name, x in (("advantages", batch.advantages), ("drawn", batch.logprobs))}
@@ -188,7 +194,7 @@ class LearnerRank:
             tokens["lags"] = torch.from_numpy(batch.lags).long().to(self.device)
         kl_coefficient = self.algorithm.kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
         sums = torch.zeros(len(SUMS) + 2 * LAGS, dtype=torch.float64)
-        most = torch.zeros(1, dtype=torch.float64)
+        max_mismatch = torch.zeros(1, dtype=torch.float64)
         for cut in step.cuts:
             # A rank without work still joins the collectives: one sequence at weight 0.
             rows = cut or [np.arange(1)]
@@ -200,21 +206,21 @@ class LearnerRank:
                 self.trainer.backward(loss)
             sums += values
             if cut:
-                most = torch.maximum(most, worst)
-        return _Sums(sums, most, int(share.response_lengths[step.indices].sum()), len(step.indices), whole)
+                max_mismatch = torch.maximum(max_mismatch, worst)
+        return _Sums(sums, max_mismatch, int(share.response_lengths[step.indices].sum()), len(step.indices), divisor)
 
-    def _made(self, found: _Sums, scale: float) -> UpdateStats:
-        """The optimizer step on what was accumulated; `scale`: of gradients and weighted sums."""
-        sums, most = self.trainer.over_ranks(found.sums), self.trainer.over_ranks(found.most, largest=True)
+    def _apply(self, accumulated: _Sums, scale: float) -> UpdateStats:
+        """Make the optimizer step with the accumulated gradients. `scale`: factor of gradients and weighted sums."""
+        sums, max_mismatch = self.trainer.over_ranks(accumulated.sums), self.trainer.over_ranks(accumulated.max_mismatch, largest=True)
         rate = self.trainer.rate()
         norm, applied, reason = self.trainer.step(bool(torch.isfinite(sums[0])), scale)
         sums[:WEIGHTED] *= scale
         divergence, of_lag = sums[len(SUMS) :].view(2, LAGS)
-        sums[WEIGHTED : len(SUMS)] /= found.tokens  # statistics are means over tokens, whatever the loss averages over
+        sums[WEIGHTED : len(SUMS)] /= accumulated.tokens  # statistics are means over tokens, whatever the loss averages over
         named = dict(zip(SUMS, sums[: len(SUMS)].tolist(), strict=True))
         effective = named["ratio"] ** 2 / named["ratio_squared"] if named["ratio_squared"] else 0.0
         if self.correction is not None and self.correction.gates_sequences:
-            named["capped"] *= found.tokens / found.sequences
+            named["capped"] *= accumulated.tokens / accumulated.sequences
         return UpdateStats(
             loss=named["loss"],
             policy_loss=named["policy_loss"],
@@ -224,10 +230,10 @@ class LearnerRank:
             importance_mean=named["importance"],
             importance_capped_share=named["capped"],
             mismatch_mean=named["mismatch"],
-            mismatch_max=float(most),
+            mismatch_max=float(max_mismatch),
             grad_norm=norm,
             learning_rate=rate,
-            trained_tokens=found.tokens if applied else 0,
+            trained_tokens=accumulated.tokens if applied else 0,
             skipped=int(not applied),
             reason=reason,
             applied=int(applied),
@@ -245,11 +251,13 @@ class LearnerRank:
     def _micro_loss(
         self, tensors: dict[str, Tensor], weight: Tensor, mine: dict[str, Tensor], sequences: int, kl_coefficient: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss of one micro-batch, its part of SUMS and the largest mismatch. `weight` (2, tokens): see `_weights`;
-        `mine`: what is known of its tokens."""
+        """Return the weighted loss of one micro-batch, its part of SUMS, and its largest mismatch.
+
+        `weight` (2, tokens): see `_weights`. `mine`: arrays of the micro-batch's tokens, by name.
+        """
         algorithm, sequence = self.algorithm, tensors["sequence"]
         weight, regularization_weight = weight
-        # before the policy's: nothing may come between a forward pass and its backward one
+        # before the policy's forward pass, because nothing may come between that and its backward pass
         reference = self._reference(tensors, mine)
         logprobs, entropy, *routers = self._forward(self.trainer.engine, tensors)
         drawn, before = mine["drawn"], mine.get("old", logprobs.detach())
@@ -277,7 +285,7 @@ class LearnerRank:
         if algorithm.loss.entropy_coefficient:
             loss = loss - algorithm.loss.entropy_coefficient * (regularization_weight * entropy).sum()
         balance = torch.zeros((), device=self.device)
-        if routers:  # the micro-batch's share of the step, as its tokens have it in the regularization
+        if routers:  # weighted by the micro-batch's share of the step's regularization
             balance = regularization_weight.sum() * routers[0]
             loss = loss + algorithm.loss.router_aux * balance
         mismatch = (before - drawn).abs()
@@ -294,14 +302,14 @@ class LearnerRank:
         return loss, values, worst
 
     def _reference(self, tensors: dict[str, Tensor], mine: dict[str, Tensor]) -> Tensor | None:
-        """Log-probabilities under the policy the run began with, where they are known or the loss has a KL to it."""
+        """Return log-probabilities under the initial policy if they are known or the loss has a KL to it, or else None."""
         kl = self.algorithm.kl
         if "reference" in mine:
             return mine["reference"]
         if not kl.coefficient or kl.place != "loss":
             return None
         if self.base is None:
-            raise ValueError("the loss has a KL, and the batch no log-probabilities of the reference")
+            raise ValueError("the loss has a KL term, but the batch has no log-probabilities of the reference")
         with torch.no_grad():
             return self._forward(self.base, tensors)[0]
 
@@ -311,10 +319,10 @@ class LearnerRank:
             return unbiased_kl(logprobs, reference, old, section.estimator, section.limit)
         return bounded_kl(logprobs, reference, section.estimator, section.limit)
 
-    # ---- what others take -------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------
 
     def weights(self) -> tuple[dict[str, np.ndarray] | None, list[Span]]:
-        """{parameter name: array} for the engines, from rank 0; the other ranks take part and return None."""
+        """Return {parameter name: array} for the engines, from rank 0. The other ranks take part and return None."""
         start = time.time()
         return self.trainer.weights(), [Span("transfer", "publish weights", start, time.time())]
 
@@ -322,7 +330,7 @@ class LearnerRank:
 
     def leave_device(self) -> list[Span]:
         if self.early is not None:
-            raise RuntimeError("the learner holds gradients of a step that is not complete: they would be lost with its device")
+            raise RuntimeError("the learner holds gradients of an incomplete step, which would be lost with its device")
         return self.trainer.leave_device()
 
     def return_to_device(self) -> list[Span]:
@@ -331,16 +339,15 @@ class LearnerRank:
 
 @dataclass(frozen=True)
 class _Sums:
-    """What backward passes added up on this rank: SUMS, the largest mismatch; of the whole batch tokens and sequences; and what the
-    weights are divided by."""
+    """Sums over the backward passes of this rank."""
 
-    sums: torch.Tensor
-    most: torch.Tensor
-    tokens: int
-    sequences: int
-    whole: float
+    sums: torch.Tensor  # SUMS, then divergence and tokens by lag
+    max_mismatch: torch.Tensor
+    tokens: int  # of the whole batch
+    sequences: int  # of the whole batch
+    divisor: float  # by which the loss weights are divided at the end
 
     def plus(self, other: _Sums) -> _Sums:
-        most = torch.maximum(self.most, other.most)
+        max_mismatch = torch.maximum(self.max_mismatch, other.max_mismatch)
         counts = self.tokens + other.tokens, self.sequences + other.sequences
-        return _Sums(self.sums + other.sums, most, *counts, self.whole + other.whole)
+        return _Sums(self.sums + other.sums, max_mismatch, *counts, self.divisor + other.divisor)

@@ -1,4 +1,4 @@
-"""Forward passes over samples before the update: log-probabilities of learner and reference, values of the critic.
+"""Run forward passes over samples before the update: log-probabilities of learner and reference, values of the critic.
 
 Results depend on the sample and the step's weights only. Finished samples can therefore be computed while engines still generate
 others, on slots that engines have released. The learn phase computes the rest.
@@ -19,80 +19,84 @@ from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample
 
-WORTH = 4  # a quarter of a step's samples is worth a pass, even with few tokens
+WORTH = 4  # a pass pays for a quarter of a step's samples, even with few tokens
 
 
 class Passes:
-    """Call `begin`, then `heard`, `look` and `done` repeatedly, then `of`, in every step."""
+    """One kind of forward pass. In every step, call `begin`, then `add_samples`, `start_ahead` and `collect` repeatedly, then `of`."""
 
     def __init__(self, context: RunContext, worker_group: WorkerGroup, what: str, names: tuple[str, ...], ahead: bool) -> None:
-        """`what`: the method to call, `logprobs` (with `names` of results, see `overlap.passes`), `reference` or `values`. `ahead`:
-        whether samples are computed before the learn phase."""
+        """Configure a pass.
+
+        Args:
+            what: the method to call: `logprobs` (with `names` of results, see `overlap_rules.passes`), `reference` or `values`.
+            ahead: whether samples are computed before the learn phase.
+        """
         self.context, self.worker_group, self.what, self.names, self.ahead = context, worker_group, what, names, ahead
-        self.more = (names,) if what == "logprobs" else ()
-        self.per_token_s: float | None = None  # measured with one lease per rank
+        self.arguments = (names,) if what == "logprobs" else ()
+        self.per_token_s: float | None = None  # seconds per token, measured with one lease per rank
         self.begin(0)
 
     def begin(self, samples: int) -> None:
         """Begin a step with this number of samples."""
         self.samples = samples
         self.waiting: list[Sample] = []
-        self.asked: list[Sample] = []  # by `refs`
+        self.in_pass: list[Sample] = []  # samples of the pass behind `refs`
         self.refs: list[Any] = []
-        self.known: dict[int, dict[str, np.ndarray]] = {}  # key → name → of its tokens
+        self.known: dict[int, dict[str, np.ndarray]] = {}  # sample key → name → values of its tokens
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
-    def heard(self, samples: list[Sample]) -> None:
+    def add_samples(self, samples: list[Sample]) -> None:
         """Queue finished samples."""
         if self.ahead:
             self.waiting += samples
 
-    def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
+    def start_ahead(self, leases: list[Lease], seconds: float) -> list[Lease]:
         """Start a pass over queued samples if it would take at most `seconds`. Returns the leases that it does not use."""
         if self.refs or not self.waiting or not self.worker_group.fits(leases):
             return leases
-        count, tokens = self._some(seconds)
+        count, tokens = self._choose_samples(seconds)
         if not count:
             return leases
-        self.asked, self.waiting = self.waiting[:count], self.waiting[count:]
+        self.in_pass, self.waiting = self.waiting[:count], self.waiting[count:]
         self.worker_group.slots = self.worker_group.ranks
         left = self.worker_group.assign_leases(leases) if not self.worker_group.working else leases
         self.tokens = tokens
-        self.refs = self.worker_group.ask(self.what, self._batch(self.asked), *self.more)
+        self.refs = self.worker_group.ask(self.what, self._batch(self.in_pass), *self.arguments)
         return left
 
-    def _some(self, seconds: float) -> tuple[int, int]:
-        """Return the number of samples for a pass and their tokens: about a micro-batch per rank, or (0, 0) if it does not pay or fit."""
-        most = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
+    def _choose_samples(self, seconds: float) -> tuple[int, int]:
+        """Return the number of samples for a pass and their tokens: about a micro-batch per rank, or (0, 0) if no pass pays or fits."""
+        budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
         count = tokens = 0
         full = False
         for sample in self.waiting:
             size = len(sample.prompt.token_ids) + len(sample.completion.token_ids)
-            if full := count > 0 and tokens + size > most:
+            if full := count > 0 and tokens + size > budget:
                 break
             count, tokens = count + 1, tokens + size
-        worth = full or 2 * tokens >= most or WORTH * count >= self.samples
+        worth = full or 2 * tokens >= budget or WORTH * count >= self.samples
         return (count, tokens) if worth and self._takes_s(tokens) <= seconds else (0, 0)
 
     def _takes_s(self, tokens: int) -> float:
-        """Predict the seconds of a pass: as measured, or those of a whole update before the first measurement."""
+        """Predict the seconds of a pass: from measurements, or before the first one as those of a whole update."""
         return self.context.autoscaler.learner.predict(1, tokens) if self.per_token_s is None else self.per_token_s * tokens
 
     def pending(self) -> list[Any]:
         return self.worker_group.pending(self.refs)
 
-    def done(self, wait: bool = False) -> list[Lease]:
+    def collect(self, wait: bool = False) -> list[Lease]:
         """Collect a finished pass, and return its leases. On GPU the worker group keeps them, because it needs its devices soon."""
         if not self.refs or (self.pending() and not wait):
             return []
         refs, self.refs = self.refs, []
         if (answer := self.worker_group.answered(refs, self.what)) is not None:
-            found, took_s = answer
+            results, took_s = answer
             self.per_token_s = took_s / max(1, self.tokens)
-            for sample, span in zip(self.asked, spans(self._batch(self.asked).response_lengths), strict=True):
-                self.known[sample.completion.key] = {name: found[name][span] for name in self.names}
-        self.asked = []
+            for sample, span in zip(self.in_pass, spans(self._batch(self.in_pass).response_lengths), strict=True):
+                self.known[sample.completion.key] = {name: results[name][span] for name in self.names}
+        self.in_pass = []
         return self.worker_group.park() if self.context.leases.resource == "cpu" else []
 
     def _batch(self, samples: list[Sample]) -> Batch:
@@ -107,17 +111,17 @@ class Passes:
         """
         keys = [sample.completion.key for sample in samples]
         later = np.array([i for i, key in enumerate(keys) if key not in self.known], np.int64)
-        told = {key: self.known[key] for key in keys if key in self.known}
+        by_key = {key: self.known[key] for key in keys if key in self.known}
         if len(later):
             turn(self.worker_group)
             part = batch if len(later) == len(batch) else batch.take(later)
-            found = self.worker_group.passed(self.what, part, *self.more)
+            results = self.worker_group.passed(self.what, part, *self.arguments)
             if part is batch:
-                return found
+                return results
             for i, span in zip(later, spans(part.response_lengths), strict=True):
-                told[keys[i]] = {name: found[name][span] for name in self.names}
+                by_key[keys[i]] = {name: results[name][span] for name in self.names}
         empty = np.zeros(0, np.float32)
-        return {name: np.concatenate([empty, *(told[key][name] for key in keys)]) for name in self.names}
+        return {name: np.concatenate([empty, *(by_key[key][name] for key in keys)]) for name in self.names}
 
 
 class StepPasses:
@@ -151,35 +155,35 @@ class StepPasses:
     def each(self) -> list[Passes]:
         return [one for one in (self.reference, self.logprobs, self.values) if one is not None]
 
-    def let_learn(self, samples: list[Sample]) -> bool:
-        """Return whether the results that these samples' gradients need from other groups are there."""
+    def has_inputs_of(self, samples: list[Sample]) -> bool:
+        """Return whether the results of other worker groups that these samples' gradients need are there."""
         return self.reference is None or all(sample.completion.key in self.reference.known for sample in samples)
 
     def begin(self, samples: int) -> None:
         for one in self.each:
             one.begin(samples)
 
-    def heard(self, samples: list[Sample]) -> None:
+    def add_samples(self, samples: list[Sample]) -> None:
         for one in self.each:
-            one.heard(samples)
+            one.add_samples(samples)
 
     @property
     def waiting(self) -> bool:
         """Whether samples are queued."""
         return any(one.waiting for one in self.each)
 
-    def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
+    def start_ahead(self, leases: list[Lease], seconds: float) -> list[Lease]:
         for one in self.each:
-            leases = one.look(leases, seconds)
+            leases = one.start_ahead(leases, seconds)
         return leases
 
     def pending(self) -> list[Any]:
         return [ref for one in self.each for ref in one.pending()]
 
-    def done(self, wait: bool = False) -> list[Lease]:
-        return [lease for one in self.each for lease in one.done(wait)]
+    def collect(self, wait: bool = False) -> list[Lease]:
+        return [lease for one in self.each for lease in one.collect(wait)]
 
     def metrics(self) -> dict[str, Any]:
         """Return the number of samples computed ahead, and the reason if none may be."""
-        found: dict[str, Any] = {f"overlap/{one.what}": len(one.known) + len(one.asked) for one in self.each}
-        return {**found, "overlap/passes_obstacle": self.obstacle or ""} if found else {}
+        counts: dict[str, Any] = {f"overlap/{one.what}": len(one.known) + len(one.in_pass) for one in self.each}
+        return {**counts, "overlap/passes_obstacle": self.obstacle or ""} if counts else {}

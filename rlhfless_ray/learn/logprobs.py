@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of given tokens, without the logits of all of them at once.
+"""Compute log-probabilities and entropies of given tokens, without the logits of all of them at once.
 
-Over a vocabulary of 150,000 the float32 logits of 8,192 tokens are 5 GB, and a plain log-softmax with its gradient holds
-several such matrices. Here the head runs on a few tokens at a time, forward and again backward.
+With a vocabulary of 150,000 the float32 logits of 8,192 tokens are 5 GB, and a plain log-softmax with its gradient holds several
+such matrices. Here the head runs on a few tokens at a time, forward and again backward.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhfless_ray.rollout.nucleus import nucleus
 
-CHUNK_BYTES = 1 << 28  # of one chunk's float32 logits; on GPU about three times as much is held while it is worked on
-BLOCK_BYTES = 1 << 23  # of the rows of a chunk that are in float32 at once on CPU
+CHUNK_BYTES = 1 << 28  # size of one chunk's float32 logits; on GPU a chunk needs about three times as much
+BLOCK_BYTES = 1 << 23  # size of the rows of a chunk that are in float32 at once on CPU
 
 
 def chunked_logprobs(
@@ -28,14 +28,21 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution; both (tokens,) float32
-    (float64 for a float64 head), both differentiable.
+    """Return log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution.
 
-    head: the model's output head, hidden (tokens, width) → logits (tokens, vocabulary); called as a module, once per chunk
-    forward and, where gradients are wanted, once more backward, so adapters, biases, soft caps and ZeRO 3's gathering of its
-    weights work as in the model. hidden (tokens, width); targets (tokens,) int64; chunk_tokens defaults to what fits into
-    CHUNK_BYTES. The gradient is exact, not approximated; a bfloat16 head's weights get it summed over the chunks in bfloat16.
-    Raises ValueError when the temperature is not positive.
+    Both are differentiable and (tokens,) float32 (float64 for a float64 head). The gradient is exact. A bfloat16 head's weights get
+    it summed over the chunks in bfloat16.
+
+    Args:
+        head: the model's output head, hidden (tokens, width) → logits (tokens, vocabulary). It is called as a module, once per chunk
+            forward and, if gradients are needed, once more backward. So adapters, biases, soft caps and ZeRO 3's gathering of
+            weights work as in the model.
+        hidden: (tokens, width).
+        targets: (tokens,) int64.
+        chunk_tokens: tokens per chunk; default: as many as fit into CHUNK_BYTES.
+
+    Raises:
+        ValueError: The temperature is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"the temperature is {temperature:g}, must be positive")
@@ -44,7 +51,7 @@ def chunked_logprobs(
     def part(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return TargetLogprobs.apply(head(h), t, temperature)
 
-    # no tokens still is a chunk: a rank without work takes part in the collectives that the head may need
+    # one chunk even without tokens: a rank without work takes part in the collectives that the head may need
     pieces = list(zip(hidden.split(size), targets.split(size), strict=True)) if len(targets) else [(hidden, targets)]
     if torch.is_grad_enabled():
         done = [checkpoint(part, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in pieces]
@@ -65,8 +72,8 @@ def chunked_distillation(
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and the cross-entropy -Σ q·log p of the head's distribution p with the teacher's q, both (tokens,) float32.
 
-    Arguments as above. The gradient goes to the head and to `hidden` only. Logits that one of the two heads lacks belong to no token:
-    the teacher's are cut, or count as -inf.
+    Arguments as in `chunked_logprobs`. The gradient flows to the head and to `hidden` only. If the heads have different sizes, the extra
+    logits belong to no token: those of the teacher are dropped, and those that it lacks count as -inf.
     """
     size = chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
 
@@ -89,22 +96,24 @@ def chunked_distillation(
 def nucleus_logprobs(
     head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, top_p: float, rows: int = 32
 ) -> Tensor:
-    """Log-probabilities (tokens,) of the targets in the distribution that top-p sampling draws from; -inf outside of the nucleus.
-    Arguments as above; without gradient. The head is called once, the rest works on `rows` tokens at a time."""
-    found = []
+    """Return the targets' log-probabilities (tokens,) in the distribution of top-p sampling, -inf outside of the nucleus.
+
+    Arguments as in `chunked_logprobs`; no gradient. The head is called once; the rest works on `rows` tokens at a time.
+    """
+    parts = []
     for logits, target in zip(head(hidden).split(rows), targets.split(rows), strict=True):
         logprobs = torch.log_softmax(_scaled(logits, temperature), dim=-1)
         kept = nucleus(logprobs, torch.full((len(logprobs),), top_p, dtype=torch.float64, device=logprobs.device))
         cut = logprobs.masked_fill(~kept, -torch.inf)
-        found.append((cut - cut.logsumexp(-1, keepdim=True)).gather(-1, target[:, None]).squeeze(-1))
-    return torch.cat(found)
+        parts.append((cut - cut.logsumexp(-1, keepdim=True)).gather(-1, target[:, None]).squeeze(-1))
+    return torch.cat(parts)
 
 
 class TargetLogprobs(torch.autograd.Function):
-    """One chunk: logits (tokens, vocabulary) → log-probabilities and entropies, (tokens,), with the gradient in closed form.
+    """Log-probabilities and entropies (tokens,) of one chunk of logits (tokens, vocabulary), with the gradient in closed form.
 
-    With z = logits / T and p = softmax(z): ∂log p_t/∂z = onehot(t) - p and ∂H/∂z = -p·(z - E_p[z]). Keeps the logits as they
-    came, in their own type; autograd's own graph would keep three float32 matrices.
+    With z = logits / T and p = softmax(z): ∂log p_t/∂z = onehot(t) - p and ∂H/∂z = -p·(z - E_p[z]). Keeps only the logits, in their
+    own dtype; autograd's graph would keep three float32 matrices.
     """
 
     @staticmethod
@@ -118,16 +127,16 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         logits, targets, total, mean = ctx.saved_tensors
-        found = torch.empty_like(logits)
-        for out, *rows in _blocks(found, logits, targets, total, mean, *gradients):
+        gradient = torch.empty_like(logits)
+        for out, *rows in _blocks(gradient, logits, targets, total, mean, *gradients):
             out.copy_(_slope(rows, ctx.temperature))
-        return found, None, None
+        return gradient, None, None
 
 
-def _blocks(logits: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield a few rows of all these tensors at a time. Rows do not depend on each other, and float32 copies of few are small."""
     rows = max(1, BLOCK_BYTES // (4 * logits.shape[-1])) if logits.device.type == "cpu" else max(1, len(logits))
-    return zip(*(tensor.split(rows) for tensor in (logits, *more)), strict=True)
+    return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
 
 
 def _target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,11 +160,11 @@ def _slope(rows: list[Tensor], temperature: float) -> Tensor:
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature in at least float32, in a tensor of its own."""
+    """Return logits / temperature in at least float32, as a new tensor."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide, copy=True).div_(temperature)
 
 
 def _finite(z: Tensor) -> Tensor:
-    """In place: a logit of -inf (a token that cannot be drawn) has p = 0 and contributes nothing, not 0·(-inf)."""
+    """Replace -inf in place: a token that cannot be drawn has p = 0 and must contribute 0, not 0·(-inf)."""
     return z.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=0.0)

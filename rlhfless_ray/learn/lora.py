@@ -1,4 +1,4 @@
-"""LoRA: a frozen base model with low-rank adapters that are trained (Hu et al. 2021, arXiv 2106.09685), as peft makes them."""
+"""LoRA: train low-rank adapters of a frozen base model (Hu et al. 2021, arXiv 2106.09685), in peft's format."""
 
 from __future__ import annotations
 
@@ -19,16 +19,24 @@ from rlhfless_ray.weights.tensor_file import Content, save_tensors
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import LoraConfig
 
-NAME = "default"  # peft's, of a model's only adapter
+NAME = "default"  # peft's name of a model's only adapter
 BASE = ".base_layer"
 
 
 class LoraAdapters:
-    """The adapters of one model, which is changed in place: its base is frozen, its forward pass includes them."""
+    """The adapters of one model. The model is changed in place: its base is frozen, and its forward pass includes them."""
 
     def __init__(self, model: Any, section: LoraConfig, seed: int, task: str | None = None) -> None:
-        """`section`: the recipe's `lora`; `seed`: of the first values of A, the same on every rank (B begins at 0); `task`: peft's
-        name of what the model does. Raises UserError where the model has no such layers, or layers that cannot be merged."""
+        """Add adapters to `model`.
+
+        Args:
+            section: the recipe's section `lora`.
+            seed: of the initial values of A, the same on every rank. B begins at 0.
+            task: peft's task type.
+
+        Raises:
+            UserError: The model has no such layers, or layers that cannot be merged.
+        """
         import peft
         from peft.tuners.lora import Embedding, Linear
         from peft.tuners.lora.layer import LoraLayer
@@ -50,7 +58,7 @@ class LoraAdapters:
                 raise UserError(f"lora.target_modules: {one_line(error, 300)}") from None
         self.layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         self.config.lora_dropout = section.dropout
-        self.rows: list[tuple[list[int], int, int]] | None = None  # of the forward pass at hand, see `dropping`
+        self.rows: list[tuple[list[int], int, int]] | None = None  # rows of the current forward pass, see `dropping`
         for number, layer in enumerate(self.layers if section.dropout else []):
             layer.lora_dropout[NAME] = RowDropout(self, section.dropout, number)
         tied = getattr(model.config, "tie_word_embeddings", False)
@@ -62,17 +70,17 @@ class LoraAdapters:
                 kind = type(module).__name__
                 raise UserError(f"lora.target_modules: {name} is a {kind}, whose adapter cannot be merged here; leave it out")
             if tied and any(module is end for end in ends):
-                raise UserError(f"lora.target_modules: {name} shares its weights with the other end of the model; leave it out")
+                raise UserError(f"lora.target_modules: {name} shares its weights with another layer (tied embeddings); leave it out")
 
     def is_trained(self, name: str) -> bool:
-        """Whether a model's parameter is an adapter's."""
+        """Return whether a parameter of the model belongs to an adapter."""
         return ".lora_" in name
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The base model alone."""
+        """Disable the adapters inside the block."""
         for layer in self.layers:
-            layer._disable_adapters = True  # peft's own switch would also unfreeze and freeze
+            layer._disable_adapters = True  # peft's own switch would also change which parameters are frozen
         try:
             yield
         finally:
@@ -81,9 +89,11 @@ class LoraAdapters:
 
     @contextmanager
     def dropping(self, batch: Batch, sequences: np.ndarray, seed: list[int], numbers: np.ndarray | None = None) -> Iterator[None]:
-        """Forward passes of these sequences, and backward ones, which may compute them again, drop inputs of the adapters: the same
-        for a sequence whatever it is batched with. `seed`: another one for each optimizer step. `numbers`: of the batch's sequences,
-        where they are not 0, 1, 2, …"""
+        """Apply dropout to the adapters' inputs inside the block, in forward passes and in backward passes that repeat them.
+
+        A sequence has the same mask whatever it is batched with. `seed`: a different one for each optimizer step. `numbers`: numbers
+        of the batch's sequences, if they are not 0, 1, 2, …
+        """
         drawn = sequences if numbers is None else numbers[sequences]
         lengths = zip(drawn.tolist(), batch.lengths[sequences].tolist(), batch.response_lengths[sequences].tolist(), strict=True)
         self.rows = [([*seed, sequence], length, response) for sequence, length, response in lengths]
@@ -93,31 +103,31 @@ class LoraAdapters:
             self.rows = None
 
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole weights by the base model's names, adapters folded in: what engines and files get."""
+        """Return the whole weights with merged adapters, by the base model's names, for engines and files."""
         adapter = Adapter.of(self._config(), {name: x for name, x in weights.items() if self.is_trained(name)})
         named = {name.replace(f"{BASE}.", "."): x for name, x in weights.items() if not self.is_trained(name)}
         return {name: adapter.merged(name, x) for name, x in named.items()}
 
     def files(self, weights: Mapping[str, Tensor]) -> dict[str, Content]:
-        """The adapters alone, as peft writes and reads them. The base model's name is left open."""
-        own = {saved_name(name): x for name, x in weights.items() if self.is_trained(name)}
+        """Return the adapters' files as peft writes and reads them. They do not name a base model."""
+        adapters = {saved_name(name): x for name, x in weights.items() if self.is_trained(name)}
         config = {**self._config(), "inference_mode": True}
-        return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: save_tensors(own, {"format": "pt"})}
+        return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: save_tensors(adapters, {"format": "pt"})}
 
     def _config(self) -> dict[str, Any]:
         return {name: sorted(value) if isinstance(value, set) else value for name, value in self.config.to_dict().items()}
 
 
 class RowDropout(nn.Module):
-    """Dropout whose mask is drawn for each sequence by itself."""
+    """Dropout with a separate mask for each sequence."""
 
     def __init__(self, lora: LoraAdapters, share: float, number: int) -> None:
-        """`number`: of the layer, whose mask is its own."""
+        """`number`: number of the layer, from which its masks are drawn."""
         super().__init__()
         self.lora, self.share, self.number = lora, share, number
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (sequences, length, width) as padded on the right; or of a head, (response tokens, width)."""
+        """Drop inputs. `x` (sequences, length, width), padded on the right; for an output head (response tokens, width)."""
         if self.lora.rows is None:
             return x
         kept = torch.zeros_like(x)
@@ -131,7 +141,7 @@ class RowDropout(nn.Module):
 
 
 class BaseModel:
-    """What a model was before it got adapters, called like the engine around it."""
+    """A model without its adapters, called like the engine around it."""
 
     def __init__(self, engine: Any, lora: LoraAdapters) -> None:
         self.engine, self.lora = engine, lora
@@ -142,16 +152,16 @@ class BaseModel:
 
 
 def saved_name(name: str) -> str:
-    """A parameter's name in an adapter's file."""
+    """Return a parameter's name in an adapter's file."""
     return PREFIX + name.replace(f".{NAME}.", ".").removesuffix(f".{NAME}")
 
 
 def live_name(saved: str) -> str:
-    """The reverse of `saved_name`."""
+    """Return the parameter's name in the model, from its name in an adapter's file."""
     name = saved.removeprefix(PREFIX)
     return f"{name}.{NAME}" if ".lora_embedding_" in name else f"{name.removesuffix('.weight')}.{NAME}.weight"
 
 
 def trained(model: nn.Module) -> list[str]:
-    """Names of the parameters that are not frozen."""
+    """Return the names of the parameters that are not frozen."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,7 +1,7 @@
 """The losses of policy and critic. Pure torch functions on per-token tensors.
 
-Every loss here is per token; a batch's loss is the sum of weight · loss with the weights of `token_weights`. As those are
-made for the whole optimizer step, the sum over micro-batches and ranks is the loss of the whole, whatever the cut.
+Every loss here is per token. A batch's loss is the sum of weight · loss with the weights of `token_weights`. These are computed over
+the whole optimizer step, so the sum over micro-batches and ranks is the step's loss, however the step is divided.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def token_ratios(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """PPO's ratio exp(logprobs - old_logprobs) per token, (tokens,). The logarithm is cut to ±LOG_RATIO_LIMIT (as OpenRLHF does
-    from 0.9 on), so that the ratio stays finite; where it is cut no gradient flows."""
+    """Return PPO's ratio exp(logprobs - old_logprobs) per token, (tokens,).
+
+    The logarithm is clamped to ±LOG_RATIO_LIMIT, as in OpenRLHF from 0.9 on, so the ratio stays finite. No gradient flows through a
+    clamped ratio.
+    """
     return torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """GSPO's ratio: the geometric mean of a sequence's token ratios, at each of its tokens (Zheng et al. 2025, equation 7,
-    arXiv 2507.18071).
+    """Return GSPO's ratio at each token: the geometric mean of its sequence's ratios (Zheng et al. 2025, eq. 7, arXiv 2507.18071).
 
-    logprobs, old_logprobs (tokens,); sequence (tokens,) int64, each token's sequence, 0 … sequences - 1; every action token of a
-    sequence must be there. Result (tokens,). With `clipped_loss` and the mean "sequence" of `token_weights` this is GSPO.
+    `logprobs`, `old_logprobs` and result (tokens,). `sequence` (tokens,) int64 is each token's sequence, 0 … sequences - 1; every
+    action token of a sequence must be included. With `clipped_loss` and the mean "sequence" of `token_weights` this is GSPO.
     """
     return sequence_means(logprobs - old_logprobs, sequence, sequences).exp()[sequence]
 
 
 def clipped_loss(ratios: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> tuple[Tensor, Tensor]:
-    """-min(r·A, clip(r, 1 - low, 1 + high)·A): PPO's clipped surrogate (Schulman et al. 2017, equation 7, arXiv 1707.06347),
-    with its own bound on either side (DAPO's clip-higher, Yu et al. 2025, equation 10, arXiv 2503.14476).
+    """Return PPO's clipped surrogate loss -min(r·A, clip(r, 1 - low, 1 + high)·A) (Schulman et al. 2017, eq. 7, arXiv 1707.06347).
 
-    ratios, advantages (tokens,). `dual` > 1 bounds the loss of negative advantages: -max(min(…), dual·A) (dual clip, Ye et al.
-    2020, arXiv 1912.09729). Returns the loss and a mask of the tokens where the clipped branch was taken (the
-    dual bound not counted). Raises ValueError when `dual` is not above 1.
+    The two bounds are separate (DAPO's clip-higher, Yu et al. 2025, equation 10, arXiv 2503.14476). `ratios` and `advantages`
+    (tokens,). `dual` > 1 bounds the loss of negative advantages: -max(min(…), dual·A) (dual clip, Ye et al. 2020, arXiv 1912.09729).
+    Returns the loss, and a mask of the tokens with the clipped value (the dual bound does not count). Raises ValueError if `dual` is
+    not above 1.
     """
     plain = ratios * advantages
     clipped = ratios.clamp(1 - low, 1 + high) * advantages
@@ -51,11 +53,11 @@ def clipped_loss(ratios: Tensor, advantages: Tensor, low: float, high: float, du
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """The critic's half squared error per token, ½·max((v - R)², (v_old + clip(v - v_old, ±clip) - R)²).
+    """Return the critic's half squared error per token, ½·max((v - R)², (v_old + clip(v - v_old, ±clip) - R)²).
 
-    values, old_values, returns (tokens,). The clip keeps the critic near the values the advantages were made with (OpenAI's
-    baselines, ppo2; Engstrom et al. 2020, section 3, arXiv 2005.12729); None: not clipped. Returns the loss and a mask of the
-    tokens where the clipped error was the larger.
+    `values`, `old_values` and `returns` (tokens,). `clip` keeps the critic near the values that the advantages were computed with
+    (OpenAI's baselines, ppo2; Engstrom et al. 2020, section 3, arXiv 2005.12729). None: no clipping. Returns the loss, and a mask of
+    the tokens whose clipped error was larger.
     """
     plain = (values - returns).square()
     if clip is None:
@@ -65,12 +67,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def token_weights(lengths: Tensor, mean: str) -> Tensor:
-    """Weight of each sequence's tokens such that the weighted sum over an optimizer step is the wanted mean.
+    """Return the weight of each sequence's tokens, (sequences,), such that the weighted sum over an optimizer step is a mean.
 
-    lengths (sequences,) of ALL sequences of the optimizer step, on every rank: their action tokens; returns (sequences,).
-    `token`: every token counts the same (DAPO, arXiv 2503.14476, equation 12). `sequence`: every sequence that has tokens
-    counts the same (GRPO, arXiv 2402.03300, equation 3). Computed over the whole step before it is cut into micro-batches, so
-    neither ranks nor micro-batches change the loss.
+    `lengths` (sequences,): action tokens of ALL sequences of the optimizer step, on every rank. With `mean` "token" every token
+    counts the same (DAPO, arXiv 2503.14476, equation 12). With "sequence" every sequence that has tokens counts the same (GRPO,
+    arXiv 2402.03300, equation 3). Weights are computed over the whole step before it is divided, so neither ranks nor micro-batches
+    change the loss.
     """
     if mean == "token":
         return torch.full_like(lengths, 1.0 / max(float(lengths.sum()), 1.0), dtype=torch.float64)

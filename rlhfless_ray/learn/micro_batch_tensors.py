@@ -23,11 +23,15 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
     `rows`: indices of the sequences of each row, or one index for each.
 
     Returns:
-        ids (rows, longest); seen (rows, longest): False for padding. rows, columns, targets, flat (response tokens,): the place from
-        which each token is foreseen, the token, and its number in the batch; sequence (response tokens,): the sequence's index in the
-        batch. Of responses these are the tokens that the policy wrote; all others are in `ids` only. Where a row has several responses
-        also positions and segments (rows, longest): each token's position in its own sequence, and its response's number in the row,
-        0 for the prompt, -1 for padding.
+        ids: (rows, longest) token ids.
+        seen: (rows, longest) False for padding.
+        rows, columns: (response tokens,) position in `ids` that predicts the token.
+        targets, flat: (response tokens,) the token, and its number in the batch.
+        sequence: (response tokens,) index of the token's sequence in the batch.
+        positions, segments: (rows, longest), only if a row has several responses: each token's position in its own sequence, and its
+            response's number in the row, 0 for the prompt and -1 for padding.
+
+        Response tokens are those that the policy wrote. All others are in `ids` only.
     """
     rows = [np.atleast_1d(row) for row in rows]
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
@@ -46,7 +50,7 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
             here = slice(end, end + len(response))
             ids[number, here], positions[number, here], segments[number, here] = response, prompt + np.arange(len(response)), segment
             before = np.arange(end - 1, end + len(response) - 1)
-            before[:1] = prompt - 1  # the first token is foreseen from the prompt's end
+            before[:1] = prompt - 1  # the prompt's last token predicts the first one
             if batch.mask is not None:
                 written = batch.mask[written_starts[i] : written_starts[i + 1]]
                 before, response = before[written], response[written]
@@ -63,7 +67,7 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
 
 
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to attention scores so that responses of a row see its prompt and themselves: (rows, 1, length, length).
+    """Return an additive attention mask (rows, 1, length, length) that lets each response see only its row's prompt and itself.
 
     `segments` (rows, length): see `padded`.
     """
@@ -75,13 +79,15 @@ def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def passed(forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[MicroBatch], device: torch.device) -> Tensor:
-    """What `forward` says of each response token, for the sequences of these micro-batches; 0 of all others: (Σ response length,)
-    float32. It is called once for each of them, also where one is empty: with several ranks the others wait for its collectives."""
+    """Return the value of `forward` for each response token of these micro-batches, (Σ response length,) float32, 0 for other tokens.
+
+    `forward` is called once for each micro-batch, even an empty one, because other ranks wait for its collectives.
+    """
     flat = torch.zeros(len(batch.logprobs), device=device)
     with torch.no_grad():
         for cut in cuts:
             tensors = padded(batch, cut or [np.arange(1)], device)
-            found = forward(tensors)
+            values = forward(tensors)
             if cut:
-                flat[tensors["flat"]] = found
+                flat[tensors["flat"]] = values
     return flat

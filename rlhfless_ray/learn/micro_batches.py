@@ -1,7 +1,7 @@
-"""A step's sequences → the micro-batches of each rank. Without torch, because the driver cuts batches too.
+"""Divide a step's sequences into the micro-batches of each rank. Without torch, because the driver divides batches too.
 
-Responses to one prompt lie behind each other in a row that has the prompt once. Each sees the prompt and itself only, at the positions
-that it has in a sequence of its own, so every log-probability is the same. Rows are padded to the longest of their micro-batch.
+Responses to one prompt may follow each other in a row that has the prompt once. Each sees only the prompt and itself, at the positions
+of a separate sequence, so every log-probability is the same. Rows are padded to the longest of their micro-batch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ MicroBatch = list[np.ndarray]  # rows; each holds indices of sequences with the 
 
 @dataclass(frozen=True)
 class PromptSharing:
-    """What decides which responses share a row.
+    """Conditions under which responses share a row.
 
-    `width`: of the model's hidden states. `window`: tokens that its attention reaches back; None: all. With a longer sequence every
-    sequence has a row of its own, because the window would have to follow positions and not rows. `obstacle`: why every sequence has
-    a row of its own, empty if some may share one.
+    Attributes:
+        width: of the model's hidden states.
+        window: tokens that its attention reaches back; None: all. If a sequence is longer, no row is shared, because the window would
+            have to follow positions instead of rows.
+        obstacle: why no row is shared; "" if rows may be shared.
     """
 
     width: int
@@ -39,7 +41,7 @@ class PromptSharing:
 
     @classmethod
     def of(cls, model: Any, share_prompts: str = "auto", dropout: float = 0.0) -> PromptSharing:
-        """`share_prompts`: as in the recipe. `dropout`: of adapters."""
+        """Return the conditions for a model. `share_prompts`: as in the recipe. `dropout`: share of the adapters' inputs."""
         config = model.config.get_text_config()
         obstacle = ""
         if share_prompts == "off":
@@ -73,7 +75,7 @@ def dealt(batch: Batch, indices: np.ndarray, max_tokens: int, sharing: PromptSha
 
 
 def _same_prompts(batch: Batch, indices: np.ndarray) -> np.ndarray:
-    """(n,) int64: equal for sequences of a group with equal prompts."""
+    """Return (n,) int64 numbers that are equal for sequences of the same group with equal prompts."""
     starts = np.cumsum(batch.lengths) - batch.lengths
     numbers: dict[tuple[int, bytes], int] = {}
     keys = ((int(batch.groups[i]), batch.tokens[starts[i] : starts[i] + batch.prompt_lengths[i]].tobytes()) for i in indices)

@@ -1,4 +1,4 @@
-"""What the learner's settings ask of the policy's architecture, from its config.json. Without torch, because the driver checks."""
+"""Check the learner's settings against the policy's architecture, from its config.json. Without torch, because the driver checks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_division(
         ("reference", recipe.reference.tensor_parallel, of_reference or config),
         ("critic", recipe.critic.tensor_parallel, of_critic or config),
     )
-    for section, width, asked in divided:
-        if width > 1 and (why := refusal(asked, width)):
+    for section, width, model_config in divided:
+        if width > 1 and (why := refusal(model_config, width)):
             raise UserError(f"{section}.tensor_parallel: {why}")
 
 

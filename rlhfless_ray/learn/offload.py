@@ -1,5 +1,8 @@
-"""The learner's state between device and host memory: DeepSpeed's own way where it has one, for at ZeRO 1 to 3 parameters
-are views into flat buffers, and moving the module would part the two."""
+"""Move the learner's state between device and host memory.
+
+This uses DeepSpeed's own functions where they exist: with ZeRO 1 to 3 parameters are views into flat buffers, and moving the module
+would separate the two.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ HOST = torch.device("cpu")
 
 
 def leave_device(engine: Any, stage: int, hosted: bool = False) -> None:
-    """Weights, gradients and optimizer state go to the host. Every rank may call it by itself. `hosted`: the optimizer's state and
-    float32 weights are there all the time (`learner.optimizer_offload`)."""
+    """Move weights, gradients and optimizer state to the host. It needs no collective, so a rank may call it alone.
+
+    `hosted`: optimizer state and float32 weights are always on the host (`learner.optimizer_offload`).
+    """
     if stage == 0:
         engine.zero_grad()
         engine.module.to(HOST)
@@ -27,15 +32,14 @@ def leave_device(engine: Any, stage: int, hosted: bool = False) -> None:
     else:
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
-        # DeepSpeed moves the float32 parts and the moments of its own Adam only, ours is torch's; and weights only where all are
-        # trained
+        # DeepSpeed moves float32 parts and moments of its own Adam only, not of torch's, and weights only if all of them are trained
         engine.offload_states(include=[State.lp_grads, State.contiguous_grad_buffer], pin_memory=False)
         _move_parts(engine, HOST, hosted)
     _move_frozen(engine, HOST)
 
 
 def return_to_device(engine: Any, stage: int, device: torch.device, hosted: bool = False) -> None:
-    """The reverse of `leave_device`."""
+    """Move back to the device what `leave_device` moved to the host."""
     if stage == 0:
         engine.module.to(device)
         _move_optimizer(engine, device)
@@ -51,8 +55,10 @@ def return_to_device(engine: Any, stage: int, device: torch.device, hosted: bool
 
 
 def _move_parts(engine: Any, device: torch.device, hosted: bool) -> None:
-    """This rank's parts of what is trained: the flat buffer that the parameters' own parts are views of, and unless they are
-    `hosted` the float32 weights and their moments."""
+    """Move this rank's parts of trained parameters.
+
+    These are the flat buffer that the parameters are views of and, unless they are `hosted`, the float32 weights and their moments.
+    """
     zero = engine.optimizer
     if not hosted:
         for part in zero.fp32_partitioned_groups_flat:
@@ -69,13 +75,13 @@ def _move_parts(engine: Any, device: torch.device, hosted: bool) -> None:
 
 
 def _move_scratch(engine: Any, device: torch.device) -> None:
-    """Where ZeRO 1 and 2 add up a parameter's gradients on their way to the host: as large as the largest parameter."""
+    """Move the buffer in which ZeRO 1 and 2 add up gradients for the host. It has the size of the largest parameter."""
     buffer = engine.optimizer.temp_grad_buffer_for_gpu_offload
     buffer.data = buffer.data.to(device)
 
 
 def _move_frozen(engine: Any, device: torch.device) -> None:
-    """What is not trained is in no buffer of ZeRO's; at stage 3 each rank has a part of it."""
+    """Move frozen parameters, which are in none of ZeRO's buffers. At stage 3 each rank has a part of them."""
     for parameter in engine.module.parameters():
         if not parameter.requires_grad:
             held = getattr(parameter, "ds_tensor", parameter)

@@ -1,6 +1,6 @@
-"""Weights and optimizer state by parameter name, of each rank the part that it holds, for every ZeRO stage.
+"""Read and restore each rank's part of weights and optimizer state, by parameter name, for every ZeRO stage.
 
-Together the ranks' parts are the whole state. It can be read with another number of ranks or another stage.
+The parts of all ranks together are the whole state. It can be read with another number of ranks or another stage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MASTER = "master"  # the float32 weights behind bfloat16 ones: most updates are 
 
 
 def parameter_sizes(engine: Any, stage: int, slices: ModelSlices | None = None) -> dict[str, int]:
-    """Return {name: elements} of the model's state, of whole tensors also where ZeRO 3 or tensor parallelism has sharded them."""
+    """Return {name: elements} of the model's state. Tensors sharded by ZeRO 3 or tensor parallelism count as whole."""
     module = engine.module.model
     if stage < 3:
         sizes = {name: tensor.numel() for name, tensor in module.state_dict().items()}
@@ -61,11 +61,11 @@ def held_moments(engine: Any, stage: int, slices: ModelSlices | None = None) -> 
     """Return {"<moment>.<parameter name>": (first element, flat float32 tensor on CPU)} of this rank's part of what is trained.
 
     Moments are missing before the first step. A policy in bfloat16 has its float32 weights beside them, as
-    "master.<parameter name>". At stage 0, where every rank holds everything, each takes an even share. Tensors are views of the live
-    state where that is on the host. With `slices` elements are counted in the rank's cut, and of the ranks of a copy the first has
-    what all of them hold.
+    "master.<parameter name>". At stage 0 every rank holds everything, and each returns an even share. Tensors are views of the live
+    state if that is on the host. With `slices` elements are counted within the rank's slice, and the first rank of each copy returns
+    tensors that all ranks hold.
     """
-    found = {}
+    moments = {}
     group = None if slices is None else slices.data_group
     stepped = bool(plain_optimizer(engine).state)  # DeepSpeed cannot be asked before the first step
     for name, parameter in _trained(engine):
@@ -78,8 +78,8 @@ def held_moments(engine: Any, stage: int, slices: ModelSlices | None = None) -> 
                 start, end = even_share(part.numel(), torch.distributed.get_world_size(group), torch.distributed.get_rank(group))
                 part = part[start:end]
             if part.numel():
-                found[f"{kind}.{name}"] = start, part.detach().float().cpu()
-    return found
+                moments[f"{kind}.{name}"] = start, part.detach().float().cpu()
+    return moments
 
 
 def _part(engine: Any, stage: int, parameter: Any, kind: str) -> tuple[int, Tensor]:
@@ -92,7 +92,7 @@ def _part(engine: Any, stage: int, parameter: Any, kind: str) -> tuple[int, Tens
         start = min(part.numel() * engine.optimizer._get_param_partition_rank(parameter), parameter.ds_numel)
         return start, part.view(-1)[: parameter.ds_numel - start]  # the ranks' parts are padded
     mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None:  # the other ranks have it
+    if mapping is None:  # other ranks hold it
         return 0, torch.empty(0)
     return mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).view(-1)
 
@@ -102,7 +102,7 @@ def _trained(engine: Any) -> Iterator[tuple[str, Any]]:
 
 
 def plain_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """torch's AdamW, below DeepSpeed's wrappers."""
+    """Return torch's AdamW from inside DeepSpeed's wrappers."""
     optimizer = engine.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -110,15 +110,17 @@ def plain_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 
 def link_moments(engine: Any) -> None:
-    """Make ZeRO 1 and 2 find the moments of every parameter, also after they have moved. DeepSpeed does so by itself in the step
-    of the first group of parameters, when those of the other groups are not there yet."""
+    """Make ZeRO 1 and 2 find the moments of every parameter, also after they have moved.
+
+    DeepSpeed does this in the step of the first parameter group, when the moments of the other groups do not exist yet.
+    """
     if plain_optimizer(engine).state:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def restore_moments(engine: Any, stage: int, moments: Shards, steps: int, slices: ModelSlices | None = None) -> None:
-    """Put this rank's part back of what `held_moments` took from all ranks, and the number of optimizer steps done."""
+    """Restore this rank's part of the `held_moments` of all ranks, and the number of optimizer steps done."""
     optimizer = plain_optimizer(engine)
     stepped = any(key.startswith(MOMENTS) for key in moments)
     if stepped:  # DeepSpeed and torch make the state in the first step only

@@ -1,5 +1,7 @@
-"""What of a step's learning may be done while others of its samples are still being answered: gradients of complete groups, and
-passes over samples that the update begins with."""
+"""Decide what the learner may compute while other samples of the step are still generated.
+
+These are gradients of complete groups, and the forward passes over samples at the beginning of the update.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig, LearnerConfig, LoraConfig, Recipe
 
 LAGS = "rollout.max_lag_steps: while engines decode, the learner works on the step before"
-PARTIAL = "rollout.partial: which groups are learned from is known when enough are complete"
+PARTIAL = "rollout.partial: the trained groups are known only when enough are complete"
 
 
 def obstacle(recipe: Recipe) -> str | None:
-    """Why a run does not do so, or None where it does."""
+    """Return why a run computes no gradients ahead, or None if it does."""
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
     if recipe.rollout.max_lag_steps:
         return LAGS if recipe.rollout.rolls_out_ahead else PARTIAL
     if recipe.critic.freeze_policy_steps:
-        return "critic.freeze_policy_steps: gradients of a step in which the policy is not trained would be left over"
+        return "critic.freeze_policy_steps: gradients of steps in which the policy is frozen would be left over"
     return inexact(recipe.algorithm, recipe.learner, recipe.lora)
 
 
@@ -32,8 +34,8 @@ def passes(algorithm: AlgorithmConfig, lora: LoraConfig, samples: int, apart: bo
     without its adapters and the reference is not a worker group `apart`. Each depends on its sample and the step's weights
     only. It is the same, up to rounding, whenever it is computed.
     """
-    kl, most = algorithm.kl, algorithm.batch_samples
-    several = algorithm.updates_per_step > 1 or algorithm.epochs > 1 or (most is not None and most < samples)
+    kl, batch_samples = algorithm.kl, algorithm.batch_samples
+    several = algorithm.updates_per_step > 1 or algorithm.epochs > 1 or (batch_samples is not None and batch_samples < samples)
     several |= algorithm.remainder == "carry"  # a sample may be learned from after steps of its own rollout
     old = several or lora.dropout > 0 or (kl.coefficient > 0 and kl.place == "reward")
     reference = kl.coefficient > 0 and lora.rank > 0 and not apart
@@ -41,21 +43,21 @@ def passes(algorithm: AlgorithmConfig, lora: LoraConfig, samples: int, apart: bo
 
 
 def passes_obstacle(recipe: Recipe) -> str | None:
-    """Why a run does not make such passes ahead, or None where it does."""
+    """Return why a run makes no passes ahead, or None if it does."""
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
     if recipe.rollout.max_lag_steps:
         return LAGS if recipe.rollout.rolls_out_ahead else PARTIAL
     if recipe.algorithm.filter_range is not None:
-        return "algorithm.filter_range: which groups are learned from is known when all are scored"
+        return "algorithm.filter_range: the trained groups are known only when all are scored"
     return None
 
 
 def inexact(algorithm: AlgorithmConfig, learner: LearnerConfig, lora: LoraConfig) -> str | None:
-    """Why the result would not be that of the whole batch, or None where it is, to rounding. Sections of the recipe.
+    """Return why gradients computed ahead would differ from those of the whole batch, or None if they agree up to rounding.
 
-    Gradients add up over a batch as long as all of them are taken at the same weights and nothing in a sample's loss
-    depends on samples that are not there yet, but for a common divisor that can be applied at the end.
+    Gradients add up over a batch if all are taken at the same weights and no sample's loss depends on samples that are not there yet.
+    A common divisor is an exception: it can be applied at the end. The arguments are sections of the recipe.
     """
     later = "a later update needs weights that the first one must have changed already"
     if algorithm.updates_per_step > 1:
@@ -70,11 +72,11 @@ def inexact(algorithm: AlgorithmConfig, learner: LearnerConfig, lora: LoraConfig
     if reason := of_credit(algorithm):
         return reason
     if algorithm.loss.router_aux:
-        return "algorithm.loss.router_aux: it depends on which samples share a micro-batch"
+        return "algorithm.loss.router_aux: the auxiliary loss depends on which samples share a micro-batch"
     if algorithm.filter_range is not None:
-        return "algorithm.filter_range: which groups are learned from is known when all are scored"
+        return "algorithm.filter_range: the trained groups are known only when all are scored"
     if lora.dropout:
-        return "lora.dropout: what is left out of a sample depends on its place in the whole batch"
+        return "lora.dropout: a sample's dropout mask depends on its place in the whole batch"
     if learner.zero_stage == 3:
-        return "learner.zero_stage 3: DeepSpeed offers no place to divide its gradients before the step"
+        return "learner.zero_stage 3: DeepSpeed has no hook to divide its gradients before the step"
     return None

@@ -1,7 +1,7 @@
-"""Sequences → micro-batches within a token budget, with little padding. Pure functions on numpy arrays.
+"""Pack sequences into micro-batches within a token budget, with little padding. Pure functions on numpy arrays.
 
-A micro-batch has rows, each padded to the longest. A row holds one sequence, or a prompt and several responses to it. Every rank
-gets as many micro-batches as every other (collectives need that), so some may be empty.
+A micro-batch has rows, each padded to the longest. A row holds one sequence, or a prompt and several responses to it. Collectives
+need the same number of micro-batches on every rank, so some may be empty.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import heapq
 
 import numpy as np
 
-OVERHEAD_TOKENS = 128  # what one more micro-batch costs, in tokens: kernel launches, collectives
-MOST_WORK = 0.9  # prompts are shared where that takes at most this share of the work of separate rows: masks take time too
+OVERHEAD_TOKENS = 128  # cost of one more micro-batch in tokens: kernel launches, collectives
+MOST_WORK = 0.9  # prompts are shared if that takes at most this share of the work of separate rows: masks take time too
 
 
 def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens: int = OVERHEAD_TOKENS) -> list[list[np.ndarray]]:
-    """Micro-batches of at most `max_tokens` padded tokens (rows × longest) with the least padding: of all cuts of the
-    sequences sorted by length, the one with the smallest Σ rows·longest + overhead_tokens · micro-batches, exactly.
+    """Pack sequences into micro-batches of at most `max_tokens` padded tokens (rows × longest) with the least padding.
 
-    lengths (sequences,) int, in tokens. Returns, per rank, index arrays into `lengths`, ascending. A sequence longer than the
-    budget has a micro-batch of its own. A larger overhead gives fewer micro-batches and more padding.
+    Of all divisions of the sequences sorted by length, this is the one with the smallest
+    Σ rows·longest + overhead_tokens · micro-batches, exactly. `lengths` (sequences,) int, in tokens. Returns, per rank, ascending index
+    arrays into `lengths`. A sequence longer than the budget has a separate micro-batch. A larger overhead gives fewer micro-batches and
+    more padding.
     """
     lengths = _checked(lengths, max_tokens, ranks)
     order = np.argsort(-lengths, kind="stable")
     size = lengths[order]
     budget = max_tokens
-    if ranks > 1 and len(lengths):  # at least one micro-batch per rank where there are sequences enough
+    if ranks > 1 and len(lengths):  # at least one micro-batch per rank if there are enough sequences
         budget = min(max_tokens, max(int(size[0]), -(-int(size.sum()) // ranks)))
     cost = np.full(len(size) + 1, np.inf)
     cost[0] = 0.0
@@ -47,10 +48,10 @@ def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens
 def shared(
     prompts: np.ndarray, lengths: np.ndarray, groups: np.ndarray, max_tokens: int, width: int, ranks: int = 1
 ) -> list[list[list[np.ndarray]]]:
-    """Micro-batches of at most `max_tokens` padded tokens whose rows hold a prompt once, followed by responses to it.
+    """Pack sequences into micro-batches of at most `max_tokens` padded tokens whose rows hold a prompt once, followed by its responses.
 
-    Groups are cut into at least 1, 2, 4, … rows, so that every rank has work, and the cut that takes the ranks the least time is
-    kept. Single sequences stay in rows of their own where sharing saves less than a tenth.
+    Groups are divided into at least 1, 2, 4, … rows, so that every rank has work, and the division that takes the ranks the least time
+    is kept. Sequences stay in separate rows if sharing saves less than a tenth.
 
     Args:
         prompts, lengths: (sequences,) int, in tokens; `lengths` with the response.
@@ -67,7 +68,7 @@ def shared(
         sizes = np.array([_row_tokens(prompts, lengths, row) for row in rows], np.int64)
         parts = padded(sizes, max_tokens, ranks)
         alone = np.array([len(row) == 1 for row in rows])
-        # of micro-batches that ranks work on at the same time, the largest counts
+        # the largest of the micro-batches that ranks work on at the same time determines their duration
         work = sum(
             OVERHEAD_TOKENS + max(_work(sizes[part], bool(alone[part].all()), width) for part in beside)
             for beside in zip(*parts, strict=True)
@@ -78,9 +79,9 @@ def shared(
     work *= MOST_WORK
     count, largest = 1, int(np.bincount(groups).max(initial=0)) if len(groups) else 0
     while count < largest:
-        found, cut = dealt(_shared_rows(prompts, lengths, groups, max_tokens, width, count))
-        if found < work:
-            work, best = found, cut
+        work_of_cut, cut = dealt(_shared_rows(prompts, lengths, groups, max_tokens, width, count))
+        if work_of_cut < work:
+            work, best = work_of_cut, cut
         count *= 2
     return best
 
@@ -122,7 +123,7 @@ def _work(sizes: np.ndarray, alone: bool, width: int) -> float:
 
 
 def padding_share(lengths: np.ndarray, micro_batches: list[list[np.ndarray]]) -> float:
-    """Share of padded positions when each micro-batch is padded to its longest: 0 to 1."""
+    """Return the share of padded positions if each micro-batch is padded to its longest sequence: 0 to 1."""
     parts = [part for mine in micro_batches for part in mine if len(part)]
     positions = sum(int(lengths[part].max()) * len(part) for part in parts)
     return 1 - int(np.sum(lengths)) / positions if positions else 0.0
@@ -136,7 +137,7 @@ def _checked(lengths: np.ndarray, max_tokens: int, ranks: int) -> np.ndarray:
 
 
 def _spread(lengths: np.ndarray, order: np.ndarray, count: int) -> list[list[int]]:
-    """Longest first, each into the emptiest of `count` bins (Graham 1969)."""
+    """Put each sequence, the longest first, into the emptiest of `count` bins (Graham 1969)."""
     heap = [(0, k) for k in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
     for i in order.tolist():
@@ -147,7 +148,7 @@ def _spread(lengths: np.ndarray, order: np.ndarray, count: int) -> list[list[int
 
 
 def _deal(bins: list[np.ndarray], loads: list[int], ranks: int) -> list[list[np.ndarray]]:
-    """Bins of about the same load are worked on at the same time, and every rank gets about as much in all."""
+    """Deal bins to ranks so that bins of similar load run at the same time and every rank gets a similar total."""
     dealt: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     total = [0] * ranks
     order = sorted(range(len(bins)), key=lambda k: -loads[k])

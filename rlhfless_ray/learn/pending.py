@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pending(Generic[T]):
-    """Call `result` once: it waits for the result, replaces processes that were lost, and returns it or raises.
+    """A result that processes still compute. Call `result` once: it waits, replaces lost processes, and returns or raises.
 
-    `is_ready`: whether the processes have answered, or were lost. `result` then returns soon, or replaces them.
+    `is_ready`: returns whether the processes have replied or were lost. `result` then returns soon, or replaces them.
     """
 
     result: Callable[[], T]

@@ -18,10 +18,9 @@ from rlhfless_ray.learn.micro_batch_tensors import attention_mask
 
 
 class TokenLogprobs(nn.Module):
-    """A causal LM whose forward pass gives log-probabilities of given next tokens, at the sampling temperature.
+    """A causal LM whose forward pass returns log-probabilities of given next tokens, at the sampling temperature.
 
-    The head runs on the response positions only, a few at a time: over a large vocabulary the logits are the largest tensor
-    there is.
+    The head runs on the response positions only, a few at a time: with a large vocabulary the logits would be the largest tensor.
     """
 
     def __init__(self, model: nn.Module, balances: bool = False) -> None:
@@ -45,9 +44,11 @@ class TokenLogprobs(nn.Module):
         """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 log-probabilities are those of the
         nucleus, without gradient, and there are no entropies (0). Tensors: see `micro_batch_tensors.padded`."""
         if self.balances and torch.is_grad_enabled():
-            found = base_outputs(self.model, ids, positions, segments, output_router_logits=True)
-            log = chunked_logprobs(output_head(self.model), found.last_hidden_state[rows, columns], targets, self._vocabulary, temperature)
-            return *log, router_loss(self.model, found.router_logits, seen)
+            outputs = base_outputs(self.model, ids, positions, segments, output_router_logits=True)
+            log = chunked_logprobs(
+                output_head(self.model), outputs.last_hidden_state[rows, columns], targets, self._vocabulary, temperature
+            )
+            return *log, router_loss(self.model, outputs.router_logits, seen)
         hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
         head = output_head(self.model)
         if top_p < 1:
@@ -61,7 +62,7 @@ class TokenLogprobs(nn.Module):
 
 
 class TokenDistillation(nn.Module):
-    """A causal LM beside a teacher of the same vocabulary, whose weights do not count as this module's."""
+    """A causal LM and a teacher with the same vocabulary. The teacher's weights are not parameters of this module."""
 
     def __init__(self, model: nn.Module, teacher: nn.Module) -> None:
         super().__init__()
@@ -71,8 +72,10 @@ class TokenDistillation(nn.Module):
     def forward(
         self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities, and cross-entropies of the model's with the teacher's distribution, both (tokens,) float32.
-        Arguments as in `TokenLogprobs`."""
+        """Return log-probabilities, and cross-entropies between the teacher's and the model's distribution, both (tokens,) float32.
+
+        Arguments as in `TokenLogprobs`.
+        """
         (teacher,) = self.teachers
         with torch.no_grad():
             taught = hidden_states(teacher, ids, positions, segments)[rows, columns]
@@ -82,10 +85,10 @@ class TokenDistillation(nn.Module):
 
 
 class TokenLogits(nn.Module):
-    """A causal LM whose forward pass gives logits of some tokens at given places."""
+    """A causal LM whose forward pass returns logits of some tokens at given positions."""
 
     def __init__(self, model: nn.Module, tokens: list[int] | None) -> None:
-        """`tokens`: those whose logits are returned; None: all."""
+        """`tokens`: token ids whose logits are returned; None: all."""
         super().__init__()
         self.model: Any = model
         self.tokens = tokens
@@ -101,8 +104,8 @@ class TokenLogits(nn.Module):
 def token_logprobs(module: Any, tensors: dict[str, Tensor], temperature: float, top_p: float = 1.0) -> tuple[Tensor, ...]:
     """Call a `TokenLogprobs`, or an engine around it, with the tensors of a micro-batch."""
     names = ("ids", "rows", "columns", "targets")
-    more = (tensors.get(name) for name in ("positions", "segments", "seen"))
-    return module(*(tensors[name] for name in names), temperature, top_p, *more)
+    optional = (tensors.get(name) for name in ("positions", "segments", "seen"))
+    return module(*(tensors[name] for name in names), temperature, top_p, *optional)
 
 
 def hidden_states(model: Any, ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> Tensor:
@@ -114,15 +117,15 @@ def hidden_states(model: Any, ids: Tensor, positions: Tensor | None, segments: T
 
 
 def base_outputs(model: Any, ids: Tensor, positions: Tensor | None, segments: Tensor | None, **more: Any) -> Any:
-    """Return what the model without its head says of these rows, see `hidden_states`. `more`: further arguments."""
+    """Return the outputs of the model without its head for these rows, see `hidden_states`. `more`: further arguments."""
     mask = None if segments is None else attention_mask(segments, model.dtype)
     return model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **more)
 
 
 def router_loss(model: Any, router_logits: tuple[Tensor, ...], seen: Tensor | None) -> Tensor:
-    """Return the load-balancing loss of a mixture of experts over these tokens, as transformers has it (arXiv 2101.03961, eq. 4).
+    """Return the load-balancing loss of a mixture of experts, as transformers computes it (arXiv 2101.03961, eq. 4).
 
-    `seen` (rows, length): which are no padding.
+    `seen` (rows, length): False for padding.
     """
     config = model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or config.num_experts
@@ -153,8 +156,10 @@ class TokenValues(nn.Module):
     """A critic: the value before each response token, from a model with a scalar head."""
 
     def __init__(self, model: nn.Module, mean: float = 0.0, deviation: float = 1.0) -> None:
-        """`model`: of a class for sequence classification with one label; its head is called on the tokens asked for. A value is
-        (head - mean) / deviation, in passes and in training alike, so the loss is in the units of normalized rewards."""
+        """`model`: a model for sequence classification with one label, whose head is called on the requested tokens only.
+
+        A value is (head - mean) / deviation, in passes and in training alike, so the loss is in units of normalized rewards.
+        """
         super().__init__()
         self.model: Any = model
         self.mean, self.deviation = mean, deviation
@@ -162,13 +167,13 @@ class TokenValues(nn.Module):
     def forward(
         self, ids: Tensor, rows: Tensor, columns: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
-        """Arguments as in `TokenLogprobs`. Values (tokens,) float32."""
+        """Return values (tokens,) float32. Arguments as in `TokenLogprobs`."""
         hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
         return (self.model.score(hidden).float().squeeze(-1) - self.mean) / self.deviation
 
 
 def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
-    """A causal LM from a Hugging Face folder, dropout off (sampler and learner must compute the same policy)."""
+    """Load a causal LM from a Hugging Face folder, without dropout, because sampler and learner must compute the same policy."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -178,17 +183,16 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
 
 
 def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: str, seed: int) -> Any:
-    """A model for sequence classification with one label, whose head gives values, from the folder of any causal LM, reward
-    model or critic.
+    """Load a critic from the folder of any causal LM, reward model or critic.
 
-    The head's weights are those the folder has under the name that its config.json calls `value_head_prefix`, as OpenRLHF writes it,
-    or else under `value_head`; where it has none they are drawn, from a normal distribution of deviation 1 / (width + 1).
-    Raises UserError where the architecture has no such class.
+    The result is a model for sequence classification with one label, whose head gives values. The head's weights have the name in
+    config.json's `value_head_prefix`, as OpenRLHF writes it, or else `value_head`. If the folder has none, they are drawn from a
+    normal distribution of deviation 1 / (width + 1). Raises UserError if the architecture has no such class.
     """
     from transformers import AutoModelForSequenceClassification
 
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
@@ -201,10 +205,10 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
     if not isinstance(getattr(model, "score", None), nn.Module):
         raise UserError(f"critic.path: {type(model).__name__} has no scalar head called `score`, so it cannot be a critic yet")
     value_head = getattr(model.config, "value_head_prefix", None) or value_head
-    others = set(found["missing_keys"]) - {"score.weight", "score.bias"}
+    others = set(loading["missing_keys"]) - {"score.weight", "score.bias"}
     if others:
         raise UserError(f"critic.path: the folder has no weights for {sorted(others)[0]}")
-    if value_head != "score" or "score.weight" in found["missing_keys"]:
+    if value_head != "score" or "score.weight" in loading["missing_keys"]:
         weight = _stored(folder, f"{value_head}.weight")
         with torch.no_grad():
             if weight is None:
@@ -217,14 +221,14 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
 
 
 def scalar_config(model: Any) -> bytes:
-    """Return config.json of a model with a scalar head, which is called `score` whatever its name was in the folder it came from."""
+    """Return config.json of a model with a scalar head. The head is always named `score`, whatever its name was before."""
     return json.dumps(
         {**model.config.to_dict(), "architectures": [type(model).__name__], "value_head_prefix": "score"}, indent=1, default=str
     ).encode()
 
 
 def _stored(folder: Path, name: str) -> Tensor | None:
-    """One tensor of a model folder, None where it has no such tensor."""
+    """Return one tensor of a model folder, or None if it has no such tensor."""
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -235,9 +239,9 @@ def _stored(folder: Path, name: str) -> Tensor | None:
 
 
 def as_sampled(model: Any) -> Any:
-    """Change a model in place so that it computes what engines do: without dropout, and with caps of attention scores.
+    """Change a model in place so that it computes the same as engines: without dropout, and with soft caps of attention scores.
 
-    transformers' SDPA attention leaves such a cap (Gemma 2) out without an error; its eager one applies it.
+    transformers' SDPA attention silently omits such a cap (Gemma 2); its eager attention applies it.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
@@ -252,8 +256,10 @@ def as_sampled(model: Any) -> Any:
 
 @contextmanager
 def rounding_noise(model: Any) -> Iterator[None]:
-    """Inside, what every decoder layer puts out has relative noise as large as its type rounds: what rounding may do to the result.
-    The same in every pass."""
+    """Add relative noise of the size of the dtype's rounding to every decoder layer's output, inside the block.
+
+    This shows how far rounding alone may change the result. The noise is the same in every pass.
+    """
     layers: Any = next((module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)), ())
     hooks = []
     for number, layer in enumerate(layers):
@@ -276,10 +282,10 @@ AMPLIFIED = 256.0  # a power of two: exact in every type
 
 
 def check_head(model: Any) -> None:
-    """Raises UserError when the model does more to its logits than `output_head`: `TokenLogprobs` would train another policy than the
-    one that is sampled.
+    """Raise UserError if the model changes its logits more than `output_head` does.
 
-    The head's outputs are amplified meanwhile: a soft cap leaves the small logits of a policy that is nearly uniform as they are.
+    `TokenLogprobs` would otherwise train another policy than the sampled one. The check amplifies the head's outputs, because a soft
+    cap does not change the small logits of a nearly uniform policy.
     """
     ids = torch.arange(8)[None] % model.config.vocab_size
     head, training = model.get_output_embeddings(), model.training

@@ -1,4 +1,4 @@
-"""Online DPO as an estimator of advantages: the best and the worst response to each prompt are a pair. Pure numpy."""
+"""Online DPO as an advantage estimator: each prompt's best and worst response are a pair. Pure numpy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def pair_advantages(
     DPO's loss of a pair is -log σ(h), with h = β · (log π/π_ref of the chosen response - the same of the rejected one) (Rafailov et
     al. 2023, arXiv 2305.18290; from the policy's own responses: Guo et al. 2024, arXiv 2402.04792). Its gradient is that of
     -β · σ(-h) · (log π(chosen) - log π(rejected)). So each token of the chosen response gets β · σ(-h), each of the rejected one the
-    negative, and every other token 0. All are multiplied by tokens per pair, because the loss divides by the tokens of the step where
-    DPO divides by its pairs. This holds for one optimizer step, before which π is what `kl` was computed with.
+    negative, and every other token 0. All are multiplied by tokens per pair, because the loss divides by the step's tokens while DPO
+    divides by its pairs. This holds for a single optimizer step, before which π is the policy that `kl` was computed with.
 
     Args:
         rewards: (prompts, samples), NaN where missing: the tokens of that sample are NaN. A prompt whose rewards are all equal has no

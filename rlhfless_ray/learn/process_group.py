@@ -9,7 +9,7 @@ import os
 def join_gang(rendezvous: tuple[str, int] | None, rank: int, ranks: int, device: str) -> None:
     """Connect the ranks for DeepSpeed. `device`: "cpu" or "cuda".
 
-    rendezvous: address and port of rank 0; None: torch.distributed is initialized already.
+    `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already.
     """
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed

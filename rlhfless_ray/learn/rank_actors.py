@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
 
-PassReply = tuple[dict[str, np.ndarray], np.ndarray, list[Span]]  # values by name, the share's `spans`, and what the rank did
+PassReply = tuple[dict[str, np.ndarray], np.ndarray, list[Span]]  # values by name, the share's `spans`, and the rank's activities
 Source = tuple[str, dict[str, int], str] | list[Any]  # arguments of `map_files`, or references to the files of each rank
 
 
@@ -39,7 +39,7 @@ class RankActor:
     imports = "import torch and deepspeed"
 
     def __init__(self, settings: RankSettings | ReferenceSettings) -> None:
-        """Imports only: the model is built under a lease."""
+        """Import the libraries. `build` loads the model later, under a lease."""
         start = time.time()
         with fast_imports():
             kind = self.kind()
@@ -56,7 +56,7 @@ class RankActor:
         return {"memory_mb": own_memory_mb(), "spans": [self.imported]}
 
     def rendezvous(self, loopback: bool) -> tuple[str, int]:
-        """An address and a free port for the process group, on this node, that of rank 0."""
+        """Return an address and a free port for the process group on this node, which is rank 0's."""
         import ray
 
         address = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
@@ -65,7 +65,7 @@ class RankActor:
             return address, probe.getsockname()[1]
 
     def build(self, files: Source, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
-        """Load the model, and what a stopped run had: each from a folder that `sees` confirmed, or as references to files."""
+        """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files."""
         from rlhfless_ray.learn.trainer_rank import read_state
         from rlhfless_ray.local.process_memory import own_memory_mb
 
@@ -82,25 +82,27 @@ class RankActor:
         return deliver({prefix + name: content for name, content in self.rank.trainer.state_files().items()}, folder)
 
     def save_model(self, folder: str, trained: bool) -> tuple[Delivery, list[Span]]:
-        """Do the same with the weights of a model folder, see `TrainerRank.model_files`."""
+        """Write or return the weights of a model folder in the same way, see `TrainerRank.model_files`."""
         start = time.time()
         delivery = deliver(self.rank.trainer.model_files(trained=trained), folder)
         return delivery, [Span("transfer", "write the model", start, time.time())]
 
     def model(self) -> tuple[Files, list[Span]]:
-        """The files of the whole model's weights, adapters merged; from rank 0."""
+        """Return the files of the whole model's weights, adapters merged, from rank 0."""
         start = time.time()
         return self.rank.trainer.model_files(), [Span("transfer", "write the model", start, time.time())]
 
     def keep(self) -> tuple[Files, tuple[float, int]]:
-        """Two return values: this rank's files of a checkpoint, which stay where they are until they are needed, and their processor
-        seconds and bytes."""
+        """Return this rank's files of a checkpoint, and their processor seconds and bytes.
+
+        These are two return values of the Ray call. The files stay in this node's object store until they are needed.
+        """
         start = time.thread_time()
         files = self.rank.trainer.state_files()
         return files, (time.thread_time() - start, sum(map(len, files.values())))
 
     def park(self) -> dict[str, Any]:
-        """Leave the device. What stays there, a library's buffers, is counted as memory kept warm, and named."""
+        """Leave the device. Memory that stays there, such as libraries' buffers, counts as memory kept warm."""
         from rlhfless_ray.local.process_memory import report_parked_memory
 
         return report_parked_memory(self.rank.leave_device() if self.rank.device.type == "cuda" else [])
@@ -129,8 +131,8 @@ class LearnerActor(RankActor):
         return self.rank.update(share, threads)
 
     def logprobs(self, share: Share, threads: int, names: tuple[str, ...]) -> PassReply:
-        found, spans = self.rank.logprobs(share, names, threads)
-        return found, share.spans, spans
+        by_name, spans = self.rank.logprobs(share, names, threads)
+        return by_name, share.spans, spans
 
     def accumulate(self, share: Share, threads: int) -> list[Span]:
         return self.rank.accumulate(share, threads)
@@ -140,14 +142,17 @@ class LearnerActor(RankActor):
         return {"agreement": logprobs}, share.spans, spans
 
     def weights(self) -> tuple[dict[str, np.ndarray] | None, tuple[dict[str, int], list[Span]]]:
-        """Two return values: the weights, which stay where they are until pulled, and a digest of each tensor."""
+        """Return the weights, and a digest of each tensor with the spans.
+
+        These are two return values of the Ray call. The weights stay in this node's object store until engines pull them.
+        """
         from rlhfless_ray.weights.checksum import digests
 
         weights, spans = self.rank.weights()
         return weights, (digests(weights) if weights is not None else {}, spans)
 
     def read_published(self, weights: dict[str, np.ndarray]) -> None:
-        """See `TrainerRank.read_published`. `weights`: those that this rank published last, as views of the object store."""
+        """Call `TrainerRank.read_published`. `weights`: the weights that this rank published last, as views of the object store."""
         self.rank.trainer.read_published(weights)
 
 

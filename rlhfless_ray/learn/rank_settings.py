@@ -1,4 +1,4 @@
-"""What one rank of learner, critic or reference needs of a run: sections of the recipe, and its place in the worker group."""
+"""Settings of one rank of learner, critic or reference: sections of the recipe, and its place in the worker group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class RankSettings:
     """Settings of a rank that is trained. It pickles, as the recipe's sections do."""
 
-    learner: LearnerConfig  # of a critic: `Recipe.critic_learner`
+    learner: LearnerConfig  # for a critic: `Recipe.critic_learner`
     lora: LoraConfig
     algorithm: AlgorithmConfig
     policy: PolicyConfig

@@ -42,7 +42,7 @@ class Recovery:
         self.coming: tuple[int, list[Any], list[Any]] | None = None  # pending snapshot: calls before it, references to wait for, its state
         self.restarts = self.redone = 0
         self.seconds = 0.0  # spent on restoring lost learners
-        self.reported: tuple[float, ...] = 0, 0, 0.0  # these three, as far as metrics have them
+        self.reported: tuple[float, ...] = 0, 0, 0.0  # the three values above at the last metrics
         self.snapshot_s, self.snapshot_bytes = 0.0, 0  # processor time of the first rank for the newest snapshot, and its size
 
     @property
@@ -64,7 +64,7 @@ class Recovery:
         return not self.updates and (self.coming is not None or self.whole is not None)
 
     def take(self, replies: list[list[Any]], nodes: list[str]) -> None:
-        """Begin to keep a snapshot. `replies`: (files, their cost) of each rank; `nodes`: the ranks' nodes, where the files lie."""
+        """Begin to keep a snapshot. `replies`: (files, their cost) of each rank. `nodes`: the ranks' nodes, which hold the files."""
         self.settle(5.0)
         copies = [copy_to_driver_node(files, node) for (files, _), node in zip(replies, nodes, strict=True)]
         waits = [cost for _, cost in replies] + [done for _, there in copies for done in there]
@@ -82,7 +82,7 @@ class Recovery:
             costs = ray.get(refs)[: len(state)]
             self.snapshot_s, self.snapshot_bytes = max(seconds for seconds, _ in costs), sum(size for _, size in costs)
         except RayError:
-            return  # a rank died before it was complete: the snapshot before stays
+            return  # a rank died before the snapshot was complete: the previous snapshot stays
         self.whole = state
         del self.since[:calls]
 

@@ -1,4 +1,4 @@
-"""One rank of the reference: log-probabilities of samples under the initial policy. It does not learn."""
+"""One rank of the reference, which computes log-probabilities of samples under the initial policy. It is not trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhfless_ray.weights.tensor_file import Files
 
 
 class ReferenceRank:
-    """A plain class, like the learner: `open` → `logprobs`. Its ranks share a batch. Only ranks of one copy of the model need another."""
+    """A rank as a plain class: `open` → `logprobs`. The ranks share a batch. Only ranks of one copy of the model communicate."""
 
     def __init__(self, settings: ReferenceSettings) -> None:
         self.settings = settings
@@ -31,7 +31,7 @@ class ReferenceRank:
         self.sharing: PromptSharing | None = None
 
     def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: None = None) -> list[Span]:
-        """Load a model folder or its files, as `Learner.open`; there is no other state."""
+        """Load a model folder or its files, as `LearnerRank.open` does. There is no other state."""
         start = time.time()
         torch.set_num_threads(threads)
         with as_folder(files) as folder:
@@ -46,17 +46,17 @@ class ReferenceRank:
 
     @property
     def cutter(self) -> Cutter:
-        """How the batches of all ranks are cut."""
+        """The rules for dividing batches among the ranks."""
         return Cutter(self.settings.ranks // self.settings.tensor_parallel, self.settings.micro_batch_tokens, self.sharing)
 
     def logprobs(self, share: Share, threads: int) -> tuple[np.ndarray, list[Span]]:
-        """Of the share's tokens, 0 where another rank computes them: (response tokens,) float32."""
+        """Return log-probabilities of the share's tokens, (response tokens,) float32, with 0 for tokens that another rank computes."""
         assert self.model is not None
         start, model, temperature = time.time(), self.model, self.settings.temperature
         torch.set_num_threads(threads)
         cuts = [cut for cut in share.passes if cut]
-        found = passed(lambda tensors: token_logprobs(model, tensors, temperature)[0], share.batch, cuts, self.device)
-        return found.cpu().numpy(), [Span("work", "log-probabilities", start, time.time())]
+        logprobs = passed(lambda tensors: token_logprobs(model, tensors, temperature)[0], share.batch, cuts, self.device)
+        return logprobs.cpu().numpy(), [Span("work", "log-probabilities", start, time.time())]
 
     def leave_device(self) -> list[Span]:
         return self._to("leave device", torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""What happens to rewards before they become advantages. Pure functions on numpy arrays.
+"""Shape rewards before they become advantages. Pure functions on numpy arrays.
 
-The order matters and is: overlong penalty, stop-properly penalty, baseline (`advantage.py`), clip, per-token KL.
+They are applied in this order: overlong penalty, stop-properly penalty, baseline (`advantage.py`), clip, per-token KL.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import numpy as np
 
 
 def overlong_penalty(lengths: np.ndarray, max_new_tokens: int, buffer_tokens: float, factor: float = 1.0) -> np.ndarray:
-    """To be added to the rewards: 0 up to max_new_tokens - buffer_tokens, then falling linearly to -factor at max_new_tokens,
-    and no lower (Yu et al. 2025, DAPO, equation 13, arXiv 2503.14476).
+    """Return the overlong penalty, to be added to the rewards (Yu et al. 2025, DAPO, equation 13, arXiv 2503.14476).
 
-    lengths of the responses in tokens, any shape. Raises ValueError when the buffer is longer than the responses may be.
+    It is 0 up to max_new_tokens - buffer_tokens, then falls linearly to -factor at max_new_tokens, and no lower. `lengths` of the
+    responses in tokens, any shape. Raises ValueError if the buffer is longer than max_new_tokens.
     """
     if not 0 <= buffer_tokens <= max_new_tokens:
         raise ValueError(f"an overlong buffer of {buffer_tokens:g} tokens does not fit into responses of {max_new_tokens}")
@@ -21,10 +21,10 @@ def overlong_penalty(lengths: np.ndarray, max_new_tokens: int, buffer_tokens: fl
 
 
 def stop_properly(rewards: np.ndarray, truncated: np.ndarray, coefficient: float) -> np.ndarray:
-    """Rewards of responses that were cut off at the limit: scaled by a coefficient from 0 to 1, or, where the coefficient is
-    negative, replaced by it (ProRL v2; OpenRLHF from 0.9.2).
+    """Penalise responses that were cut off at the limit (ProRL v2; OpenRLHF from 0.9.2).
 
-    rewards float, truncated bool, of one shape. A missing reward (NaN) stays missing. Raises ValueError above 1.
+    Their rewards are scaled by a coefficient from 0 to 1, or replaced by a negative coefficient. `rewards` float and `truncated` bool
+    have the same shape. A missing reward (NaN) stays missing. Raises ValueError for a coefficient above 1.
     """
     if coefficient > 1:
         raise ValueError(f"the stop-properly coefficient is {coefficient:g}, must be negative or from 0 to 1")
@@ -34,7 +34,7 @@ def stop_properly(rewards: np.ndarray, truncated: np.ndarray, coefficient: float
 
 
 def clipped(rewards: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Rewards cut to [low, high], after the baseline; NaN stays. Raises ValueError when low > high."""
+    """Clip rewards to [low, high], after the baseline. NaN stays. Raises ValueError if low > high."""
     if low > high:
         raise ValueError(f"reward clip range from {low:g} to {high:g}: the first must not be larger than the second")
     return np.clip(rewards, low, high)
@@ -43,12 +43,11 @@ def clipped(rewards: np.ndarray, low: float, high: float) -> np.ndarray:
 def token_rewards(
     rewards: np.ndarray, lengths: np.ndarray, kl: np.ndarray | None = None, coefficient: float = 0.0, mask: np.ndarray | None = None
 ) -> np.ndarray:
-    """Each sequence's reward on its last action token, minus coefficient · KL on every action token (Ziegler et al. 2019,
-    equation 2, arXiv 1909.08593; placed per token as in Ouyang et al. 2022, arXiv 2203.02155).
+    """Place each sequence's reward on its last action token, and subtract coefficient · KL on every action token.
 
-    rewards (sequences,); lengths (sequences,) int; kl (Σ length,) per-token estimates; mask (Σ length,) true on action
-    tokens, without it all are. Result (Σ length,) float64, 0 off the mask. A sequence without action tokens gets nothing. A
-    coefficient below 0 counts as 0.
+    See Ziegler et al. 2019, equation 2, arXiv 1909.08593; per token as in Ouyang et al. 2022, arXiv 2203.02155. `rewards` (sequences,);
+    `lengths` (sequences,) int; `kl` (Σ length,) estimates per token; `mask` (Σ length,) True on action tokens, None: all are. Returns
+    (Σ length,) float64, 0 outside the mask. A sequence without action tokens gets no reward. A coefficient below 0 counts as 0.
     """
     lengths = np.asarray(lengths)
     total = int(lengths.sum())
@@ -71,19 +70,19 @@ def token_rewards(
 
 
 def token_kl(logprobs: np.ndarray, reference: np.ndarray, estimator: str, limit: float | None = 10.0) -> np.ndarray:
-    """The penalty per token where the KL is taken off the reward: `kl.bounded_kl` in numpy, which needs no gradient.
+    """Return the KL penalty per token for the reward: `kl_estimators.bounded_kl` in numpy, without gradient.
 
-    logprobs, reference (tokens,) of the policy and of the one that the run began with, float32. k1, k2 or k3 (Schulman 2020,
-    "Approximating KL"), cut to [-limit, limit]; None: not cut. Raises ValueError for another estimator.
+    `logprobs` and `reference` (tokens,) float32, of the policy and of the initial policy. The estimator is k1, k2 or k3 (Schulman
+    2020, "Approximating KL"), clamped to [-limit, limit]; None: not clamped. Raises ValueError for another estimator.
     """
     difference = logprobs - reference
     if estimator == "k1":
-        found = difference
+        estimate = difference
     elif estimator == "k2":
-        found = np.square(difference) / 2
-    elif estimator == "k3":  # beyond the limit exp would overflow, and its value is cut anyway
+        estimate = np.square(difference) / 2
+    elif estimator == "k3":  # beyond the limit exp would overflow, and its value is clamped anyway
         difference = difference if limit is None else np.maximum(difference, -max(limit, 1.0))
-        found = np.expm1(-difference) + difference
+        estimate = np.expm1(-difference) + difference
     else:
         raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
-    return found if limit is None else np.clip(found, -limit, limit)
+    return estimate if limit is None else np.clip(estimate, -limit, limit)

@@ -1,5 +1,4 @@
-"""Learning rates from optimizer step to optimizer step, as shares of the peak. Pure functions; they are those of transformers'
-`get_scheduler`, so that a name means here what it means there."""
+"""Learning-rate schedules by optimizer step. Pure functions with the names and values of transformers' `get_scheduler`."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ POLYNOMIAL_END = 1e-7  # the rate that `polynomial` ends at
 
 
 def rate(name: str, step: int, total: int, peak: float, warmup_share: float = 0.0, min_share: float = 0.0) -> float:
-    """The rate of optimizer step `step` (0 is the first) of `total`.
+    """Return the learning rate of optimizer step `step` (0 is the first) of `total`.
 
     Warm-up takes ceil(total · warmup_share) steps and begins at 0; `constant` has none. `min_share`: floor of
     `cosine_with_min_lr`, as a share of the peak. Raises ValueError for an unknown name.

@@ -1,6 +1,6 @@
-"""A batch → the share of each rank: its sequences, their micro-batches, and what the loss needs to know of all others.
+"""Divide a batch into the share of each rank: its sequences, their micro-batches, and the lengths of all others for the loss.
 
-Pure functions on numpy arrays, which the driver calls. So a rank gets what it computes with, and not the whole batch.
+Pure functions on numpy arrays, which the driver calls. So a rank gets only the part of the batch that it computes with.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShareStep:
-    """One optimizer step. `indices`: its sequences in the whole batch, of all ranks. `cuts`: the rank's micro-batches, with
-    indices into its share."""
+    """One optimizer step. `indices`: its sequences in the whole batch, of all ranks. `cuts`: the rank's micro-batches, as indices
+    into its share."""
 
     indices: np.ndarray
     cuts: list[MicroBatch]
@@ -28,11 +28,15 @@ class ShareStep:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gets of a batch.
+    """One rank's part of a batch.
 
-    batch: its sequences. indices (sequences of the share,): their places in the whole batch, ascending. response_lengths: tokens
-    of the policy in every sequence of the whole batch. passes: micro-batches of a pass over the whole batch, with indices into the
-    share, empty if no pass is needed. steps: of an update. needs_old: whether a pass with the weights of now comes before them.
+    Attributes:
+        batch: its sequences.
+        indices: (sequences of the share,) their places in the whole batch, ascending.
+        response_lengths: tokens of the policy in every sequence of the whole batch.
+        passes: micro-batches of a pass over the whole batch, as indices into the share; empty if no pass is needed.
+        steps: optimizer steps of an update.
+        needs_old: whether a pass with the current weights comes before the steps.
     """
 
     batch: Batch
@@ -43,12 +47,12 @@ class Share:
     needs_old: bool = False
 
     def __len__(self) -> int:
-        """Sequences of the whole batch."""
+        """Number of sequences of the whole batch."""
         return len(self.response_lengths)
 
     @property
     def spans(self) -> np.ndarray:
-        """(sequences of the share, 2): first response token of each in the whole batch, and the one after its last."""
+        """(sequences of the share, 2): each one's first response token in the whole batch, and the token after its last."""
         ends = np.cumsum(self.response_lengths)[self.indices]
         return np.stack([ends - self.response_lengths[self.indices], ends], axis=1)
 
@@ -60,9 +64,15 @@ class Share:
 
 @dataclass(frozen=True)
 class Cutter:
-    """How a worker group's batches are cut. `ranks`: that share a batch. `max_tokens`: of a micro-batch. `algorithm`, `seed` and
-    `optimizer_steps`, which are done, say which sequences an optimizer step has; None: the ranks make none. `drops`: whether
-    passes of a step differ from those of the policy that samples."""
+    """Rules for dividing a worker group's batches.
+
+    Attributes:
+        ranks: number of ranks that share a batch.
+        max_tokens: padded tokens of a micro-batch.
+        algorithm, seed, optimizer_steps: determine the sequences of each optimizer step; `optimizer_steps` is the number of steps
+            done. `algorithm` None: the ranks make no steps.
+        drops: whether a step's passes use dropout, so that they differ from those of the sampling policy.
+    """
 
     ranks: int = 1
     max_tokens: int = 1
@@ -97,17 +107,17 @@ class Cutter:
 
     def _share(self, batch: Batch, cuts: list[list[MicroBatch]], steps: list[np.ndarray], needs_old: bool) -> Share:
         """Return the share of a rank that computes `cuts`: of the pass, if one is needed, and of every step."""
-        lengths, own, part = batch.response_lengths, np.arange(len(batch)), batch
+        lengths, members, part = batch.response_lengths, np.arange(len(batch)), batch
         if self.ranks > 1:
             rows = [row for one in cuts for rows in one for row in rows]
             # a rank without work still joins the collectives, with a sequence at weight 0
-            own = np.unique(np.concatenate(rows)) if rows else own[:1]
-            part = batch.take(own)
+            members = np.unique(np.concatenate(rows)) if rows else members[:1]
+            part = batch.take(members)
             place = np.zeros(len(batch), np.int64)
-            place[own] = np.arange(len(own))
+            place[members] = np.arange(len(members))
             cuts = [[[place[row] for row in rows] for rows in one] for one in cuts]
         passes = cuts.pop(0) if needs_old else []
-        return Share(part, own, lengths, passes, [ShareStep(*one) for one in zip(steps, cuts, strict=True)], needs_old)
+        return Share(part, members, lengths, passes, [ShareStep(*one) for one in zip(steps, cuts, strict=True)], needs_old)
 
 
 def positions_of(spans: np.ndarray) -> np.ndarray:
@@ -117,14 +127,14 @@ def positions_of(spans: np.ndarray) -> np.ndarray:
 
 
 def joined(replies: list[tuple[dict[str, np.ndarray], np.ndarray]]) -> dict[str, np.ndarray]:
-    """Put together what every rank found of its share, 0 where another rank computed: by name, per response token of the batch.
+    """Join the values of all ranks: {name: values of every response token of the batch}. A rank's values of other shares are 0.
 
-    replies: (values of the share's tokens by name, the share's `spans`) of every rank.
+    `replies`: (values of the share's tokens by name, the share's `spans`) of every rank.
     """
     total = max(int(spans[-1, 1]) if len(spans) else 0 for _, spans in replies)
-    found = {name: np.zeros(total, np.float32) for name in replies[0][0]}
+    whole = {name: np.zeros(total, np.float32) for name in replies[0][0]}
     for values, spans in replies:
         places = positions_of(spans)
-        for name, own in values.items():
-            found[name][places] += own
-    return found
+        for name, part in values.items():
+            whole[name][places] += part
+    return whole

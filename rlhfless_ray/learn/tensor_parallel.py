@@ -31,7 +31,7 @@ def deepspeed_section(width: int) -> dict[str, Any]:
 
 
 def divided(wrapped: Any, width: int) -> Any:
-    """Return a module around `wrapped.model`, for forward passes only, whose ranks of one copy have a slice each."""
+    """Return a module around `wrapped.model`, for forward passes only, in which each rank of a copy has a slice."""
     import deepspeed
 
     wrapped.config = wrapped.model.config  # where DeepSpeed looks for the number of heads
@@ -41,10 +41,10 @@ def divided(wrapped: Any, width: int) -> Any:
 
 
 class ModelSlices:
-    """What one rank holds of each tensor, once DeepSpeed has divided the model. Ranks of one copy have consecutive numbers."""
+    """One rank's slice of each tensor after DeepSpeed has divided the model. Ranks of one copy have consecutive numbers."""
 
     def __init__(self, whole: Mapping[str, tuple[int, ...]], parameters: Iterable[tuple[str, Tensor]], device: Any) -> None:
-        """`whole`: shapes before the division, by name. `device`: of collectives."""
+        """`whole`: shapes before the division, by name. `device`: the device of collectives."""
         from deepspeed.utils import groups
 
         self.group = groups.get_tensor_model_parallel_group()
@@ -55,13 +55,13 @@ class ModelSlices:
         for name, parameter in parameters:
             shape, local = self.whole[name], tuple(parameter.shape)
             if shape != local:
-                (axis,) = (i for i, (size, own) in enumerate(zip(shape, local, strict=True)) if size != own)
+                (axis,) = (i for i, (size, local_size) in enumerate(zip(shape, local, strict=True)) if size != local_size)
                 if local[axis] * self.width != shape[axis]:
                     raise ValueError(f"{name} of shape {shape} was divided into {local}")
                 self.cuts[name] = Cut(shape, axis, self.rank * local[axis], local[axis])
 
     def elements(self, name: str, local: int) -> int:
-        """Return the elements of the whole tensor; `local`: of this rank's."""
+        """Return the number of elements of the whole tensor. `local`: that of this rank's slice."""
         return math.prod(self.whole[name]) if name in self.cuts else local
 
     def gathered(self, name: str, tensor: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class ModelSlices:
         return torch.cat(parts, dim=self.cuts[name].axis)
 
     def norm(self, named: Iterable[tuple[str, Tensor]]) -> float:
-        """Return the L2 norm of all gradients of the copy: slices of every rank, and once what all of them hold."""
+        """Return the L2 norm of all gradients of the copy: the slices of every rank, and once the tensors that all of them hold."""
         import torch
         import torch.distributed as dist
 

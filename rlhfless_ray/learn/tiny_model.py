@@ -1,4 +1,4 @@
-"""A policy from scratch: a small Llama-type model folder with random weights, for built-in tasks."""
+"""Create a policy from scratch: a small Llama-type model folder with random weights, for built-in tasks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HEAD_WIDTH = 32  # vLLM's CPU attention refuses 16
 
 
 def scratch_policy(recipe: Recipe | SupervisedRecipe, task: Task) -> Files:
-    """A Hugging Face model folder as {file name: content}; weights follow from the run's seed.
+    """Return a Hugging Face model folder as {file name: content}. The weights follow from the run's seed.
 
-    It holds config.json, generation_config.json, model.safetensors and the tokenizer's files, and is loaded by
-    AutoModelForCausalLM, AutoTokenizer and vLLM.
+    It has config.json, generation_config.json, model.safetensors and the tokenizer's files. AutoModelForCausalLM, AutoTokenizer and
+    vLLM can load it.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -40,7 +40,7 @@ def scratch_policy(recipe: Recipe | SupervisedRecipe, task: Task) -> Files:
         max_position_embeddings=recipe.policy.context_tokens,
         use_sliding_window=False,
         tie_word_embeddings=False,
-        initializer_range=0.5 * width**-0.5,  # 0.02, the default, is meant for widths in the thousands
+        initializer_range=0.5 * width**-0.5,  # the default of 0.02 suits widths in the thousands
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -52,7 +52,7 @@ def scratch_policy(recipe: Recipe | SupervisedRecipe, task: Task) -> Files:
 
 
 def folder_files(model, tokenizer) -> Files:
-    """What `save_pretrained` of both writes, as {file name: content}."""
+    """Return the files that `save_pretrained` of both writes, as {file name: content}."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

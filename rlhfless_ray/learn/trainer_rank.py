@@ -36,11 +36,14 @@ from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, iterate_tensors, load_tensors, save_tensors
 
 BUCKET_ELEMENTS = 50_000_000  # gradients that are reduced at once: DeepSpeed's default takes 4 GB of buffers for a model of 0.5 B
-UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as OpenRLHF has them
+UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as in OpenRLHF
 
 
 class TrainerRank:
-    """Call `open`, then `backward` and `step`, then `weights` or `state_files`. Every rank makes the same calls in the same order."""
+    """A DeepSpeed engine for one rank. Call `open`, then `backward` and `step`, then `weights` or `state_files`.
+
+    Every rank makes the same calls in the same order.
+    """
 
     def __init__(self, settings: RankSettings) -> None:
         self.settings, self.section = settings, settings.learner
@@ -48,31 +51,39 @@ class TrainerRank:
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self.ranks, self.stage, self.hosted = self.section.ranks, self.section.zero_stage, self.section.offloads_optimizer
         self.replicas = self.ranks // self.section.tensor_parallel  # copies of the model, which share batches
-        self.slices: ModelSlices | None = None  # what this rank holds of each tensor, if several ranks share a copy
+        self.slices: ModelSlices | None = None  # this rank's slice of each tensor, if several ranks share a copy
         self.optimizer_steps = 0
         self.engine: Any = None
         self.lora: LoraAdapters | None = None
-        self.average: dict[str, Tensor] | None = None  # of the weights, in float32 on rank 0's host, where one is kept
+        self.average: dict[str, Tensor] | None = None  # moving average of the weights in float32 on rank 0's host, if one is kept
         self.is_large = False  # whether memory is released after each step
-        self.linked = False  # ZeRO 1 and 2 know the moments of all parameters
-        self.as_published: set[str] = set()  # weights that were published as they are, by the same name
-        self.away = False  # parked on a GPU's host
-        self.kept: dict[str, Any] = {}  # `_state` while away, where it cannot be made there
-        self.kept_weights: dict[str, Tensor] = {}  # likewise `_trained_weights`
+        self.linked = False  # whether ZeRO 1 and 2 know the moments of all parameters
+        self.as_published: set[str] = set()  # names of weights that were published unchanged under the same name
+        self.away = False  # whether the state is parked in the GPU's host memory
+        self.kept: dict[str, Any] = {}  # `_state` while parked, if it needs collectives on the devices
+        self.kept_weights: dict[str, Tensor] = {}  # `_trained_weights` while parked, likewise
 
     # ---- life -------------------------------------------------------------------------------------------------
 
     def open(self, wrapped: nn.Module, state: dict[str, Any] | None, lora: LoraAdapters | None = None) -> None:
-        """`wrapped.model`: what is trained and published; `join_gang` comes before. `state`: see `read_state`. `lora`: the model's
-        adapters, where these alone are trained."""
+        """Build the engine. Call `join_gang` before.
+
+        Args:
+            wrapped: module whose `model` is trained and published.
+            state: see `read_state`; None: the model's own weights.
+            lora: the model's adapters, if only these are trained.
+
+        Raises:
+            ValueError: `state` is of another model.
+        """
         import deepspeed
 
         model: Any = wrapped.model
         self.lora = lora
         if state is not None:
-            missing, unexpected = model.load_state_dict(state["weights"], strict=False)  # a tied head is stored once
+            missing, unexpected = model.load_state_dict(state["weights"], strict=False)  # not strict: a tied head is stored once
             if lora is not None:
-                missing = sorted(set(missing) & set(trained(model)))  # the base is that of the files
+                missing = sorted(set(missing) & set(trained(model)))  # the base's weights come from the model's files
             if unexpected or set(missing) - {"lm_head.weight"}:
                 raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
         self.is_large = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) >= LARGE_PARAMETERS
@@ -94,7 +105,7 @@ class TrainerRank:
             weight_decay=self.section.weight_decay,
             fused=True,
         )
-        # gradients of bfloat16 weights add up in float32, which DeepSpeed's stage 1 does in another class of optimizer only
+        # accumulate gradients of bfloat16 weights in float32, which DeepSpeed's stage 1 does in another optimizer class only
         shards = 2 if self.stage == 1 and self.dtype == "bfloat16" else self.stage
         self.engine, *_ = deepspeed.initialize(
             model=wrapped,
@@ -122,7 +133,7 @@ class TrainerRank:
         if parallel:
             self.slices = ModelSlices(shapes, model.state_dict().items(), self.device)
         if self.stage == 0:
-            self.engine.enable_backward_allreduce = False  # `step` reduces, so that it can look before it steps
+            self.engine.enable_backward_allreduce = False  # `step` reduces, so that it can check gradients before it steps
         elif self.stage < 3:
             use_gradient_pieces(self.engine.optimizer)
         self._forget_trial_step()
@@ -134,12 +145,14 @@ class TrainerRank:
             torch.set_rng_state(state["rng"])
 
     def join_gang(self, rendezvous: tuple[str, int] | None) -> None:
-        """rendezvous: address and port of rank 0; None: torch.distributed is initialized already."""
+        """Connect the ranks. `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already."""
         join_gang(rendezvous, self.rank, self.ranks, self.device.type)
 
     def _forget_trial_step(self) -> None:
-        """DeepSpeed's ZeRO creates the optimizer state by a step on zero gradients; undo its count, which would
-        distort Adam's bias correction of the first real step."""
+        """Reset the step count after DeepSpeed's trial step.
+
+        ZeRO creates the optimizer state by a step on zero gradients, whose count would distort Adam's bias correction.
+        """
         for state in plain_optimizer(self.engine).state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"].zero_()
@@ -147,14 +160,14 @@ class TrainerRank:
     # ---- the step ---------------------------------------------------------------------------------------------
 
     def dropping(self, batch: Batch, sequences: np.ndarray, seed: int, numbers: np.ndarray | None = None) -> AbstractContextManager[None]:
-        """Around the passes that a step is made of: see `LoraAdapters.dropping`."""
+        """Apply dropout to the passes of a step inside the block, see `LoraAdapters.dropping`."""
         if self.lora is None or not self.drops:
             return nullcontext()
         return self.lora.dropping(batch, sequences, [seed, self.optimizer_steps], numbers)
 
     @property
     def drops(self) -> bool:
-        """Whether passes of a step are computed with dropout, and so are others than those of the policy that samples."""
+        """Whether a step's passes use dropout, so that they differ from those of the sampling policy."""
         return self.settings.lora.dropout > 0
 
     def backward(self, loss: Tensor) -> None:
@@ -162,7 +175,7 @@ class TrainerRank:
         self.engine.backward(loss * self.replicas, scale_wrt_gas=False)  # DeepSpeed averages gradients over them
 
     def over_ranks(self, x: Tensor, largest: bool = False) -> Tensor:
-        """The sum over the ranks that share a batch, or the largest of each element, on the host."""
+        """Return the sum over the ranks that share a batch (or the maximum of each element), on the host."""
         if self.replicas == 1:
             return x.cpu()
         import torch.distributed as dist
@@ -173,7 +186,7 @@ class TrainerRank:
         return x.cpu()
 
     def rate(self) -> float:
-        """The learning rate of the next optimizer step."""
+        """Return the learning rate of the next optimizer step."""
         section, done = self.section, self.optimizer_steps
         if section.schedule == "constant":
             return section.learning_rate * min(1.0, (done + 1) / max(1, section.warmup_steps))
@@ -182,7 +195,7 @@ class TrainerRank:
         )
 
     def _parameters(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Those that are trained, and apart from them those without weight decay."""
+        """Return the optimizer's parameter groups: trained parameters with weight decay, and those without."""
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
@@ -193,7 +206,10 @@ class TrainerRank:
         return [group for group in groups if group["params"]]
 
     def step(self, loss_is_finite: bool, scale: float = 1.0) -> tuple[float, bool, str]:
-        """Scale what has been added up, clip and step, or refuse: (gradient norm before clipping, applied, why not)."""
+        """Scale and clip the accumulated gradients and make a step, unless loss or gradient is not finite.
+
+        Returns (gradient norm before clipping, whether the step was applied, why not).
+        """
         for group in plain_optimizer(self.engine).param_groups:
             group["lr"] = self.rate()
         if self.stage == 0:
@@ -207,13 +223,13 @@ class TrainerRank:
                 self.engine.step()
             else:
                 self.engine.zero_grad()
-        else:  # DeepSpeed's ZeRO optimizers clip, and leave the weights alone when the norm is not finite
+        else:  # DeepSpeed's ZeRO optimizers clip, and skip the step if the norm is not finite
             with _loss_scale(self.engine.optimizer, 1 / scale), self._threads():
                 self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
             applied = bool(self.engine.was_step_applied())
         if self.is_large:
-            release_free_heap()  # activations and buffers, which engines may need until the next update
+            release_free_heap()  # engines may need the memory of activations and buffers until the next update
         if applied:
             self.optimizer_steps += 1
             if self.settings.ema_beta is not None:
@@ -225,7 +241,7 @@ class TrainerRank:
         return norm, False, "the loss is not finite" if not loss_is_finite else f"the gradient norm is {norm}"
 
     def _clip(self) -> float:
-        """Clip the gradients at stage 0, and return their norm before."""
+        """Clip the gradients at stage 0, and return their norm before clipping."""
         if self.slices is None:
             return float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.section.grad_clip))
         norm = self.slices.norm(self.engine.module.model.named_parameters())
@@ -234,7 +250,7 @@ class TrainerRank:
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        """A rank with a GPU has one thread on the host, which is too few for an update there: it takes its share of the cores."""
+        """Use this rank's share of the host's cores inside the block: a rank with a GPU has one thread, too few for an update there."""
         before = torch.get_num_threads()
         if self.hosted and self.device.type == "cuda":
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.ranks))
@@ -244,7 +260,7 @@ class TrainerRank:
             torch.set_num_threads(before)
 
     def _average(self, start: dict[str, Tensor] | None = None) -> None:
-        """Take the weights of now into their average; or, with `start`, begin with it, with the weights where it is empty."""
+        """Update the weights' moving average. With `start`, begin with that average, or with the weights if it is empty."""
         weights = self._trained_weights()
         if self.rank:
             return
@@ -254,14 +270,14 @@ class TrainerRank:
             assert self.average is not None and self.settings.ema_beta is not None
             ema_update(self.average, weights, self.settings.ema_beta)
 
-    # ---- what others take -------------------------------------------------------------------------------------
+    # ---- weights and state ------------------------------------------------------------------------------------
 
     def _is_tied(self, name: str) -> bool:
-        """Tied weights appear twice in a state dict; files and engines want the one they load."""
+        """Return whether a name is the second one of tied weights, which files and engines do not have."""
         return name == "lm_head.weight" and getattr(self.engine.module.model.config, "tie_word_embeddings", False)
 
     def _stored(self) -> dict[str, int]:
-        """Return {name: elements} of the weights that a checkpoint has: of adapters alone where these are trained."""
+        """Return {name: elements} of the weights in a checkpoint: all, or the adapters if only these are trained."""
         sizes = parameter_sizes(self.engine, self.stage, self.slices)
         return {name: size for name, size in sizes.items() if not self._is_tied(name) and (self.lora is None or self.lora.is_trained(name))}
 
@@ -269,8 +285,10 @@ class TrainerRank:
         return whole_weights(self.engine, self.stage, owner, self.slices)
 
     def weights(self) -> dict[str, np.ndarray] | None:
-        """{name in a file: array} from rank 0, see `saved_state`; the other ranks take part and return None. Of the adapter alone if
-        `lora.publish` says so."""
+        """Return {name in a file: array} from rank 0, see `saved_state`. The other ranks take part and return None.
+
+        With `lora.publish: adapter` these are the adapter's weights only.
+        """
         if self.lora is not None and self.settings.lora.publish == "adapter":
             own = self._trained_weights()
             return None if self.rank else {saved_name(k): as_numpy(v) for k, v in own.items()}
@@ -283,7 +301,7 @@ class TrainerRank:
 
     @property
     def reads_published(self) -> bool:
-        """Whether `read_published` saves memory: the next step computes all weights from those that the optimizer keeps."""
+        """Whether `read_published` saves memory, because the next step computes all weights from the optimizer's own copy."""
         return self.is_large and self.stage in (1, 2) and self.lora is None and self.slices is None
 
     def read_published(self, weights: Mapping[str, np.ndarray]) -> None:
@@ -301,24 +319,24 @@ class TrainerRank:
 
     def _merged(self) -> dict[str, Tensor] | None:
         """Return the weights that engines get, adapters merged, from rank 0. Every rank must call it."""
-        found = self._weights_of(dict.fromkeys(parameter_sizes(self.engine, self.stage), 0))
+        weights = self._weights_of(dict.fromkeys(parameter_sizes(self.engine, self.stage), 0))
         if self.rank:
             return None
-        found = found if self.lora is None else self.lora.merged(found)
-        return saved_state(self.engine.module.model, {name: tensor for name, tensor in found.items() if not self._is_tied(name)})
+        weights = weights if self.lora is None else self.lora.merged(weights)
+        return saved_state(self.engine.module.model, {name: tensor for name, tensor in weights.items() if not self._is_tied(name)})
 
     def model_files(self, *, trained: bool = False) -> Files:
         """Return the model's weights as the safetensors files of a Hugging Face folder, from rank 0; {} from others.
 
-        Every rank must call it. They are views of the live state where the host has it whole.
+        Every rank must call it. The files are views of the live state if the host has all of it.
 
         Args:
-            trained: what the learner trains, by itself: adapters, or the weights' moving average if there is one. Needs no device.
-                Otherwise the current weights, adapters merged.
+            trained: return only what is trained: adapters, or the weights' moving average if there is one. Needs no device. Otherwise
+                the current weights are returned, adapters merged.
         """
         if not trained:
-            found = self._merged()
-            return {} if found is None else split_files(found)
+            weights = self._merged()
+            return {} if weights is None else split_files(weights)
         weights = self._trained_weights()
         if self.rank:
             return {}
@@ -331,10 +349,10 @@ class TrainerRank:
         return self.kept_weights if self.away and self.stage else self._weights_of(dict.fromkeys(self._stored(), 0))
 
     def _state(self) -> dict[str, Any]:
-        """Return this rank's part of what a stopped run needs to go on. The parts of all ranks together are everything.
+        """Return this rank's part of a checkpoint. The parts of all ranks together are complete.
 
-        Tensors are views of the live state where the host has it, not copies. Where adapters are trained, the weights are theirs
-        alone, and rank 0 has them: the base is in the files that the run began with.
+        Tensors are views of the live state if it is on the host. If adapters are trained, the weights are the adapters', from rank 0:
+        the base is in the run's initial files.
         """
         if self.away and self.stage:
             return self.kept
@@ -350,7 +368,7 @@ class TrainerRank:
     def state_files(self) -> Files:
         """Return this rank's files of a checkpoint. `read_state` reads those of all ranks, also for another number of ranks.
 
-        They are views of the live state, so the next update changes copies that stay in this process. Needs no device.
+        They are views of the live state, so an update changes their content within this process. Needs no device.
         """
         state = self._state()
         files: Files = {}
@@ -358,15 +376,15 @@ class TrainerRank:
             files[shard_name("model", self.rank, self.ranks)] = save_tensors(state["weights"], {"format": "pt"})
         elif self.rank == 0:
             files |= self.lora.files(state["weights"])
-        own = {"rng": state["rng"]} if self.rank == 0 else {}
+        extra = {"rng": state["rng"]} if self.rank == 0 else {}
         if self.ranks == 1:
             shapes = dict(self.engine.module.model.named_parameters())
             whole = {key: part.view(_whole_shape(shapes[key.split(".", 1)[1]])) for key, (_, part) in state["moments"].items()}
-            files[shard_name("optimizer", 0, 1)] = save_tensors({**whole, **own})
+            files[shard_name("optimizer", 0, 1)] = save_tensors({**whole, **extra})
         else:
             of_tensors = {} if self.slices is None else self.slices.cuts
             cuts = {key: of_tensors[name] for key in state["moments"] if (name := key.split(".", 1)[1]) in of_tensors}
-            files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], own, cuts)
+            files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], extra, cuts)
         if self.rank == 0:
             files["learner.json"] = json.dumps({"optimizer_steps": state["optimizer_steps"]}).encode()
             if state["average"]:
@@ -376,8 +394,11 @@ class TrainerRank:
     # ---- between updates --------------------------------------------------------------------------------------
 
     def leave_device(self) -> list[Span]:
-        """All state goes to the host. Parts of several ranks can be put together on their devices only, so what a
-        checkpoint may want before the next update is put together now."""
+        """Move all state to the host.
+
+        Parts of several ranks can be gathered on their devices only, so the state for a checkpoint before the next update is gathered
+        now.
+        """
         if self.away:
             return []
         start = time.time()
@@ -402,7 +423,7 @@ class TrainerRank:
 
 @contextmanager
 def _loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
-    """DeepSpeed's ZeRO 1 and 2 divide gradients by the loss scale before they measure and clip them."""
+    """Set DeepSpeed's loss scale inside the block: ZeRO 1 and 2 divide gradients by it before they measure and clip them."""
     if scale != 1:
         optimizer.override_loss_scale(scale)
     try:
@@ -413,7 +434,7 @@ def _loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
 
 
 def _whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the parameter's shape, which ZeRO 3 keeps apart."""
+    """Return the parameter's whole shape, which ZeRO 3 stores in an extra attribute."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 

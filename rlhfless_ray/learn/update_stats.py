@@ -1,4 +1,4 @@
-"""One record for an update of several optimizer steps, or of none."""
+"""Build the statistics of an update of several optimizer steps, or of none."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Stats = TypeVar("Stats", UpdateStats, CriticStats)
 
 
 def nothing(kind: type[Stats], reason: str) -> Stats:
-    """Of an update that had nothing to learn from."""
+    """Return the statistics of an update that had no samples to train on. `reason`: why."""
     return _zeros(kind, skipped=1, skipped_last=1, reason=reason)
 
 
 def untouched(kind: type[Stats]) -> Stats:
-    """Of a step without an optimizer step: the policy was not to be trained, or its samples fill none."""
+    """Return the statistics of a step without an optimizer step, because the policy is frozen or the samples fill none."""
     return _zeros(kind)
 
 
@@ -28,24 +28,24 @@ def _zeros(kind: type[Stats], **others: Any) -> Stats:
 
 
 def merged(stats: list[Stats]) -> Stats:
-    """Unweighted means of all fields but maxima, counts and last values."""
+    """Merge the statistics of several optimizer steps: unweighted means, except for maxima, counts and last values."""
     if len(stats) == 1:
         return stats[0]
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in type(stats[0]).__dataclass_fields__:
         values: list[Any] = [getattr(s, name) for s in stats]
         if name == "reason":
-            found[name] = "; ".join(v for v in values if v)
+            fields[name] = "; ".join(v for v in values if v)
         elif name in ("next_learning_rate", "last_grad_norm"):
-            found[name] = values[-1]
+            fields[name] = values[-1]
         elif name == "kl_by_lag":
-            found[name] = {lag: float(np.mean([v[lag] for v in values if lag in v])) for lag in sorted({*chain(*values)})}
+            fields[name] = {lag: float(np.mean([v[lag] for v in values if lag in v])) for lag in sorted({*chain(*values)})}
         elif name == "mismatch_max":
-            found[name] = max(values)
+            fields[name] = max(values)
         elif name in ("trained_tokens", "skipped", "applied"):
-            found[name] = sum(values)
+            fields[name] = sum(values)
         elif name == "skipped_last":
-            found[name] = next((i for i, s in enumerate(reversed(stats)) if s.applied), len(stats))
+            fields[name] = next((i for i, s in enumerate(reversed(stats)) if s.applied), len(stats))
         else:
-            found[name] = float(np.mean(values))
-    return type(stats[0])(**found)
+            fields[name] = float(np.mean(values))
+    return type(stats[0])(**fields)

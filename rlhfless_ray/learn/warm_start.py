@@ -1,6 +1,7 @@
-"""Supervised steps before the first rollout, in plain torch: the policy learns to read the task and to answer at all.
+"""Supervised steps before the first rollout, in plain torch, which teach the policy the task's format.
 
-What changes here and moves the result needs another `load_policy.VERSION`, or the cache hides it."""
+If a change here alters the result, change `load_policy.VERSION` too, because the result is cached.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
 BUCKET_BATCHES = 32  # batches drawn together and sorted by length, so that a batch holds little padding
-TEMPLATE_EVERY = 5  # batches; a long template in each of them would make the warm start several times as long
+TEMPLATE_EVERY = 5  # in batches; a long template in each batch would make the warm start several times as long
 IGNORE = -100
 GAP = "\0"
 
 
 def warm_start(files: Files, recipe: Recipe, threads: int, progress: Callable[[int, int, float], None] | None = None) -> Files:
-    """Train a model folder on the task's generated responses and return it as a folder again.
+    """Train a model folder on the task's generated responses, and return the files of the trained folder.
 
     The loss is the mean cross-entropy over response tokens, end-of-sequence included; prompts are context only. Every fifth
-    batch has its prompts in `prompts.input_template`, if there is one: the others teach the task at less cost. The result
-    follows from the recipe's seed and the thread count. `progress(step, steps, loss)` is called after every step.
-    Raises RunError when the loss is not finite.
+    batch uses `prompts.input_template`, if there is one: the other batches teach the task at less cost. The result follows from the
+    recipe's seed and the thread count. `progress(step, steps, loss)` is called after every step. Raises RunError if the loss is not
+    finite.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,7 +57,7 @@ def warm_start(files: Files, recipe: Recipe, threads: int, progress: Callable[[i
             for group in optimizer.param_groups:
                 group["lr"] = section.learning_rate * _schedule(step, section.steps)
             tokens, labels = next(batches)
-            # Padding is on the right, so the causal mask alone keeps it out of sight.
+            # Padding is on the right, so the causal mask alone hides it.
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
             loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
             value = loss.item()
@@ -74,7 +75,7 @@ def warm_start(files: Files, recipe: Recipe, threads: int, progress: Callable[[i
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Linear warm-up over the first tenth, then cosine to zero."""
+    """Return the share of the peak rate: linear warm-up over the first tenth, then cosine to zero."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup
@@ -82,14 +83,14 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def _batches(recipe: Recipe, tokenizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and labels, both (batch, tokens) int64; labels are IGNORE outside the response."""
+    """Yield token ids and labels, both (batch, tokens) int64. Labels are IGNORE outside the response."""
     from rlhfless_ray.prompts.builtin_tasks import task as find_task
 
     task, batch_size, template = find_task(recipe.prompts.task), recipe.warm_start.batch_size, recipe.prompts.input_template
     before, after = ([], []) if template is None else tokenizer(template.format(GAP).split(GAP), add_special_tokens=False)["input_ids"]
     rng = np.random.default_rng([recipe.run.seed % 2**63, 2])
     while True:
-        # Another seed per bucket: fresh rows for ever, from the training split only.
+        # Each bucket has another seed, so rows never repeat. They are from the training split only.
         rows = task.rows(batch_size * BUCKET_BATCHES, int(rng.integers(2**62)), "train")
         prompts = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
         responses = tokenizer([task.example(row, rng) for row in rows], add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Whitening of advantages over all action tokens of a rollout batch, from sums that add up over parts and ranks."""
+"""Whiten advantages over all action tokens of a rollout batch, from sums that add up over parts and ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FLOOR = 1e-8  # of the variance: equal advantages become 0, not 0/0
+FLOOR = 1e-8  # lower bound of the variance: equal advantages become 0, not 0/0
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: np.ndarray, mask: np.ndarray | None = None) -> Moments:
-        """x and mask of one shape; mask true (or 1) where x counts. What is not finite does not count."""
+        """Return the moments of x. `mask` has the shape of x, and is True (or 1) where x counts. Values that are not finite do not."""
         x = np.asarray(x)
         chosen = np.isfinite(x) if mask is None else np.isfinite(x) & np.asarray(mask, bool)
         values = x[chosen].astype(np.float64)
@@ -39,15 +39,15 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Biased (count in the denominator), never negative."""
+        """Biased variance (count in the denominator), never negative."""
         return max(self.squares / self.count - self.mean**2, 0.0) if self.count else 0.0
 
 
 def whiten(x: np.ndarray, moments: Moments, divide: bool = True) -> np.ndarray:
-    """(x - mean) / sqrt(max(variance, 1e-8)), or x - mean without `divide` (over the global batch: Hu 2025,
-    REINFORCE++, arXiv 2501.03262).
+    """Return (x - mean) / sqrt(max(variance, 1e-8)), or x - mean without `divide`.
 
-    x any shape, float; moments of the whole batch. Result of x's dtype.
+    `moments` are those of the global batch, as in REINFORCE++ (Hu 2025, arXiv 2501.03262). x may have any shape; the result has its
+    dtype.
     """
     scale = 1.0 / np.sqrt(max(moments.variance, FLOOR)) if divide else 1.0
     return ((np.asarray(x) - moments.mean) * scale).astype(np.asarray(x).dtype, copy=False)

@@ -32,15 +32,17 @@ from rlhfless_ray.weights.checksum import combined
 from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles, receive
 from rlhfless_ray.weights.tensor_file import Files
 
-SETTLE_S = 10.0  # for the state that was asked for last, before its node goes
-DEATH_S = 15.0  # until a rank's death is known, after others have failed for it
+SETTLE_S = 10.0  # time for a pending snapshot before its node is drained
+DEATH_S = 15.0  # time until Ray knows that a rank died, after other ranks have failed because of it
 
 
 class WorkerGroup:
-    """Call `assign_leases`, then `update`, `publish` or `save`, then `park`. The instances keep the optimizer while they are parked.
+    """One instance per rank. Call `assign_leases`, then `update`, `publish` or `save`, then `park`.
 
-    If the process or node of a rank is lost, all ranks restart wherever there are leases and return to the state before. The caller
-    only notices that it took longer. Raises RunError if this happens more often than functions.max_replacements allows.
+    The instances keep the optimizer state while they are parked.
+
+    If the process or node of a rank is lost, all ranks restart wherever there are leases and return to their previous state. For the
+    caller the call only takes longer. Raises RunError if this happens more often than functions.max_replacements allows.
     """
 
     def __init__(
@@ -53,9 +55,15 @@ class WorkerGroup:
         recovery: Recovery | None = None,
         shares_base: bool = False,
     ) -> None:
-        """`section`: settings that all worker groups share: threads, deadline, number of skipped updates. `broker`: gets the leases of
-        lost ranks and lends missing ones. `name`: for messages. `recovery`: by default every step has a snapshot and no messages.
-        `shares_base`: published versions are adapters, and refer to the files of their base."""
+        """Create a worker group without processes.
+
+        Args:
+            section: settings that all worker groups share: threads, deadline, number of skipped updates.
+            broker: gets the leases of lost ranks and lends missing ones.
+            name: the group's name in messages.
+            recovery: default: a snapshot in every step, and no messages.
+            shares_base: published versions are adapters that refer to the files of their base.
+        """
         self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
         more_threads = section.max_slots_per_rank if pool.leases.resource == "cpu" else 1
         self.slots = ranks * more_threads
@@ -68,12 +76,12 @@ class WorkerGroup:
         self.shares_base = shares_base
         self.base: Any = None  # if shared, a reference to the model's files
         self.loopback = False
-        self.cutter = Cutter()  # as the ranks say, once they have loaded the model
+        self.cutter = Cutter()  # replaced by the ranks' own once they have loaded the model
         self.scheduler = GangScheduler(pool, ranks, broker, name)
-        self.update_s = 0.0  # of the slowest rank's work in the last update
-        self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the update before
+        self.update_s = 0.0  # seconds of the slowest rank's work in the last update
+        self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the last update
         self.reads_published = False  # the first rank keeps no weights of its own between updates, see `TrainerRank.read_published`
-        self.reading: list[Any] = []  # reference of a call for that
+        self.reading: list[Any] = []  # reference of the pending `read_published` call
 
     def assign_leases(self, spare: list[Lease]) -> list[Lease]:
         """Assign leases to the ranks, see `GangScheduler.take`, and restore lost ranks. Returns the leases that are left."""
@@ -111,7 +119,7 @@ class WorkerGroup:
             raise RunError(f"the {self.name}'s leases fit other processes than those that hold its state")
 
     def _begin(self) -> None:
-        """Start the ranks, which have their leases: restore them if they were lost, or return them to their devices."""
+        """Start the ranks, which hold their leases: restore lost ranks, or return parked ones to their devices."""
         starting = [i for i in self.by_rank if i.state is State.STARTING]
         if starting:
             self._opened()
@@ -134,12 +142,12 @@ class WorkerGroup:
 
     @property
     def working(self) -> bool:
-        """Whether its ranks hold their leases."""
+        """Whether the ranks hold their leases."""
         return bool(self.pool.working)
 
     def fits(self, leases: list[Lease]) -> bool:
         """Return whether these leases are enough for every rank, or the ranks have leases already."""
-        return self.working or (bool(self.by_rank) and not self._ended and len(self.scheduler.own(self.by_rank, leases)[0]) == self.ranks)
+        return self.working or (bool(self.by_rank) and not self._ended and len(self.scheduler.fit(self.by_rank, leases)[0]) == self.ranks)
 
     def prewarm(self, slot: Slot) -> None:
         """Start a process ahead of its lease, unless there are several ranks: their processes must start in order."""
@@ -167,7 +175,7 @@ class WorkerGroup:
 
     @property
     def _ended(self) -> bool:
-        """Whether idle processes were ended to free memory. Only processes without state are."""
+        """Return whether idle processes were ended to free memory. This happens only to processes without state."""
         return any(instance.state is State.GONE for instance in self.by_rank)
 
     def _end(self) -> None:
@@ -190,18 +198,18 @@ class WorkerGroup:
         self.recovery.seconds += time.monotonic() - began_s
 
     def _surely(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
-        """Return the ranks' replies. If a rank is lost, restart and ask again."""
+        """Return the ranks' replies. If a rank is lost, restart all ranks and repeat the calls."""
         return self._begun(ask, what).result()
 
     def _begun(self, ask: Callable[[], list[Any]], what: str) -> Pending[list[Any]]:
-        """Do the same in the background: only `result` waits for the ranks."""
+        """Start the calls. `result` waits for the replies like `_surely`."""
         refs = ask()
-        asked = [refs]
+        pending = [refs]
 
         def result() -> list[Any]:
             while True:
                 try:
-                    return self._all(asked.pop() if asked else ask(), what)
+                    return self._all(pending.pop() if pending else ask(), what)
                 except LearnerLost as lost:
                     self.handle_loss(lost)
                     self._assign_free_leases()
@@ -233,13 +241,13 @@ class WorkerGroup:
             self.base = ray.put(self.files.files)
         files, source = self._source(self.files), self._source(state)
         refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
-        told = self._all(refs, f"the {self.name} to load its model")
-        self._book(one["spans"] for one in told)
-        self.cutter = told[0]["cutter"]
-        self.reads_published = told[0].get("reads_published", False)
+        opened = self._all(refs, f"the {self.name} to load its model")
+        self._book(one["spans"] for one in opened)
+        self.cutter = opened[0]["cutter"]
+        self.reads_published = opened[0].get("reads_published", False)
         if self.cutter.sharing is not None and (obstacle := self.cutter.sharing.obstacle):
             self.recovery.say(f"the {self.name} computes a copy of the prompt for each response: {obstacle}")
-        for instance, one in zip(self.by_rank, told, strict=True):
+        for instance, one in zip(self.by_rank, opened, strict=True):
             instance.memory_mb = one["memory_mb"]
 
     def _source(self, state: Snapshot) -> Source | None:
@@ -272,7 +280,7 @@ class WorkerGroup:
 
     def _updated(self, batch: Batch, replies: list[Any]) -> Any:
         self.recovery.did("update", batch)
-        if self.reading:  # which was done before the update
+        if self.reading:  # it ended before the update began
             self._all(self.reading, f"the {self.name} to read its published weights")
             self.reading = []
         self._book(spans for _, spans in replies)
@@ -298,10 +306,10 @@ class WorkerGroup:
         return replies[0][0]
 
     def save_model(self, folder: Path, *, trained: bool = False) -> dict[str, str]:
-        """Put the files of the weights into a folder, and return their checksums.
+        """Write the files of the weights to a folder, and return their checksums.
 
-        `trained`: what the learner trains, see `TrainerRank.model_files`, which needs no lease. Otherwise the complete weights,
-        adapters merged, which needs leases. Raises OSError if the disk is full.
+        `trained`: write only what is trained, see `TrainerRank.model_files`; this needs no lease. Otherwise the complete weights are
+        written, adapters merged, which needs leases. Raises OSError if the disk is full.
         """
         if not self.by_rank:
             self.pool.leases.release(self.assign_leases([]))
@@ -316,8 +324,11 @@ class WorkerGroup:
         return self._surely(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
 
     def passed(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
-        """Compute values per response token under the current weights, by name: `logprobs` of a learner (`more`: the names, see
-        `overlap.passes`), `reference` of a reference, `values` of a critic."""
+        """Compute values per response token under the current weights, by name.
+
+        `what`: `logprobs` of a learner (`more`: the names, see `overlap_rules.passes`), `reference` of a reference, or `values` of a
+        critic.
+        """
         replies = self._surely(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
         self._book(spans for *_, spans in replies)
         return self._joined(replies)
@@ -333,8 +344,8 @@ class WorkerGroup:
         ]
 
     def _joined(self, replies: list[Any]) -> dict[str, np.ndarray]:
-        """Put the shares' values together. Ranks of one copy of the model computed the same."""
-        return joined([(found, places) for found, places, _ in replies[:: self.ranks // self.cutter.ranks]])
+        """Join the values of all shares. Ranks of one copy of the model have computed the same values."""
+        return joined([(values, places) for values, places, _ in replies[:: self.ranks // self.cutter.ranks]])
 
     def accumulate(self, batch: Batch) -> list[Any]:
         """Accumulate gradients of a part of a step on every rank. Returns references for `accumulated`."""
@@ -346,18 +357,18 @@ class WorkerGroup:
         return ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
 
     def accumulated(self, refs: list[Any]) -> None:
-        """Wait for gradients. The ranks still hold their leases. A lost rank's successor accumulates again when it gets leases."""
-        if replies := self._heard(refs, "gradients"):
+        """Wait for gradients. The ranks keep their leases. The successor of a lost rank accumulates again when it gets leases."""
+        if replies := self._replies(refs, "gradients"):
             self._book(replies)
 
     def answered(self, refs: list[Any], what: str) -> tuple[dict[str, np.ndarray], float] | None:
-        """Wait for replies to `ask`. Returns them with the seconds of the slowest rank, or None if a rank was lost: ask again."""
-        if not (replies := self._heard(refs, what)):
+        """Wait for replies to `ask`. Returns them with the slowest rank's seconds, or None if a rank was lost: then call `ask` again."""
+        if not (replies := self._replies(refs, what)):
             return None
         self._book(spans for *_, spans in replies)
         return self._joined(replies), max(sum(span.to_s - span.from_s for span in spans) for *_, spans in replies)
 
-    def _heard(self, refs: list[Any], what: str) -> list[Any]:
+    def _replies(self, refs: list[Any], what: str) -> list[Any]:
         """Return the replies, or an empty list if a rank was lost."""
         try:
             return self._all(refs, f"the {self.name}'s {what}")
@@ -384,16 +395,16 @@ class WorkerGroup:
             self.reading = [self.by_rank[0].actor.read_published.remote(weights[0])]
         node = self.by_rank[0].slot.node
         copy, there = copy_to_driver_node(weights[0], node)
-        told = replies[0][0]  # a digest of each tensor; of a replayed learner one number
-        known = isinstance(told, dict)
-        total, digests = (combined(told), ray.put(told)) if known else (told, None)
+        digest_of = replies[0][0]  # a digest of each tensor; of a replayed learner one number
+        known = isinstance(digest_of, dict)
+        total, digests = (combined(digest_of), ray.put(digest_of)) if known else (digest_of, None)
         return WeightVersion(version, weights[0], total, node if there else "", copy if there else None, digests, self.base)
 
     def _weights(self) -> list[list[Any]]:
         return [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
 
     def safe(self, weights: WeightVersion) -> WeightVersion:
-        """Return the version once its copy is on the driver's node, so that a lost node cannot take it from engines.
+        """Return the version once its copy is on the driver's node, so that engines can load it even if its node is lost.
 
         If the node is lost already, the copy takes the place of the original. If it was lost before the copy was complete, the
         weights are published again, which may need leases. Raises RunError if they differ from the first ones.
@@ -422,43 +433,43 @@ class WorkerGroup:
 
     def ask_save(self, folder: Path, prefix: str = "") -> list[Any]:
         """Return references for `save`, or an empty list if there is a snapshot of the current state already."""
-        return [] if self.recovery.has_now else self._asked(folder, prefix)
+        return [] if self.recovery.has_now else self._start_save(folder, prefix)
 
-    def _asked(self, folder: Path, prefix: str) -> list[Any]:
+    def _start_save(self, folder: Path, prefix: str) -> list[Any]:
         return [i.actor.save.remote(str(folder.resolve()), prefix) for i in self.by_rank]
 
     def save(self, folder: Path, deadline_s: float | None = None, prefix: str = "", asked: list[Any] | None = None) -> dict[str, str]:
-        """Put model, optimizer and random state into a folder as files, and return their checksums.
+        """Write model, optimizer and random state to a folder as files, and return their checksums.
 
         Every rank writes its own files. Works without leases, because the state is in host memory. Raises OSError if the disk is full.
         """
         deadline_s = deadline_s or self.deadline_s
         if (kept := self.recovery.current(deadline_s)) is not None:
             with suppress(*GONE):  # its node was lost: the ranks still have the state
-                found = get(kept, deadline_s, f"the {self.name}'s snapshot")
-                return receive([Delivery(files={prefix + name: x for name, x in files.items()}) for files in found], folder)
+                by_rank = get(kept, deadline_s, f"the {self.name}'s snapshot")
+                return receive([Delivery(files={prefix + name: x for name, x in files.items()}) for files in by_rank], folder)
         working = self.working
         while True:
             try:
                 if not self.by_rank:
                     self._assign_free_leases()
-                refs, asked = asked or self._asked(folder, prefix), None
-                found = self._all(refs, f"the {self.name}'s checkpoint", deadline_s)
+                refs, asked = asked or self._start_save(folder, prefix), None
+                deliveries = self._all(refs, f"the {self.name}'s checkpoint", deadline_s)
             except LearnerLost as lost:
                 self.handle_loss(lost)
             else:
                 if not working:
                     self.broker.put(self.park())
-                return receive(found, folder)
+                return receive(deliveries, folder)
 
     def _all(self, refs: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
         try:
             return get(refs, deadline_s or self.deadline_s, what)
         except ray.exceptions.RayTaskError as error:
-            if "EADDRINUSE" in f"{error.cause} {error}":  # since it was chosen; other ranks wait there and cannot be asked again
-                taken = f"{what} failed: the port that its processes were to meet at was taken meanwhile"
+            if "EADDRINUSE" in f"{error.cause} {error}":  # taken after it was chosen; other ranks already wait at it
+                taken = f"{what} failed: another program has taken the rendezvous port of its processes"
                 raise LearnerLost(taken, FailureCause.DIED) from error
-            if self.ranks > 1 and (death := _death(refs)) is not None:  # the others fail for it, and may do so first
+            if self.ranks > 1 and (death := _death(refs)) is not None:  # other ranks fail because of it, possibly before it
                 raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(death)}") from death
             if isinstance(error.cause, UserError):
                 raise UserError(str(error.cause)) from None
@@ -470,8 +481,8 @@ class WorkerGroup:
 
     def _book(self, spans: Iterable[list[Any]]) -> None:
         """Record the spans of every rank, in order of rank, in the ledger."""
-        for instance, own in zip(self.by_rank, spans, strict=True):
-            self._spans(instance, own)
+        for instance, spans_of_rank in zip(self.by_rank, spans, strict=True):
+            self._spans(instance, spans_of_rank)
 
     def _spans(self, instance: Instance, spans: list[Any]) -> None:
         self.pool.ledger.spans([lease.id for lease in instance.leases], spans)

@@ -39,9 +39,9 @@ class OverlapScheduler:
     def add_samples(self, samples: list[Sample]) -> None:
         """Add finished responses."""
         self.unscored += samples
-        self.learning.passes.heard(samples)
+        self.learning.passes.add_samples(samples)
         if self.drafting is not None:
-            self.drafting.heard(samples)
+            self.drafting.add_samples(samples)
 
     def wants_slot(self) -> bool:
         """Return whether one more slot would have work."""
@@ -65,16 +65,16 @@ class OverlapScheduler:
             for sample in samples:
                 self.by_group.setdefault(self.learning.group_of(sample), []).append(sample)
         if self.learning.fits(leases):
-            samples = self.learning.some([group for group in self.by_group.values() if self._is_done(group)], seconds)
+            samples = self.learning.choose_samples([group for group in self.by_group.values() if self._is_done(group)], seconds)
             for sample in samples:
                 self.by_group.pop(self.learning.group_of(sample), None)
             if samples:
                 leases = self.learning.accumulate(samples, leases)
                 self.learned += len(samples)
         if leases:
-            leases = self.learning.passes.look(leases, seconds)
+            leases = self.learning.passes.start_ahead(leases, seconds)
         if self.drafting is not None:
-            leases = self.drafting.look(leases, seconds)
+            leases = self.drafting.start_ahead(leases, seconds)
         self.broker.put(leases)
 
     def finish(self) -> None:
@@ -86,5 +86,5 @@ class OverlapScheduler:
         return len(group) == self.count and all(s.reward is not None or s.error is not None for s in group)
 
     def metrics(self) -> dict[str, Any]:
-        found = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
-        return found | self.learning.passes.metrics() | (self.drafting.metrics() if self.drafting is not None else {})
+        counts = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
+        return counts | self.learning.passes.metrics() | (self.drafting.metrics() if self.drafting is not None else {})

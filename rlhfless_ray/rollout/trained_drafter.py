@@ -55,7 +55,7 @@ class TrainedDrafter:
 
     # ---- while engines work, see `OverlapScheduler` ----------------------------------------------------------------
 
-    def heard(self, samples: Sequence[Sample]) -> None:
+    def add_samples(self, samples: Sequence[Sample]) -> None:
         """Queue finished samples."""
         for sample in samples:
             prompt, logprobs = sample.prompt.token_ids, sample.completion.logprobs.copy()
@@ -80,7 +80,7 @@ class TrainedDrafter:
     def refs(self) -> list[Any]:
         return self.running[:1]
 
-    def look(self, leases: list[Lease], seconds: float) -> list[Lease]:
+    def start_ahead(self, leases: list[Lease], seconds: float) -> list[Lease]:
         """Train under one of the leases, if the tail of `seconds` has time for two updates. Returns the leases that are not used."""
         if not leases or not self.wants_slot or seconds < 2 * self.update_s:
             return leases
