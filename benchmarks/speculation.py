@@ -115,7 +115,7 @@ def answer(engine: Any, requests: list[Any]) -> tuple[dict[int, list[int]], floa
 
 def trained(folder: Path, scratch: Path) -> dict[str, np.ndarray]:
     """Return the drafter's weights after it has learned from responses of `chain`, as a run trains it."""
-    from rlhfless_ray.rollout.drafter_trainer import DrafterSettings, DrafterTrainer, Said
+    from rlhfless_ray.rollout.drafter_trainer import DrafterSettings, DrafterTrainer, SampledSequence
     from rlhfless_ray.rollout.trained_drafter import PASSES
     from rlhfless_ray.types import Request
 
@@ -131,7 +131,7 @@ def trained(folder: Path, scratch: Path) -> dict[str, np.ndarray]:
             for key, tokens in found.items():
                 prompt = prompts[key // GROUP]
                 logprobs = np.concatenate([np.full(len(prompt), np.nan, np.float32), np.zeros(len(tokens), np.float32)])
-                said.append(Said(np.array([*prompt, *tokens], np.int32), logprobs))
+                said.append(SampledSequence(np.array([*prompt, *tokens], np.int32), logprobs))
         trainer.add(said)
         trainer.train(PASSES * sum(int(np.isfinite(one.logprobs).sum()) for one in said), lambda seconds: True)
     return trainer.weights()
@@ -146,7 +146,7 @@ def measure(case: str, rounds: int, scratch: Path) -> list[dict[str, Any]]:
     weights = trained(drafters["trained"], scratch) if "trained" in drafters else None
     engines = {name: engine(case, name, kind, files, scratch, drafters.get(name)) for name, kind in kinds.items()}
     if weights is not None:
-        engines["trained"].hear(DraftNews({}, (), weights))
+        engines["trained"].update_drafts(DraftNews({}, (), weights))
     names, drafting = list(kinds), list(kinds)[1:]
     numbers = itertools.count()
     for temperature, batch in itertools.product(TEMPERATURES[case], BATCHES[case]):

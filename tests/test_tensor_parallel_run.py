@@ -96,7 +96,7 @@ def test_two_slots_give_the_tokens_of_one_also_after_a_member_hangs_or_is_lost(t
 @pytest.mark.parametrize(
     ("width", "said"),
     [
-        (3, "rollout.tensor_parallel: 3 slots cannot share the heads and layers of a policy made from scratch evenly; 1, 2 can"),
+        (3, "rollout.tensor_parallel: 3 slots cannot share the heads and layers of a policy made from scratch evenly; set it to 1, 2"),
         (2, "the 2 slots of an engine must be on one node, but the largest node has 1 (CPU cores); lower it"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Serve one adapter on its base in a vLLM engine: kilobytes for a version, where merged weights are the whole model.
+"""Serve an adapter on its base in a vLLM engine. A version is kilobytes then, while merged weights are the whole model.
 
-An engine serves one version at a time, so its one adapter is replaced in place, from arrays.
+An engine serves one version at a time, so its only adapter is replaced in place, from arrays.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ REQUEST = LoRARequest("policy", NUMBER, "loaded from memory")
 
 
 class OneAdapter(PunicaWrapperCPU):
-    """Adds the product of the engine's only adapter.
+    """Add the product of the engine's only adapter.
 
-    vLLM's own products on CPU first copy the adapter for every token: decoding at 11 M parameters took 2.2 to 2.6 times as long.
+    vLLM's own implementation on CPU first copies the adapter for every token: decoding with 11 M parameters took 2.2 to 2.6 times as
+    long.
     """
 
     def add_lora_linear(
@@ -40,7 +41,7 @@ class OneAdapter(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: Any,
     ) -> None:
-        """y (tokens, Σ output_slices) += x @ Aᵀ @ Bᵀ, for each slice with its own A and B, in place."""
+        """Compute y (tokens, Σ output_slices) += x @ Aᵀ @ Bᵀ in place, for each slice with its own A and B."""
         if self.no_lora:  # a trial run while vLLM starts
             return
         start = 0
@@ -63,7 +64,10 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def put_adapter(worker: Any, weights: Mapping[str, np.ndarray], served: ServedAdapter) -> list[str]:
-    """Run in vLLM's worker: replace its adapter. Returns modules of `weights` that the model does not adapt; then it has none."""
+    """Replace the adapter of vLLM's worker, in which this runs. Returns modules in `weights` that the model does not adapt.
+
+    If there are any, the worker has no adapter.
+    """
     manager = worker.model_runner.lora_manager._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     tensors = {name: as_tensor(np.asarray(array)).clone() for name, array in weights.items()}  # vLLM scales them in place

@@ -1,4 +1,4 @@
-"""Commands to an engine at work. Another thread of its process adds them; the engine looks between two steps."""
+"""Commands to a working engine. Another thread of its process adds them, and the engine reads them between two steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ NO_CALL = 0  # epoch of no call: a command for it only brings pages
 
 @dataclass(frozen=True)
 class DraftNews:
-    """What an engine is told for its drafts. `learned`: a state of `Learned`, empty if there is nothing new. `said`: (name, tokens) of
-    texts of other engines and earlier steps; a text that was told before goes on. `weights`: of the drafter, {name: array} or a reference
-    to it, None if the engine has them."""
+    """Data for an engine's drafts.
+
+    Attributes:
+        learned: state of `Learned`; {} if there is nothing new.
+        texts: (name, tokens) of responses of other engines and earlier steps. Tokens of a name that was sent before continue that text.
+        weights: the drafter's weights, {name: array} or a reference to it; None if the engine has them.
+    """
 
     learned: dict[str, Any]
-    said: tuple[tuple[int, np.ndarray], ...]
+    texts: tuple[tuple[int, np.ndarray], ...]
     weights: Any = None
 
 
@@ -28,10 +32,13 @@ class DraftNews:
 class EngineCommand:
     """A command to cut requests, to add some, or both.
 
-    `cut`: keys of requests to stop; their last tokens are sent with end "cut". `copy`: keys of requests that go on, and whose full KV
-    blocks are copied. `what`: name in the timeline. `ticket`: if not 0, the engine keeps the KV pages of cut or copied requests under this
-    number until they are fetched. `pages`: references to the KV pages of added requests, or of some that will be added. `drafts`: see
-    `DraftNews`.
+    Attributes:
+        cut: keys of requests to stop. Their last tokens are sent with end "cut".
+        copy: keys of requests that continue, and whose full KV blocks are copied.
+        what: name in the timeline.
+        ticket: if not 0, the engine keeps the KV pages of cut or copied requests under this number until they are fetched.
+        pages: references to the KV pages of added requests, or of requests that will be added later.
+        drafts: see `DraftNews`.
     """
 
     cut: tuple[int, ...] = ()
@@ -44,9 +51,9 @@ class EngineCommand:
 
 
 class ControlQueue:
-    """The commands of one call of the engine at a time, identified by its epoch.
+    """The commands of an engine's current call, which is identified by its epoch.
 
-    Commands for other epochs are dropped. Their sender sees from the end of that call what was not done.
+    Commands for other epochs are dropped. At the end of that call their sender sees which commands were not carried out.
     """
 
     def __init__(self) -> None:
@@ -68,7 +75,7 @@ class ControlQueue:
             return True
 
     def take(self) -> list[EngineCommand]:
-        if not self.commands:  # without the lock: called before every step, and a new command can wait for the next one
+        if not self.commands:  # without the lock: this runs before every step, and a new command can wait for the next step
             return []
         with self.changed:
             commands, self.commands = self.commands, []

@@ -1,7 +1,7 @@
-"""Training of a drafter on what the policy has sampled, in a process of its own.
+"""Train a drafter on the policy's sampled tokens, in a separate process.
 
-The drafter learns the policy's distribution from its tokens, by cross-entropy. A drafter that is behind the policy, or has died, costs
-drafts and no token: engines verify what it drafts.
+The drafter learns the policy's distribution from its tokens, by cross-entropy. If it is behind the policy or has died, fewer drafts are
+accepted. Responses do not change, because engines verify every draft.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from rlhfless_ray.weights.load_policy import quiet_libraries
 from rlhfless_ray.weights.model_folder import write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-KEPT_TOKENS = 200_000  # of the newest sequences, from which batches are drawn
-BATCH_TOKENS = 1024  # of an update, padding included. Small, because the end of a rollout waits for the update that is under way
+KEPT_TOKENS = 200_000  # tokens of the newest sequences, from which batches are drawn
+BATCH_TOKENS = 1024  # tokens of an update, padding included; small, because the end of a rollout waits for the running update
 WINDOW_TOKENS = 512  # longest part of a sequence that an update reads
 WARM_UP = 20  # updates in which the learning rate rises
-MOST_NORM = 1.0  # of a gradient
+MOST_NORM = 1.0  # limit of a gradient's norm
 
 
 @dataclass(frozen=True)
 class DrafterSettings:
     learning_rate: float
-    temperature: float  # of the tokens that are learned from
+    temperature: float  # at which the tokens were sampled
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
-class Said:
-    """A sequence to learn from. `tokens`: (n,) int32, prompt included. `logprobs`: (n,) float32, the policy's; NaN for tokens that it
+class SampledSequence:
+    """A sequence to train on. `tokens`: (n,) int32, prompt included. `logprobs`: (n,) float32, the policy's; NaN for tokens that it
     has not sampled."""
 
     tokens: np.ndarray
@@ -46,13 +46,13 @@ class Said:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a call has trained. `loss`, `kl`: means over its updates, per token; `kl` is log p of the policy minus that of the drafter."""
+    """Statistics of a training call. `loss`, `kl`: means over its updates, per token; `kl` is the policy's log p minus the drafter's."""
 
     updates: int
-    tokens: int  # that the updates read
+    tokens: int  # tokens that the updates read
     loss: float
     kl: float
-    update_s: float  # of the last update
+    update_s: float  # seconds of the last update
     spans: list[Span]
 
 
@@ -69,8 +69,8 @@ class DrafterTrainer:
         self.model.train()
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.updates = 0
-        self.said: deque[Said] = deque()
-        self.tokens = 0  # of `said`
+        self.sequences: deque[SampledSequence] = deque()
+        self.tokens = 0  # in `sequences`
         self.rng = np.random.default_rng(0)
 
     def move(self, device: str) -> None:
@@ -88,24 +88,25 @@ class DrafterTrainer:
         """Return a copy of the weights, float32. Tied ones appear once."""
         return {name: parameter.detach().cpu().numpy().copy() for name, parameter in self.model.named_parameters()}
 
-    def add(self, said: Sequence[Said]) -> None:
-        self.said += said
-        self.tokens += sum(len(one.tokens) for one in said)
-        while self.tokens > KEPT_TOKENS and len(self.said) > 1:
-            self.tokens -= len(self.said.popleft().tokens)
+    def add(self, sequences: Sequence[SampledSequence]) -> None:
+        self.sequences += sequences
+        self.tokens += sum(len(one.tokens) for one in sequences)
+        while self.tokens > KEPT_TOKENS and len(self.sequences) > 1:
+            self.tokens -= len(self.sequences.popleft().tokens)
 
     def train(self, tokens: int, goes_on: Callable[[float], bool]) -> tuple[list[tuple[float, float]], int, float]:
-        """Make updates until they have read `tokens` tokens. Returns (loss, kl) of each, the tokens read and the last one's seconds.
+        """Make updates until they have read `tokens` tokens.
 
-        goes_on: called before each update with the seconds that the last one took, 0 before the first.
+        Returns (loss, kl) of each update, the number of tokens read, and the seconds of the last update. `goes_on`: called before each
+        update with the seconds of the previous one (0 before the first); training ends when it returns False.
         """
-        found, read, took_s = [], 0, 0.0
-        while self.said and read < tokens and goes_on(took_s):
+        means_of_updates, read, took_s = [], 0, 0.0
+        while self.sequences and read < tokens and goes_on(took_s):
             begin = time.monotonic()
             *means, count = self._update()
-            found.append((means[0], means[1]))
+            means_of_updates.append((means[0], means[1]))
             read, took_s = read + count, time.monotonic() - begin
-        return found, read, took_s
+        return means_of_updates, read, took_s
 
     def _update(self) -> tuple[float, float, int]:
         torch = self.torch
@@ -113,10 +114,10 @@ class DrafterTrainer:
         at = torch.from_numpy(tokens).to(self.settings.device)
         sampled = torch.from_numpy(logprobs[:, 1:]).to(self.settings.device)
         learned = ~sampled.isnan()
-        # Padding follows a sequence, so causal attention keeps it from the tokens that count.
+        # Padding follows a sequence, so with causal attention it does not affect the sequence's tokens.
         logits = self.model(at, use_cache=False).logits[:, :-1].float() / self.settings.temperature
-        own = torch.log_softmax(logits, -1).gather(2, at[:, 1:, None]).squeeze(2)[learned]
-        loss = -own.mean()
+        logprobs = torch.log_softmax(logits, -1).gather(2, at[:, 1:, None]).squeeze(2)[learned]
+        loss = -logprobs.mean()
         self.updates += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * min(1.0, self.updates / WARM_UP)
@@ -124,15 +125,15 @@ class DrafterTrainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MOST_NORM)
         self.optimizer.step()
-        return loss.item(), (sampled[learned] - own).mean().item(), int(learned.sum())
+        return loss.item(), (sampled[learned] - logprobs).mean().item(), int(learned.sum())
 
     def _batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens (sequences, columns) and the policy's log-probabilities, NaN in the padding, of sequences drawn at random."""
-        parts: list[Said] = []
+        """Draw sequences at random. Returns tokens (sequences, columns) and the policy's log-probabilities, NaN in the padding."""
+        parts: list[SampledSequence] = []
         while True:
-            one = self.said[int(self.rng.integers(len(self.said)))]
+            one = self.sequences[int(self.rng.integers(len(self.sequences)))]
             begin = int(self.rng.integers(max(1, len(one.tokens) - WINDOW_TOKENS + 1)))
-            part = Said(one.tokens[begin : begin + WINDOW_TOKENS], one.logprobs[begin : begin + WINDOW_TOKENS])
+            part = SampledSequence(one.tokens[begin : begin + WINDOW_TOKENS], one.logprobs[begin : begin + WINDOW_TOKENS])
             columns = max(len(part.tokens), *(len(other.tokens) for other in parts)) if parts else len(part.tokens)
             if parts and columns * (len(parts) + 1) > BATCH_TOKENS:
                 break
@@ -150,7 +151,7 @@ class DrafterActor:
     concurrency_groups: ClassVar = {"control": 1}  # `stop` runs beside `train`
 
     def __init__(self, files: Files, settings: DrafterSettings) -> None:
-        """Imports only, so that a process can be prewarmed without a lease. `files`: of the drafter's folder."""
+        """Only import, so that a process can be prewarmed without a lease. `files`: files of the drafter's folder."""
         start = time.time()
         import torch  # noqa: F401
         from transformers import AutoModelForCausalLM  # noqa: F401
@@ -169,11 +170,11 @@ class DrafterActor:
         return {"memory_mb": own_memory_mb(), "spans": spans}
 
     def train(
-        self, call: int, said: list[Said], tokens: int, seconds: float, threads: int, weights: dict[str, np.ndarray] | None
+        self, call: int, sequences: list[SampledSequence], tokens: int, seconds: float, threads: int, weights: dict[str, np.ndarray] | None
     ) -> tuple[Trained, dict[str, np.ndarray]]:
-        """Learn from these and earlier sequences until the updates have read `tokens` tokens, for at most about `seconds`.
+        """Train on these and earlier sequences until the updates have read `tokens` tokens, for at most about `seconds`.
 
-        `call`: its number, for `stop`. `weights`: what to go on from; None: from what this process has.
+        `call`: number of this call, for `stop`. `weights`: weights to continue from; None: this process's own.
         """
         import torch
 
@@ -182,14 +183,14 @@ class DrafterActor:
         if weights is not None:
             self.trainer.load(weights)
         self.trainer.move(self.settings.device)
-        self.trainer.add(said)
+        self.trainer.add(sequences)
         means, read, update_s = self.trainer.train(tokens, lambda took_s: self.stopped < call and time.monotonic() + took_s < end)
         loss, kl = np.mean(means, axis=0).tolist() if means else (0.0, 0.0)
         done = Trained(len(means), read, loss, kl, update_s, [Span("work", "train the drafter", start, time.time())])
         return done, self.trainer.weights()
 
     def stop(self, call: int) -> None:
-        """End a call after the update that is under way. Runs beside it."""
+        """End a call after its current update. Runs beside it."""
         self.stopped = max(self.stopped, call)
 
     def park(self) -> dict[str, Any]:

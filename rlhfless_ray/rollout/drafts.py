@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 ALL = 1 << 30  # sequences
 MODEL = "model"  # name of the drafter among the sequences that rest; those have numbers
-TRIAL_PASSES = 4  # of the drafter until its time is known, and in each step without `auto`
-ENOUGH_PROMISED = 4.0  # expected tokens of a draft from text that the drafter is not asked to better
-TRIAL_TOKENS = 2  # drafted for a sequence until the time of a verified token is known
+TRIAL_PASSES = 4  # passes of the drafter until their time is known, and in each step without `auto`
+ENOUGH_PROMISED = 4.0  # a draft from text with so many expected tokens is used without a draft by the model
+TRIAL_TOKENS = 2  # tokens drafted for a sequence until the time of a verified token is known
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,29 @@ class _Sequence:
 
 
 class Drafter:
-    """vLLM's proposer of drafts (`method="custom_class"`). `attach` completes it; until then, and in further members, it drafts
-    nothing."""
+    """vLLM's proposer of drafts (`method="custom_class"`).
+
+    `attach` completes it. Before that, and in further members of an engine, it drafts nothing.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         self.most_tokens = vllm_config.model_config.max_model_len
         self.runner: Any = None
 
     def attach(self, runner: Any, always: bool, model: Path | None = None) -> None:
-        """`always`: verify all that the sources offer, in each step. `model`: folder of a model that drafts too."""
+        """Start drafting. `always`: verify all drafts in each step. `model`: folder of a model that drafts too."""
         self.runner, self.always = runner, always
-        # vLLM would verify zeros for all sequences when one is near the end of the context. `propose` keeps to the end itself.
+        # vLLM would verify zeros for all sequences when one is near the end of the context. `propose` limits drafts to the end itself.
         runner.effective_drafter_max_model_len = self.most_tokens + MOST_TOKENS + 1
         self.config = runner.speculative_config
         self.text, self.learned = TextSource(), Learned()
         self.attempts = Attempts(self.learned)
         self.model = None if model is None else self._load(model)
-        self.pass_s = 0.0  # of the model for one token of each sequence
+        self.pass_s = 0.0  # seconds of a pass of the model, for one token of each sequence
         self.offered: dict[str, Draft] = {}  # by vLLM's request id: the draft whose first tokens the next step verifies
         self.most = 0  # sequences for which the step looks up drafts
-        self.verified: dict[str, Draft] = {}  # the same of the step that has just ended
-        self.draft_s = 0.0  # that the step spent on drafts
+        self.verified: dict[str, Draft] = {}  # likewise, for the step that has just ended
+        self.draft_s = 0.0  # seconds that the step spent on drafts
         self.running = self.context_tokens = 0  # of the last step
 
     def _load(self, folder: Path) -> ModelSource | None:
@@ -71,19 +73,19 @@ class Drafter:
         try:
             vocabulary, longest = self.runner.model_config.get_vocab_size(), self.most_tokens + MOST_TOKENS + 1
             return ModelSource(folder, vocabulary, longest, self.runner.device)
-        except Exception as error:  # of many types
+        except Exception as error:  # loading may raise many types
             self._drop_model(error)
             return None
 
     def _drop_model(self, error: Exception) -> None:
-        """Go on without the drafter model, whose failures must not end a run."""
-        print(f"the drafter failed, so this engine goes on without it ({one_line_with_type(error, 300)})", file=sys.stderr, flush=True)
+        """Continue without the drafter model, whose failures must not end a run."""
+        print(f"the drafter failed, so this engine continues without it ({one_line_with_type(error, 300)})", file=sys.stderr, flush=True)
         self.model = None
 
     def begin_step(self, running: int, context_tokens: int) -> None:
-        """Decide whether the next step looks up drafts. `running`, `context_tokens`: of the last one.
+        """Decide whether the next step looks up drafts. `running`, `context_tokens`: of the last step.
 
-        A step that neither looks up nor verifies drafts takes vLLM's shorter way, without a speculative configuration.
+        A step that neither looks up nor verifies drafts uses vLLM's faster path without a speculative configuration.
         """
         self.running, self.context_tokens, self.draft_s = running, context_tokens, 0.0
         self.most = ALL if self.always else self.attempts.begin_step(running, context_tokens)
@@ -95,7 +97,7 @@ class Drafter:
         return sum(drafted for drafted, _ in counts), sum(accepted for _, accepted in counts)
 
     def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
-        """Learn from a step: its time, and what it saved. `tried`: by vLLM's request id, drafted tokens and those accepted."""
+        """Record a step's time and its accepted drafts. `tried`: (drafted, accepted) tokens by vLLM's request id."""
         known = {name: counts for name, counts in tried.items() if name in self.verified}
         drafted, accepted = ([counts[i] for counts in known.values()] for i in (0, 1))
         self.learned.acceptance.observe([self.verified[name] for name in known], drafted, accepted)
@@ -107,13 +109,13 @@ class Drafter:
         self.attempts.settle(step.running, step.context_tokens, step.drafted, step.accepted, step.draft_s)
 
     def finish(self, number: int, response: Sequence[int]) -> None:
-        """Draft from a response that has ended."""
+        """Add a finished response to the texts that drafts come from."""
         self._read(self.text.finish, number, np.asarray(response, np.int32))
 
-    def hear(self, news: DraftNews) -> None:
-        """Take over what a run has learned, and draft from what other engines and earlier steps have said."""
+    def update(self, news: DraftNews) -> None:
+        """Take over the run's fitted times and acceptance, and add responses of other engines and earlier steps to the texts."""
         self.learned.restore(news.learned)
-        for name, tokens in news.said:
+        for name, tokens in news.texts:
             self._read(self.text.add, ("said", name), tokens)
         if news.weights is not None and self.model is not None:
             try:
@@ -123,27 +125,27 @@ class Drafter:
             self.attempts.forget(MODEL)
 
     def _read(self, read: Callable[..., None], *text: Any) -> None:
-        """Add a text, unless too little was saved by drafts to pay for it."""
+        """Add a text, unless drafts have saved too little time to pay for it."""
         if self.always or self.attempts.balance > 0:
             begin = time.thread_time()
             read(*text)
             self.attempts.spend(time.thread_time() - begin, self.running, self.context_tokens)
 
     def load_model(self, *_: Any) -> None:
-        """Called by vLLM. There is no model."""
+        """Do nothing. vLLM calls this, but there is no model."""
 
     def propose(self, sampled: list[list[int]], lengths: np.ndarray, token_ids: np.ndarray, **_: Any) -> list[list[int]]:
         """Return the drafted tokens of each sequence of the batch.
 
-        sampled: tokens of the step that has just ended, none for a prompt that is not computed yet. lengths: (sequences,) tokens
-        so far. token_ids: (sequences, columns) int32.
+        `sampled`: tokens of the step that has just ended; none for a prompt that is not computed yet. `lengths`: (sequences,) tokens
+        so far. `token_ids`: (sequences, columns) int32.
         """
-        found: list[list[int]] = [[] for _ in sampled]
+        drafted: list[list[int]] = [[] for _ in sampled]
         if self.runner is None:
-            return found
+            return drafted
         self.verified, self.offered = self.offered, {}
         if not self.most:
-            return found
+            return drafted
         begin = time.thread_time()
         batch = self.runner.input_batch
         names = batch.req_ids[: len(sampled)]
@@ -161,14 +163,14 @@ class Drafter:
                 self._draft_by_model(self.model, due, drafts, running, context_tokens)
         for row, draft, count in zip(tries, drafts, self._choose(drafts, running, context_tokens), strict=True):
             if count:
-                found[row] = draft.tokens[:count]
+                drafted[row] = draft.tokens[:count]
                 self.offered[names[row]] = draft
             else:
                 self.attempts.note(names[row], False)
-        self.draft_s = time.thread_time() - begin  # of the processor: what another process takes from it is not the drafts' fault
+        self.draft_s = time.thread_time() - begin  # CPU time, because other processes may take the processor meanwhile
         if due:
             self.attempts.observe_look_up(self.draft_s, len(due))
-        return found
+        return drafted
 
     def _choose(self, drafts: Sequence[Draft], running: int, context_tokens: int) -> list[int]:
         """Return how many tokens of each draft the next step verifies."""
@@ -184,11 +186,11 @@ class Drafter:
         request = self.runner.requests[batch.req_ids[row]]
         # The step draws one token besides the drafted ones.
         left = (request.sampling_params.max_tokens or 0) - len(request.output_token_ids) - 1
-        most = max(min(MOST_TOKENS, left, self.most_tokens - len(tokens) - 1), 0)
-        return _Sequence(batch.req_ids[row], key, int(batch.num_prompt_tokens[row]), tokens, most)
+        max_drafted = max(min(MOST_TOKENS, left, self.most_tokens - len(tokens) - 1), 0)
+        return _Sequence(batch.req_ids[row], key, int(batch.num_prompt_tokens[row]), tokens, max_drafted)
 
     def _draft_by_model(self, model: ModelSource, due: Sequence[_Sequence], drafts: list[Draft], running: int, context_tokens: int) -> None:
-        """Replace drafts from text by the model's where those promise more."""
+        """Replace drafts from text by the model's where those have more expected tokens."""
         acceptance, times = self.learned.acceptance, self.learned.times
         promised = acceptance.survival(drafts).sum(1)
         least = np.argsort(promised)[:MODEL_SEQUENCES].tolist()
@@ -196,26 +198,26 @@ class Drafter:
         if not places:
             return
         step_s = times.step_s(running, context_tokens)
-        token_s = 0.0 if step_s is None else step_s / running  # of a token without drafts
+        token_s = 0.0 if step_s is None else step_s / running  # seconds of a token without drafts
         begin, passes = time.thread_time(), 0
 
-        def goes_on(found: list[Draft]) -> bool:
+        def goes_on(by_model: list[Draft]) -> bool:
             nonlocal passes
             passes += 1
             if self.always or not token_s or not self.pass_s:
                 return passes < TRIAL_PASSES
             # The next token survives no more often than this one.
-            return float(acceptance.survival(found)[:, passes - 1].sum()) * token_s > self.pass_s + len(places) * times.verify_s
+            return float(acceptance.survival(by_model)[:, passes - 1].sum()) * token_s > self.pass_s + len(places) * times.verify_s
 
         try:
-            found = model.propose([self._ask(due[i]) for i in places], goes_on)
+            by_model = model.propose([self._ask(due[i]) for i in places], goes_on)
         except Exception as error:
             self._drop_model(error)
             return
         seconds = time.thread_time() - begin
         self.pass_s += 0.1 * (seconds / passes - self.pass_s) if self.pass_s else seconds / passes
-        gains = np.maximum(acceptance.survival(found).sum(1) - promised[places], 0.0)
-        for i, draft, gain in zip(places, found, gains.tolist(), strict=True):
+        gains = np.maximum(acceptance.survival(by_model).sum(1) - promised[places], 0.0)
+        for i, draft, gain in zip(places, by_model, gains.tolist(), strict=True):
             if gain:
                 drafts[i] = draft
         self.attempts.note(MODEL, not token_s or float(gains.sum()) * token_s > seconds)

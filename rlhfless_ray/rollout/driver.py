@@ -39,21 +39,21 @@ OUTLIVES = 1.1  # a response longer than its forecast is expected to reach this 
 
 
 class RolloutDriver:
-    """Answers every request on the pool's working instances.
+    """Generate the response to every request on the pool's working instances.
 
     Args:
         expected: (n,) forecast tokens of each request.
         interval_s: Interval at which engines stream new tokens.
         silence_s: A started engine without a report for this long is considered hung.
-        needed_next: Slots that the next phase needs.
-        drained: Decides about the lease of an idle engine, from the seconds of tail left and whether the next phase needs it.
+        needed_next: Number of slots that the next phase needs.
+        drained: Decides about the lease of an idle engine, from the seconds until the rollout ends and whether the next phase needs it.
         give_back: Carries out that decision, unless the listener has work for the slot.
         on_progress: Called with the number of finished and of all responses.
-        migration: Moves requests between engines. None: they stay as long as their engine lives.
+        migration: Decides moves of requests between engines. None: requests stay as long as their engine lives.
         start_s: Expected start time of a new engine.
-        before: What earlier rollouts generated for some of the requests.
+        before: Completions that earlier rollouts generated for some of the requests, finished or not.
         is_enough: Whether the rollout may end, given the finished keys in order. Unfinished requests are cut then.
-        drafts: What engines share of their drafts.
+        drafts: Data for drafts that engines share.
         shared: Takes slots from other runs of the cluster, and gives slots to them. None: there are no others.
     """
 
@@ -94,10 +94,10 @@ class RolloutDriver:
         self.reloaded: set[int] = set()  # engines that loaded the copy of the weights
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> RolloutResult:
-        """Answer all requests.
+        """Generate all responses.
 
-        `shares`: indices of the requests of each working instance, in the pool's order. Instances without a share are given back
-        at once. Raises RunError past the deadline or when the pool's failure budget is used up.
+        `shares`: indices of the requests of each working instance, in the pool's order. Leases of instances without requests are given
+        back at once. Raises RunError past the deadline, or when the pool's failure budget is used up.
         """
         start = time.monotonic()
         shares = [share for share in shares if len(share)]
@@ -115,7 +115,7 @@ class RolloutDriver:
             self.assign(self.calls.number(instance), np.asarray(share))
         for instance in instances[len(shares) :]:
             self.calls.number(instance)
-            self.give_back(instance, Release(0, "the plan has nothing for it to do"))
+            self.give_back(instance, Release(0, "the plan assigns no requests to it"))
         self.start_sources()
         while self.has_work or self.calls.running:
             left = deadline_s - (time.monotonic() - start)
@@ -141,11 +141,11 @@ class RolloutDriver:
             self.result.unfinished = self.unfinished()
         elif missing := self.token_log.missing:
             total = len(self.token_log.requests)
-            raise RunError(f"{missing} of {total} responses are missing although every engine reported to be done")
+            raise RunError(f"{missing} of {total} responses are missing although every engine has reported its end")
         return self.result
 
     def stop_if_enough(self) -> None:
-        """Cut all requests once the rollout may end. Engines that start only now are sent the cut again with each report."""
+        """Cut all requests once the rollout may end. Engines that are still starting are sent the command again with each report."""
         if not self.stopping and self.is_enough(self.ended):
             self.stopping = True
             self.stop_sources()
@@ -160,27 +160,27 @@ class RolloutDriver:
     # ---- sources of requests; a multi-turn rollout overrides these ------------------------------------------------
 
     def assign(self, number: int, share: np.ndarray) -> None:
-        """Give an engine its share."""
+        """Send an engine its share of the requests."""
         self.calls.send(number, share)
 
     def start_sources(self) -> None:
-        """Called once all engines have their shares."""
+        """Start the sources of further requests. Called once all engines have their shares."""
 
     def stop_sources(self) -> None:
-        """Called when the rollout ends early."""
+        """Stop the sources of further requests. Called when the rollout ends early."""
 
     def unfinished(self) -> list[Completion]:
-        """Return what there is of the unfinished responses."""
+        """Return the unfinished responses with their tokens so far."""
         return self.token_log.unfinished(self.weights.version)
 
     @property
     def ended(self) -> Collection[int]:
-        """Keys of the finished responses, in order."""
+        """Return the keys of the finished responses, in the order of completion."""
         return self.result.completions
 
     @property
     def has_work(self) -> bool:
-        """Whether engines have work now or will get more."""
+        """Return whether engines have work now or will get more."""
         return bool(self.calls.running)
 
     def sources(self) -> list[Any]:
@@ -192,23 +192,23 @@ class RolloutDriver:
 
     @property
     def awaited(self) -> str:
-        """What the driver waits for, for messages."""
+        """Describe what the driver waits for, for messages."""
         return f"{self.token_log.missing} of {self.total} responses from {len(self.calls.running)} engines"
 
     @property
     def done(self) -> int:
-        """Finished responses."""
+        """Number of finished responses."""
         return len(self.result.completions)
 
     @property
     def total(self) -> int:
-        """All responses."""
+        """Number of all responses."""
         return len(self.expected)
 
     # ---- reports of engines ---------------------------------------------------------------------------------------
 
     def receive(self, generator: Any) -> None:
-        """Record what an engine reports, or the end of its call."""
+        """Record an engine's report, or the end of its call."""
         call = self.calls.running[generator]
         instance = call.instance
         try:
@@ -246,14 +246,14 @@ class RolloutDriver:
         self.cancel_moves(ended.tolist())
 
     def complete(self, indices: list[int]) -> None:
-        """Pass on the completions of these requests."""
+        """Pass the completions of these requests to the listener."""
         if self.listener is not None:
             self.listener.add(self.token_log.completion(i) for i in indices)
 
     def load_copy(self, call: EngineCall) -> bool:
         """Let an engine load the driver's copy of the weights and start over, if their node was lost before it had them.
 
-        Returns False if its call failed for another reason. What it may have begun with older weights is cut and ignored.
+        Returns False if its call failed for another reason. Requests that it may have begun with older weights are cut and ignored.
         """
         instance, copy = call.instance, self.weights.copy
         if copy is None or call.number in self.reloaded or not lost_on_the_way(instance.loading):
@@ -267,7 +267,7 @@ class RolloutDriver:
         return True
 
     def end_call(self, call: EngineCall) -> None:
-        """Handle the end of an engine's call: commands that came too late are repeated, and an idle engine is drained."""
+        """Handle the end of an engine's call: repeat commands that came too late, and drain an idle engine."""
         forgotten = call.assigned & set(self.token_log.owed(call.number).tolist())
         if forgotten:
             raise RunError(f"rollout engine {call.instance.id} ended without {len(forgotten)} of its responses")
@@ -276,7 +276,7 @@ class RolloutDriver:
             self.drain_if_idle(call.number)
 
     def resend(self, number: int) -> None:
-        """Start a new call of an engine with what it owes. Its moves are cancelled: they were meant for the old call."""
+        """Start a new call of an engine with its unfinished requests. Its moves are cancelled, because they were for the old call."""
         owed = self.token_log.owed(number)
         if len(owed):
             self.calls.send(number, owed)
@@ -285,7 +285,7 @@ class RolloutDriver:
     # ---- leases of idle engines -----------------------------------------------------------------------------------
 
     def drain_if_idle(self, number: int) -> None:
-        """Give an engine back if it has no work and none is on its way to it while others work."""
+        """Give an engine back if it has no work and no request is moving to it, while others work."""
         instance, busy = self.calls.engines[number], self.calls.find(number) is not None
         if busy or not self.has_work or instance not in self.pool.working or self.migrations.is_target(number):
             return
@@ -321,20 +321,20 @@ class RolloutDriver:
         if not decided.moves:
             return
         if decided.time_saved_s <= 0 and self.decide_lease().action != "Release":
-            return  # it saves leases only, and they would be held for the next phase
+            return  # the move only saves leases, and these would be held for the next phase
         self.result.decisions.append(f"{sum(len(move.requests) for move in decided.moves)} moved: {decided.reason}")
         for move in decided.moves:
             self.migrations.start(move)
 
     def cancel_moves(self, indices: list[int]) -> None:
-        """Cancel the moves of these requests. Engines that waited for them may be idle now."""
+        """Cancel the moves of these requests, and drain target engines that are idle now."""
         for number in self.migrations.cancel(indices):
             self.drain_if_idle(number)
 
     def evacuate_draining(self) -> None:
         """Move requests off engines whose nodes are drained.
 
-        If all engines are on such nodes, a new one is started while they still work. An engine leaves once it has no request left.
+        If all engines are on such nodes, a new engine is started while they still work. An engine leaves once it has no request left.
         """
         if self.stopping:
             return
@@ -387,12 +387,12 @@ class RolloutDriver:
             late = is_lost or now - call.heard_s > (self.silence_s if call.started else start_s)
             if late and not ray.wait([generator], timeout=0, fetch_local=False)[0]:
                 del self.calls.running[generator]
-                silent = f"it sent nothing for rollout.silence_s = {self.silence_s:g} s"
+                silent = f"it reported nothing for rollout.silence_s = {self.silence_s:g} s"
                 never = f"it did not start within functions.lease_deadline_s = {start_s:g} s"
                 self.handle_loss(call, FailureCause.NODE_LOST if is_lost else FailureCause.HUNG, silent if call.started else never)
 
     def find_lost_nodes(self) -> set[str]:
-        """Probe the nodes of silent engines, and return those that do not answer. Ray may notice half a minute later."""
+        """Probe the nodes of silent engines, and return those that do not respond. Ray may notice their loss half a minute later."""
         now = time.monotonic()
         if now - self.probed_s <= SILENT_S:
             return set()
@@ -418,16 +418,16 @@ class RolloutDriver:
         self.result.replaced += 1
         self.result.orphans += len(orphans)
         self.result.silent_s += time.monotonic() - call.heard_s
-        if self.stopping:  # what it did not report is generated in the next step
+        if self.stopping:  # unreported tokens are generated in the next step
             self.pool.end_lost(instance, why, cause)
             return
         others = [number for number in self.calls.available() if number != call.number]
-        if not others:  # one that still starts may hold the only slot that is left, so that to wait for another one would never end
+        if not others:  # an engine that still starts may hold the only slot that is left, and waiting for another slot would never end
             others = [self.calls.number(other) for other in self.pool.working if other is not instance]
         if not others:
             self.migrations.cancel(orphans.tolist())
             if self.listener is not None:
-                self.listener.release()  # the run may hold the only slot that is left, and nobody would grant it another one
+                self.listener.release()  # the run itself may hold the only slot that is left, so no other would be granted
             successor = self.calls.number(self.pool.replace(instance, why, cause))
             fetch_weights(self.pool, self.weights)
             if len(orphans):
@@ -435,10 +435,10 @@ class RolloutDriver:
             return
         self.calls.spread(orphans, others, self.expected)
         self.cancel_moves(orphans.tolist())
-        node = instance.slot.node  # leases of a drained node are released: waiting for others, which engines may hold, does not pay
+        node = instance.slot.node  # leases of a drained node are released, without waiting for slots that other engines may hold
         is_usable = not self.pool.leases.lost_nodes([node]) and node not in self.pool.leases.draining()
         if is_usable and self.migration is not None and self.tail_s() > self.start_s:
-            self.pool.replace(instance, why, cause)  # a move gives it requests as soon as it can work
+            self.pool.replace(instance, why, cause)  # moves send it requests as soon as it can work
             fetch_weights(self.pool, self.weights)
         else:
             self.pool.end_lost(instance, why, cause)
@@ -447,7 +447,7 @@ class RolloutDriver:
 
 
 def _take_load_spans(instance: Instance) -> list[Span]:
-    """Return the spans of the instance's last weight load, once. A load that failed raises here, and is kept for `failure`."""
+    """Return the spans of the instance's last weight load, once. Raises if the load failed, and keeps the error for `failure`."""
     spans = ray.get(instance.loading) if instance.loading is not None else []
     instance.loading = None
     return spans

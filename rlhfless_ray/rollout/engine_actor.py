@@ -23,9 +23,9 @@ from rlhfless_ray.weights.checksum import combined, damaged, digests, listed
 from rlhfless_ray.weights.model_folder import stored_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them takes no longer
+PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them again takes no longer
 POLL_S = 0.002  # interval of looking for pages that the engine copies after its current step
-DRAFTER_S = 5.0  # timeout for the drafter's weights; an engine drafts with older ones too
+DRAFTER_S = 5.0  # timeout for the drafter's weights; without them an engine drafts with its older ones
 
 
 class RolloutActor:
@@ -33,14 +33,16 @@ class RolloutActor:
     concurrency_groups: ClassVar = {"control": 1, "pages": 1}
 
     def __init__(self, files: Files, settings: EngineSettings, drafter: Files | None = None) -> None:
-        """Import everything, so that a process can be prewarmed without a lease. `files`: config and tokenizer. `drafter`: a model
-        that drafts."""
+        """Only import, so that a process can be prewarmed without a lease.
+
+        `files`: the policy's config and tokenizer. `drafter`: files of a model that drafts.
+        """
         start = time.time()
         self.files, self.settings, self.drafter = files, settings, drafter
         self.engine: Any = None
         self.control_queue = ControlQueue()
         self.carried: list[bytes] = []  # addresses of pages that arrived with requests
-        self.old_tickets: set[int] = set()  # of pages kept by earlier calls
+        self.old_tickets: set[int] = set()  # tickets of pages that earlier calls kept
         import rlhfless_ray.rollout.vllm_engine as engine
 
         config = json.loads(bytes(files.get("config.json", b"{}")))
@@ -85,10 +87,10 @@ class RolloutActor:
         Raises ValueError, with the tensors' names if they are known, if the bytes differ from the published ones.
         """
         start = time.time()
-        found = digests(weights)
-        wrong = damaged(found, expected) if isinstance(expected, Mapping) else []
-        if wrong or (not isinstance(expected, Mapping) and combined(found) != expected):
-            which = f": {listed(wrong)} differ from what was published" if wrong else ": its checksum is not the published one"
+        digest_of = digests(weights)
+        wrong = damaged(digest_of, expected) if isinstance(expected, Mapping) else []
+        if wrong or (not isinstance(expected, Mapping) and combined(digest_of) != expected):
+            which = f": {listed(wrong)} differ from the published tensors" if wrong else ": its checksum is not the published one"
             raise ValueError(f"weight version {version} arrived damaged{which}")
         self.engine.unpark()
         self.engine.load(version, weights, base)
@@ -103,8 +105,8 @@ class RolloutActor:
             published: The digest of each tensor of the version.
 
         Returns:
-            Names of the tensors whose published values differ from the files, and of those in which this engine differs from a new
-            one that loads the files. The latter is empty if the former is not.
+            Names of the tensors whose published values differ from the files, and of the tensors in which this engine differs from a
+            new one that loads the files. The second list is empty if the first is not.
         """
         from rlhfless_ray.weights.tensor_file import as_numpy
 
@@ -128,16 +130,16 @@ class RolloutActor:
         pages: Sequence[Any] = (),
         drafts: DraftNews | None = None,
     ) -> Iterator[tuple[TokenDeltas, list[EngineStep], list[Span]]]:
-        """Answer requests, and yield new tokens and step records about every `interval_s`.
+        """Generate responses, and yield new tokens and step records about every `interval_s` seconds.
 
-        `epoch`: number of this call. Commands that `enqueue` gets for it are carried out. `pages`, `drafts`: as in `EngineCommand`.
+        `epoch`: number of this call, by which `enqueue` adds commands to it. `pages`, `drafts`: as in `EngineCommand`.
         """
         self._set_threads(threads)
-        for ticket in self.old_tickets:  # not fetched during a whole call
+        for ticket in self.old_tickets:  # pages that were not fetched during a whole call
             self.engine.kept.pop(ticket, None)
         self.old_tickets = set(self.engine.kept)
         self._fetch(pages)
-        self.engine.hear(fetch_drafter(drafts))
+        self.engine.update_drafts(fetch_drafter(drafts))
         self.control_queue.open(epoch)
         start = time.time()
         try:
@@ -210,7 +212,7 @@ def set_threads(threads: int) -> None:
 
 
 def fetch_drafter(drafts: DraftNews | None) -> DraftNews | None:
-    """Fetch the drafter's weights. Without them, if they do not arrive in time."""
+    """Fetch the drafter's weights. The result has none if they do not arrive in time."""
     import ray
     from ray.exceptions import RayError
 
@@ -224,8 +226,8 @@ def fetch_drafter(drafts: DraftNews | None) -> DraftNews | None:
 
 def fill_between(spans: list[Span], what: str, start: float, end: float) -> list[Span]:
     """Return `spans` with work named `what` in the gaps of the interval from `start` to `end`."""
-    found = []
+    filled = []
     for span in spans:
-        found += [Span("work", what, start, span.from_s), span]
+        filled += [Span("work", what, start, span.from_s), span]
         start = span.to_s
-    return [*found, Span("work", what, start, end)]
+    return [*filled, Span("work", what, start, end)]

@@ -25,8 +25,8 @@ _epochs = itertools.count(1)  # over all rollouts of this driver: a command belo
 class EngineCall:
     """A call of an engine.
 
-    `assigned`: indices of the requests it was called with, without those it has cut. `heard_s`: time of its last report; before
-    the first report, the time of its start; before that, the time of the call.
+    `assigned`: indices of its requests, without those it has cut. `heard_s`: time of its last report. Before the first report this is
+    the time of its start, and before that the time of the call.
     """
 
     instance: Instance
@@ -70,14 +70,17 @@ class EngineCalls:
             self.send_command(call, EngineCommand(add=tuple(requests), what=what, pages=pages, drafts=drafts))
             return
         epoch = next(_epochs)
-        more = {name: value for name, value in {"pages": pages, "drafts": drafts}.items() if value}
+        optional = {name: value for name, value in {"pages": pages, "drafts": drafts}.items() if value}
         generator = instance.actor.rollout.options(num_returns="streaming").remote(
-            epoch, requests, self.interval_s, len(instance.leases), **more
+            epoch, requests, self.interval_s, len(instance.leases), **optional
         )
         self.running[generator] = EngineCall(instance, number, epoch, set(indices.tolist()), time.monotonic())
 
     def share_drafts(self, call: EngineCall, indices: np.ndarray, observed: Sequence[Any]) -> None:
-        """Learn what became of an engine's drafts, and tell the engines of siblings what these requests say. `indices`: with news."""
+        """Record which of an engine's drafts were accepted, and send new tokens to the engines of sibling requests.
+
+        `indices`: the requests with new tokens.
+        """
         if self.drafts is not None:
             self.drafts.observe(observed)
             for number, drafts in self.drafts.spread(indices.tolist(), call.number).items():
@@ -85,7 +88,7 @@ class EngineCalls:
                     self.send_command(other, EngineCommand(drafts=drafts))
 
     def send_command(self, call: EngineCall, command: EngineCommand) -> None:
-        """Send a command without waiting for a reply. If it arrives too late, the end of the call shows what is left undone."""
+        """Send a command without waiting for a reply. If it arrives too late, the end of the call shows what was not carried out."""
         call.instance.actor.enqueue.options(concurrency_group="control").remote(call.epoch, command)
 
     def spread(self, indices: np.ndarray, engines: list[int], expected: np.ndarray) -> None:

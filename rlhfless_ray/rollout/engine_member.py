@@ -1,4 +1,4 @@
-"""A further member of an engine: a process that holds its part of the weights and KV cache, and does what the engine's process says.
+"""A further member of an engine: a process with its part of the weights and KV cache, which carries out the engine's calls.
 
 `python -m rlhfless_ray.rollout.engine_member SOCKET ON_CPU ARCHITECTURE…` starts one. SOCKET is a file descriptor.
 """
@@ -52,8 +52,14 @@ class MemberWorker:
         from rlhfless_ray.rollout.vllm_engine import install_sampler
 
         self.worker = WorkerWrapperBase(rpc_rank=rank)
-        own = {"vllm_config": config, "local_rank": rank, "rank": rank, "distributed_init_method": init_method, "is_driver_worker": False}
-        self.worker.init_worker(all_kwargs=[{}] * rank + [own])
+        arguments = {
+            "vllm_config": config,
+            "local_rank": rank,
+            "rank": rank,
+            "distributed_init_method": init_method,
+            "is_driver_worker": False,
+        }
+        self.worker.init_worker(all_kwargs=[{}] * rank + [arguments])
         self.worker.init_device()
         self.worker.load_model()
         current_platform.update_block_size_for_backend(config)
@@ -65,7 +71,7 @@ class MemberWorker:
         try:
             return method(self.worker, arriving, *args)
         finally:
-            for _ in arriving.items():  # what was not read would be taken for the next call
+            for _ in arriving.items():  # unread data would be taken for the next call
                 pass
 
     def step(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,9 +96,9 @@ def serve(connection: socket.socket) -> None:
             member.step(method, args, kwargs)
             continue
         try:
-            own = getattr(member, method) if method in ("build", "load") else None
-            found = own(*args) if own is not None else member.run(method, args, kwargs)
-            reply = cloudpickle.dumps(found)
+            function = getattr(member, method) if method in ("build", "load") else None
+            result = function(*args) if function is not None else member.run(method, args, kwargs)
+            reply = cloudpickle.dumps(result)
         except Exception as error:
             reply = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
         writer.write(reply)

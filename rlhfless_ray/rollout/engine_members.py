@@ -1,6 +1,6 @@
-"""The further members of an engine, seen from the engine's process: it starts them, calls them and sends them weights.
+"""Start the further members of an engine from the engine's process, call them and send them weights.
 
-This imports no vLLM, because all members import it at the same time.
+This module does not import vLLM, so that all members can import it at the same time.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Member:
 
     def result(self) -> Any:
         """Return the result of the last call, or raise its exception."""
-        found = pickle.load(self.reader)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = pickle.load(self.reader)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def send_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Send tensors one by one, so that no process holds a second copy of all."""

@@ -12,12 +12,12 @@ from rlhfless_ray.weights.adapter import ADAPTABLE
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
-MOST_SLOTS = 1024  # no node has more
+MOST_SLOTS = 1024  # more slots than any node has
 
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """What is the same in all versions of an adapter that engines hold on its base."""
+    """The properties of an adapter that are the same in all its versions. Engines hold the adapter on its base."""
 
     rank: int
     alpha: int
@@ -70,13 +70,13 @@ def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "c
 
 
 def check_heads(recipe: Recipe, config: Mapping[str, Any], key: str) -> None:
-    """Raise UserError if the model of this config.json cannot be shared by `rollout.tensor_parallel` slots. `key`: that names it."""
-    from placement.memory import engine_widths  # engines' processes import this module, and do without the planner's libraries
+    """Raise UserError if the model of this config.json cannot be shared by `rollout.tensor_parallel` slots. `key`: names the model."""
+    from placement.memory import engine_widths  # here, because engines' processes import this module without the planner's libraries
 
     width, fit = recipe.rollout.least_width, engine_widths(config, MOST_SLOTS)
-    if fit is not None and width not in fit:  # of unknown heads, loading the model reports what is wrong
+    if fit is not None and width not in fit:  # None: unknown heads, for which loading the model reports an error
         can = ", ".join(map(str, fit))
-        raise UserError(f"rollout.tensor_parallel: {width} slots cannot share the heads and layers of {key} evenly; {can} can")
+        raise UserError(f"rollout.tensor_parallel: {width} slots cannot share the heads and layers of {key} evenly; set it to {can}")
 
 
 def check_quantization(recipe: Recipe, device: str) -> None:
@@ -85,4 +85,4 @@ def check_quantization(recipe: Recipe, device: str) -> None:
     if device == "cpu" and kind == "fp8":
         raise UserError("rollout.quantization: vLLM on CPU cannot quantise weights to fp8 when it loads them; set int8 or off")
     if device == "gpu" and kind != "off" and dtype == "float32":
-        raise UserError(f"rollout.quantization: {kind} on GPU needs policy.dtype bfloat16 (it is {dtype}); set that, or off")
+        raise UserError(f"rollout.quantization: {kind} on GPU needs policy.dtype bfloat16 (it is {dtype}); set that, or set this to off")

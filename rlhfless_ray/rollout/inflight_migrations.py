@@ -26,9 +26,11 @@ _tickets = itertools.count(1)  # identify KV pages that an engine keeps for the 
 class MigrationStats:
     """A completed move of a request.
 
-    `seconds`: from the decision to the first token on the new engine, measured by the driver. `pause_s`: of these, without the time in
-    which it was still decoded while its blocks were copied. `how`: the chosen transfer
-    method, "prefill" or "pages". `computed_tokens`: context tokens that the new engine computed; None if it does not report that.
+    Attributes:
+        seconds: from the decision to the first token on the new engine, measured by the driver.
+        pause_s: the same without the time in which the request was still decoded while its blocks were copied.
+        how: the chosen transfer method, "prefill" or "pages".
+        computed_tokens: context tokens that the new engine computed; None if it does not report that.
     """
 
     key: int
@@ -43,7 +45,7 @@ class MigrationStats:
 
     @property
     def fell_back(self) -> bool:
-        """Whether pages were to be carried but the context was computed. One token always is."""
+        """Whether the context was computed although its pages should have been copied. One token is always computed."""
         return self.how == "pages" and (self.computed_tokens is None or self.computed_tokens > 1)
 
 
@@ -61,13 +63,15 @@ class InflightMigrations:
     def __init__(self, calls: EngineCalls, token_log: TokenLog, expected: np.ndarray) -> None:
         self.calls, self.token_log, self.expected = calls, token_log, expected
         self.leaving: dict[int, _Route] = {}  # by request: the cut was requested
-        self.landing: dict[int, _Route] = {}  # sent on, without a token since
+        self.landing: dict[int, _Route] = {}  # by request: sent to the target, which has reported no token of it yet
         self.moved: list[MigrationStats] = []
         self.copying: dict[Any, tuple[MigrationRequest, float]] = {}  # by reference to the copy's arrival: the move, and when to cut anyway
 
     def start(self, move: MigrationRequest) -> None:
-        """Ask the source to cut the requests, or first to copy their full KV blocks. Does nothing if its call has just ended, because
-        then it has none."""
+        """Ask the source to cut the requests, or first to copy their full KV blocks.
+
+        Does nothing if the source's call has just ended, because it has no requests then.
+        """
         call = self.calls.find(move.source)
         if call is None:
             return
@@ -97,7 +101,7 @@ class InflightMigrations:
         self.calls.send_command(call, EngineCommand(cut=keys, what=what, ticket=self.leaving[requests[0]].ticket))
 
     def refs(self) -> list[Any]:
-        """Return references to copies on their way."""
+        """Return references to pending copies."""
         return list(self.copying)
 
     def poll(self) -> None:

@@ -19,11 +19,11 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 METHOD = "rlhfless_int8"
 LARGEST = 127
-SMALLEST_SCALE = 1e-8  # of rows of zeros
+SMALLEST_SCALE = 1e-8  # scale of rows of zeros
 
 
 class Int8Linear(OnlineLinearBase):
-    """Holds int8 weights in place of those that are loaded. See `OnlineLinearBase` for when vLLM calls what."""
+    """Hold int8 weights instead of the loaded ones. `OnlineLinearBase` documents when vLLM calls the methods."""
 
     def create_weights(self, layer: torch.nn.Module, *arguments: Any, **options: Any) -> None:
         super().create_weights(layer, *arguments, **options)
@@ -41,11 +41,11 @@ class Int8Linear(OnlineLinearBase):
         replace_parameter(layer, "weight", (weight / scale).round().to(torch.int8))
         replace_parameter(layer, "weight_scale", scale)
         layer.input_scale = layer.input_zero_point = layer.azp_adj = None
-        with set_default_torch_dtype(self.input_dtype):  # that of the results, which differs when weights are loaded again
+        with set_default_torch_dtype(self.input_dtype):  # the dtype of results; the default differs when weights are loaded again
             self.kernel.process_weights_after_loading(layer)
         if layer.weight is None:  # the kernel has its own copy, but adapters ask for the weight's device
             layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.int8, device=scale.device), requires_grad=False)
-        # The oneDNN kernel keeps the address of these scales, while vLLM copies their values into the layer's first ones.
+        # The oneDNN kernel keeps the address of these scales, while vLLM copies their values into the layer's first scales.
         self.scale = layer.weight_scale
         layer._already_called_process_weights_after_loading = True
 

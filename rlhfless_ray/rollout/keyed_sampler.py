@@ -77,7 +77,7 @@ def draw_in_chunks(
 
 
 class KeyedSampler:
-    """Takes the place of vLLM's sampler and of its rejection sampler: draws the tokens of a step, and verifies drafted ones.
+    """Draw the tokens of a step, and verify drafted ones, in place of vLLM's sampler and rejection sampler.
 
     A drafted token is accepted if it is the token that is drawn at its position. Tokens and log-probabilities are therefore the same
     with and without drafts, as far as the model's kernels give the same logits for one token of a sequence and for several.
@@ -92,7 +92,7 @@ class KeyedSampler:
         """`runner`: vLLM's model runner, whose batch and requests are read in each step."""
         self.runner = runner
         self.rows: dict[str, dict[str, Any]] = {}  # by vLLM's request id: the requests of the last step
-        self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []  # since the last `take`
+        self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []  # keys, positions, log-probabilities since the last `take`
         self.outputs: dict[int, list[int]] = {}  # by key: vLLM's own list of tokens, until `forget`
         self.reset_counts()
 
@@ -128,23 +128,23 @@ class KeyedSampler:
     def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
         """Draw the tokens of sequences with drafts, as vLLM calls its rejection sampler.
 
-        metadata: has the drafts. logits: (sequences and drafted tokens, vocabulary), for each sequence a row per drafted token and
-        one after the last. Sequences keep the drawn tokens up to the first that is not the drafted one.
+        `metadata` has the drafts. `logits` (sequences and drafted tokens, vocabulary) has for each sequence a row per drafted token and
+        one after the last. Sequences keep the drawn tokens up to the first that differs from the drafted one.
         """
         drafted = metadata.num_draft_tokens
         if not any(drafted):
             return self(logits, sampling_metadata)
         tokens, kept = self._draw(logits, drafted, metadata.draft_token_ids.tolist())
-        found = np.full((len(drafted), max(drafted) + 1), UNUSED, np.int32)
-        column, counts = np.arange(found.shape[1]), np.array(drafted)[:, None] + 1
+        kept_tokens = np.full((len(drafted), max(drafted) + 1), UNUSED, np.int32)
+        column, counts = np.arange(kept_tokens.shape[1]), np.array(drafted)[:, None] + 1
         held = (column < np.array(kept)[:, None])[column < counts]  # of the drawn tokens, sequence after sequence
-        found[column < np.array(kept)[:, None]] = tokens.cpu().numpy()[held]
-        return SamplerOutput(torch.from_numpy(found).to(logits.device), None)
+        kept_tokens[column < np.array(kept)[:, None]] = tokens.cpu().numpy()[held]
+        return SamplerOutput(torch.from_numpy(kept_tokens).to(logits.device), None)
 
     def _draw(self, logits: torch.Tensor, drafted: list[int], drafts: Sequence[int] = ()) -> tuple[torch.Tensor, list[int]]:
         """Return the tokens drawn from each row of `logits`, and for each sequence how many of its tokens are kept."""
         names = self.runner.input_batch.req_ids
-        # A request that left the batch, as one that is preempted, starts again.
+        # A request that left the batch, such as a preempted one, starts again.
         self.rows = {name: self.rows.get(name) or self._row(name) for name in names}
         rows = list(self.rows.values())
         starts = np.array([len(row["output"]) for row in rows])

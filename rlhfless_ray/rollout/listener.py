@@ -1,4 +1,4 @@
-"""What the driver does beside a rollout: make samples of finished responses, and find work for slots that engines have left."""
+"""The driver's work beside a rollout: make samples of finished responses, and find work for slots that engines have left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OnSamples = Callable[[list[Sample]], None]
 
 
 class SampleSink(Protocol):
-    """Makes samples of completions or episodes."""
+    """Convert completions or episodes to samples."""
 
     def add(self, ended: Iterable[Any], /) -> list[Sample]: ...
 
@@ -49,7 +49,7 @@ class RolloutListener:
         return True
 
     def release(self) -> None:
-        """Release the slots that engines have left and on which no work goes on, though the next phase needs them."""
+        """Release the slots that engines have left and that have no work, even if the next phase needs them."""
         if self.overlap is not None:
             self.overlap.poll(0.0)
             self.overlap.broker.release()
@@ -58,7 +58,7 @@ class RolloutListener:
         return self.overlap.refs() if self.overlap is not None else []
 
     def poll(self, seconds: float, decide_lease: Callable[[int], Decision]) -> None:
-        """Do what can be done now, and release slots without work.
+        """Collect finished work, start more, and release slots without work.
 
         `seconds`: time for which engines will continue. `decide_lease`: decides about a lease, given the number of free ones.
         """

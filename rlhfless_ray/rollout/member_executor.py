@@ -1,7 +1,7 @@
 """A vLLM executor whose first member is this process. Each further member is a process of its own, see `engine_members`.
 
-vLLM's own executor for several processes (`mp`) keeps every worker outside of the engine's process. That is one process more than
-there are slots, and the sampler, whose draws are read after each step, would be in another process than its reader.
+vLLM's own executor for several processes (`mp`) keeps every worker outside of the engine's process. It needs one process more than
+there are slots. The sampler, whose draws the engine reads after each step, would also be in another process.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class MemberExecutor(UniProcExecutor):
         for member in started:
             member.call(method, args, kwargs)
         if method not in STEP_CALLS:
-            own = super().collective_rpc(method, timeout, args, kwargs, non_block, True)
-            results = [own, *(member.result() for member in started)]
-            return own if single_value else results
+            local_result = super().collective_rpc(method, timeout, args, kwargs, non_block, True)
+            results = [local_result, *(member.result() for member in started)]
+            return local_result if single_value else results
         try:
             return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
         except Exception:
@@ -68,7 +68,7 @@ class MemberExecutor(UniProcExecutor):
             member.call("load", (method, args))
             senders.append(threading.Thread(target=member.send_weights, args=(weights,), daemon=True))
             senders[-1].start()
-        own = method(self.driver_worker, weights, *args)
+        local_result = method(self.driver_worker, weights, *args)
         for sender in senders:
             sender.join()
-        return [own, *(member.result() for member in started)]
+        return [local_result, *(member.result() for member in started)]

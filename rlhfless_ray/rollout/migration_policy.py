@@ -1,4 +1,4 @@
-"""Decide moves of a running rollout: ask the planner with live progress, and learn what moves take."""
+"""Decide moves of a running rollout: call the planner with live progress, and measure the duration of moves."""
 
 from __future__ import annotations
 
@@ -75,10 +75,15 @@ class MigrationPolicy:
     """The migration policy of a run. Measured moves of one rollout inform the next."""
 
     def __init__(self, rule: str, tau: float, carries: bool = False, safely: Callable[..., Any] = lambda what, make, _: make()) -> None:
-        """`rule`: "tau", that of the RLHFless paper (arXiv 2602.22718) with share `tau`, or "auto", the planner's. `carries`:
-        whether engines can copy KV pages. `safely`: see `Autoscaler.safely`; the default lets exceptions pass."""
+        """Configure the policy.
+
+        Args:
+            rule: "tau", the rule of the RLHFless paper (arXiv 2602.22718) with share `tau`, or "auto", the planner's.
+            carries: whether engines can copy KV pages.
+            safely: see `Autoscaler.safely`; the default lets exceptions pass.
+        """
         if rule not in ("tau", "auto"):
-            raise ValueError(f"no rule of migration is called {rule!r}")
+            raise ValueError(f"unknown migration rule {rule!r}: tau or auto")
         self.rule, self.tau = rule, tau
         self.prefill = Term(0.05, 2e-5)  # seconds of a move by context tokens
         self.pages = Term(0.06, 2e-6) if carries else None
@@ -114,9 +119,9 @@ class MigrationPolicy:
 
         Args:
             lengths: (n, S) joint draws of the responses' lengths, in tokens.
-            second: Worth of a second of rollout time, in slot-seconds.
+            second: Value of a second of rollout time, in slot-seconds.
             token_s: Engine time to prefill one token.
-            samples: Responses per prompt. They are adjacent, and inform each other's forecasts.
+            samples: Responses per prompt. They are adjacent, and their forecasts depend on each other.
             limit: Maximum response length in tokens.
         """
         self.has_failed, self.forecast, self.lengths = False, None, lengths
@@ -143,7 +148,7 @@ class MigrationPolicy:
         place = {number: at for at, number in enumerate(engines)}
         actor = np.array([place.get(number, -1) for number in token_log.owner.tolist()])
         if len(engines) < 2 or not len(live) or (actor[live] < 0).any():
-            return MigrationRequests(reason="nowhere to go")
+            return MigrationRequests(reason="no other engine to move to")
         if self.forecast is None:
             self.forecast = Forecast.from_scenarios(self.lengths)
             self.group_correlation = group_error_correlation(self.lengths, self.group)
@@ -164,8 +169,8 @@ class MigrationPolicy:
             new = cut_at_share(state, begun, self.tau)
             saved_s, reason = 0.0, f"a share of {self.tau:g} has finished"
         else:
-            found = self._best(state, self._present_speed(steps), token_log.prompt + token_log.length)
-            new, saved_s, reason = found.actor, found.time_saved_s, found.reason
+            moves = self._best(state, self._present_speed(steps), token_log.prompt + token_log.length)
+            new, saved_s, reason = moves.actor, moves.time_saved_s, moves.reason
         changed = live[actor[live] != new[live]]
         pairs = sorted(set(zip(actor[changed].tolist(), new[changed].tolist(), strict=True)))
         moves = tuple(
@@ -176,9 +181,9 @@ class MigrationPolicy:
         return MigrationRequests(moves, max(0.0, saved_s), reason)
 
     def _best(self, state: LiveState, speed: Speed, context: np.ndarray) -> Moves:
-        """Ask the planner, which prices a move as a pause of the moved sequence.
+        """Return the planner's best moves, which it prices as a pause of the moved sequence.
 
-        Taking over contexts is also work of the target engine, for which all its sequences wait. Moves must be worth that too.
+        Taking over contexts is also work for the target engine, during which all its sequences wait. Moves must pay for that too.
         """
         pause_s = self._choose_method(state.context_tokens).seconds
         engines = len(state.opened)
@@ -204,7 +209,7 @@ class MigrationPolicy:
         return Speed(factor * self.speed.base_s, factor * self.speed.per_seq_s, factor * self.speed.per_ctx_s)
 
     def observe(self, context_tokens: float, seconds: float, how: str = "prefill") -> None:
-        """Record a move. `how`: the chosen method, also where it fell back to the other one, which makes it look slower."""
+        """Record a move. `how`: the chosen method, even if it fell back to the other one, which makes the chosen one look slower."""
         term = self.pages if how == "pages" else self.prefill
         if term is not None:
             term.observe(context_tokens, seconds)

@@ -1,7 +1,7 @@
 """Drafts from a small causal language model in the engine's process.
 
-The drafter draws with the numbers that the policy will draw with. Where both have nearly the same distribution, they draw the same token,
-at any temperature. Imported by engines with `rollout.drafter` only.
+The drafter draws with the same random numbers as the policy. If both have nearly the same distribution, they draw the same token, at any
+temperature. Only engines with `rollout.drafter` import this module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rlhfless_ray.rollout.keyed_sampler import draw_in_chunks
 
 @dataclass(frozen=True)
 class Ask:
-    """A sequence to draft for. `tokens`: (n,) so far. `uniforms`: the numbers of its stream from the next position. `most`: tokens
-    to draft."""
+    """A sequence to draft for. `tokens`: (n,) so far. `uniforms`: the random numbers of its stream from the next position. `most`:
+    maximum number of tokens to draft."""
 
     name: int
     tokens: np.ndarray
@@ -34,15 +34,15 @@ class Ask:
 
 class ModelSource:
     def __init__(self, folder: Path, vocabulary: int, longest_tokens: int, device: torch.device) -> None:
-        """`vocabulary`: of the policy, whose tokens alone are drafted. `longest_tokens`: of a sequence with its draft."""
+        """`vocabulary`: the policy's, to which drafts are limited. `longest_tokens`: tokens of the longest sequence with its draft."""
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
         self.model, self.device = model.eval().to(device), device
         self.vocabulary = vocabulary
         longest_tokens = min(longest_tokens, getattr(self.model.config, "max_position_embeddings", None) or longest_tokens)
         self.cache = _SlotCache(longest_tokens)
-        self.slots: dict[int, int] = {}  # by sequence
+        self.slots: dict[int, int] = {}  # cache row of each sequence
         self.cached = np.zeros((MODEL_SEQUENCES, longest_tokens), np.int64)  # tokens whose keys and values the cache has
-        self.sizes = np.zeros(MODEL_SEQUENCES, int)  # of these
+        self.sizes = np.zeros(MODEL_SEQUENCES, int)  # number of these tokens
 
     @torch.inference_mode()
     def load(self, weights: dict[str, np.ndarray]) -> None:
@@ -61,32 +61,32 @@ class ModelSource:
             del self.slots[name]
 
     @torch.inference_mode()
-    def propose(self, asked: Sequence[Ask], goes_on: Callable[[list[Draft]], bool]) -> list[Draft]:
+    def propose(self, asks: Sequence[Ask], goes_on: Callable[[list[Draft]], bool]) -> list[Draft]:
         """Return a draft for each of at most `MODEL_SEQUENCES` sequences.
 
-        goes_on: whether a further token is worth its pass, given the drafts so far.
+        `goes_on`: returns whether a further token is worth its pass, given the drafts so far.
         """
         free = sorted(set(range(MODEL_SEQUENCES)) - set(self.slots.values()))
-        known = {ask.name for ask in asked}
+        known = {ask.name for ask in asks}
         for name in [name for name in self.slots if name not in known]:
             free.append(self.slots[name])
-        for ask in asked:
+        for ask in asks:
             if ask.name not in self.slots:
                 slot = free.pop(0)
                 self.slots = {name: used for name, used in self.slots.items() if used != slot} | {ask.name: slot}
                 self.sizes[slot] = 0
-        slots = np.array([self.slots[ask.name] for ask in asked])
-        new = [ask.tokens[self._shared(slot, ask.tokens) :] for slot, ask in zip(slots, asked, strict=True)]
-        drafts = [Draft([], [], 0, SOURCES.index("model")) for _ in asked]
-        temperature, top_p = self._tensor([ask.temperature for ask in asked], torch.float32), None
-        if any(ask.top_p < 1 for ask in asked):
-            top_p = self._tensor([ask.top_p for ask in asked], torch.float64)
-        for count in range(max(ask.most for ask in asked)):
+        slots = np.array([self.slots[ask.name] for ask in asks])
+        new = [ask.tokens[self._shared(slot, ask.tokens) :] for slot, ask in zip(slots, asks, strict=True)]
+        drafts = [Draft([], [], 0, SOURCES.index("model")) for _ in asks]
+        temperature, top_p = self._tensor([ask.temperature for ask in asks], torch.float32), None
+        if any(ask.top_p < 1 for ask in asks):
+            top_p = self._tensor([ask.top_p for ask in asks], torch.float64)
+        for count in range(max(ask.most for ask in asks)):
             logits = self._forward(slots, new)
-            uniform = self._tensor([ask.uniforms[min(count, len(ask.uniforms) - 1)] for ask in asked], torch.float64)
+            uniform = self._tensor([ask.uniforms[min(count, len(ask.uniforms) - 1)] for ask in asks], torch.float64)
             tokens, logprobs = draw_in_chunks(logits, temperature, uniform, top_p)
             new = [np.array([token]) for token in tokens.tolist()]
-            for draft, ask, token, chance in zip(drafts, asked, tokens.tolist(), logprobs.exp().tolist(), strict=True):
+            for draft, ask, token, chance in zip(drafts, asks, tokens.tolist(), logprobs.exp().tolist(), strict=True):
                 if count < ask.most:
                     draft.tokens.append(token)
                     draft.estimates.append(max(chance, 1e-3))
@@ -105,7 +105,7 @@ class ModelSource:
         return int(self.sizes[slot])
 
     def _forward(self, slots: np.ndarray, new: Sequence[np.ndarray]) -> torch.Tensor:
-        """Compute new tokens of each sequence, and return the logits (sequences, vocabulary) behind the last ones."""
+        """Compute new tokens of each sequence, and return the logits (sequences, vocabulary) after the last ones."""
         counts = np.array([len(tokens) for tokens in new])
         padded = np.zeros((len(new), counts.max()), np.int64)
         begins = self.sizes[slots]
@@ -120,8 +120,8 @@ class ModelSource:
         mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(hidden, least)
         at = self._tensor(positions)
         self.cache.place(self._tensor(slots), at, width)
-        found = self.model(self._tensor(padded), attention_mask=mask, position_ids=at, past_key_values=self.cache, use_cache=True).logits
-        return found[torch.arange(len(new)), self._tensor(counts - 1), : self.vocabulary].float()
+        logits = self.model(self._tensor(padded), attention_mask=mask, position_ids=at, past_key_values=self.cache, use_cache=True).logits
+        return logits[torch.arange(len(new)), self._tensor(counts - 1), : self.vocabulary].float()
 
 
 class _SlotCache(DynamicCache):  # type: ignore[misc]
@@ -133,17 +133,17 @@ class _SlotCache(DynamicCache):  # type: ignore[misc]
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
 
     def place(self, slots: torch.Tensor, positions: torch.Tensor, width: int) -> None:
-        """Say where the next pass belongs. `width`: positions that it attends to."""
+        """Set the slots and positions of the next pass. `width`: number of positions that it attends to."""
         self.at, self.positions, self.width = slots, positions, width
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         if layer_idx not in self.kept:
             self.kept[layer_idx] = (self._empty(key_states), self._empty(value_states))
-        found = []
+        states = []
         for kept, states in zip(self.kept[layer_idx], (key_states, value_states), strict=True):
             kept[self.at[:, None], :, self.positions] = states.transpose(1, 2)
-            found.append(kept[self.at, :, : self.width])
-        return tuple(found)
+            states.append(kept[self.at, :, : self.width])
+        return tuple(states)
 
     def _empty(self, states: torch.Tensor) -> torch.Tensor:
         return states.new_zeros(MODEL_SEQUENCES, states.shape[1], self.longest, states.shape[3])

@@ -1,6 +1,6 @@
-"""A rollout of agents: each turn of the policy is a request, which the agent's last answer leads to.
+"""Roll out agents' episodes: each turn of the policy is a request, which the agent's last feedback leads to.
 
-An episode's turns go to the engine of its last turn, whose cache holds the context. If that engine is gone, they go to the one
+An episode's turns go to the engine of its last turn, whose cache holds the context. If that engine is gone, they go to the engine
 with the fewest episodes. A turn's tokens depend only on the sample's seed, the turn's number and the context.
 """
 
@@ -25,7 +25,7 @@ from rlhfless_ray.types import UNFINISHED, Completion, Request, WeightVersion
 
 
 class MultiTurnRollout(RolloutDriver):
-    """Here `expected` of the base class is per turn, and grows. `tokens` (n,) is the forecast of each episode."""
+    """A rollout of episodes. The base class's `expected` is per turn, and grows. `tokens` (n,) is the forecast of each episode."""
 
     def __init__(
         self,
@@ -37,8 +37,13 @@ class MultiTurnRollout(RolloutDriver):
         weights: WeightVersion,
         **options: Any,
     ) -> None:
-        """`labels`: prompt and label of each episode. `requests`: their keys 0 … n - 1, seeds and sampling parameters; the turn
-        determines the rest. `options`: of the base class. Turns are never moved."""
+        """Create a rollout. Turns are never moved.
+
+        Args:
+            labels: prompt and label of each episode.
+            requests: the episodes' keys 0 … n - 1, seeds and sampling parameters. Each turn determines the rest.
+            options: keyword arguments of the base class.
+        """
         before: Sequence[Completion] = options.pop("before", ())
         super().__init__(pool, [], np.zeros(0), weights, **{**options, "migration": None})
         self.agents, self.episodes = agents, requests
@@ -71,12 +76,12 @@ class MultiTurnRollout(RolloutDriver):
         self.agents.abandon()
 
     def unfinished(self) -> list[Completion]:
-        """Return the finished turns of the unfinished episodes. A turn that was cut begins again."""
+        """Return the finished turns of the unfinished episodes. A cut turn begins again in the next step."""
         self.result.cut_tokens = int(self.token_log.length[~self.token_log.finished].sum())
         return [unfinished_episode(key, self.drawn_by(key), self.weights.version) for key in np.flatnonzero(~self.over).tolist()]
 
     def drawn_by(self, key: int) -> Drawn:
-        """Return an episode's turns of the policy, with the version of each. Turns of this rollout are of the newest."""
+        """Return an episode's turns of the policy with their versions. Turns of this rollout have the newest version."""
         before = self.versions.get(key, [])
         replies = self.agents.replies[key]
         versions = [*before, *[self.weights.version] * (len(replies) - len(before))]
@@ -104,7 +109,7 @@ class MultiTurnRollout(RolloutDriver):
 
     @property
     def awaited(self) -> str:
-        turns = f"{len(self.waiting)} turns of the policy under way"
+        turns = f"{len(self.waiting)} turns of the policy in progress"
         return f"{int((~self.over).sum())} of {self.total} episodes ({turns})"
 
     @property
@@ -128,7 +133,7 @@ class MultiTurnRollout(RolloutDriver):
                 self.drain_if_idle(number)
             return
         episode = self.episodes[event.key]
-        del self.agents.replies[event.key][event.turn :]  # played again, the agent asked for something else
+        del self.agents.replies[event.key][event.turn :]  # the replayed agent requested a different turn
         del self.versions.setdefault(event.key, [])[event.turn :]
         i = self.token_log.add(
             replace(  # the other sampling parameters are the episode's
@@ -164,9 +169,9 @@ class MultiTurnRollout(RolloutDriver):
         answers: dict[int, list[tuple[tuple[int, ...], TurnReply]]] = {}
         for i in indices:
             epoch, event = self.waiting.pop(i)
-            found = self.token_log.completion(i)
-            self.written[event.key] += len(found.token_ids)
-            reply = Reply(found.token_ids.tolist(), "", found.logprobs.tolist(), found.finish_reason)
+            completion = self.token_log.completion(i)
+            self.written[event.key] += len(completion.token_ids)
+            reply = Reply(completion.token_ids.tolist(), "", completion.logprobs.tolist(), completion.finish_reason)
             answers.setdefault(epoch, []).append((event.token_ids, TurnReply(event.key, event.turn, reply)))
         for epoch, replies in answers.items():
             self.agents.answer(epoch, replies)
@@ -183,7 +188,7 @@ class MultiTurnRollout(RolloutDriver):
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn. Turn 0 has the sample's own: an episode of one turn equals a sample without an agent."""
+    """Return the seed of a turn. Turn 0 has the sample's seed, so an episode of one turn equals a sample without an agent."""
     if not turn:
         return seed
     return int.from_bytes(hashlib.blake2b(struct.pack("<Qq", seed, turn), digest_size=8).digest(), "little")

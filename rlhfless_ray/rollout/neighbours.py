@@ -1,4 +1,4 @@
-"""Protocols of what a rollout needs from other stages. The runtime passes these in, so that stages do not import each other."""
+"""Protocols for the parts of other stages that a rollout uses. The runtime passes them in, so that stages do not import each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WeightPublisher(Protocol):
 
 
 class PrefixPages(Protocol):
-    """Sends engines the KV pages of their prompts."""
+    """Send engines the KV pages of their prompts."""
 
     blocked: str | None
 
@@ -41,7 +41,7 @@ class PrefixPages(Protocol):
 
 
 class EarlyScoring(Protocol):
-    """Scores samples on slots that engines have left."""
+    """Score samples on slots that engines have left."""
 
     def begin(self, samples: int) -> None: ...
 
@@ -53,7 +53,7 @@ class EarlyScoring(Protocol):
 
 
 class EarlyDrafting(Protocol):
-    """Trains the drafter on such slots."""
+    """Train the drafter on slots that engines have left."""
 
     @property
     def wants_slot(self) -> bool: ...
@@ -72,7 +72,7 @@ class EarlyDrafting(Protocol):
 
 
 class EarlyPasses(Protocol):
-    """Computes log-probabilities and values of finished samples on such slots."""
+    """Compute log-probabilities and values of finished samples on slots that engines have left."""
 
     def add_samples(self, samples: list[Sample]) -> None: ...
 
@@ -82,7 +82,7 @@ class EarlyPasses(Protocol):
 
 
 class EarlyLearning(Protocol):
-    """Accumulates gradients of complete groups on such slots."""
+    """Accumulate gradients of complete groups on slots that engines have left."""
 
     obstacle: str | None
 

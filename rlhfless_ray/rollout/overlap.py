@@ -1,8 +1,8 @@
-"""The tail of a rollout: score and learn on slots that engines have left, while others still decode.
+"""Score and train in the tail of a rollout, on slots that engines have left while others still decode.
 
-Work done now saves the same work later, so it costs nothing and shortens the step. Finished samples are scored as they arrive.
-The passes before the update (reference, learner, critic) are computed for them. Gradients of complete, scored groups are
-accumulated if that is exact (`learn/overlap_rules.py`).
+Work done now need not be done later, so it costs nothing and shortens the step. Finished samples are scored as they arrive, and the
+passes before the update (reference, learner, critic) are computed for them. Gradients of complete, scored groups are accumulated if
+that is exact (`learn/overlap_rules.py`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class OverlapScheduler:
     ) -> None:
         """Schedule the tail of a step with `prompts` prompts and `count` samples each.
 
-        It works on the free leases of `broker`. During a rollout these are the ones that engines have left. `drafting`: trains a drafter
-        on those that the others do not need now.
+        It works on the free leases of `broker`, which are those that engines have left. `drafting`: trains a drafter on leases that
+        scoring and learning do not need now.
         """
         self.scoring, self.learning, self.broker, self.count, self.drafting = scoring, learning, broker, count, drafting
         scoring.begin(prompts * count)
         learning.begin(prompts * count)
         self.unscored: list[Sample] = []
-        self.by_group: dict[int, list[Sample]] = {}  # submitted for scoring, not learned from yet
+        self.by_group: dict[int, list[Sample]] = {}  # samples submitted for scoring whose gradients are not accumulated yet
         self.scored = self.learned = 0
 
     def add_samples(self, samples: list[Sample]) -> None:
@@ -78,7 +78,7 @@ class OverlapScheduler:
         self.broker.put(leases)
 
     def finish(self) -> None:
-        """End what may not outlive the rollout."""
+        """End the drafter's training, which may not outlive the rollout."""
         if self.drafting is not None:
             self.broker.put(self.drafting.finish())
 

@@ -1,4 +1,4 @@
-"""The groups that a step with partial rollouts works on, and what goes on in the next step."""
+"""The groups that a step with partial rollouts generates, and those that continue in the next step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from rlhfless_ray.types import UNFINISHED, Completion, Group, Request, Sample
 
 
 class PartialBatch:
-    """The groups that a step works on, those in flight first, and which of them it trains.
+    """The groups that a step generates, those of earlier steps first, and the groups that it trains on.
 
-    A sample's number here, its key, is group number × `count` + number in the group. `made` (n,): tokens of each response so far.
-    `unfinished` (n,): bool.
+    A sample's key is group number × `count` + number in the group. `made` (n,): tokens of each response so far. `unfinished` (n,): bool.
     """
 
     def __init__(self, groups: Sequence[Group], step: int, quota: int, max_lag: int, count: int, per_step: int | None = None) -> None:
-        """`quota`: groups to choose. `per_step`: groups that each later step trains, if that is another number."""
+        """`quota`: number of groups to choose. `per_step`: number of groups that each later step trains on, if that differs."""
         self.groups, self.step, self.quota, self.max_lag, self.count = groups, step, min(quota, len(groups)), max_lag, count
         self.per_step = per_step or self.quota
         self.last_steps = [group.begun + max_lag for group in groups]
         self.chosen: list[int] | None = None
-        self.forced = 0  # groups that were waited for although others were complete
+        self.forced = 0  # groups whose age forced the step to wait for them although enough others were complete
         self.samples = {
             g * count + n: replace(sample, completion=replace(sample.completion, key=g * count + n))
             for g, group in enumerate(groups)
@@ -39,7 +38,7 @@ class PartialBatch:
             self.unfinished[key] = sample.completion.finish_reason == UNFINISHED
 
     def requests(self, recipe: Recipe) -> list[Request]:
-        """Return all requests, also of finished responses. Their seeds are those of the step in which their group was begun."""
+        """Return all requests, also of finished responses. Their seeds are those of the step in which their group began."""
         return [
             make_request(recipe, g * self.count + n, group.prompt, recipe.rollout.temperature, group.begun, group.first_sample + n)
             for g, group in enumerate(self.groups)
@@ -47,11 +46,11 @@ class PartialBatch:
         ]
 
     def before(self) -> list[Completion]:
-        """Return what earlier steps generated, finished or not."""
+        """Return the responses of earlier steps, finished or not."""
         return [sample.completion for sample in self.samples.values()]
 
     def is_enough(self, finished: Collection[int]) -> bool:
-        """Return whether the step has its groups, and choose them as soon as it has. `finished`: keys in the order of completion."""
+        """Return whether enough groups are complete, and choose them once they are. `finished`: keys in the order of completion."""
         if self.chosen is None and len(finished) >= self.quota * self.count:
             missing, completed = [self.count] * len(self.groups), []
             for key in finished:
@@ -64,24 +63,24 @@ class PartialBatch:
         return self.chosen is not None
 
     def join(self, new: Iterable[Sample], unfinished: Iterable[Completion]) -> list[Sample]:
-        """Return all samples in the order of their keys: those of before, the finished ones of this rollout, and the rest."""
-        found = self.samples | {sample.completion.key: sample for sample in new}
+        """Return all samples in the order of their keys: earlier ones, `new` finished ones, and `unfinished` ones of this rollout."""
+        by_key = self.samples | {sample.completion.key: sample for sample in new}
         for completion in unfinished:
-            found[completion.key] = Sample(self.groups[completion.key // self.count].prompt, completion.key % self.count, completion)
-        return [found[key] for key in sorted(found)]
+            by_key[completion.key] = Sample(self.groups[completion.key // self.count].prompt, completion.key % self.count, completion)
+        return [by_key[key] for key in sorted(by_key)]
 
     def with_samples(self, samples: Sequence[Sample]) -> list[Group]:
-        """Return the groups with these samples, which are given in the order of their keys."""
+        """Return the groups with these samples, which must be in the order of their keys."""
         return [replace(group, samples=tuple(samples[g * self.count :][: self.count])) for g, group in enumerate(self.groups)]
 
     def after(self, samples: Sequence[Sample]) -> PartialBatch:
-        """Return the batch of a rollout that goes on in the same step, from these samples."""
+        """Return the batch of a rollout that continues in the same step, from these samples."""
         return PartialBatch(self.with_samples(samples), self.step, self.quota, self.max_lag, self.count, self.per_step)
 
     def forecast_work(self, forecast: Scenarios) -> np.ndarray:
         """Return (n, S) tokens that this rollout will add to each response, at least 1. `forecast`: of whole responses.
 
-        Responses are taken to decode at one speed until `quota` groups are complete.
+        All responses are assumed to decode at the same speed until `quota` groups are complete.
         """
         left = forecast.revise(self.made, np.where(self.unfinished, np.nan, self.made)) - self.made[:, None]
         ends = np.sort(left.reshape(len(self.groups), self.count, -1).max(1), axis=0)[self.quota - 1]

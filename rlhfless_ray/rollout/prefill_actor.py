@@ -27,7 +27,7 @@ class Fetched:
 
     pages: int = 0
     bytes: int = 0
-    lost: int = 0  # bundles whose owner or node is gone, whose computation failed, or that came too late
+    lost: int = 0  # bundles whose owner or node is gone, whose computation failed, or that arrived too late
     foreign: int = 0  # pages of another model, dtype, block size or version
     damaged: int = 0
     seconds: float = 0.0
@@ -36,7 +36,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """The result of a prefill job. `tokens`: computed. `pages`: returned. `load_s`, `save_s`: spent copying pages in and out."""
+    """The result of a prefill job: tokens computed, pages returned, and seconds spent copying pages in (`load_s`) and out (`save_s`)."""
 
     tokens: int
     pages: int
@@ -111,11 +111,11 @@ class PageActor(RolloutActor):
     ) -> tuple[Any, ...]:
         """Compute token prefixes, each (n,) int32, and return a `Prefilled`, then a `Bundle` for each list of addresses.
 
-        `needs`: references to bundles with pages that others computed. Raises RunError if the engine has another version: its
-        pages would be another policy's.
+        `needs`: references to bundles with pages that other instances computed. Raises RunError if the engine has another version,
+        because its pages would be another policy's.
         """
         if self.engine.version != version:
-            raise RunError(f"asked for pages of weight version {version}, but this engine has {self.engine.version}")
+            raise RunError(f"pages of weight version {version} were requested, but this engine has {self.engine.version}")
         self._set_threads(threads)
         start = time.time()
         tokens = [tuple(prefix.tolist()) for prefix in prefixes]

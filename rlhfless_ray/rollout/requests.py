@@ -9,7 +9,7 @@ from collections import Counter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Prompt, Request
 
-EVALUATION = -1  # step number in seeds of evaluations
+EVALUATION = -1  # step number in the seeds of evaluations
 
 
 def make_step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list[Prompt] | tuple[()] = ()) -> list[Request]:
@@ -29,18 +29,18 @@ def make_step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before:
     return requests
 
 
-def make_evaluation_requests(recipe: Recipe, prompts: list[Prompt], asked: list[tuple[float, int]]) -> list[Request]:
-    """Make the requests of an evaluation, the same for every one of a run. `asked`: (temperature, responses per prompt).
+def make_evaluation_requests(recipe: Recipe, prompts: list[Prompt], settings: list[tuple[float, int]]) -> list[Request]:
+    """Make the requests of an evaluation, the same for every evaluation of a run. `settings`: (temperature, responses per prompt).
 
     Temperatures follow one another, and the responses to a prompt are adjacent.
     """
-    wanted = [(temperature, prompt, n) for temperature, count in asked for prompt in prompts for n in range(count)]
+    wanted = [(temperature, prompt, n) for temperature, count in settings for prompt in prompts for n in range(count)]
     return [make_request(recipe, key, prompt, temperature, EVALUATION, n) for key, (temperature, prompt, n) in enumerate(wanted)]
 
 
 def make_request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
     name = struct.pack("<Qqqq", recipe.run.seed % 2**64, step, prompt.index, sample)
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-    most = recipe.rollout.response_tokens(len(prompt.token_ids))
-    least = min(recipe.rollout.min_tokens, most)
-    return Request(key, prompt.token_ids, seed, most, temperature, top_p=recipe.rollout.top_p, min_tokens=least)
+    max_tokens = recipe.rollout.response_tokens(len(prompt.token_ids))
+    min_tokens = min(recipe.rollout.min_tokens, max_tokens)
+    return Request(key, prompt.token_ids, seed, max_tokens, temperature, top_p=recipe.rollout.top_p, min_tokens=min_tokens)

@@ -26,10 +26,10 @@ class RolloutResult:
     moved: list[MigrationStats] = field(default_factory=list)
     decisions: list[str] = field(default_factory=list)  # about moves, each with its reason
     replaced: int = 0
-    cut_tokens: int = 0  # of agents' turns that a rollout's end cut, which begin again
+    cut_tokens: int = 0  # tokens of agents' turns that the rollout's end cut, and that begin again
     orphans: int = 0  # requests whose engine died
-    drafts_saved_s: float = 0.0  # of engines' time, against decoding without drafts, by the fitted step times
-    silent_s: float = 0.0  # sum over dead engines of the time since their last report: that work is repeated
+    drafts_saved_s: float = 0.0  # engine seconds saved against decoding without drafts, by the fitted step times
+    silent_s: float = 0.0  # sum over dead engines of the seconds since their last report, whose work is repeated
 
     def metrics(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return metrics of moves and lost engines for the step's row. `before`: metrics of the step's earlier rollout."""

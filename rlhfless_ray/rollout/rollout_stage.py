@@ -52,9 +52,15 @@ class RolloutStage:
         drafter: TrainedDrafter | None = None,
         on_end_near: Callable[[float, Slot], None] = lambda seconds, slot: None,
     ) -> None:
-        """`publisher`: the learner, which makes the weights and needs the slots next. `prefix`: sends KV that others have computed.
-        `agents`: processes that answer the policy in multi-turn samples. `drafter`: is trained on the responses. `on_end_near`: called
-        with the seconds until the rollout ends and a slot that will be free then."""
+        """Create the stage.
+
+        Args:
+            publisher: the learner, which publishes the weights and needs the slots next.
+            prefix: sends engines KV pages of their prompts.
+            agents: processes of the agents in multi-turn rollouts.
+            drafter: a draft model that is trained on the responses.
+            on_end_near: called with the seconds until the rollout ends and a slot that will be free then.
+        """
         self.context, self.pool, self.publisher, self.on_end_near = context, pool, publisher, on_end_near
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
@@ -125,7 +131,7 @@ class RolloutStage:
 
     @contextmanager
     def phase(self, plan: RolloutPlan, weights: WeightVersion, name: str = "rollout") -> Iterator[None]:
-        """Hold the plan's engines inside the block. They load the weights as soon as they have leases. `name`: of the phase."""
+        """Hold the plan's engines inside the block. They load the weights as soon as they have leases. `name`: the phase's name."""
         context = self.context
         with context.phases.phase(name):
             context.broker.keep_idle()
@@ -160,7 +166,7 @@ class RolloutStage:
             lengths = lengths + partial_batch.made[:, None]
         if self.migration is not None:
             autoscaler, elastic = self.context.autoscaler, self.context.recipe.functions.elastic
-            second = autoscaler.value_per_s if elastic else float("inf")  # leases are never given back, so only time counts
+            second = autoscaler.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
             prefill, limit = autoscaler.terms.prefill.per_unit_s, self.context.recipe.rollout.max_tokens
             self.migration.begin(lengths, autoscaler.speed.speed, second, prefill, count, limit)
         shares = self._shares(step, len(self.pool.working))
@@ -185,12 +191,12 @@ class RolloutStage:
             return partial_batch.join(samples.all(), result.unfinished)
         return samples.all()
 
-    def answer(self, prompts: list[Prompt], asked: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
-        """Generate the responses of an evaluation on as many engines as possible. `asked`: (temperature, responses per prompt)."""
+    def answer(self, prompts: list[Prompt], settings: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
+        """Generate the responses of an evaluation on as many engines as possible. `settings`: (temperature, responses per prompt)."""
         context = self.context
         context.broker.resize(self.pool, context.most_engines(self.pool.width), wait_s=0.2)
-        requests = make_evaluation_requests(context.recipe, prompts, asked)
-        prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in asked])
+        requests = make_evaluation_requests(context.recipe, prompts, settings)
+        prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in settings])
         expected = context.autoscaler.expected(prompts)[prompt_of]
         samples = self._samples([prompts[k] for k in prompt_of], 1, weights)
         listener = self._listener(samples, None)
@@ -207,8 +213,8 @@ class RolloutStage:
         if self.agents is None:
             return RolloutDriver
         column = self.context.recipe.answer_column
-        asked = [samples.prompts[one.key // samples.count] for one in requests]
-        labels = [(prompt.text, prompt.row.get(column, "") if column else "") for prompt in asked]
+        prompts = [samples.prompts[one.key // samples.count] for one in requests]
+        labels = [(prompt.text, prompt.row.get(column, "") if column else "") for prompt in prompts]
         return partial(MultiTurnRollout, self.agents, labels)
 
     def _listener(
@@ -231,12 +237,12 @@ class RolloutStage:
         self.began_s = time.monotonic()
         all_warm = all(instance.memory_mb > 0 for instance in self.pool.working)
         self.traffic.loaded(weights.version, (instance.slot.node for instance in self.pool.working))
-        more: dict[str, Any] = {}
+        optional: dict[str, Any] = {}
         if partial_batch is not None:
-            more = {"before": partial_batch.before(), "is_enough": lambda finished: partial_batch.is_enough(finished) or until()}
+            optional = {"before": partial_batch.before(), "is_enough": lambda finished: partial_batch.is_enough(finished) or until()}
         if self.drafts is not None and self.drafter is not None:
             self.drafts.weights = self.drafter.version, self.drafter.weights
-        shared = more["shared"] = self._shared_slots() if migration is not None else None
+        shared = optional["shared"] = self._shared_slots() if migration is not None else None
         driver = self._driver(listener.samples, requests)(  # type: ignore[arg-type]
             self.pool,
             requests,
@@ -252,7 +258,7 @@ class RolloutStage:
             migration=migration,
             start_s=autoscaler.terms.cold_start.predict(),
             drafts=self.drafts,
-            **more,
+            **optional,
         )
         try:
             result = driver.run(shares, recipe.rollout.deadline_s)
@@ -270,12 +276,12 @@ class RolloutStage:
         return result
 
     def _shared_slots(self) -> SharedSlots | None:
-        """Return what exchanges slots with other runs of the cluster, if the run shares a pool with any and engines have one slot."""
+        """Return the exchange of slots with other runs of the cluster, or None without a shared pool or with engines of several slots."""
         source, bids = self.context.leases.source, self.context.autoscaler.bids
         if bids is None or not isinstance(source, PoolClient) or self.pool.width > 1:
             return None
-        most = min(bids.most, self.context.most_engines(1))
-        return SharedSlots(self.context.leases, source, most, self.context.autoscaler.terms.warm_start.predict())
+        max_engines = min(bids.most, self.context.most_engines(1))
+        return SharedSlots(self.context.leases, source, max_engines, self.context.autoscaler.terms.warm_start.predict())
 
     def give_back(self, instance: Instance, decision: Decision) -> None:
         """Release the lease of an idle engine if the decision says so. An engine that is still starting keeps it."""
@@ -303,7 +309,7 @@ class RolloutStage:
         return self.pool.park(instance) if self.context.record_start_or_replace(self.pool, instance, self._record_start) else []
 
     def _on_progress(self, done: int, total: int) -> None:
-        """Do deferred work while engines decode, and report to the next phase when this one will end."""
+        """Do deferred work while engines decode, and tell the next phase when this one will end."""
         self.context.record.progress.phase(f"rollout: {done} of {total} responses")
         self.context.record.catch_up()
         if self.pool.working:

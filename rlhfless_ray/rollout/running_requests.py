@@ -25,8 +25,11 @@ class SampledTokens(Protocol):
 
 @dataclass
 class _Row:
-    """`reported`, `searched`: number of tokens generated here that were reported, and searched for stop words. `ended`: all tokens
-    generated here, and the kind of end."""
+    """A running request.
+
+    `reported`, `searched`: number of its tokens, generated here, that were reported and searched for stop words. `ended`: all tokens
+    generated here, and the index of the end in `ENDS`.
+    """
 
     request: Request
     reported: int = 0
@@ -35,7 +38,7 @@ class _Row:
 
 
 class RunningRequests:
-    """Requests by number. Keys do not suffice: one may leave and return while vLLM still knows the old request."""
+    """Requests by number. Keys are not unique: a request may leave and return while vLLM still knows the old one."""
 
     def __init__(self, draws: SampledTokens) -> None:
         self.draws = draws
@@ -105,9 +108,9 @@ class RunningRequests:
     def _logprobs(self, numbers: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return (Σ counts,) log-probabilities of the tokens from position `firsts` of each request; NaN where none was drawn."""
         drawn, positions, values = self.draws.take()
-        found = np.full(int(counts.sum()), np.nan, np.float32)
+        logprobs = np.full(int(counts.sum()), np.nan, np.float32)
         if not len(numbers):
-            return found
+            return logprobs
         row = np.minimum(np.searchsorted(numbers, drawn), len(numbers) - 1)
         known = numbers[row] == drawn
         again = known & (positions < firsts[row])
@@ -116,8 +119,8 @@ class RunningRequests:
             raise RuntimeError(f"request {key}: vLLM drew a token again that was reported already")
         kept = known & (positions - firsts[row] < counts[row])
         begins = np.cumsum(counts) - counts
-        found[(begins[row] + positions - firsts[row])[kept]] = values[kept]  # the last draw of a position counts
-        return found
+        logprobs[(begins[row] + positions - firsts[row])[kept]] = values[kept]  # the last draw of a position counts
+        return logprobs
 
     def forget(self, numbers: Iterable[int]) -> None:
         for number in list(numbers):

@@ -19,12 +19,12 @@ class ResponseSamples:
         """Return samples of the new completions, with text and without reward."""
         new = [c for c in completions if c.key not in self.made]
         texts = self.tokenizer.batch_decode([c.token_ids for c in new], skip_special_tokens=True) if new else []
-        found = []
+        added = []
         for completion, text in zip(new, texts, strict=True):
             prompt, number = divmod(completion.key, self.count)
-            found.append(Sample(self.prompts[prompt], number, completion, text))
-            self.made[completion.key] = found[-1]
-        return found
+            added.append(Sample(self.prompts[prompt], number, completion, text))
+            self.made[completion.key] = added[-1]
+        return added
 
     def all(self) -> list[Sample]:
         """Return all samples in the order of their keys."""

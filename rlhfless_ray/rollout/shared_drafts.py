@@ -1,4 +1,4 @@
-"""What the engines of a run share of their drafts: prices, acceptance, and what responses to the same prompt have said."""
+"""Data for drafts that a run's engines share: step times, acceptance rates, and responses to the same prompts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlhfless_ray.types import EngineStep
 if TYPE_CHECKING:
     from rlhfless_ray.types import Request
 
-KEPT_TOKENS = 100_000  # of responses of earlier steps. A checkpoint has them as numbers, about 0.6 MB
+KEPT_TOKENS = 100_000  # tokens of responses of earlier steps. A checkpoint has them as numbers, about 0.6 MB
 
 
 @dataclass
 class _Text:
-    """A response of an earlier step. `name`: of the text in engines. `known_by`: ids of the instances that have it."""
+    """A response of an earlier step. `name`: the text's name in engines. `known_by`: ids of the instances that have it."""
 
     name: int
     tokens: np.ndarray
@@ -31,16 +31,16 @@ class _Text:
 
 
 class SharedDrafts:
-    """Lives on the driver for a whole run. `begin` starts each rollout, `end` keeps its responses for later steps."""
+    """The driver's shared data for drafts, for a whole run. `begin` starts a rollout, and `end` keeps its responses for later steps."""
 
     def __init__(self, kept_tokens: int = KEPT_TOKENS) -> None:
         self.learned = Learned()
         self.kept_tokens = kept_tokens
-        self.earlier: dict[str, list[_Text]] = {}  # by prompt, the one heard of longest ago first
-        self.total = 0  # tokens of these
+        self.earlier: dict[str, list[_Text]] = {}  # by prompt, the least recently used first
+        self.total = 0  # tokens in `earlier`
         self.names = itertools.count()
-        self.weights: tuple[int, Any] = (0, None)  # newest ones of a drafter that is trained: version, and a reference to {name: array}
-        self.versions: dict[str, int] = {}  # of the drafter, by id of the instance that has it
+        self.weights: tuple[int, Any] = (0, None)  # newest version of a trained drafter, and a reference to its {name: array}
+        self.versions: dict[str, int] = {}  # version of the drafter that each instance has, by instance id
 
     def begin(self, token_log: TokenLog) -> None:
         """Start a rollout. Prompts that come later, as in multi-turn rollouts, share no text."""
@@ -51,43 +51,46 @@ class SharedDrafts:
             self.groups.setdefault(prompt, []).append(i)
         self.text_names = [next(self.names) for _ in self.prompts]
         self.instances: dict[int, str] = {}  # ids of the engines' instances, by number
-        self.told: dict[tuple[int, int], int] = {}  # (request, engine) → tokens of the response that the engine was told
+        self.sent: dict[tuple[int, int], int] = {}  # (request, engine) → tokens of the response that were sent to the engine
 
     def for_call(self, number: int, instance: str, indices: Sequence[int]) -> DraftNews:
-        """Return what an engine should know that begins to work on these requests."""
-        said = []
+        """Return the data for an engine that begins to work on these requests."""
+        texts = []
         self.instances[number] = instance
         for prompt in dict.fromkeys(self.prompts[i] for i in indices if i < len(self.prompts)):
             for text in self.earlier.get(prompt, ()):
                 if instance not in text.known_by:
                     text.known_by.add(instance)
-                    said.append((text.name, text.tokens))
-            said += self._news((i for i in self.groups[prompt] if self.log.owner[i] != number), number)
+                    texts.append((text.name, text.tokens))
+            texts += self._news((i for i in self.groups[prompt] if self.log.owner[i] != number), number)
         version, weights = self.weights
         known, self.versions[instance] = self.versions.get(instance, 0), version
-        return DraftNews(self.learned.state(), tuple(said), None if known == version else weights)
+        return DraftNews(self.learned.state(), tuple(texts), None if known == version else weights)
 
     def spread(self, indices: Iterable[int], number: int) -> dict[int, DraftNews]:
-        """Return what to tell other engines of these requests, on which an engine has reported: those with unfinished siblings."""
-        found: dict[int, DraftNews] = {}
+        """Return the data for other engines after an engine's report on these requests, by engine number.
+
+        Only engines with unfinished requests of the same prompts get any.
+        """
+        news_of: dict[int, DraftNews] = {}
         for i in indices:
             group = self.groups[self.prompts[i]] if i < len(self.prompts) else []
             for other in {int(self.log.owner[j]) for j in group if not self.log.finished[j]} - {number, NO_ENGINE}:
-                news = tuple(self._news([i], other))
-                found[other] = DraftNews({}, (found[other].said if other in found else ()) + news)
-        return found
+                texts = tuple(self._news([i], other))
+                news_of[other] = DraftNews({}, (news_of[other].texts if other in news_of else ()) + texts)
+        return news_of
 
     def _news(self, indices: Iterable[int], number: int) -> list[tuple[int, np.ndarray]]:
-        found = []
+        texts = []
         for i in indices:
-            told = self.told.get((i, number), 0)
-            if self.log.length[i] > told:
-                found.append((self.text_names[i], self.log.tokens(i)[told:]))
-                self.told[i, number] = int(self.log.length[i])
-        return found
+            sent = self.sent.get((i, number), 0)
+            if self.log.length[i] > sent:
+                texts.append((self.text_names[i], self.log.tokens(i)[sent:]))
+                self.sent[i, number] = int(self.log.length[i])
+        return texts
 
     def observe(self, observed: Sequence[News]) -> None:
-        """Learn what became of an engine's drafts."""
+        """Record which of an engine's drafts were accepted."""
         self.learned.acceptance.merge(observed)
 
     def end(self, steps: Sequence[EngineStep]) -> None:
@@ -95,12 +98,12 @@ class SharedDrafts:
         times = self.learned.times
         for has_drafts in (False, True):
             kind = [step for step in steps if step.new_tokens == step.running and (step.drafted > 0) == has_drafts]
-            for step in kind[:: len(kind) // times.KEPT + 1]:  # of the whole rollout: its end alone has few sequences
+            for step in kind[:: len(kind) // times.KEPT + 1]:  # from the whole rollout, because its end has few sequences
                 verifies = bool(step.drafted or step.draft_s)
                 times.add(step.running, step.context_tokens, step.drafted, step.seconds - step.draft_s, verifies)
         times.fit()
         known_by = [{self.instances[owner]} if owner != NO_ENGINE else set() for owner in self.log.owner.tolist()]
-        for i, engine in self.told:
+        for i, engine in self.sent:
             known_by[i].add(self.instances[engine])
         for i, prompt in enumerate(self.prompts):
             if self.log.finished[i] and self.log.length[i]:
@@ -118,9 +121,9 @@ class SharedDrafts:
         self.total += len(text.tokens)
 
     def state(self) -> dict[str, Any]:
-        """Return it as JSON-serialisable values, for a checkpoint."""
-        said = {prompt: [text.tokens.tolist() for text in texts] for prompt, texts in self.earlier.items()}
-        return {"learned": self.learned.state(), "said": said}
+        """Return the state as JSON types, for a checkpoint."""
+        texts_of = {prompt: [text.tokens.tolist() for text in texts] for prompt, texts in self.earlier.items()}
+        return {"learned": self.learned.state(), "said": texts_of}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.learned.restore(state.get("learned", {}))

@@ -1,4 +1,4 @@
-"""Slots that a rollout takes from the pool of the cluster while it runs, and those that it gives to other runs."""
+"""Take slots from the cluster's shared pool during a rollout, and give slots to other runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_weights
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import WeightVersion
 
-PAUSE_S = 1.0  # between two decisions to give slots: until the pool has seen the last one
+PAUSE_S = 1.0  # time between two decisions to give slots, until the pool knows of the last one
 GIVEN = Release(0, "another run of the cluster waits for its slot")
 
 
 class Rollout(Protocol):
-    """What this needs of a `RolloutDriver`."""
+    """The part of `RolloutDriver` that is used here."""
 
     pool: WorkerPool
     weights: WeightVersion
@@ -40,10 +40,13 @@ class Rollout(Protocol):
 
 
 class SharedSlots:
-    """A rollout may grow when another run lets a slot go, and shrink when another run waits for its own. Requests move between engines."""
+    """Exchange slots with other runs during a rollout.
+
+    The rollout grows when another run releases a slot, and shrinks when another run waits for its own. Requests move between engines.
+    """
 
     def __init__(self, leases: LeaseManager, source: PoolClient, most: int, start_s: float) -> None:
-        """`most`: engines of one slot that would have work. `start_s`: time until a warm engine works on a slot."""
+        """`most`: maximum number of engines, of one slot each. `start_s`: time until a warm engine works on a slot."""
         self.leases, self.source, self.most, self.start_s = leases, source, most, start_s
         self.request: LeaseRequest | None = None
         self.answer: Any = None  # resolves when the request is granted
@@ -55,7 +58,7 @@ class SharedSlots:
         return [] if self.answer is None else [self.answer]
 
     def poll(self, driver: Rollout) -> None:
-        """Give slots that other runs wait for, or else take one that is granted, and ask for more if they have work."""
+        """Give slots that other runs wait for, or else take a granted slot and request another one if it would have work."""
         if driver.stopping:
             self.close()
             return
@@ -70,7 +73,7 @@ class SharedSlots:
             self.answer = self.source.arrival(self.request)
 
     def close(self) -> None:
-        """End the request."""
+        """Withdraw the pending request."""
         if self.request is not None:
             self.leases.withdraw([self.request])
             self.request = self.answer = None
@@ -89,7 +92,7 @@ class SharedSlots:
         got = self.leases.without_lost(self.leases.collect([request], driver.pool.kind, 0.0))
         if got:
             self.taken += 1
-            driver.pool.assign_leases(got)  # the next moves give it requests
+            driver.pool.assign_leases(got)  # the next moves send requests to it
             fetch_weights(driver.pool, driver.weights)
 
     def _give(self, driver: Rollout) -> None:

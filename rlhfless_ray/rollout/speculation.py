@@ -1,4 +1,4 @@
-"""Check before a run what `rollout.speculation` and `rollout.drafter` ask for."""
+"""Check `rollout.speculation` and `rollout.drafter` before a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KEY = "rollout.drafter"
 
 
 def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None]:
-    """Return the recipe, without `auto` drafts where the policy's layers cannot have them, and a note that says so.
+    """Return the recipe, without `auto` drafts if the policy's layers cannot verify them, and a note about that or None.
 
-    Rejected drafts are overwritten in the KV cache. A running state cannot take them back, and a window may have dropped what they
-    replaced. Raises UserError if the recipe insists on drafts there.
+    Rejected drafts are overwritten in the KV cache. A recurrent state cannot undo them, and a sliding window may have dropped the
+    tokens that they replaced. Raises UserError if the recipe requires drafts for such a policy.
     """
     rollout = recipe.rollout
     why = unsupported(config_of(policy)) if rollout.speculation != "off" else None
@@ -31,9 +31,9 @@ def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None
 
 
 def read_drafter(recipe: Recipe, tokenizer: Any, policy: Files) -> Files | None:
-    """Return the files of `rollout.drafter`, those of a small random one if it is trained, None without one. `policy`: the policy's files.
+    """Return the files of `rollout.drafter`, of a small random model for `train`, or None without a drafter.
 
-    Raises UserError if it is no model, or one with other tokens than the policy's.
+    `policy`: the policy's files. Raises UserError if the drafter is not a model, or has other tokens than the policy.
     """
     rollout = recipe.rollout
     if not rollout.drafter:
@@ -41,9 +41,11 @@ def read_drafter(recipe: Recipe, tokenizer: Any, policy: Files) -> Files | None:
     files = read_folder(model_folder(rollout.drafter, KEY), KEY)
     config, words = config_of(files), tokenizer.get_vocab()
     if why := unsupported(config):
-        raise UserError(f"{KEY}: a drafter needs full attention in each layer, and of this one {why}; name another, or leave it out")
+        raise UserError(f"{KEY}: a drafter needs full attention in each layer, but {why}; name another model, or leave it out")
     if load_tokenizer(files, recipe.policy.trust_remote_code, KEY).get_vocab() != words:
-        raise UserError(f"{KEY}: its tokenizer has other tokens than the policy's, so its drafts mean nothing; name one that shares them")
+        raise UserError(
+            f"{KEY}: its tokenizer has other tokens than the policy's, so its drafts are useless; name one with the same tokens"
+        )
     size, tokens = (config.get("text_config") or config).get("vocab_size", 0), max(words.values()) + 1
     if size < tokens:
         raise UserError(f"{KEY}: its vocab_size {size} does not cover the tokenizer's {tokens} tokens; name a model that has them all")

@@ -1,4 +1,4 @@
-"""How old the tokens of a step's samples are, in weight versions."""
+"""Measure and check the age of a step's tokens in weight versions."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def token_lags(samples: Sequence[Sample], newest: int) -> tuple[np.ndarray, np.n
     return newest - versions, tokens
 
 
-def check_lag(samples: Sequence[Sample], newest: int, most: int) -> dict[str, float]:
+def check_lag(samples: Sequence[Sample], newest: int, max_lag: int) -> dict[str, float]:
     """Return metrics of the lag by token, with the share of tokens of each lag.
 
-    Raises RunError if a token is more than `most` versions behind `newest`, or ahead of it.
+    Raises RunError if a token is more than `max_lag` versions behind `newest`, or ahead of it.
     """
     lags, tokens = token_lags(samples, newest)
     drawn = tokens > 0
     lags, tokens = lags[drawn], tokens[drawn]
     if not len(lags):
         lags, tokens = np.zeros(1, np.int64), np.ones(1, np.int64)
-    if lags.max() > most or lags.min() < 0:
-        worst = int(lags.max() if lags.max() > most else lags.min())
+    if lags.max() > max_lag or lags.min() < 0:
+        worst = int(lags.max() if lags.max() > max_lag else lags.min())
         raise RunError(
-            f"a token of weight version {newest - worst} would be trained at version {newest}, but the bound is {most} versions; this is "
-            "a bug of rlhfless-ray, please report it"
+            f"a token of weight version {newest - worst} would be trained at version {newest}, but the bound is {max_lag} versions; this "
+            "is a bug of rlhfless-ray, please report it"
         )
-    shares = np.bincount(lags, tokens, most + 1) / tokens.sum()
+    shares = np.bincount(lags, tokens, max_lag + 1) / tokens.sum()
     by_lag = {f"lag/share_{lag}": float(share) for lag, share in enumerate(shares)}
     return {
         "lag/mean": float(np.average(lags, weights=tokens)),

@@ -10,7 +10,7 @@ EXTRA_TOKENS = 8  # decoded in addition to the bytes of the longest word
 
 class StopStrings:
     def __init__(self, load: Callable[[], Any] | None) -> None:
-        """`load`: loads the tokenizer. Called for the first request with stop words."""
+        """`load`: loads the tokenizer; called for the first request with stop words. None: there is no tokenizer."""
         self._load = load
         self._tokenizer: Any = None
 
@@ -27,10 +27,10 @@ class StopStrings:
             return False
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        most = max(len(word.encode()) for word in words) + EXTRA_TOKENS
-        newest = list(token_ids[-most:])
-        if len(newest) < most:
-            newest = [*before[-(most - len(newest)) :], *newest]
+        max_tokens = max(len(word.encode()) for word in words) + EXTRA_TOKENS
+        newest = list(token_ids[-max_tokens:])
+        if len(newest) < max_tokens:
+            newest = [*before[-(max_tokens - len(newest)) :], *newest]
         text = self._tokenizer.decode(newest, skip_special_tokens=False)
         free = newest[: max(0, min_tokens - (len(before) + len(token_ids) - len(newest)))]
         done = len(self._tokenizer.decode(free, skip_special_tokens=False)) if free else 0

@@ -1,4 +1,4 @@
-"""Drafts from text: what has followed the end of a sequence in responses that this engine generated or was told of."""
+"""Draft from text: the continuations of a sequence's last tokens in responses of this engine and those that it was sent."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from arctic_inference.suffix_decoding._C import SuffixTree
 from placement.drafting import NOTHING, Draft
 
 DEPTH = 24  # tokens of a match and of what follows it
-MATCH_TOKENS = 8  # longest end of a sequence that is looked up: the time of a look-up grows with its square
-KEPT_TOKENS = 400_000  # the newest. A token takes about 300 bytes, so these take some 120 MB
+MATCH_TOKENS = 8  # number of last tokens that are looked up, at most: the time of a look-up grows with its square
+KEPT_TOKENS = 400_000  # newest tokens that are kept. A token takes about 300 bytes, so these take some 120 MB
 PROMPT_TOKENS = 512  # last tokens of a prompt that are drafted from
 PER_MATCHED = 2.0  # drafted tokens per matched token, at most
 LEAST_ESTIMATE = 0.1
@@ -25,7 +25,7 @@ class TextSource:
     def __init__(self, kept_tokens: int = KEPT_TOKENS) -> None:
         self.tree = SuffixTree(DEPTH)
         self.kept_tokens = kept_tokens
-        self.numbers = itertools.count()  # of texts in the tree
+        self.numbers = itertools.count()  # numbers of texts in the tree
         self.known: dict[Hashable, int] = {}  # by text that may grow: tokens of the response that the tree has
         self.texts: dict[Hashable, tuple[int, int]] = {}  # by text, oldest first: number and size in tokens
         self.total = 0  # tokens in the tree
@@ -37,37 +37,37 @@ class TextSource:
             prompt = tokens[max(0, prompt_tokens - PROMPT_TOKENS) : prompt_tokens]
             if (key := prompt.tobytes()) not in self.texts:
                 self._extend(key, prompt)
-            self._drop(name)  # of a request that was preempted, which starts again
+            self._drop(name)  # the text of a preempted request, which starts again
             known = self.known[name] = 0
         if len(tokens) - prompt_tokens - known >= LAG:
             self.add(name, tokens[prompt_tokens + known :])
         if most <= 0:
             return NOTHING
-        found = SuffixTree.speculate_ndarray(
+        match = SuffixTree.speculate_ndarray(
             self.tree, np.ascontiguousarray(tokens[-MATCH_TOKENS:]), most, PER_MATCHED, 0.0, LEAST_ESTIMATE, False
         )
-        return Draft(found.token_ids, found.probs, found.match_len)
+        return Draft(match.token_ids, match.probs, match.match_len)
 
     def add(self, name: Hashable, tokens: np.ndarray) -> None:
-        """Add what a response goes on with."""
+        """Add the next tokens of a response."""
         self._extend(name, tokens)
         self.known[name] = self.known.get(name, 0) + len(tokens)
 
     def finish(self, name: Hashable, response: np.ndarray) -> None:
-        """Add what is missing of a response that has ended."""
+        """Add the missing tokens of a finished response."""
         self._extend(name, response[self.known.pop(name, 0) :])
 
     def _extend(self, name: Hashable, tokens: np.ndarray) -> None:
         if not len(tokens):
             return
         number, size = self.texts.get(name) or (next(self.numbers), 0)
-        # The tree takes no read-only array, and those that come through Ray are.
+        # The tree takes no read-only arrays, and arrays that come through Ray are read-only.
         SuffixTree.extend_ndarray(self.tree, number, np.require(tokens, np.int32, ["C", "W"]))
         self.texts[name] = number, size + len(tokens)
         self.total += len(tokens)
 
     def forget_all_but(self, names: Collection[Hashable]) -> None:
-        """Let texts of other names grow no longer, and drop the oldest texts beyond `kept_tokens`."""
+        """Close texts of other names, and drop the oldest texts beyond `kept_tokens`."""
         for name in self.known.keys() - set(names):
             del self.known[name]
         while self.total > self.kept_tokens and len(self.texts) > 1:

@@ -20,10 +20,16 @@ ENDS = ("", "stop", "length", "cut")  # by index; "stop" and "length" are vLLM's
 class TokenDeltas:
     """New tokens of n distinct sequences, m tokens in all.
 
-    `version`: weight version of the tokens. `keys` (n,): of the requests. `starts` (n,): position of the first new token in the
-    response. `counts` (n,): new tokens. `ends` (n,) int8: index into `ENDS`. `token_ids` (m,) int32 and `logprobs` (m,) float32:
-    sequence after sequence. `computed`: context tokens that this engine computed, by key, for moved sequences with their first
-    token here; only from engines that keep KV pages. `observed`: what became of drafts, for `Acceptance.merge`.
+    Attributes:
+        version: weight version of the tokens.
+        keys: (n,) keys of the requests.
+        starts: (n,) position of the first new token in the response.
+        counts: (n,) number of new tokens.
+        ends: (n,) int8 index into `ENDS`.
+        token_ids, logprobs: (m,) int32 and float32, sequence after sequence.
+        computed: context tokens that this engine computed, by key, for moved sequences with their first token here. Only engines that
+            keep KV pages report it.
+        observed: accepted and rejected drafts, for `Acceptance.merge`.
     """
 
     version: int

@@ -16,13 +16,14 @@ NO_ENGINE = -1
 
 
 class TokenLog:
-    """Requests by index 0 … n-1, engines by number. What is recorded here survives the engine it came from.
+    """Requests by index 0 … n-1, engines by number. The record survives the loss of engines.
 
-    `length` (n,): tokens so far. `finished` (n,): bool. `owner` (n,): the engine that continues or has finished it, or NO_ENGINE.
+    `length` (n,): tokens so far. `finished` (n,): bool. `owner` (n,): the engine that continues or has finished the request, or
+    NO_ENGINE.
     """
 
     def __init__(self, requests: list[Request], before: Sequence[Completion] = ()) -> None:
-        """`before`: what earlier rollouts generated for some of the requests, finished or not."""
+        """`before`: completions of earlier rollouts for some of the requests, finished or not."""
         self.requests = requests
         keys = np.array([request.key for request in requests], np.int64)
         order = np.argsort(keys, kind="stable")
@@ -67,9 +68,9 @@ class TokenLog:
         return i
 
     def _update_views(self) -> None:
-        of = {name: column.values for name, column in self._columns.items()}
-        self.length, self.finished, self.owner, self.prompt = of["length"], of["finished"], of["owner"], of["prompt"]
-        self._order, self._keys = of["order"], of["keys"]
+        columns = {name: column.values for name, column in self._columns.items()}
+        self.length, self.finished, self.owner, self.prompt = columns["length"], columns["finished"], columns["owner"], columns["prompt"]
+        self._order, self._keys = columns["order"], columns["keys"]
 
     @property
     def missing(self) -> int:
@@ -80,19 +81,21 @@ class TokenLog:
         return self.completions[self.requests[i].key]
 
     def unfinished(self, version: int) -> list[Completion]:
-        """Return what there is of the unfinished requests. `version`: of the weights, for those without tokens."""
-        found = []
+        """Return the unfinished requests with their tokens so far. `version`: weight version for those without tokens."""
+        completions = []
         for i in np.flatnonzero(~self.finished).tolist():
             versions = tuple(self._versions[i])
-            found.append(Completion(self.requests[i].key, *self._joined(i), UNFINISHED, versions[-1][0] if versions else version, versions))
-        return found
+            completions.append(
+                Completion(self.requests[i].key, *self._joined(i), UNFINISHED, versions[-1][0] if versions else version, versions)
+            )
+        return completions
 
     def owed(self, engine: int) -> np.ndarray:
         """Return the indices of the engine's unfinished requests."""
         return np.flatnonzero((self.owner == engine) & ~self.finished)
 
     def assign(self, indices: np.ndarray, engine: int) -> list[Request]:
-        """Assign requests to an engine, and return them with their tokens so far. Only its tokens are accepted from now on."""
+        """Assign requests to an engine, and return them with their tokens so far. From then on only its tokens are accepted."""
         self.owner[indices] = engine
         return [self.request(i) for i in indices.tolist()]
 
@@ -103,10 +106,10 @@ class TokenLog:
         return replace(self.requests[i], generated=tuple(self._joined(i)[0].tolist()))
 
     def accept(self, engine: int, name: str, deltas: TokenDeltas) -> tuple[np.ndarray, np.ndarray]:
-        """Record an engine's deltas. `name`: of the engine, in messages.
+        """Record an engine's deltas. `name`: the engine's name in messages.
 
         Returns the indices of the requests that it finished, and of those that it cut, which have no engine now. Raises RunError
-        if a request is not the engine's, or if tokens are missing or repeated.
+        if a request is not assigned to the engine, or if tokens are missing or repeated.
         """
         indices = self.indices(deltas.keys)
         self._check(engine, name, deltas, indices)
@@ -128,8 +131,8 @@ class TokenLog:
         return self._order[np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)]
 
     def _check(self, engine: int, name: str, deltas: TokenDeltas, indices: np.ndarray) -> None:
-        found = np.array([self.requests[i].key for i in indices.tolist()], np.int64)
-        wrong = (found != deltas.keys) | (self.owner[indices] != engine) | self.finished[indices]
+        keys = np.array([self.requests[i].key for i in indices.tolist()], np.int64)
+        wrong = (keys != deltas.keys) | (self.owner[indices] != engine) | self.finished[indices]
         if wrong.any():
             key = int(deltas.keys[wrong][0])
             raise RunError(f"rollout engine {name} reports request {key}, which is not assigned to it")

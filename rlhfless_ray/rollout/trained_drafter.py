@@ -1,6 +1,6 @@
-"""The driver's side of a drafter that is trained while the run goes on, on slots that the tail of a rollout leaves idle.
+"""The driver's side of a drafter that is trained during the run, on slots that are idle in the tail of a rollout.
 
-Its failures end nothing: engines go on with the weights they have, and a new process goes on from the newest ones.
+Its failures do not end the run: engines keep the weights they have, and a new process continues from the newest weights.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.instance import Instance, lost_on_the_way, reason_of
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.drafter_trainer import KEPT_TOKENS, Said, Trained
+from rlhfless_ray.rollout.drafter_trainer import KEPT_TOKENS, SampledSequence, Trained
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, load_tensors, read_metadata, save_tensors
 
 FILE = "drafter.safetensors"  # in a checkpoint
-PASSES = 4  # over each sampled token
+PASSES = 4  # number of times that updates read each sampled token
 CALL_S = 1.0  # longest call, after which the slot is offered to the learner again
-FIRST_UPDATE_S = 0.1  # until one was measured
-STOP_S = 10.0  # timeout for the update under way at the end of a rollout
-MAX_FAILURES = 3  # in a row, after which the drafter is no longer trained
+FIRST_UPDATE_S = 0.1  # assumed seconds of an update before the first measurement
+STOP_S = 10.0  # timeout for the running update at the end of a rollout
+MAX_FAILURES = 3  # failures in a row after which the drafter is no longer trained
 FETCH_S = 30.0  # timeout for the weights of a checkpoint
 
 
@@ -38,15 +38,15 @@ class TrainedDrafter:
         self.context, self.pool = context, pool
         self.version = 0
         self.weights: Any = None  # reference to {name: array} of that version; None: the initial files
-        self.queue: deque[Said] = deque()  # sequences that no process has yet
-        self.owed = 0  # tokens that updates are still to read
+        self.queue: deque[SampledSequence] = deque()  # sequences that no process has yet
+        self.owed = 0  # tokens that updates must still read
         self.running: list[Any] = []  # references to the result and the weights of a call
         self.calls = itertools.count(1)
         self.call = 0
         self.update_s = FIRST_UPDATE_S
         self.failures = 0
         self.imported: dict[str, Any] = {}  # by instance: a reference that is ready once its process is
-        self.done: list[Trained] = []  # in this step
+        self.done: list[Trained] = []  # calls that ended in this step
 
     def prewarm(self, slot: Slot) -> None:
         """Start a process without a lease."""
@@ -62,15 +62,15 @@ class TrainedDrafter:
             if sample.action_mask is not None:
                 logprobs[~sample.action_mask] = np.nan
             tokens = np.concatenate([np.array(prompt, np.int32), sample.completion.token_ids])
-            self.queue.append(Said(tokens, np.concatenate([np.full(len(prompt), np.nan, np.float32), logprobs])))
+            self.queue.append(SampledSequence(tokens, np.concatenate([np.full(len(prompt), np.nan, np.float32), logprobs])))
             self.owed += PASSES * sample.written_tokens
         self.owed = min(self.owed, PASSES * KEPT_TOKENS)
-        while sum(len(said.tokens) for said in self.queue) > KEPT_TOKENS:
+        while sum(len(sequence.tokens) for sequence in self.queue) > KEPT_TOKENS:
             self.queue.popleft()
 
     @property
     def wants_slot(self) -> bool:
-        """Whether there is work, and a process that can do it: one that still imports would hold a slot for nothing."""
+        """Whether there is work and a process that can do it at once. A process that still imports would hold a slot without work."""
         has_work = self.owed > 0 and not self.running and self.failures < MAX_FAILURES
         return has_work and (not self.pool.parked or any(map(self._is_ready, self.pool.parked)))
 
@@ -90,14 +90,14 @@ class TrainedDrafter:
         if not any(map(self._is_ready, parked)):
             return leases
         left = self.pool.resize(1, leases, need=0)
-        if not self.pool.working:  # the leases are of a node that is lost
+        if not self.pool.working:  # the leases are of a lost node
             return left
-        instance, said = self.pool.working[0], list(self.queue)
+        instance, sequences = self.pool.working[0], list(self.queue)
         self.queue.clear()
         weights = None if instance.version == self.version else self.weights
         self.call, instance.version = next(self.calls), self.version
         self.running = instance.actor.train.options(num_returns=2).remote(
-            self.call, said, self.owed, min(CALL_S, seconds), len(instance.leases), weights
+            self.call, sequences, self.owed, min(CALL_S, seconds), len(instance.leases), weights
         )
         return left
 
@@ -108,7 +108,7 @@ class TrainedDrafter:
     # ---- the end of a rollout -------------------------------------------------------------------------------------
 
     def finish(self) -> list[Lease]:
-        """End the call under way after its current update, and return its lease."""
+        """End the running call after its current update, and return its lease."""
         if not self.running:
             return []
         self.pool.working[0].actor.stop.options(concurrency_group="control").remote(self.call)
@@ -120,7 +120,7 @@ class TrainedDrafter:
             done: Trained = get(result, seconds, "the drafter's update")
             self.context.record_start(instance)
         except (RayError, RunError) as error:
-            if lost_on_the_way(result):  # with the node that had made them: begin again
+            if lost_on_the_way(result):  # the weights were lost with their node: begin again
                 self.weights = None
             return self._end_failed(error)
         self.failures = 0
@@ -133,13 +133,13 @@ class TrainedDrafter:
         return self.pool.park(instance)
 
     def _end_failed(self, error: Exception) -> list[Lease]:
-        """End the process of a call that failed, and return its lease. What it was to read is lost, and so are its moments."""
+        """End the process of a failed call, and return its lease. Its sequences and optimizer moments are lost."""
         instance = self.pool.working[0]
         leases = instance.leases
         self.pool.end(instance)
         del self.imported[instance.id]
         self.failures += 1
-        goes_on = "another one goes on" if self.failures < MAX_FAILURES else "it is not trained any more"
+        goes_on = "a new one continues" if self.failures < MAX_FAILURES else "the drafter is no longer trained"
         self.context.record.progress.message(f"the drafter's process failed, so {goes_on}: {reason_of(error)}")
         leases = self.context.leases.without_lost(leases)
         if leases and self.failures < MAX_FAILURES:
@@ -150,12 +150,12 @@ class TrainedDrafter:
         """Return metrics since the last call."""
         done, self.done = self.done, []
         updates = sum(one.updates for one in done)
-        found: dict[str, Any] = {"drafter/version": self.version, "drafter/updates": updates, "drafter/failures": self.failures}
-        found["drafter/train_s"] = sum(span.to_s - span.from_s for one in done for span in one.spans)
+        metrics: dict[str, Any] = {"drafter/version": self.version, "drafter/updates": updates, "drafter/failures": self.failures}
+        metrics["drafter/train_s"] = sum(span.to_s - span.from_s for one in done for span in one.spans)
         if updates:
-            found["drafter/loss"] = sum(one.updates * one.loss for one in done) / updates
-            found["drafter/kl"] = sum(one.updates * one.kl for one in done) / updates
-        return found
+            metrics["drafter/loss"] = sum(one.updates * one.loss for one in done) / updates
+            metrics["drafter/kl"] = sum(one.updates * one.kl for one in done) / updates
+        return metrics
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

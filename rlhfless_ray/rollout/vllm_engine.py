@@ -84,9 +84,9 @@ def set_environment(on_cpu: bool) -> None:
 
 
 class VllmEngine:
-    """A vLLM engine that answers `Request`s with `TokenDeltas`. Weights are loaded as {name: array}, by version.
+    """A vLLM engine that turns `Request`s into `TokenDeltas`. Weights are loaded as {name: array}, by version.
 
-    It starts without weights (`version` is None) and refuses to generate until `load` was called.
+    It starts without weights (`version` is None). `generate` raises until `load` was called.
     """
 
     def __init__(
@@ -97,8 +97,14 @@ class VllmEngine:
         load_format: str = "dummy",
         drafter: Path | None = None,
     ) -> None:
-        """`folder`: contains config.json and perhaps generation_config.json. `tokenizer`: loads the tokenizer, for stop strings.
-        `load_format`: as in vLLM; "auto" loads the folder's weights. `drafter`: folder of a model that drafts."""
+        """Build the engine.
+
+        Args:
+            folder: contains config.json and perhaps generation_config.json.
+            tokenizer: loads the tokenizer, for stop strings.
+            load_format: as in vLLM; "auto" loads the folder's weights.
+            drafter: folder of a model that drafts.
+        """
         on_cpu = settings.device == "cpu"
         prepare(on_cpu, json.loads((folder / "config.json").read_bytes()).get("architectures") or ())
         from vllm import EngineArgs, LLMEngine
@@ -112,7 +118,7 @@ class VllmEngine:
         self.pages: PageStore | None = PageStore() if settings.prefix_kv else None
         self.kept: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
         self.steps: list[EngineStep] = []
-        self.spans: list[Span] = []  # of commands
+        self.spans: list[Span] = []  # spans of commands
         self.stop_token_ids = read_stop_tokens(folder)
         self.max_model_len = settings.max_model_len
         memory = (
@@ -176,16 +182,16 @@ class VllmEngine:
         else:
             self._replace_adapter(version, weights, base)
         if self.on_cpu and sum(array.nbytes for array in weights.values()) > LARGE_BYTES:
-            release_free_heap()  # what packing left
+            release_free_heap()  # memory that packing left free
         self.version = version
 
     def _replace_weights(self, version: int, weights: dict[str, np.ndarray]) -> None:
         reload: Any = _reload
         if self.width > 1:
-            found = self.core.model_executor.load(reload, weights, self.on_cpu)
+            missing_by_member = self.core.model_executor.load(reload, weights, self.on_cpu)
         else:
-            found = self.engine.collective_rpc(reload, args=(weights, self.on_cpu))
-        missing = set().union(*found)
+            missing_by_member = self.engine.collective_rpc(reload, args=(weights, self.on_cpu))
+        missing = set().union(*missing_by_member)
         if missing:
             raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")
 
@@ -194,12 +200,12 @@ class VllmEngine:
 
         if not self.has_base:
             if base is None:
-                raise ValueError(f"weight version {version} is an adapter, and its base was not given")
+                raise ValueError(f"weight version {version} is an adapter, but its base is missing")
             self._replace_weights(version, {name: as_numpy(tensor) for name, tensor in stored_weights(base)})
             self.has_base = True
         put: Any = put_adapter
         if unknown := self.engine.collective_rpc(put, args=(weights, self.adapter))[0]:
-            raise ValueError(f"weight version {version} adapts {len(unknown)} layers that the engine has not, {unknown[0]} first")
+            raise ValueError(f"weight version {version} adapts {len(unknown)} layers that the engine lacks, {unknown[0]} first")
         self.adapter_request = REQUEST
 
     def differing(self, folder: Path, settings: EngineSettings, weights: dict[str, np.ndarray]) -> list[str]:
@@ -209,7 +215,7 @@ class VllmEngine:
         so there this engine reloads.
         """
         fingerprint, fused_modules = cast(Any, _fingerprint), cast(Any, _fused_modules)
-        found = self.engine.collective_rpc(fingerprint)
+        fingerprints = self.engine.collective_rpc(fingerprint)
         if self.on_cpu and self.width == 1:
             # kept, because an engine that ends destroys state shared by all engines of a process
             self.reference_engines.append(VllmEngine(folder, replace(settings, prefix_kv=False, kv_cache_mb=16), load_format="auto"))
@@ -221,7 +227,7 @@ class VllmEngine:
         wanted = other.collective_rpc(fingerprint)
         fused = self.engine.collective_rpc(fused_modules)[0]
         shapes = {name: array.shape for name, array in weights.items()}
-        return sorted({name for own, new in zip(found, wanted, strict=True) for name in differing(own, new, shapes, fused)})
+        return sorted({name for own, new in zip(fingerprints, wanted, strict=True) for name in differing(own, new, shapes, fused)})
 
     def generate(
         self, requests: Iterable[Request], interval_s: float = float("inf"), control_queue: ControlQueue | None = None
@@ -229,7 +235,7 @@ class VllmEngine:
         """Yield new tokens about every `interval_s` seconds until every request has ended or been cut.
 
         Commands of `control_queue` are carried out between two steps. The tokens of a cut request, the first token of an added
-        one and the end of an `awaited` one are yielded at once. Raises RuntimeError without weights, for a key that is running
+        request and the end of an `awaited` one are yielded at once. Raises RuntimeError without weights, for a key that is running
         already, and if tokens and log-probabilities do not match.
         """
         if self.version is None:
@@ -309,7 +315,7 @@ class VllmEngine:
         if command.copy and self.pages is not None:
             self.kept[command.ticket] = self._copy_pages(command.copy)
         added = self._add(command.add)
-        self.hear(command.drafts)
+        self.update_drafts(command.drafts)
         if command.what:
             self.spans.append(Span("transfer", command.what, begin, time.time()))
         return added
@@ -317,16 +323,16 @@ class VllmEngine:
     def _copy_pages(self, keys: Sequence[int]) -> dict[bytes, np.ndarray]:
         """Return {address: page} of the full KV blocks of running requests, which go on."""
         scheduler, numbers = self.core.scheduler, {self.live.number.get(key) for key in keys}
-        found: dict[bytes, np.ndarray] = {}
+        pages: dict[bytes, np.ndarray] = {}
         for name, request in scheduler.requests.items():  # by vLLM's own names
             if request.sampling_params.extra_args["key"] in numbers:
-                found.update(scheduler.connector.copy(request, scheduler.kv_cache_manager.get_block_ids(name)[0]))
-        return found
+                pages.update(scheduler.connector.copy(request, scheduler.kv_cache_manager.get_block_ids(name)[0]))
+        return pages
 
-    def hear(self, drafts: DraftNews | None) -> None:
-        """Learn what other engines know for drafts."""
+    def update_drafts(self, drafts: DraftNews | None) -> None:
+        """Update the drafter with data of other engines."""
         if drafts is not None and self.drafter is not None:
-            self.drafter.hear(drafts)
+            self.drafter.update(drafts)
 
     def _add(self, requests: Iterable[Request]) -> set[int]:
         from vllm import SamplingParams
@@ -382,23 +388,24 @@ class VllmEngine:
     def _end_at_stop_words(self, lengths: dict[int, int]) -> bool:
         """End the requests that have generated a stop word, and return whether one of them is awaited.
 
-        lengths: {request: tokens} of those that vLLM has ended. Tokens after a response's end, which a step with drafts may have drawn,
-        do not count. This precedes vLLM's own ends, so that a stop word in the last token counts as "stop" and not as "length".
+        `lengths`: {request: tokens} of the requests that vLLM has ended. Tokens after a response's end, which a step with drafts may have
+        drawn, do not count. Call this before vLLM's ends are recorded, so that a stop word in the last token counts as "stop" instead of
+        "length".
         """
-        found = []
+        ended = []
         for number, row in self.live.rows.items():
             if row.request.stop and row.ended is None:
                 tokens = self.sampler.outputs.get(number, [])
                 length = lengths.get(number, len(tokens))
                 for count in range(row.searched + 1, length + 1):
-                    said = tokens if count == len(tokens) else tokens[:count]  # without drafts a step copies no response
-                    if self.words.found(said, row.request.stop, row.request.generated, row.request.min_tokens):
-                        self.live.end(number, said, ENDS.index("stop"))
-                        found.append(number)
+                    response = tokens if count == len(tokens) else tokens[:count]  # without drafts a step copies no response
+                    if self.words.found(response, row.request.stop, row.request.generated, row.request.min_tokens):
+                        self.live.end(number, response, ENDS.index("stop"))
+                        ended.append(number)
                         break
                 row.searched = length
-        self.engine.abort_request([str(number) for number in found])
-        return any(self.live.rows[number].request.awaited for number in found)
+        self.engine.abort_request([str(number) for number in ended])
+        return any(self.live.rows[number].request.awaited for number in ended)
 
     def take_steps(self) -> list[EngineStep]:
         """Return the step records since the last call."""
@@ -411,11 +418,11 @@ class VllmEngine:
         return spans
 
     def park(self) -> None:
-        """Release the memory of weights and KV cache while no lease is held: `load` comes before any other work.
+        """Release the memory of weights and KV cache while no lease is held. Call `load` before any other work.
 
         Raises RuntimeError while requests are running.
         """
-        if self.on_cpu and not self.engine.reset_prefix_cache():  # its cached prefixes would be empty
+        if self.on_cpu and not self.engine.reset_prefix_cache():  # cached prefixes would point to released memory
             raise RuntimeError("this engine has running requests, so it cannot release their KV cache")
         self.version, self.has_base = None, False
         if self.on_cpu:  # where vLLM ignores sleep
@@ -444,8 +451,8 @@ class VllmEngine:
 
 def find_sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
     """Return the ids of the memory pools that vLLM puts to sleep: one per purpose, in later versions several."""
-    found = [entry if isinstance(entry, list) else [entry] for entry in allocator.allocator_and_pools.values()]
-    return {tuple(pool.id) for entries in found for pool, _ in entries}
+    pools = [entry if isinstance(entry, list) else [entry] for entry in allocator.allocator_and_pools.values()]
+    return {tuple(pool.id) for entries in pools for pool, _ in entries}
 
 
 def model_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path:
@@ -559,7 +566,7 @@ def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[st
 
 
 def _drop_packed_embeddings(model: Any) -> None:
-    """Release the packed copy that vLLM (0.32) makes of embeddings. Nothing is multiplied by them where the model has a head."""
+    """Release the packed copy that vLLM (0.32) makes of embeddings. It is not used if the model has a separate output head."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     modules = list(model.modules())
@@ -572,8 +579,8 @@ def _drop_packed_embeddings(model: Any) -> None:
 def _forget_packed_experts(model: Any) -> None:
     """Make vLLM (0.32) pack fused experts for its CPU kernels again on a reload.
 
-    It packs them only when it builds the kernel. Otherwise a reload would leave plain weights where the kernel reads packed ones:
-    wrong experts, without an error.
+    It packs them only when it builds the kernel. Otherwise a reload would leave plain weights where the kernel reads packed ones, which
+    silently gives wrong results.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -588,20 +595,20 @@ def _fingerprint(worker: Any) -> dict[str, np.ndarray]:
     """
     import torch
 
-    found = {}
+    hashes = {}
     with torch.no_grad():
         model = worker.get_model()
         for name, parameter in model.named_parameters():
             if parameter.numel():
                 rows = parameter.detach().reshape(len(parameter) if parameter.dim() > 1 else 1, -1).cpu().contiguous()
-                found[name] = np.array([xxhash.xxh3_64_intdigest(row) for row in rows.view(torch.uint8).numpy()], np.uint64)
+                hashes[name] = np.array([xxhash.xxh3_64_intdigest(row) for row in rows.view(torch.uint8).numpy()], np.uint64)
         for name, module in model.named_modules():
             weight = getattr(module, "weight", None)
             if hasattr(module, "cpu_linear") and weight is not None and not weight.numel():
                 width = getattr(module, "input_size_per_partition", None) or module.input_size  # replicated layers have only the latter
                 inputs = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
-                found[f"{name}.weight"] = module.cpu_linear(inputs.to(weight.dtype), weight, None).float().T.numpy()
-    return found
+                hashes[f"{name}.weight"] = module.cpu_linear(inputs.to(weight.dtype), weight, None).float().T.numpy()
+    return hashes
 
 
 def _fused_modules(worker: Any) -> dict[str, list[str]]:
@@ -612,7 +619,7 @@ def _fused_modules(worker: Any) -> dict[str, list[str]]:
 def _drop_memory(worker: Any) -> None:
     """Run in vLLM's worker on CPU: release the memory of the KV cache and of the weights, which a reload allocates again.
 
-    Addresses of tensors stay valid; their content becomes zero. Packed weights of linear layers belong to their kernels, which go.
+    Addresses of tensors stay valid; their content becomes zero. Kernels of linear layers are deleted with their packed weights.
     """
     model = worker.get_model()
     for module in model.modules():
@@ -624,11 +631,11 @@ def _drop_memory(worker: Any) -> None:
 
 
 def _without_weights(*_: Any) -> Any:
-    raise RuntimeError("this engine was parked without its weights, and has loaded none since")
+    raise RuntimeError("this engine was parked without its weights and has not loaded any since")
 
 
 def _only_embeds(*_: Any) -> Any:
-    raise RuntimeError("these embeddings are the model's output head too, and their packed copy was dropped")
+    raise RuntimeError("these embeddings are also the model's output head, but their packed copy was dropped")
 
 
 def read_stop_tokens(folder: Path) -> list[int]:

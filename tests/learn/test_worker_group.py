@@ -204,7 +204,9 @@ def test_a_port_that_is_taken_before_the_ranks_meet_there_makes_them_start_anew(
 
     monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
-    with pytest.raises(LearnerLost, match=r"^loading the policy failed: another program has taken the rendezvous port of its processes$") as lost:
+    with pytest.raises(
+        LearnerLost, match=r"^loading the policy failed: another program has taken the rendezvous port of its processes$"
+    ) as lost:
         WorkerGroup._all(worker_group, [], "loading the policy", 1.0)
     assert lost.value.cause is FailureCause.DIED
 

@@ -12,7 +12,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout import drafter_trainer
-from rlhfless_ray.rollout.drafter_trainer import DrafterSettings, DrafterTrainer, Said
+from rlhfless_ray.rollout.drafter_trainer import DrafterSettings, DrafterTrainer, SampledSequence
 from rlhfless_ray.rollout.speculation import read_drafter
 from rlhfless_ray.weights.model_folder import write_folder
 from tests.conftest import small_recipe
@@ -29,7 +29,7 @@ def trainer(tmp_path: Path) -> DrafterTrainer:
     return DrafterTrainer(write_folder(tmp_path / "drafter", files), DrafterSettings(1e-2, TEMPERATURE))
 
 
-def bigrams(count: int, seed: int) -> tuple[list[Said], np.ndarray]:
+def bigrams(count: int, seed: int) -> tuple[list[SampledSequence], np.ndarray]:
     """Sequences of a policy whose next token depends on the last one, behind prompts of token 30, which it never samples. Returns them
     and its raw logits."""
     rng = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ def bigrams(count: int, seed: int) -> tuple[list[Said], np.ndarray]:
         for _ in range(int(rng.integers(20, 40))):
             tokens.append(int(rng.choice(WORDS, p=chances[tokens[-1]])))
             logprobs.append(float(np.log(chances[tokens[-2], tokens[-1]])))
-        said.append(Said(np.array(tokens, np.int32), np.array(logprobs, np.float32)))
+        said.append(SampledSequence(np.array(tokens, np.int32), np.array(logprobs, np.float32)))
     return said, logits
 
 
@@ -65,7 +65,7 @@ def test_it_keeps_the_newest_and_stops_when_it_is_told(trainer: DrafterTrainer, 
     said, _ = bigrams(60, seed=1)
     monkeypatch.setattr(drafter_trainer, "KEPT_TOKENS", 500)
     trainer.add(said)
-    assert trainer.tokens == sum(len(one.tokens) for one in trainer.said) <= 500 and trainer.said[-1] is said[-1]
+    assert trainer.tokens == sum(len(one.tokens) for one in trainer.sequences) <= 500 and trainer.sequences[-1] is said[-1]
     calls: list[float] = []
     means, _, _ = trainer.train(10**9, lambda seconds: calls.append(seconds) or len(calls) < 4)  # type: ignore[func-returns-value]
     assert len(means) == 3 and calls[0] == 0 and min(calls[1:]) > 0

@@ -86,7 +86,7 @@ def test_nothing_is_asked_where_there_is_nowhere_to_go() -> None:
     assert migration.decide(progressed([0] * 4, [9] * 4, []), [0], []).moves == ()
     assert migration.decide(progressed([0, 0, 1, 2], [9] * 4, []), [0, 1], []).moves == ()  # engine 2 is not there yet
     assert migration.decide(progressed([0, 0, 1, 1], [9] * 4, [0, 1, 2, 3]), [0, 1], []).moves == ()
-    with pytest.raises(ValueError, match="no rule of migration is called 'best'"):
+    with pytest.raises(ValueError, match="unknown migration rule 'best'"):
         MigrationPolicy("best", 0.7)
 
 

@@ -74,7 +74,7 @@ def engine_class(hears: bool = True) -> type:
         def hear(self, drafts: Any) -> None:
             if drafts is not None:
                 self.learned = drafts.learned or self.learned
-                for name, tokens in drafts.said:
+                for name, tokens in drafts.texts:
                     self.texts[name] = self.texts.get(name, []) + tokens.tolist()
 
         def rollout(self, epoch: int, requests: list[Request], interval_s: float, threads: int, drafts: Any = None) -> Iterator[Any]:

@@ -25,7 +25,7 @@ class Engines:
         self.heard: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
 
     def hear(self, number: int, news: DraftNews) -> None:
-        for name, tokens in news.said:
+        for name, tokens in news.texts:
             assert len(tokens)
             self.heard[number][name] += tokens.tolist()
 

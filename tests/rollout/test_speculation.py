@@ -76,13 +76,13 @@ def test_a_drafter_that_is_trained_drafts_with_its_new_weights(engines: dict[str
     try:
         engines["model"].take_steps()
         assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
-        engines["model"].hear(DraftNews({}, (), weights))
+        engines["model"].update_drafts(DraftNews({}, (), weights))
         asked = [replace(one, seed=one.seed + 1) for one in asked]
         engines["model"].take_steps()
         assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
         drafted, accepted = (sum(counts) for counts in zip(*(step.by_model for step in engines["model"].take_steps()), strict=True))
         assert drafted > 100 and accepted > 0.95 * drafted, "they are the policy's"
-        engines["model"].hear(DraftNews({}, (), {"other": np.zeros(1)}))
+        engines["model"].update_drafts(DraftNews({}, (), {"other": np.zeros(1)}))
         assert drafter.model is None
         assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
     finally:
@@ -107,7 +107,7 @@ def test_an_engine_drafts_from_what_it_is_told(engines: dict[str, Any]) -> None:
     wanted = answer(engines["off"], asked)
     said = tuple((100 + key, one.token_ids) for key, one in wanted.items())
     for part in (slice(0, 5), slice(5, None)):
-        engines["on"].hear(DraftNews({}, tuple((name, tokens[part]) for name, tokens in said)))
+        engines["on"].update_drafts(DraftNews({}, tuple((name, tokens[part]) for name, tokens in said)))
     engines["on"].take_steps()
     assert_same(answer(engines["on"], asked), wanted)
     steps = engines["on"].take_steps()
@@ -129,7 +129,9 @@ def test_cut_and_told_responses_say_the_same(engines: dict[str, Any], seed: int,
         said = tuple(wanted[one.key].token_ids.tolist())
         rest.append(replace(one, generated=said[: int(rng.integers(0, len(said)))]))
     for kind in ("model", "auto"):
-        engines[kind].hear(DraftNews({}, tuple((seed * 10 + key, one.token_ids[: rng.integers(1, 24)]) for key, one in wanted.items())))
+        engines[kind].update_drafts(
+            DraftNews({}, tuple((seed * 10 + key, one.token_ids[: rng.integers(1, 24)]) for key, one in wanted.items()))
+        )
         found = _tokens(engines[kind], rest)
         for one in rest:
             assert [*one.generated, *found[one.key]] == wanted[one.key].token_ids.tolist()
