@@ -181,7 +181,7 @@ def test_faults_that_outrun_progress_end_the_run_and_say_so(nodes: Any, world: R
     recipe = recipe_of(world, tmp_path, functions={"max_replacements": 1})
     run = Hit(recipe, dict.fromkeys([(2, "update"), (3, "update")], kill_learner))
     with pytest.raises(
-        RunError, match=r"a learner process died and functions.max_replacements = 1 are used up: .*; each step without a failure"
+        RunError, match=r"a learner process died, and functions.max_replacements = 1 is used up: .*; each step without a failure"
     ):
         go(run)
     assert not run.leases.held and [row["step"] for row in run.rows()] == [1, 2]

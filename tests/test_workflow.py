@@ -53,7 +53,7 @@ def test_a_file_that_is_no_workflow_is_called_one(tmp_path: Path) -> None:
     ("stages", "says"),
     [
         ([GENERATE], r"stage g: `\$\{sft\}` is no earlier stage; there are none yet"),
-        ([SFT, SFT], "two are called sft"),
+        ([SFT, SFT], "two stages are called sft"),
         ([{"name": "a", "train": {"task": "sft", "dta": {}}}], "stage a: unknown key `dta`; did you mean `data`"),
         ([{"name": "a"}], "one of `train`, `generate` and `evaluate`"),
         ([{"name": "a", "evaluate": {"prompts": {"task": "chain"}}}], "`models` names the stages"),

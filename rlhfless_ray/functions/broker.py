@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LeasedGroup(Protocol):
-    """Takes the leases that it needs and returns the others."""
+    """A group of ranks, which takes the leases that it needs and returns the others."""
 
     def assign_leases(self, spare: list[Lease], /) -> list[Lease]: ...
 
@@ -38,8 +38,8 @@ class SlotBroker:
 
     def take(self, n: int | None = None, prefer: Callable[[Lease], bool] | None = None) -> list[Lease]:
         """Remove up to `n` free leases (default: all), those that `prefer` accepts before others."""
-        found = self._free if prefer is None else sorted(self._free, key=lambda lease: not prefer(lease))
-        taken = found[:n]
+        ordered = self._free if prefer is None else sorted(self._free, key=lambda lease: not prefer(lease))
+        taken = ordered[:n]
         gone = {id(lease) for lease in taken}
         self._free = [lease for lease in self._free if id(lease) not in gone]
         return taken
@@ -65,8 +65,10 @@ class SlotBroker:
     # ---- leases of instances that wait for work ---------------------------------------------------------------
 
     def lend_idle(self, reclaim: Callable[[], list[Lease]]) -> None:
-        """Register `reclaim`, which parks instances that hold leases but have no work yet and returns their leases. It is
-        called at most once, and replaces the one registered before."""
+        """Register `reclaim`, which parks instances that hold leases but have no work yet, and returns their leases.
+
+        It is called at most once. It replaces a function registered before.
+        """
         self._reclaim_idle = reclaim
 
     def keep_idle(self) -> None:
@@ -81,8 +83,11 @@ class SlotBroker:
     # ---- the invariant ----------------------------------------------------------------------------------------
 
     def check(self, where: str, pools: Iterable[WorkerPool]) -> None:
-        """Raise AssertionError, naming the lease, unless each held lease is either free or held by one working instance of
-        `pools`, and each pending request is one that a pool expects. `where`: the phase that has just ended."""
+        """Check that no lease is lost. `where`: the phase that has just ended.
+
+        Raises AssertionError, naming the lease, unless each held lease is either free or held by one working instance of `pools`, and
+        each pending request is one that a pool expects.
+        """
         pools = list(pools)
         owners: dict[str, list[str]] = {}
         for lease in self._free:
@@ -96,12 +101,12 @@ class SlotBroker:
             if id not in owners:
                 last = f", last with {lease.holder}" if lease.holder else ""
                 wrong.append(f"lease {id} (slot {lease.slot.device} of node {lease.slot.node}{last}) is lost: neither free nor working")
-        for id, found in owners.items():
-            if len(found) > 1:
-                wrong.append(f"lease {id} has {len(found)} owners: {', '.join(found)}")
+        for id, holders in owners.items():
+            if len(holders) > 1:
+                wrong.append(f"lease {id} has {len(holders)} owners: {', '.join(holders)}")
             if id not in self.leases.held:
-                wrong.append(f"lease {id} of {found[0]} was released already")
+                wrong.append(f"lease {id} of {holders[0]} was released already")
         expected = {request.id for pool in pools for request in pool.expected}
-        wrong += [f"nobody waits for the requested lease {id}" for id in self.leases.asked if id not in expected]
+        wrong += [f"no pool waits for the requested lease {id}" for id in self.leases.asked if id not in expected]
         if wrong:
             raise AssertionError(f"leases after {where}: {'; '.join(wrong)}")

@@ -46,7 +46,7 @@ class FailureBudget:
         self.recent_failures.append(f"{who} {cause.value}")
         if self.left <= 0:
             raise RunError(
-                f"{who} {cause.value} and functions.max_replacements = {self.limit} are used up: {why or 'the reason is unknown'}"
+                f"{who} {cause.value}, and functions.max_replacements = {self.limit} is used up: {why or 'the reason is unknown'}"
                 f"{self._earlier_failures()}"
             )
         self.left -= 1

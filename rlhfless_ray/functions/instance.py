@@ -38,8 +38,8 @@ class ProcessLost(RunError):
 _numbers = itertools.count(1)
 # Raised by calls whose process or node is lost. Processes that Ray ends for lack of memory raise no RayActorError.
 GONE = (RayActorError, ActorUnschedulableError, NodeDiedError, ObjectLostError, OutOfMemoryError)
-ANSWER_S = 1.0  # answers of calls that ended before one that failed may arrive after its error
-MAX_REASON_CHARS = 500  # limit of another program's message inside ours
+ANSWER_S = 1.0  # replies of earlier calls may arrive after the error of a failed one
+MAX_REASON_CHARS = 500  # limit of another program's message in our messages
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Instance:
     leases: list[Lease] = field(default_factory=list)
     opened: Any = None  # resolves when the start has ended
     version: int | None = None
-    width: int = 1  # slots that it works on
+    width: int = 1  # number of slots that it works on
     loading: Any = None  # resolves when the engine has loaded `version`
     parked_since_s: float = 0.0
     memory_mb: float = 0.0  # while working; 0 before the engine is built
@@ -105,7 +105,7 @@ class Instance:
 
 
 def lost_on_the_way(ref: Any) -> bool:
-    """Return whether a call failed because one of its arguments was lost."""
+    """Return whether a call failed because one of its arguments was lost with its node."""
     if ref is None or not ray.wait([ref], timeout=0)[0]:
         return False
     try:
@@ -127,11 +127,11 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, RayActorError | OutOfMemoryError):
         lines = [line for line in str(error).splitlines() if line.strip()]
         # a constructor's error contains its traceback, whose last line is the message
-        said = (lines or [type(error).__name__])[-1 if raised_at_start(error) else 0]
+        message = (lines or [type(error).__name__])[-1 if raised_at_start(error) else 0]
     else:
         cause = getattr(error, "cause", None) or error
-        said = str(cause) or type(cause).__name__
-    words = " ".join(said.split())
+        message = str(cause) or type(cause).__name__
+    words = " ".join(message.split())
     return words if len(words) <= MAX_REASON_CHARS else words[: MAX_REASON_CHARS - 1] + "…"
 
 

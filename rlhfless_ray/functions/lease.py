@@ -23,12 +23,12 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.ledger import Ledger
 
-NODES_S = 1.0  # how long a list of nodes is reused: Ray takes milliseconds to make it
+NODES_S = 1.0  # time for which a list of nodes is reused: Ray takes milliseconds to make it
 NOTICES_S = 0.25  # the same for notices of drained nodes, which leave little time and take a millisecond to query
 ANSWER_S = 2.0  # timeout of a connection to a node
 PREFERRED_S = 1.0  # longest wait for a preferred node: a little more than Ray's retry interval
 DEVICE_S = 60.0  # timeout for the name of a granted device
-POOL_PREFIX = "rlhfless-pool-"  # of the names of the shared pool's placement groups
+POOL_PREFIX = "rlhfless-pool-"  # prefix of the names of the shared pool's placement groups
 LOOKING_SHARE = 0.01  # largest share of time for checks whether others wait: Ray's table lists every group ever created
 
 
@@ -71,7 +71,7 @@ class Grant:
 
 
 class SlotSource(Protocol):
-    """Where leases come from: Ray's queue, or the pool that the runs of a cluster share."""
+    """A source of slots: Ray's queue, or the pool that the runs of a cluster share."""
 
     def ask(self, requests: list[LeaseRequest], /) -> None: ...
 
@@ -82,25 +82,25 @@ class SlotSource(Protocol):
     def release(self, ids: list[str], /) -> None: ...
 
     def drop(self, ids: list[str], /) -> None:
-        """Release slots of nodes that are lost or leave, which nobody should get again."""
+        """Release slots of lost or drained nodes, which no run should get again."""
         ...
 
     def others_wait(self) -> bool: ...
 
     @property
     def surplus(self) -> int | None:
-        """Slots that other runs wait for and that this one should give back; None if that is not known."""
+        """Number of slots that this run should give back to waiting runs; None if unknown."""
         ...
 
     def may_wait(self) -> bool:
-        """Return whether a slot that is needed may still come after its deadline."""
+        """Return whether a needed slot may still be granted after its deadline."""
         ...
 
     def close(self) -> None: ...
 
 
 class RayGroups:
-    """Slots as placement groups of this run's own, from Ray's queue."""
+    """Slots as this run's own placement groups, from Ray's queue."""
 
     surplus = None
 
@@ -116,9 +116,9 @@ class RayGroups:
             self.groups[one.id] = placement_group([dict(self.bundle)], name=f"rlhfless-{one.id}", bundle_label_selector=selectors)
 
     def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
-        """Return what was granted, or None at the time `until_s` (monotonic), or if its node was lost before it could name the device.
+        """Return the granted slot, or None at the time `until_s` (monotonic) or if its node was lost before it could name the device.
 
-        Ray's own wait rounds timeouts down to whole seconds.
+        Does not use Ray's own wait, which rounds timeouts down to whole seconds.
         """
         group, pause = self.groups[request.id], 0.001
         while (table := placement_group_table(group))["state"] != "CREATED":
@@ -169,7 +169,7 @@ class LeaseManager:
     """Request and release slots, and record every change in the ledger."""
 
     def __init__(self, resource: str, ledger: Ledger, deadline_s: float, run_id: str, source: SlotSource | None = None) -> None:
-        """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device). `source`: of the slots; default: Ray's queue."""
+        """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device). `source`: source of the slots; default: Ray's queue."""
         self.resource = resource
         self.bundle = bundle_of(resource)
         self.source: SlotSource = RayGroups(resource) if source is None else source
@@ -186,7 +186,7 @@ class LeaseManager:
         self.lost: set[str] = set()  # ids of nodes that do not respond, though Ray may still list them
         self.drained: tuple[set[str], float] = set(), -float("inf")  # result and time of the last `notices` call
         self.slot_mbs: dict[str, float] = {}
-        self.look_again_s = -float("inf")  # time of the next check whether others wait
+        self.look_again_s = -float("inf")  # earliest time of the next check whether others wait
         self.asked_leases = 0
         self.handed_over = 0
 
@@ -211,9 +211,9 @@ class LeaseManager:
     ) -> list[Lease]:
         """Return `have` and the granted ones of `requests`; those not granted in time are withdrawn.
 
-        The first `need` leases have until the lease deadline, the others `wait_s`. If there are fewer than `need`, all are
-        released and RunError names what is missing. The run's other requests are withdrawn before it waits for what it needs: they
-        may hold the only slot, and nobody collects that meanwhile.
+        It waits for the first `need` leases until the lease deadline, and for the others for `wait_s`. If there are fewer than `need`,
+        all are released, and RunError names what is missing. The run's other requests are withdrawn before it waits for needed leases:
+        they may be granted the only slot, which nothing would collect meanwhile.
         """
         start = time.monotonic()
         leases = list(have or [])
@@ -248,8 +248,8 @@ class LeaseManager:
         """Request and collect `count` slots, of which `need` (default: all) must be granted within the lease deadline.
 
         Args:
-            prefer: ids of preferred nodes, one per slot, because a parked instance waits there. They are waited for briefly
-                (half of `wait_s` if `need` is 0). Other slots are then requested of any node, for a cold start.
+            prefer: ids of preferred nodes, one per slot, where parked instances wait. It waits for them briefly (half of `wait_s`
+                if `need` is 0). Missing slots are then requested on any node, for a cold start.
             labels: required of every slot's node.
             asked: earlier requests for preferred nodes, used instead of `prefer`; more than `count` are withdrawn.
         """
@@ -269,17 +269,17 @@ class LeaseManager:
         """Return `count` leases of one node, all or none, and what is left of `spare`, held leases that may be among them.
 
         Nodes are tried in turn: first those with parked instances (`prefer`), then those with many spare leases. If the leases are
-        needed, this goes on until the lease deadline. Between two rounds everything is released then, because another run may wait
-        for what is held here while it holds what is missing here.
+        needed, this is repeated until the lease deadline. Between two rounds everything is released, because another run may wait for
+        slots that are held here while it holds slots that are missing here.
         """
         start = time.monotonic()
         end = start + (self.deadline_s if need else wait_s)
         while True:
-            own = Counter(lease.slot.node for lease in spare)
+            spare_on_node = Counter(lease.slot.node for lease in spare)
             room = Counter(self.matching(labels))
             elsewhere = [lease for lease in self.held.values() if lease not in spare]
             room.subtract(lease.slot.node for lease in elsewhere)
-            for node in sorted((node for node in room if room[node] >= count), key=lambda node: (node not in prefer, -own[node])):
+            for node in sorted((node for node in room if room[node] >= count), key=lambda node: (node not in prefer, -spare_on_node[node])):
                 share = [lease for lease in spare if lease.slot.node == node][:count]
                 missing = count - len(share)
                 wait = min(PREFERRED_S, max(0.0, end - time.monotonic()))
@@ -304,12 +304,12 @@ class LeaseManager:
         """Return those of `nodes` that are alive and have free slots beyond the leases held, each once per free slot."""
         room = Counter(self.matching({})) if nodes else Counter()
         room.subtract(lease.slot.node for lease in self.held.values())
-        found = []
+        nodes_with_room = []
         for node in nodes:
             if room[node] > 0:
                 room[node] -= 1
-                found.append(node)
-        return found
+                nodes_with_room.append(node)
+        return nodes_with_room
 
     def seen_nodes(self) -> list[dict[str, Any]]:
         """Return Ray's nodes, at most a second old, without drained and lost ones."""
@@ -409,21 +409,21 @@ class LeaseManager:
         return f"the cluster has {total:g} {name}, {free:g} free"
 
     def others_wait(self) -> bool:
-        """Return whether another user's pending placement group could use one of our slots.
+        """Return whether a pending placement group of another user could use one of this run's slots.
 
         False if the last check was too recent, see LOOKING_SHARE.
         """
         began_s = time.monotonic()
         if began_s < self.look_again_s:
             return False
-        found = self.source.others_wait()
+        others = self.source.others_wait()
         now = time.monotonic()
         self.look_again_s = now + (now - began_s) / LOOKING_SHARE
-        return found
+        return others
 
 
 def draining_nodes() -> set[str]:
-    """Return ids of the nodes that will be removed after a cloud's notice, by the autoscaler, or by `ray drain-node`."""
+    """Return ids of the nodes that will be removed: after a cloud's notice, by the autoscaler, or by `ray drain-node`."""
     import ray._private.state as state
 
     return set(state.state.get_draining_nodes())
@@ -444,12 +444,12 @@ def node_answers(node_id: str) -> bool:
 def node_slots(resource: str, labels: dict[str, str] | None = None, nodes: list[dict[str, Any]] | None = None) -> dict[str, int]:
     """Return {node id: slots} of the alive nodes that have slots and all these labels. `nodes`: Ray's list, if known."""
     name, wanted = "GPU" if resource == "gpu" else "CPU", (labels or {}).items()
-    found = {
+    slots_of_node = {
         node["NodeID"]: int(node["Resources"].get(name, 0))
         for node in (ray.nodes() if nodes is None else nodes)
         if node["Alive"] and wanted <= (node.get("Labels") or {}).items()
     }
-    return {node: slots for node, slots in found.items() if slots}
+    return {node: slots for node, slots in slots_of_node.items() if slots}
 
 
 def cluster_slots(resource: str) -> int:
@@ -458,7 +458,7 @@ def cluster_slots(resource: str) -> int:
 
 
 def most_instances(slots: dict[str, int], width: int, held: Iterable[Lease] = ()) -> int:
-    """Return how many instances of `width` leases each, all of one node, these nodes have slots for beside the leases `held`."""
+    """Return how many instances these nodes have slots for beside the leases `held`. Each needs `width` slots of one node."""
     room = Counter(slots)
     room.subtract(lease.slot.node for lease in held)
     return sum(max(0, room[node]) // width for node in slots)
@@ -471,13 +471,13 @@ def places(slots: dict[str, int], home: str, count: int) -> list[Slot]:
 
 
 def device_named(id: str | int) -> int | str:
-    """Convert Ray's name of a device, which is an index or the name in the node's CUDA_VISIBLE_DEVICES."""
+    """Convert Ray's device name, which is an index or the name in the node's CUDA_VISIBLE_DEVICES."""
     name = str(id).strip()
     return int(name) if name.isdecimal() else name
 
 
 def bundle_of(resource: str) -> dict[str, float]:
-    """Return what a slot is for Ray."""
+    """Return the Ray resources of a slot."""
     return {"GPU": 1} if resource == "gpu" else {"CPU": 1}
 
 

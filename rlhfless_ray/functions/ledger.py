@@ -27,7 +27,7 @@ BUSY = ("work",)
 
 @dataclass
 class Row:
-    """One line of ledger.csv; times in seconds since the run started."""
+    """One line of ledger.csv. Times are in seconds since the run started."""
 
     lease: str
     node: str
@@ -43,7 +43,7 @@ class Row:
     slots: int
     memory_mb: float
     money: float
-    repeated: int = 0  # 1: the step was interrupted and repeated, but its cost counts
+    repeated: int = 0  # 1: the step was interrupted and repeated; its cost still counts
     what: str = ""  # the instance's description of the activity
 
 
@@ -91,7 +91,7 @@ class Ledger:
         self.totals()
         return ledger_html(self.by_kind)
 
-    # ---- what happens -----------------------------------------------------------------------------------------
+    # ---- recording --------------------------------------------------------------------------------------------
 
     def hold(self, lease: str, node: str, device: str, kind: str, instance: str, since_s: float | None = None) -> None:
         """Record that a function holds a lease, granted (since `since_s`) or handed over by another function."""
@@ -194,7 +194,7 @@ class Ledger:
         for key in list(self.open):
             self._close(key, now)
 
-    # ---- what it adds up to -----------------------------------------------------------------------------------
+    # ---- totals -----------------------------------------------------------------------------------------------
 
     def _close(self, key: str, now: float) -> None:
         holding = self.open.pop(key, None)

@@ -1,7 +1,7 @@
-"""What the runs of a cluster and their pool say to each other, and a run's own record of its slots. Pure.
+"""Messages between the runs of a cluster and their shared pool, and a run's own record of its slots. Pure.
 
-A run always states everything: what it waits for, what it has, what it bids. So a message may be lost, repeated, or overtaken by a later
-one. The next one mends it: a slot that was granted for nobody is free again, and a request that nobody makes is forgotten.
+Each message of a run contains its whole state: its requests, its slots and its bid. Messages may therefore be lost, repeated or
+reordered, and the next one repairs the pool's state: slots that no request is for are freed, and requests that are missing are dropped.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 
 from placement.market import Bid
 
-SILENT_S = 20.0  # a run that was not heard of for so long has ended, and its slots are free
+SILENT_S = 20.0  # a run without messages for this long counts as ended, and its slots are freed
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run as it joins: its name, what it is entitled to (see `Bid`), and where it runs."""
+    """A run that joins: its name, its share and priority (see `Bid`), and where it runs."""
 
     run: str
     share: float | None = None
     weight: float = 1.0
-    least: int = 1  # slots that it cannot do without
+    least: int = 1  # minimum number of slots that it needs at once
     folder: str = ""
-    job: str = ""  # Ray's id of its driver, whose processes are ended with a run that is silent for too long
-    price: float = 0.0  # money of a slot-hour
+    job: str = ""  # Ray's job id of its driver, whose processes are ended if the run is silent for too long
+    price: float = 0.0  # money per slot-hour
 
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """A wish for one slot, on a node (any if empty) that has these labels."""
+    """A request for one slot, on a node (any if empty) that has these labels."""
 
     id: str
     run: str
@@ -41,7 +41,7 @@ class SlotRequest:
 
 @dataclass
 class PoolSlot:
-    """A slot that Ray has granted to the pool. `group`: its placement group, which this module does not look at."""
+    """A slot that Ray has granted to the pool. `group`: its placement group, which this module does not use."""
 
     id: str
     node: str
@@ -50,13 +50,13 @@ class PoolSlot:
     holder: str = ""  # name of the run; empty: free
     request: str = ""  # id of the request that it was granted for
     since_s: float = 0.0  # time of the last hand-over
-    granted_s: float = 0.0  # the same as wall-clock time, for the ledger of the run
-    last: str = ""  # the run that held it before
+    granted_s: float = 0.0  # the same in wall-clock time, for the run's ledger
+    last: str = ""  # name of the run that held it before
 
 
 @dataclass(frozen=True)
 class PoolView:
-    """What a run sees of the pool. `surplus`: slots above its target that runs below theirs wait for."""
+    """A run's view of the pool. `surplus`: slots above its target that runs below their targets wait for."""
 
     slots: int
     runs: int
@@ -87,22 +87,22 @@ class PoolView:
 
 @dataclass(frozen=True)
 class Statement:
-    """All that a run wants of the pool. The pool ignores a statement with a lower `number` than the last one.
+    """The whole state of a run in the pool. The pool ignores a statement with a lower `number` than the last one.
 
     Parameters
     ----------
     session : str
-        A new one whenever the run joins. What was said in another one counts no more.
+        A new id whenever the run joins. Statements of earlier sessions no longer count.
     wants : tuple of SlotRequest
         Requests whose slots the run does not know yet, oldest first.
     holds : tuple of str
-        Ids of the requests whose slots it has.
+        Ids of the requests whose slots the run has.
     bid : Bid, optional
-        What slots are worth to it. None: it has made no bid yet.
+        The value of slots to the run. None: it has made no bid yet.
     avoids : frozenset of str
-        Nodes that it found lost or leaving. Ray may not know that yet.
+        Ids of nodes that the run found lost or drained. Ray may not know that yet.
     parked_mb : mapping of str to float
-        Memory of its parked processes, by node.
+        Memory of its parked processes in MB, by node id.
     """
 
     run: str
@@ -117,7 +117,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Reply:
-    """`granted`: slots of requests that the run does not say to hold yet, by request id."""
+    """The pool's reply to a statement. `granted`: slots of requests that the run has not confirmed yet, by request id."""
 
     session: str
     granted: Mapping[str, PoolSlot]
@@ -125,7 +125,7 @@ class Reply:
 
 
 class RunSlots:
-    """A run's own record: what it waits for, and what it has."""
+    """A run's own record of its requests and slots."""
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -150,17 +150,17 @@ class RunSlots:
         self.wants |= {request.id: request for request in requests}
 
     def accept(self, reply: Reply) -> None:
-        """Take slots that are still wanted. The next statement gives the others back."""
+        """Take granted slots that are still wanted. The next statement gives the others back."""
         for id, slot in reply.granted.items() if reply.session == self.session else ():
             if self.wants.pop(id, None) is not None:
                 self.held[id] = slot
 
     def end(self, ids: Iterable[str]) -> None:
-        """Withdraw requests, whether they were granted or not."""
+        """Withdraw requests, granted or not."""
         for id in ids:
             self.wants.pop(id, None)
             self.held.pop(id, None)
 
     def avoid(self, ids: Iterable[str]) -> None:
-        """Ask for no slot on the nodes of these requests any more."""
+        """Request no more slots on the nodes of these granted requests."""
         self.avoids |= {self.held[id].node for id in ids}

@@ -1,4 +1,4 @@
-"""The slots that the runs of a cluster share: which run holds which slot, which waits, and which pays. Pure; `slot_pool.py` acts on it."""
+"""The state of a cluster's shared slots: which run holds which slot, which waits, and which pays. Pure; `slot_pool.py` acts on it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
 
-IDLE_S = 2.0  # a slot that no run takes for so long goes back to Ray; a new grant of a slot that was just freed takes Ray up to 0.8 s
-RECENT_S = 2.0  # a run that withdrew its request counts as waiting for so long: a worker group asks again after a short pause
+IDLE_S = 2.0  # a slot that no run takes for this long goes back to Ray; Ray takes up to 0.8 s to grant a freed slot again
+RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long: worker groups repeat requests after a short pause
 HANDOVER_S = 0.05  # longest hand-over on CPU, for the market's payback
-MAX_PAST = 200  # ended runs whose cost is remembered
+MAX_PAST = 200  # number of ended runs whose cost is kept
 
 
 @dataclass
@@ -22,13 +22,13 @@ class PoolRun:
     bid: Bid
     heard_s: float
     joined_s: float
-    number: int = 0  # of its newest statement
-    holds: frozenset[str] = frozenset()  # ids of the requests whose slots it says to have
+    number: int = 0  # number of its newest statement
+    holds: frozenset[str] = frozenset()  # ids of the requests whose slots it has confirmed
     avoids: frozenset[str] = frozenset()  # nodes on which it wants no slot
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
     held_since_s: float = 0.0
-    waits_since_s: float | None = None  # since when it wants a slot and has none
-    withdrew_s: float = -float("inf")  # when it last ended a request that was not granted; a later grant resets it
+    waits_since_s: float | None = None  # time since which it wants a slot and has none
+    withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
     slot_s: float = 0.0  # slot-seconds that it has paid for
     lent_slot_s: float = 0.0
     borrowed_slot_s: float = 0.0
@@ -45,7 +45,7 @@ class PastRun:
 
 
 class PoolState:
-    """All methods take the time in seconds, on one clock."""
+    """The pool's state. All methods take the current time in seconds, from the same clock."""
 
     def __init__(self, now_s: float) -> None:
         self.runs: dict[str, PoolRun] = {}
@@ -75,9 +75,9 @@ class PoolState:
         return ""
 
     def join(self, info: RunInfo, now_s: float, held: Iterable[PoolSlot] = (), paid_slot_s: float = 0.0, session: str = "") -> list[str]:
-        """Add a run that is not refused. Returns the ids of slots that other runs hold by now.
+        """Add a run that is not refused. Returns the ids of those of its slots that other runs hold by now.
 
-        `held`: slots that it has held since before this state knew it. `paid_slot_s`: what it has paid so far.
+        `held`: slots that it held already, before this state existed. `paid_slot_s`: slot-seconds that it has paid so far.
         """
         self.leave(info.run, now_s)
         bid = Bid(info.run, (info.least,), (0.0,), info.share, info.weight)
@@ -94,7 +94,7 @@ class PoolState:
         return gone
 
     def leave(self, run: str, now_s: float) -> None:
-        """Remove a run. Its slots are free, its requests withdrawn."""
+        """Remove a run: free its slots and withdraw its requests."""
         self._account(now_s)
         known = self.runs.pop(run, None)
         if known is None:
@@ -108,7 +108,7 @@ class PoolState:
         self.credits, self._cleared = Credits(balance), None
 
     def tell(self, statement: Statement, now_s: float) -> None:
-        """Make requests, slots and bid of a run what it states, unless it has stated something newer."""
+        """Set a run's requests, slots and bid from its statement, unless a newer statement has arrived."""
         run = self.runs[statement.run]
         run.heard_s = now_s
         if statement.number <= run.number:
@@ -124,12 +124,12 @@ class PoolState:
             self.bid(statement.bid, now_s)
 
     def reply(self, run: str, now_s: float) -> Reply:
-        """Return what a run does not know yet: slots that it has not confirmed, and the state of the pool."""
+        """Return the slots that a run has not confirmed, and its view of the pool."""
         mine = [slot for slot in self.slots.values() if slot.holder == run and slot.request not in self.runs[run].holds]
         return Reply(self.runs[run].session, {slot.request: replace(slot) for slot in mine}, self.view(run, now_s))
 
     def silent(self, now_s: float) -> list[RunInfo]:
-        """Return the runs that were silent for too long."""
+        """Return the runs that have sent nothing for too long."""
         return [run.info for run in self.runs.values() if now_s - run.heard_s > self.silent_s]
 
     def bid(self, bid: Bid, now_s: float) -> None:
@@ -139,14 +139,14 @@ class PoolState:
             run.bid, self._cleared = bid, None
 
     def _entitled(self, bid: Bid) -> Bid:
-        """Return the bid with the share and priority that the run has joined with."""
+        """Return the bid with the share and priority with which the run joined."""
         info = self.runs[bid.run].info
         return replace(bid, share=info.share, weight=info.weight)
 
     # ---- slots --------------------------------------------------------------------------------------------------
 
     def granted(self, id: str) -> PoolSlot | None:
-        """Return the slot that was granted for a request, if a run holds it still."""
+        """Return the slot that was granted for a request, if a run still holds it."""
         return next((slot for slot in self.slots.values() if slot.request == id and slot.holder), None)
 
     def ask(self, request: SlotRequest, now_s: float) -> None:
@@ -159,7 +159,7 @@ class PoolState:
             run.waits_since_s, self._cleared = now_s, None
 
     def release(self, ids: Iterable[str], now_s: float) -> None:
-        """End requests. Slots that were granted for them are free again. May be repeated: a slot that is granted anew has another id."""
+        """End requests, and free the slots granted for them. The call may be repeated, because each grant has a new id."""
         self._account(now_s)
         for id in ids:
             if (request := self.requests.pop(id, None)) is not None:
@@ -175,7 +175,7 @@ class PoolState:
         self.slots[slot.id] = slot
 
     def match(self, now_s: float) -> list[PoolSlot]:
-        """Grant free slots: first to runs below their target, then to any other that asks, unless a slot is kept for one below."""
+        """Grant free slots: first to runs below their target, then to other requests, except for slots kept for runs below target."""
         self._account(now_s)
         granted: list[PoolSlot] = []
         free = [slot for slot in self.slots.values() if not slot.holder]
@@ -193,25 +193,25 @@ class PoolState:
                 for name, run in self.runs.items()
                 if name not in asking and now_s - run.withdrew_s <= RECENT_S
             )
-            found = None
+            slot = None
             for request in sorted(self.requests.values(), key=lambda one: not below(one.run)):
                 if not below(request.run) and len(free) <= pausing:
                     continue
-                fitting = [slot for slot in free if self._fits(request, slot)]
-                # the one that its run has held before, on which its processes are
-                found = min(fitting, key=lambda slot: slot.last != request.run, default=None)
-                if found is not None:
+                fitting = [one for one in free if self._fits(request, one)]
+                # prefer the slot that the run held before, where its processes are
+                slot = min(fitting, key=lambda one: one.last != request.run, default=None)
+                if slot is not None:
                     break
-            if found is None:
+            if slot is None:
                 break
-            self._give(found, self.requests.pop(request.id), now_s)
+            self._give(slot, self.requests.pop(request.id), now_s)
             held[request.run] += 1
-            free.remove(found)
-            granted.append(found)
+            free.remove(slot)
+            granted.append(slot)
         return granted
 
     def idle(self, now_s: float) -> list[PoolSlot]:
-        """Return the free slots that should go back to Ray: nobody took them for a while, or a run found their nodes lost or leaving."""
+        """Return the free slots that should go back to Ray: unused for a while, or on nodes that a run found lost or drained."""
         avoided = {node for run in self.runs.values() for node in run.avoids}
         return [slot for slot in self.slots.values() if not slot.holder and (now_s - slot.since_s > IDLE_S or slot.node in avoided)]
 
@@ -231,11 +231,11 @@ class PoolState:
             self.drop(slot.id, now_s)
         return gone
 
-    # ---- who gets what ------------------------------------------------------------------------------------------
+    # ---- targets ------------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
-        """Slots of the cluster."""
+        """Number of slots of the cluster."""
         return max(sum(count for count, _ in self.nodes.values()), len(self.slots))
 
     def held(self, run: str) -> int:
@@ -245,23 +245,26 @@ class PoolState:
         return Counter(slot.holder for slot in self.slots.values() if slot.holder)
 
     def clearing(self) -> Clearing:
-        """Return the targets of all runs. If the pool is too small for all, runs take turns: those that wait longest come first, and
-        those that have held slots longest pause."""
+        """Return the targets of all runs.
+
+        If the pool is too small for all, runs take turns: the run that has waited longest comes first, and the run that has held slots
+        longest pauses.
+        """
         if self._cleared is None:
             self._cleared = self.cleared([run.bid for run in self.runs.values()])
         return self._cleared
 
     def cleared(self, bids: list[Bid]) -> Clearing:
-        """Return what the runs would get with these bids."""
+        """Return the division of the slots with these bids."""
         held, size, present, left = self._held(), self.size, [], self.size
         for bid in sorted(bids, key=lambda bid: self._turn(bid.run, held)):
             if bid.slots[0] <= left:
                 present.append(bid)
                 left -= bid.slots[0]
-        found = clear(size, present, held, self.credits, HANDOVER_S)
+        cleared = clear(size, present, held, self.credits, HANDOVER_S)
         absent = {bid.run for bid in bids} - {bid.run for bid in present}
         reasons = {name: f"{name} waits for its turn: the pool of {size} slots is too small for all runs at once" for name in absent}
-        return Clearing({**found.slots, **dict.fromkeys(absent, 0)}, found.price, {**found.reasons, **reasons})
+        return Clearing({**cleared.slots, **dict.fromkeys(absent, 0)}, cleared.price, {**cleared.reasons, **reasons})
 
     def _turn(self, name: str, held: Mapping[str, int]) -> tuple[int, float, str]:
         run = self.runs.get(name)
@@ -272,11 +275,11 @@ class PoolState:
         return (0, run.waits_since_s, name) if run.waits_since_s is not None else (2, run.joined_s, name)
 
     def what_if(self, bid: Bid) -> Clearing:
-        """Return the division if this run bid so and the others as they do."""
+        """Return the division with this bid and the current bids of the other runs."""
         return self.cleared([self._entitled(bid) if run.bid.run == bid.run else run.bid for run in self.runs.values()])
 
     def waiting(self, now_s: float) -> dict[str, int]:
-        """Return {run: slots} of the runs below their target that want slots, or did just now."""
+        """Return {run: slots} of the runs below their target that want slots, or wanted some a moment ago."""
         targets, held = self.clearing().slots, self._held()
         asking = Counter(one.run for one in self.requests.values())
         return {
@@ -309,7 +312,7 @@ class PoolState:
             parked_mb,
         )
 
-    # ---- inside -------------------------------------------------------------------------------------------------
+    # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
         labels = self.nodes.get(slot.node, (0, {}))[1]

@@ -1,4 +1,4 @@
-"""A budget for the memory of processes that only wait for work, per node."""
+"""A budget per node for the memory of processes that wait for work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 
 from rlhfless_ray.functions.instance import Instance
 
-SHARE = 0.5  # of a node's memory, where the recipe names no amount
-FIRST_MB = 560.0  # of a process that waits, until one has told: an engine's imports on CPU, as `benchmarks.coldstart` measured them
+SHARE = 0.5  # share of a node's memory, if the recipe sets no amount
+FIRST_MB = 560.0  # assumed size of a parked process before one was measured: an engine's imports on CPU in `benchmarks.coldstart`
 
 
 class ParkingPool(Protocol):
-    """What the budget needs of a pool."""
+    """The part of a pool that the budget uses."""
 
     kind: str
     width: int
@@ -23,11 +23,11 @@ class ParkingPool(Protocol):
 
 
 class OtherRuns(Protocol):
-    """The runs of the cluster, which park processes on the same nodes."""
+    """The other runs of the cluster, which park processes on the same nodes."""
 
     @property
     def runs(self) -> int:
-        """All of them, with this one."""
+        """Number of runs, this one included."""
         ...
 
     def parks(self, own_mb: Mapping[str, float], /) -> None:
@@ -35,24 +35,32 @@ class OtherRuns(Protocol):
         ...
 
     def others_mb(self, node: str, /) -> float:
-        """Return what the others park on a node."""
+        """Return the memory in MB of the other runs' parked processes on a node."""
         ...
 
 
 class WarmMemoryBudget:
-    """One budget a node, for the pools in `pools` together: processes are started ahead only as far as it has room, and where those
-    that are parked hold more, the ones that have waited longest end. What it decides for the first time it says, with the reason.
+    """Limit the memory of all parked processes of the watched pools on each node.
 
-    Runs that share a cluster share the budget too. Each may park what the others leave of it, and its even part in any case.
+    A process is started ahead only if the budget has room. If parked processes exceed the budget, those that have waited longest end.
+    The first decision of each kind is reported with its reason. Runs on the same cluster share the budget: each may park as much as
+    the others leave, and at least an equal part.
     """
 
     def __init__(
         self, most_mb: float | None, node_mb: Callable[[str], float], say: Callable[[str], None], others: OtherRuns | None = None
     ) -> None:
-        """`most_mb`: on each node, for this run alone; None: a share of `node_mb(node id)`. `others`: None if the run is alone."""
+        """Create a budget.
+
+        Args:
+            most_mb: limit on each node, for this run; None: the share SHARE of the node's memory.
+            node_mb: node id → memory in MB.
+            say: callback for messages.
+            others: the other runs of the cluster; None if there are none.
+        """
         self.most_mb, self.node_mb, self.say, self.others = most_mb, node_mb, say, others
         self.pools: list[ParkingPool] = []
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
 
     def watch(self, pool: ParkingPool) -> None:
         self.pools.append(pool)
@@ -61,8 +69,8 @@ class WarmMemoryBudget:
         """Return whether a process of `pool` may be started ahead on the node."""
         held_mb, most_mb = self._held_mb(node) + _of_one_more(pool), self._most_mb(node)
         if held_mb > most_mb:
-            waits = f"with one more {pool.kind} process, those that wait on a node would hold {held_mb:.0f} MB"
-            self._once("ahead", f"{waits}: it is not started ahead, {self._limit(most_mb)}")
+            waits = f"with one more {pool.kind} process, parked processes on a node would hold {held_mb:.0f} MB"
+            self._say_once("ahead", f"{waits}, so it is not started ahead: {self._limit(most_mb)}")
         return held_mb <= most_mb
 
     def enforce(self) -> None:
@@ -75,7 +83,7 @@ class WarmMemoryBudget:
                 pool, instance = min(here, key=lambda one: one[1].parked_since_s)
                 pool.end(instance)
                 waits = f"{len(here)} parked processes on a node held {held_mb:.0f} MB"
-                self._once("parked", f"{waits}: those that waited longest end, {self._limit(most_mb)}")
+                self._say_once("parked", f"{waits}, so those that waited longest end: {self._limit(most_mb)}")
         if self.others is not None:
             self.others.parks({node: self._held_mb(node) for node in nodes})
 
@@ -89,13 +97,13 @@ class WarmMemoryBudget:
         return whole_mb if self.others is None else max(whole_mb / self.others.runs, whole_mb - self.others.others_mb(node))
 
     def _limit(self, most_mb: float) -> str:
-        shared = ", less what other runs keep there" if self.others is not None and self.others.runs > 1 else ""
+        shared = ", less the memory of other runs" if self.others is not None and self.others.runs > 1 else ""
         return f"functions.parked_mb allows {most_mb:.0f} MB" + (f" ({SHARE:.0%} of its memory{shared})" if self.most_mb is None else "")
 
-    def _once(self, decision: str, said: str) -> None:
-        if decision not in self.told:
-            self.told.add(decision)
-            self.say(said)
+    def _say_once(self, decision: str, message: str) -> None:
+        if decision not in self.reported:
+            self.reported.add(decision)
+            self.say(message)
 
 
 def _of(pool: ParkingPool, instance: Instance) -> float:
@@ -103,6 +111,6 @@ def _of(pool: ParkingPool, instance: Instance) -> float:
 
 
 def _of_one_more(pool: ParkingPool) -> float:
-    """MB of a process of this pool that has imported everything and has done nothing yet."""
-    told = [one.kept_mb for one in pool.parked if one.kept_mb and not one.memory_mb]
-    return statistics.median(told) if told else pool.width * FIRST_MB
+    """Return the memory in MB of one more process of this pool, which has imported everything and not worked yet."""
+    measured = [one.kept_mb for one in pool.parked if one.kept_mb and not one.memory_mb]
+    return statistics.median(measured) if measured else pool.width * FIRST_MB

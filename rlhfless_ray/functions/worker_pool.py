@@ -20,11 +20,11 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
 FAULTS = 3  # failure budget of a pool outside of a run
-KNOWN_S = 5.0  # time until Ray knows that a process or node is gone
+KNOWN_S = 5.0  # time until Ray knows that a process or node is lost
 
 
 class WorkerPool:
-    """Every instance works under leases it was handed; without one it is parked until its keep-alive ends."""
+    """The instances of a function. An instance works under leases; without them it is parked until its keep-alive ends."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class WorkerPool:
         `on_device`: on GPU, instances hold device memory. Their `park()` releases it within `leave_s` before they lose a lease, and
         returns what `open` does, including memory that stays on the device.
         `labels`: node labels that slots must have.
-        `give_back_after_s`: on CPU, instances that are parked for longer release memory in the background, by the same `park()`. They
-        do so at once if earlier gaps were that long.
+        `give_back_after_s`: on CPU, instances that are parked for longer release memory in the background, by the same `park()`. If
+        earlier gaps were that long, they release it at once.
         `faults`: the run's failure budget (default: a new one). `parked_memory`: limits what the run's idle processes hold.
         `width`: leases of an instance, all of one node. It gets all of them or none.
         """
@@ -67,12 +67,12 @@ class WorkerPool:
         self.width = width
         self.working: list[Instance] = []
         self.parked: list[Instance] = []
-        self.expected: list[LeaseRequest] = []  # for the next resize
-        self.replacements = 0  # instances that died, and what they had to do goes on elsewhere
-        self.gaps_s: deque[float] = deque(maxlen=64)  # for how long instances lay parked before they were needed again
+        self.expected: list[LeaseRequest] = []  # requests for the next resize
+        self.replacements = 0  # number of lost instances whose work continues elsewhere
+        self.gaps_s: deque[float] = deque(maxlen=64)  # seconds for which instances were parked before they were needed again
         self.warm_starts = 0
         self.cold_starts = 0
-        self.looked_s = 0.0  # for nodes that are gone
+        self.looked_s = 0.0  # time of the last check for lost nodes
         if parked_memory is not None:
             parked_memory.watch(self)
 
@@ -97,9 +97,9 @@ class WorkerPool:
     ) -> list[Lease]:
         """Work with `count` instances, and return the leases of `spare` that were not used.
 
-        Spare leases are used first, preferably those of slots with a parked instance. The rest is requested of Ray: `need`
-        instances must be staffed within the lease deadline, and for more it waits `wait_s`. `begin`: called with each instance
-        as soon as it has its lease.
+        Spare leases are used first, preferably those of slots with a parked instance. The rest is requested: `need` instances must get
+        their leases within the lease deadline, and it waits `wait_s` for more. `begin`: called with each instance as soon as it has
+        its leases.
         """
         spare = self.leases.without_lost(spare)
         while len(self.working) > count:
@@ -130,7 +130,7 @@ class WorkerPool:
         return spare
 
     def _shares(self, leases: list[Lease]) -> list[list[Lease]]:
-        """Return the leases of as many instances as `leases` are enough for."""
+        """Divide leases into those of whole instances, for as many instances as they are enough for."""
         usable = [lease for lease in leases if self.may_use(lease)]
         if self.width > 1:  # the same devices form the same instances, in whatever order they come back
             usable.sort(key=lambda lease: str(lease.slot.device))
@@ -162,10 +162,10 @@ class WorkerPool:
 
         Raises RunError past the lease deadline.
         """
-        own = [lease for lease in spare if self.fits(instance, lease.slot)][:1]
-        asked = [] if own else self.leases.ask(1, [instance.slot.node])
-        self.assign_leases(own or self.leases.collect(asked, self.kind, self.leases.deadline_s, need=1), instance)
-        return [lease for lease in spare if lease not in own]
+        fitting = [lease for lease in spare if self.fits(instance, lease.slot)][:1]
+        requests = [] if fitting else self.leases.ask(1, [instance.slot.node])
+        self.assign_leases(fitting or self.leases.collect(requests, self.kind, self.leases.deadline_s, need=1), instance)
+        return [lease for lease in spare if lease not in fitting]
 
     def assign_leases(self, leases: list[Lease], instance: Instance | None = None) -> Instance:
         """Assign leases of one node to the given or a fitting parked instance (warm start), or to a new one."""
@@ -276,7 +276,7 @@ class WorkerPool:
         self.ledger.kept(instance.id, *instance.parked_memory)
 
     def _leave_devices(self, instances: list[Instance]) -> None:
-        """Make all instances leave their devices at once, because they may need one another for it.
+        """Make all instances leave their devices at the same time, because they may need each other for it.
 
         Engines lose their weights with the device memory, so their version becomes None. Dead processes hold nothing; their next
         use reports the failure.
@@ -285,13 +285,13 @@ class WorkerPool:
         for instance, ref in leaving:
             instance.version = None
             try:
-                told = get(ref, self.leave_s, f"{instance.id} to leave its device")
+                reply = get(ref, self.leave_s, f"{instance.id} to leave its device")
             except GONE:
                 continue
             except RayTaskError as error:
                 raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error
-            instance.kept_mb = told["memory_mb"]
-            self.ledger.spans([lease.id for lease in instance.leases], told["spans"])
+            instance.kept_mb = reply["memory_mb"]
+            self.ledger.spans([lease.id for lease in instance.leases], reply["spans"])
 
     def end_expired(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
         """End parked instances whose keep-alive is over, that are not worth keeping, or whose node is gone; return their number.

@@ -1,1 +1,1 @@
-"""Prefix KV: every distinct prompt prefix computed once in the cluster, found by its content."""
+"""Prefix KV: compute every distinct prompt prefix once in the cluster, and find it by its content."""

@@ -37,11 +37,11 @@ def chain(start: bytes, tokens: Sequence[int] | np.ndarray, block_size: int) -> 
 
 def blocks_after(at: bytes, data: bytes, block_size: int) -> list[bytes]:
     """Continue a chain at `at` with tokens given as the bytes of int32."""
-    step, found = 4 * block_size, []
+    step, addresses = 4 * block_size, []
     for begin in range(0, len(data), step):
         at = _digest(at, data[begin : begin + step])
-        found.append(at)
-    return found
+        addresses.append(at)
+    return addresses
 
 
 def reusable(tokens: Any) -> Any:
@@ -104,7 +104,7 @@ def distinct_prefixes(
     """
     if block_size < 1:
         raise ValueError(f"a block has at least one token, not {block_size}")
-    found = Prefixes(block_size)
+    trie = Prefixes(block_size)
     number: dict[tuple[int, bytes], int] = {}  # by parent node and block tokens, so that only new blocks are hashed
     last = b""  # the previous prompt, with which most share a prefix
     for prompt, tokens in enumerate(prompts):
@@ -113,24 +113,24 @@ def distinct_prefixes(
             part = part[: len(part) // block_size * block_size]
         data, step = _bytes(part), 4 * block_size
         shared = _shared_blocks(data, last, step)
-        path: list[int] = found.paths[-1][:shared] if shared else []
+        path: list[int] = trie.paths[-1][:shared] if shared else []
         at = path[-1] if path else -1
         for begin in range(shared * step, len(data), step):
             block = data[begin : begin + step]
             known = number.get((at, block))
             if known is None:
-                known = number[at, block] = len(found.nodes)
-                address = _digest(found.nodes[at].address if at >= 0 else start, block)
+                known = number[at, block] = len(trie.nodes)
+                address = _digest(trie.nodes[at].address if at >= 0 else start, block)
                 size, depth = len(block) // 4, begin // step
-                found.nodes.append(Node(address, at, depth, size, depth * block_size + size, prompt))
-                found.uses.append(0)
+                trie.nodes.append(Node(address, at, depth, size, depth * block_size + size, prompt))
+                trie.uses.append(0)
             at = known
             path.append(at)
         for at in path:
-            found.uses[at] += 1
+            trie.uses[at] += 1
         last = data
-        found.paths.append(path)
-    return found
+        trie.paths.append(path)
+    return trie
 
 
 def _shared_blocks(one: bytes, other: bytes, step: int) -> int:

@@ -61,7 +61,7 @@ class PageConnector(KVConnectorBase_V1):
         self.block_size = vllm_config.cache_config.block_size
         self.config, self.cache = vllm_config, kv_cache_config
         self.store.refused = self.store.refused or _unsupported_reason(vllm_config, kv_cache_config)
-        self.found: dict[str, tuple[int, list[np.ndarray]]] = {}  # requests being admitted → first block, pages
+        self.matched: dict[str, tuple[int, list[np.ndarray]]] = {}  # requests being admitted → first block, pages
         self.loads = PageLoads()
         self.layers: list[_Layer] = []
 
@@ -78,13 +78,13 @@ class PageConnector(KVConnectorBase_V1):
         computes its rest.
         """
         matched = self._match(request, num_computed_tokens)
-        asked = request.sampling_params.extra_args
-        if asked.get("offset"):
-            self.store.computed[asked["name"]] = request.num_tokens - num_computed_tokens - matched
+        extra = request.sampling_params.extra_args
+        if extra.get("offset"):
+            self.store.computed[extra["name"]] = request.num_tokens - num_computed_tokens - matched
         return matched, False
 
     def _match(self, request: Any, num_computed_tokens: int) -> int:
-        self.found.pop(request.request_id, None)
+        self.matched.pop(request.request_id, None)
         if not self.store.rows or not is_identified_by_tokens(request):
             return 0
         tokens = request.num_tokens - 1
@@ -92,7 +92,7 @@ class PageConnector(KVConnectorBase_V1):
         pages = self.store.match(self._addresses(request, tokens), first)
         if not pages:
             return 0
-        self.found[request.request_id] = first, pages
+        self.matched[request.request_id] = first, pages
         return min(tokens, (first + len(pages)) * self.block_size) - num_computed_tokens
 
     def _addresses(self, request: Any, tokens: int) -> list[bytes]:
@@ -101,13 +101,13 @@ class PageConnector(KVConnectorBase_V1):
         vLLM has those of full blocks as block names (`BlockHasher`). The address of a partly filled last block is added.
         """
         full = tokens // self.block_size
-        found: list[bytes] = request.block_hashes[:full]
+        addresses: list[bytes] = request.block_hashes[:full]
         if rest := request.all_token_ids[full * self.block_size : tokens]:
-            found += chain(found[-1] if found else self.store.layout.start(request.cache_salt), rest, self.block_size)
-        return found
+            addresses += chain(addresses[-1] if addresses else self.store.layout.start(request.cache_salt), rest, self.block_size)
+        return addresses
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        first, pages = self.found.pop(request.request_id, (0, []))
+        first, pages = self.matched.pop(request.request_id, (0, []))
         if num_external_tokens <= 0:
             return
         pages = pages[: -(-num_external_tokens // self.block_size)]
@@ -152,8 +152,8 @@ class PageConnector(KVConnectorBase_V1):
                 self.store.refused = f"the KV cache of {name} has shape {tuple(cache.shape)}, not one entry for each of its blocks"
                 return
             self.layers.append(_Layer(name, cache, cache.shape.index(self.cache.num_blocks)))
-        said = [_model_description(self.config), *(layer.description() for layer in self.layers)]
-        fingerprint = hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16).digest()
+        described = [_model_description(self.config), *(layer.description() for layer in self.layers)]
+        fingerprint = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16).digest()
         self.store.kind = PageLayout(fingerprint, self.block_size, sum(layer.bytes for layer in self.layers))
         self.store.copy_out = self._copy_out
 

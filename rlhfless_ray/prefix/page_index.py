@@ -118,7 +118,7 @@ class PageIndex:
 
     def bundles_of(self, trie: Prefixes) -> tuple[list[HeldPage], list[list[int]]]:
         """Return the bundles with pages of the trie, and for each prompt the positions of its bundles in that list."""
-        found: dict[int, HeldPage] = {}
+        bundles: dict[int, HeldPage] = {}
         paths = []
         for path in trie.paths:
             mine: dict[int, None] = {}
@@ -126,11 +126,11 @@ class PageIndex:
                 held = self.by_address.get(trie.nodes[node].address)
                 if held is None:
                     break  # pages after a missing one are useless
-                found.setdefault(held.number, held)
+                bundles.setdefault(held.number, held)
                 mine[held.number] = None
             paths.append(list(mine))
-        position = {number: i for i, number in enumerate(found)}
-        return list(found.values()), [[position[number] for number in mine] for mine in paths]
+        position = {number: i for i, number in enumerate(bundles)}
+        return list(bundles.values()), [[position[number] for number in mine] for mine in paths]
 
     def jobs(self, trie: Prefixes, new: Sequence[int], producers: int) -> list[PrefillJob]:
         """Assign the `new` nodes to producers, each exactly once.

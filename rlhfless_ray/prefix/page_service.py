@@ -108,9 +108,9 @@ class PrefixApp:
             held = [self.index.add(ref, salt(version), addresses, kind.page_bytes) for ref, addresses in zip(refs, bundles, strict=True)]
             running.append(self._run_job(matching[job.producer], done, held, within_s))
         outcomes = await asyncio.gather(*running)
-        found, of = self.index.bundles_of(trie)
+        available, positions = self.index.bundles_of(trie)
         return Prepared(
-            [held.ref for held in found], of, [one for one in outcomes if not isinstance(one, str)],
+            [held.ref for held in available], positions, [one for one in outcomes if not isinstance(one, str)],
             refused + [one for one in outcomes if isinstance(one, str)], self.index.counts["no_room"] - no_room,
         )  # fmt: skip
 
@@ -154,7 +154,7 @@ async def _value(ref: Any) -> Any:
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
-        return "a prefill instance did not answer in time"
+        return "a prefill instance did not reply in time"
     from rlhfless_ray.functions.instance import reason_of
 
     return reason_of(error)
@@ -188,13 +188,13 @@ class PrefixService:
         while (status := serve.status().applications.get(self.name)) is None or status.status != "RUNNING":
             STOP.check()
             if time.monotonic() > end or (status is not None and status.status == "DEPLOY_FAILED"):
-                said = one_line(status.message if status else "its status is unknown", 300)
-                raise RunError(f"timed out after {self.start_s:.0f} s waiting for the prefix service: {said}")
+                status_text = one_line(status.message if status else "its status is unknown", 300)
+                raise RunError(f"timed out after {self.start_s:.0f} s waiting for the prefix service: {status_text}")
             time.sleep(0.05)
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def prepare(self, version: int, prompts: Sequence[Sequence[int]], producers: Sequence[Producer], within_s: float) -> Prepared:
-        """Call `PrefixApp.prepare`. If the service does not answer, nothing is prepared, and `failures` says why."""
+        """Call `PrefixApp.prepare`. If the service does not reply, nothing is prepared, and `failures` has the reason."""
         tokens = [np.asarray(prompt, np.int32) for prompt in prompts]
         nothing = Prepared(of=[[] for _ in prompts])
         return self._call("prepare", within_s + ANSWER_S, nothing, version, tokens, list(producers), within_s)
@@ -218,7 +218,7 @@ class PrefixService:
                 STOP.check()
                 if time.monotonic() >= end:
                     response.cancel()
-                    self.failures.append(f"no answer to {what} within {within_s:.0f} s")
+                    self.failures.append(f"no reply to {what} within {within_s:.0f} s")
                     return otherwise
             except (RayError, RayServeException) as error:
                 self.failures.append(f"{what}: {_describe(error)}")

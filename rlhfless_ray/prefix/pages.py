@@ -66,7 +66,7 @@ class PageStore:
         self.to_save: set[str] = set()  # names of requests whose pages are saved when they end
         self.known: set[bytes] = set()  # pages that the requester has already
         self.saved: dict[str, tuple[list[bytes], np.ndarray]] = {}
-        self.copied: dict[str, set[bytes]] = {}  # request name → pages that were copied while it went on
+        self.copied: dict[str, set[bytes]] = {}  # request name → pages that were copied while it was running
         self.copy_out: Callable[[Sequence[int]], np.ndarray] | None = None  # block numbers → (blocks, page_bytes)
         self.computed: dict[str, int] = {}  # request name → context tokens of a continued request that were computed here
         self.counts: Counter[str] = Counter()
@@ -114,13 +114,13 @@ class PageStore:
 
     def match(self, addresses: Sequence[bytes], first: int) -> list[np.ndarray]:
         """Return the pages from block `first` on, up to the first missing one."""
-        found = []
+        pages = []
         for address in addresses[first:]:
             page = self.rows.get(address)
             if page is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     # ---- out -------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class PageStore:
         self.known |= set(known).union(*(self.copied.pop(name, set()) for name in names))
 
     def copy(self, name: str, addresses: Sequence[bytes], blocks: Sequence[int]) -> dict[bytes, np.ndarray]:
-        """Copy pages of a request that goes on, and return {address: page}. Another copy of the same request is whole again."""
+        """Copy pages of a running request, and return {address: page}. A repeated call copies all of them again."""
         assert self.copy_out is not None
         start = time.perf_counter()
         pages = self.copy_out(blocks)
@@ -151,11 +151,11 @@ class PageStore:
 
     def take_saved(self, names: Iterable[str]) -> dict[bytes, np.ndarray]:
         """Return {address: page} saved for these requests, and stop saving for them."""
-        found: dict[bytes, np.ndarray] = {}
+        saved: dict[bytes, np.ndarray] = {}
         for name in names:
             self.to_save.discard(name)
             addresses, pages = self.saved.pop(name, ([], np.empty((0, 0), np.uint8)))
-            found.update(zip(addresses, pages, strict=True))
+            saved.update(zip(addresses, pages, strict=True))
         if not self.to_save:
             self.known.clear()
-        return found
+        return saved

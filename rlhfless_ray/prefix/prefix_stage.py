@@ -118,14 +118,14 @@ class PrefixStage:
             not_ready = self._wait_until_ready(weights)
             producers = [Producer(instance.actor, len(instance.leases)) for instance in self.pool.working]
             within_s = context.recipe.functions.lease_deadline_s
-            said = len(self.service.failures)
+            reported = len(self.service.failures)
             self.service.keep_only(weights.version)
             step.prepared = self.service.prepare(weights.version, prompts, producers, within_s)
             self._account(step, time.monotonic() - start)
             if step.prepared.failed:
                 self._remove_failed()
             context.broker.put(self.pool.park_all())
-        for failure in [*not_ready, *step.prepared.failed, *self.service.failures[said:]]:
+        for failure in [*not_ready, *step.prepared.failed, *self.service.failures[reported:]]:
             context.record.progress.message(f"prefix KV: {failure}; engines compute what is missing")
         self.failed_in_a_row = 0 if step.prepared.refs else self.failed_in_a_row + 1
         self.last_page_s = start if not self.failed_in_a_row else self.last_page_s
@@ -174,8 +174,8 @@ class PrefixStage:
 
     def _remove_failed(self) -> None:
         """Remove instances that died or hang. A later step starts new ones if needed."""
-        asked = [(instance, instance.actor.kind.remote()) for instance in self.pool.working]
-        for instance, reply in asked:
+        replies = [(instance, instance.actor.kind.remote()) for instance in self.pool.working]
+        for instance, reply in replies:
             try:
                 get(reply, ANSWER_S, f"{instance.id} to answer")
             except RayTaskError:  # the instance is alive

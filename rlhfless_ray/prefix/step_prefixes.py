@@ -1,4 +1,4 @@
-"""What a step's prompts get of prefix KV, as a value between the stages."""
+"""A step's prefix KV as a value that stages exchange."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlhfless_ray.prefix.page_service import Prepared
 
 @dataclass
 class StepPrefixes:
-    """What a step's prompts get. of[prompt] as in `Prepared`; empty where the choice was off."""
+    """A step's prefix KV. `prepared` is empty if the choice was off."""
 
     choice: PrefixChoice
     demand: PrefixDemand | None = None
-    engine_s: float = 0.0  # of prefill instances and engines, for pages, as far as was measured
+    engine_s: float = 0.0  # measured seconds that prefill instances and engines spent on pages
     prepared: Prepared = field(default_factory=Prepared)
     sent: list[tuple[Instance, Any]] = field(default_factory=list)  # engines that fetch pages, and references to their results
     metrics: dict[str, Any] = field(default_factory=dict)

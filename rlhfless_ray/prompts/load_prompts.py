@@ -42,22 +42,24 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
         # Held-out rows come from a stream of their own, and tasks keep their prompts out of the training split.
         rows = [*source.rows(section.rows, recipe.run.seed, "train"), *source.rows(held, recipe.run.seed, "heldout")]
         named_rows: list[NamedRow] = [(f"row {number}", row) for number, row in enumerate(rows, 1)]
-        found, overlong = _make_prompts(named_rows, f"prompts.task {section.task}", "prompt", recipe, tokenizer, context_tokens)
-        return PromptSet(*_split_heldout(found, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
+        prompts, overlong = _make_prompts(named_rows, f"prompts.task {section.task}", "prompt", recipe, tokenizer, context_tokens)
+        return PromptSet(*_split_heldout(prompts, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
     seed = recipe.run.seed
     named_rows = read_sources(
         section.sources, section.split, "prompts", probabilities=section.probabilities, max_rows=section.max_rows, seed=seed
     )
     where = _setting_name("prompts", section.sources)
-    found, overlong = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
+    prompts, overlong = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
     if not recipe.evaluate.path or not held:
-        return PromptSet(*_split_heldout(found, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
-    train, _ = _split_heldout(found, 0, len(overlong), recipe)
+        return PromptSet(*_split_heldout(prompts, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
+    train, _ = _split_heldout(prompts, 0, len(overlong), recipe)
     paths = recipe.evaluate.path
     sources = [paths] if Path(paths).exists() else [part.strip() for part in paths.split(",")]
     named_rows = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
-    heldout, more = _make_prompts(named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens)
-    return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], _overlong_notes(overlong + more, recipe))
+    heldout, overlong_heldout = _make_prompts(
+        named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens
+    )
+    return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], _overlong_notes(overlong + overlong_heldout, recipe))
 
 
 def _setting_name(section: str, sources: list[str]) -> str:
@@ -91,14 +93,13 @@ def _make_prompts(
     limit, cuts = recipe.prompts.max_prompt_tokens, recipe.prompts.overlong == "cut_left"
     excess = [max(0, len(tokens) - limit) for tokens in ids]
     if cuts:
-        ids = [tokens[more:] for tokens, more in zip(ids, excess, strict=True)]
+        ids = [tokens[cut:] for tokens, cut in zip(ids, excess, strict=True)]
     _check_lengths(named_rows, ids, where, recipe, context_tokens)
     rows = [found for found in zip(named_rows, texts, ids, excess, strict=True) if cuts or not found[-1]]
     prompts = [
-        Prompt(index=i, text=text, token_ids=tuple(tokens), row=row, cut_tokens=more)
-        for i, ((_, row), text, tokens, more) in enumerate(rows)
+        Prompt(index=i, text=text, token_ids=tuple(tokens), row=row, cut_tokens=cut) for i, ((_, row), text, tokens, cut) in enumerate(rows)
     ]
-    return prompts, [name for (name, _), more in zip(named_rows, excess, strict=True) if more]
+    return prompts, [name for (name, _), cut in zip(named_rows, excess, strict=True) if cut]
 
 
 def _overlong_notes(names: list[str], recipe: Recipe) -> tuple[str, ...]:
@@ -159,10 +160,10 @@ def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe,
     texts = []
     for name, row in named_rows:
         cell = row[column]
-        own = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
-        if system and own[0].get("role") == "system":
+        row_turns = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+        if system and row_turns[0].get("role") == "system":
             raise UserError(f"{where}, {name}: the row has a system turn of its own; remove prompts.system, or the turn")
-        turns = [*system, *own]
+        turns = [*system, *row_turns]
         try:
             texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
         except Exception as error:  # a template may raise anything; its message says what it rejects

@@ -27,17 +27,17 @@ def read_sources(
     With `probabilities`, `datasets.interleave_datasets` draws rows until every data set was used up once, so rows can repeat.
     `setting`: the recipe's section, for error messages. Raises UserError for unreadable or empty data and for missing splits.
     """
-    found = [read_source(source, split, setting)[:max_rows] for source in sources]
-    if len(found) > 1:
-        found = [[(f"{name} of {source}", row) for name, row in rows] for source, rows in zip(sources, found, strict=True)]
+    parts = [read_source(source, split, setting)[:max_rows] for source in sources]
+    if len(parts) > 1:
+        parts = [[(f"{name} of {source}", row) for name, row in rows] for source, rows in zip(sources, parts, strict=True)]
     if probabilities is not None:
         from datasets import Dataset, interleave_datasets
 
-        numbers = [Dataset.from_dict({"of": [k] * len(rows), "row": range(len(rows))}) for k, rows in enumerate(found)]
+        numbers = [Dataset.from_dict({"of": [k] * len(rows), "row": range(len(rows))}) for k, rows in enumerate(parts)]
         mix = interleave_datasets(numbers, probabilities=probabilities, seed=seed % 2**63, stopping_strategy="all_exhausted")
-        rows = [found[pair["of"]][pair["row"]] for pair in mix]
+        rows = [parts[pair["of"]][pair["row"]] for pair in mix]
     else:
-        rows = [row for part in found for row in part]
+        rows = [row for part in parts for row in part]
     return rows[:max_rows]
 
 

@@ -51,7 +51,7 @@ __all__ = [
 
 
 class Recipe(RecipeFile):
-    """Everything a run needs to be repeated: one typed section per part of a run.
+    """All settings of a run: one typed section for each of its parts.
 
     docs/recipes.md explains the sections. The reference of all keys is generated from these types.
 
@@ -199,7 +199,7 @@ class Recipe(RecipeFile):
             )
 
     def _check_partial(self) -> None:
-        """Raise ValueError for what partial rollouts need and lack."""
+        """Raise ValueError if settings that partial rollouts need are missing."""
         rollout = self.rollout
         if rollout.partial == "off":
             if rollout.max_lag_steps > 1:
@@ -212,13 +212,13 @@ class Recipe(RecipeFile):
             if rollout.ahead:
                 raise ValueError("rollout.ahead: rollout.partial is off, so leave it out: max_lag_steps of 1 means the same there")
             return
-        most = rollout.most_begun_share
+        max_share = rollout.most_begun_share
         if not rollout.max_lag_steps:
             raise ValueError(
                 "rollout.partial: responses that outlive a step need a bound on their age; set rollout.max_lag_steps to 1 or more"
             )
-        if not 1 <= rollout.begun_share <= most:
-            limit = f"rollout.max_lag_steps{'' if rollout.ahead else ' + 1'} = {most}"
+        if not 1 <= rollout.begun_share <= max_share:
+            limit = f"rollout.max_lag_steps{'' if rollout.ahead else ' + 1'} = {max_share}"
             raise ValueError(
                 f"rollout.oversample: {rollout.begun_share:g} is not between 1 and {limit}, so some groups could not be trained in time"
             )
@@ -228,21 +228,21 @@ class Recipe(RecipeFile):
             )
 
     def _check_tensor_parallel(self) -> None:
-        """Raise ValueError for what engines of several slots cannot do yet."""
+        """Raise ValueError for settings that engines of several slots do not support yet."""
         for key, (value, instead) in self.needs_one_slot.items():
             raise ValueError(f"{key}: {value} needs engines of one slot; {instead}, or set rollout.tensor_parallel to 1")
 
     @property
     def needs_one_slot(self) -> dict[str, tuple[str, str]]:
         """Keys whose value engines of several slots do not support yet: (value, what to set instead)."""
-        rollout, found = self.rollout, {}
+        rollout, values = self.rollout, {}
         if rollout.prefix_kv == "on":
-            found["rollout.prefix_kv"] = ("on", "leave it out")
+            values["rollout.prefix_kv"] = ("on", "leave it out")
         if rollout.quantization != "off":
-            found["rollout.quantization"] = (str(rollout.quantization), "leave it out")
+            values["rollout.quantization"] = (str(rollout.quantization), "leave it out")
         if self.lora.publish == "adapter":
-            found["lora.publish"] = ("adapter", "set merged")
-        return found
+            values["lora.publish"] = ("adapter", "set merged")
+        return values
 
     @property
     def answer_column(self) -> str:
@@ -255,7 +255,7 @@ class Recipe(RecipeFile):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the reference is a function of its own. With adapters it is the policy without them."""
+        """Whether the reference is a separate function. With adapters it is the policy without them."""
         return self.algorithm.keeps_reference and (bool(self.reference.path) or not self.lora.rank)
 
     @property
@@ -278,7 +278,7 @@ class Recipe(RecipeFile):
 
     @property
     def critic_learner(self) -> LearnerConfig:
-        """Section `learner` as it holds for the critic: the settings that both sections have are those of `critic`."""
+        """The critic's learner settings: section `learner`, with the settings of `critic` for keys that both sections have."""
         both = LearnerConfig.model_fields.keys() & CriticConfig.model_fields.keys()
-        own = {name: getattr(self.critic, name) for name in both}
-        return self.learner.model_copy(update={**own, "warmup_steps": 0, "decay_all": False})
+        settings = {name: getattr(self.critic, name) for name in both}
+        return self.learner.model_copy(update={**settings, "warmup_steps": 0, "decay_all": False})

@@ -28,7 +28,7 @@ class PromptsConfig(Section):
     paths: list[str] = Field(default_factory=list)
     """Several data sets; `name@subdir` is a folder of one. They follow each other, or are mixed by `probabilities`."""
     probabilities: list[float] | None = None
-    """Shares of `paths` in the mix. Rows are drawn by them until every data set was used up; smaller ones repeat."""
+    """Shares of `paths` in the mix. Rows are drawn by these shares until every data set is used up; smaller ones repeat."""
     split: str = Field("train", min_length=1)
     """Split of data sets that have several."""
     max_rows: int | None = Field(None, ge=1)
@@ -50,10 +50,10 @@ class PromptsConfig(Section):
     batch_prompts: int = Field(32, ge=1)
     """Prompts per step."""
     max_prompt_tokens: int = Field(512, ge=1)
-    """Longest prompt. `overlong` says what happens to longer ones."""
+    """Maximum tokens of a prompt. `overlong` says what happens to longer ones."""
     overlong: Literal["stop", "leave_out", "cut_left"] = "stop"
     """Longer prompts end the run before it starts (`stop`), or are left out (`leave_out`), or lose their first tokens as in OpenRLHF
-    (`cut_left`). What is left out or cut is counted and reported."""
+    (`cut_left`). Prompts that are left out or cut are counted and reported."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
 

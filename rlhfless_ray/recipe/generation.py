@@ -1,4 +1,4 @@
-"""The recipe of `rlhfless generate` and `rlhfless evaluate`: that of a run, without what only learning needs."""
+"""The recipe of `rlhfless generate` and `rlhfless evaluate`: a run's recipe without the settings of learning."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GenerationRecipe(Recipe):
     def read(cls, path: str | Path | None, overrides: Sequence[str] = (), name: str = "generate") -> GenerationRecipe:
         """Read a recipe's file, which may be that of a training run, and apply overrides of the form `section.key=value`.
 
-        Sections and keys that only learning needs are left out. `name`: of the run, if neither file nor override says it.
+        Sections and keys that only learning needs are left out. `name`: name of the run, if neither file nor override sets it.
 
         Raises:
             UserError: As `Recipe.load`, and for a recipe with an agent.

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhfless_ray.common.estimators import ESTIMATORS, OTHER_NAMES, EstimatorName
 from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto, TokensOrAuto
 
-DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first that placement.peak_memory tries, which processes without a planner do not import
+DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first value that placement.peak_memory tries; processes without a planner do not import that
 
 
 class AdvantageConfig(Section):
@@ -23,7 +23,7 @@ class AdvantageConfig(Section):
     gamma: Share = 1.0
     """Discount per token, for `gae` and `reinforce`."""
     lambd: Share = 1.0
-    """Of `gae`: 0 trusts the critic's next value, 1 what was returned."""
+    """λ of `gae`: 0 uses the critic's next value, 1 the rewards that followed."""
     whiten: bool | None = None
     """Whiten advantages over the tokens of the rollout batch. None: as the estimator is published (`gae`, `reinforce` and
     `reinforce_baseline` whiten)."""
@@ -118,17 +118,17 @@ class AlgorithmConfig(Section):
     """Samples of one optimizer step, drawn from the shuffled rollout batch, in `updates_per_step`'s place. See `remainder`."""
     remainder: Literal["short", "carry", "drop"] = "short"
     """Samples that do not fill an optimizer step of `batch_samples`. `short`: they make a smaller step of their own. `carry`: they
-    join the first optimizer step of the next rollout, and checkpoints keep them. `drop`: they are not learned from. With `carry`
+    join the first optimizer step of the next rollout, and checkpoints keep them. `drop`: they are not trained on. With `carry`
     a rollout may have fewer samples than a step."""
     filter_range: tuple[float, float] | None = None
-    """Drop prompts whose responses' mean score is not strictly inside this range, and answer others in the same step until it has
-    `prompts.batch_prompts`. The reward counts if the function gives no score. At the end of an episode a step may have fewer
-    prompts."""
+    """Drop prompts whose responses' mean score is not strictly inside this range, and generate responses to others in the same step
+    until it has `prompts.batch_prompts`. The reward serves as the score if the function returns none. At the end of an episode a step
+    may have fewer prompts."""
     filter_draw: float = Field(1.0, ge=1, lt=2)
-    """Prompts answered for each one that is missing. Above 1 fewer rounds are needed, and groups may be left over. The next step
-    learns from them, and checkpoints keep them. Those of the last step are not learned from."""
+    """Number of new prompts for each missing one. Above 1 fewer rounds are needed, and groups may be left over. The next step trains
+    on them, and checkpoints keep them. Groups left over in the last step are not trained on."""
     filter_patience: int = Field(10, ge=1)
-    """The run ends if this many batches of prompts in a row are dropped."""
+    """The run ends after this many batches of prompts in a row were dropped."""
     epochs: int = Field(1, ge=1)
     """Passes of the optimizer over a rollout batch."""
     loss: LossConfig = LossConfig()
@@ -179,7 +179,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _check_pairs(self) -> None:
-        """DPO's gradient is that of the policy loss in the first optimizer step of a batch, without weights and over all its tokens."""
+        """Check that the policy loss has DPO's gradient: one optimizer step per batch, without weights, over all its tokens."""
         name = self.advantage.estimator
         if not (self.kl.coefficient and self.kl.place == "reward" and self.kl.estimator == "k1" and self.kl.limit is None):
             raise ValueError(
@@ -313,7 +313,7 @@ class CriticConfig(Section):
     the folder lacks are drawn."""
     normalize: bool = False
     """Normalize values as `reward.normalize` does rewards: with the mean and std in the config.json of the critic's folder, in
-    passes and in the loss. The saved critic keeps both numbers in its config and its head as it is."""
+    passes and in the loss. The saved critic has both numbers in its config, and its head is not scaled."""
     value_clip: float | None = Field(0.5, gt=0)
     """Largest distance of values from the old ones before the loss clips them. None: no clipping."""
     freeze_policy_steps: int = Field(0, ge=0)
@@ -372,9 +372,9 @@ class LoraConfig(Section):
     target_modules: list[str] = Field(["all-linear"], min_length=1)
     """Ends of the names of the layers that get an adapter. `all-linear`: every linear layer except the output head."""
     publish: Literal["auto", "merged", "adapter"] = "auto"
-    """What engines get of a new version. `merged`: the whole weights with the adapter in them. `adapter`: the adapter, which they hold
-    on its base. `auto`: the adapter where that takes less time, which is on CPU from 100 M parameters and with responses
-    of 64 tokens at most."""
+    """Content of a new weight version for engines. `merged`: the whole weights, with the adapter merged. `adapter`: only the adapter,
+    which engines apply to its base. `auto`: the adapter if that takes less time: on CPU, from 100 M parameters on, and with responses
+    of at most 64 tokens."""
 
     @model_validator(mode="after")
     def _check_target_modules(self) -> LoraConfig:
@@ -385,5 +385,5 @@ class LoraConfig(Section):
 
 class EmaConfig(Section):
     beta: float | None = Field(None, ge=0, le=1)
-    """Keep a moving average of the policy's weights, in which the old average has this share at each optimizer step. The final
+    """Keep a moving average of the policy's weights. At each optimizer step the old average keeps this share. The final
     model is the average; engines use the policy itself. None: no average."""

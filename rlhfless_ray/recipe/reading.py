@@ -12,7 +12,7 @@ from rlhfless_ray.common.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Reject duplicate keys, of which YAML readers keep the last one."""
+    """Reject duplicate keys, of which YAML readers would silently keep the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -83,10 +83,10 @@ def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
     """Return the section at a path of keys, or None."""
     for part in path:
         info = model.model_fields.get(part)
-        found = info.annotation if info is not None else None
-        if not (isinstance(found, type) and issubclass(found, BaseModel)):
+        annotation = info.annotation if info is not None else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return None
-        model = found
+        model = annotation
     return model
 
 

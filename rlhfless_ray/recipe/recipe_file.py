@@ -39,7 +39,7 @@ def _at_line(error: Exception) -> str:
 
 
 class RecipeFile(Section):
-    """A whole recipe: what `rlhfless train` reads."""
+    """A whole recipe, as `rlhfless train` reads it."""
 
     kind: ClassVar[str] = "recipe"
     """What messages call the file."""

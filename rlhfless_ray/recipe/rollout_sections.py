@@ -41,50 +41,50 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(8, ge=1)
     """Responses to each prompt: the group size."""
     max_tokens: int = Field(256, ge=1)
-    """Longest response; a response cut there has finish reason `length`."""
+    """Maximum tokens of a response. A response cut there has finish reason `length`."""
     min_tokens: int = Field(0, ge=0)
-    """Shortest response (with an agent: shortest turn). Before it no token is sampled that would end the response, and no stop word
-    ends it. The sampler's log-probabilities there are those of the distribution without these tokens; the policy that is trained is
-    the whole one, so importance weights correct for the difference, as for `top_p`."""
+    """Minimum tokens of a response (with an agent: of a turn). Before that no token that would end the response is sampled, and no stop
+    word ends it. The sampler's log-probabilities there are those of the distribution without these tokens. The trained policy has
+    them, so importance weights correct for the difference, as for `top_p`."""
     max_total_tokens: int | None = Field(None, ge=2)
-    """Longest prompt and response together. A response gets what its prompt leaves, and at most `max_tokens`. None: no such
-    limit."""
+    """Maximum tokens of prompt and response together. A response gets the tokens that its prompt leaves, and at most `max_tokens`.
+    None: no such limit."""
     temperature: float = Field(1.0, gt=0)
-    """Temperature of the sampling distribution, which is also the one that is trained."""
+    """Temperature of the sampling distribution. The policy is trained at the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample only from the most likely tokens that together have this probability. The policy that is trained is still the whole
     distribution; importance weights correct for the difference."""
     agreement: Literal["end", "warn"] = "end"
-    """What happens when engines and learner compute different log-probabilities of the same tokens under the same weights, beyond
-    what rounding in `policy.dtype` explains; checked before the first update and after it. `end`: the run ends and names the tensors
-    that differ. `warn`: it says so and goes on. Later steps only warn."""
+    """Action if engines and learner compute different log-probabilities of the same tokens under the same weights, beyond rounding in
+    `policy.dtype`. This is checked before and after the first update. `end`: the run ends and names the tensors that differ. `warn`:
+    the run prints a warning and continues. Later steps only warn."""
     min_actors: int = Field(1, ge=1)
     """Minimum number of engines. The rollout waits until each has a slot."""
     max_actors: int = Field(2, ge=1)
     """Maximum number of engines at once. The plan of each step decides how many there are."""
     max_lag_steps: int = Field(0, ge=0, le=8)
-    """How many weight versions a trained token may be behind. 0: a step learns from its own weights' responses. 1: the next step's
-    responses are generated while the learner works, so that engines and learner hold slots at once. With `partial`: for how many
-    steps a response may go on after the one in which it was begun, up to 8. Importance weights correct for the older weights, so they
-    must be on."""
+    """Maximum number of weight versions that a trained token may be behind. 0: a step trains on responses of its own weights. 1: the
+    next step's responses are generated while the learner works, so that engines and learner hold slots at once. With `partial`: the
+    number of steps, up to 8, that a response may continue after the one in which it began. Importance weights correct for the older
+    weights, so they must be on."""
     partial: Annotated[Literal["off", "continue", "restart"], OffIsAWord] = "off"
-    """End a step's rollout as soon as `prompts.batch_prompts` groups are complete. What happens to the unfinished responses of the
-    others: `continue`: they go on in the next step from their last token, under the new weights, and their KV cache is computed again. An
-    agent plays its episode again and gets the same replies, up to its last whole turn.
-    `restart`: they begin again. `off`: a rollout ends with its longest response. Needs `max_lag_steps` of at least 1."""
+    """End a step's rollout as soon as `prompts.batch_prompts` groups are complete. `continue`: unfinished responses of other groups
+    continue in the next step from their last token, under the new weights, and their KV cache is computed again. An agent plays its
+    episode again and gets the same replies, up to its last whole turn. `restart`: unfinished responses begin again. `off`: a rollout
+    ends with its longest response. `continue` and `restart` need `max_lag_steps` of at least 1."""
     oversample: Literal["auto"] | float = "auto"
-    """With `partial`: groups at work in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1, or to
-    `max_lag_steps` with `ahead`. `auto`: decided in each step from forecasts, measured speeds and what old tokens teach less; 1.5 in the
-    first step, or that limit if it is lower."""
+    """With `partial`: groups generated at once in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1, or
+    to `max_lag_steps` with `ahead`. `auto`: chosen in each step from forecasts, measured speeds and the measured loss of learning value
+    of old tokens; 1.5 in the first step, or that limit if it is lower."""
     ahead: bool = False
     """With `partial: continue`: the next step's responses begin while the learner works, so that engines and learner hold slots at
-    once. When the update is done, unfinished responses go on under the new weights. Without `partial`, a lag always means this."""
+    once. After the update, unfinished responses continue under the new weights. Without `partial`, a lag always means this."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node."""
     tensor_parallel: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Slots of one engine. Each holds a part of the weights and of the KV cache, and all of them compute every token together. They
-    are leased on one node, all or none. The number must divide the policy's heads and layers. `auto`: the plan of each step chooses
-    the width, and `max_actors` counts slots then."""
+    """Number of slots of one engine. Each holds a part of the weights and of the KV cache, and all of them compute every token together.
+    They are leased on one node, all or none. The number must divide the policy's heads and layers. `auto`: the plan of each step
+    chooses the width, and `max_actors` then counts slots."""
     max_running: int = Field(256, ge=1)
     """Maximum number of sequences that one engine decodes at once."""
     kv_cache_mb: int = Field(256, ge=16)
@@ -96,15 +96,15 @@ class RolloutConfig(Section):
     Importance weights correct for the difference to the learner, so they must be on. On CPU: `int8`; on GPU: `int8` or `fp8`, with
     `policy.dtype` bfloat16."""
     speculation: Annotated[Literal["auto", "on", "off"], OffIsAWord] = "off"
-    """Draft tokens from what other responses said, and verify several in one decode step. In float32 what is sampled does not change;
-    in bfloat16 rounding may decide a near-tie otherwise. `auto`: each engine step drafts the tokens that are expected to save time. `on`:
-    all that the text offers. An engine keeps 400,000 tokens of responses for it, which take about 120 MB."""
+    """Draft tokens from the text of other responses, and verify several in one decode step. In float32 the sampled tokens do not change;
+    in bfloat16 rounding may decide near-ties differently. `auto`: each engine step drafts the tokens that are expected to save time.
+    `on`: all drafts from text are verified. An engine keeps 400,000 tokens of responses for it, which take about 120 MB."""
     drafter: str = ""
     """Folder (or Hugging Face hub name) of a small causal language model with the policy's tokenizer. Each engine loads it, and drafts
-    with it where text promises little. It draws with the numbers that the policy will draw with. Needs `speculation`."""
+    with it if drafts from text have few expected tokens. It draws with the same random numbers as the policy. Needs `speculation`."""
     drafter_train: Annotated[Literal["on", "off"], OffIsAWord] = "off"
-    """Train the drafter on the responses, on slots that engines have left at the end of a rollout. Without a `drafter` it starts as a
-    small model with random weights. Needs `speculation` and `functions.elastic`, and `max_lag_steps` must be 0."""
+    """Train the drafter on the responses, on slots that engines have left at the end of a rollout. Without `drafter` it starts as a
+    small model with random weights. Needs `speculation`, `functions.elastic` and a `max_lag_steps` of 0."""
     drafter_hidden_size: int = Field(64, ge=32, multiple_of=32)
     """Width of a drafter with random weights."""
     drafter_layers: int = Field(1, ge=1)
@@ -118,11 +118,11 @@ class RolloutConfig(Section):
     save prefill, its own costs included. `on`: in every step. `off`: never; engines then keep no pages either, so that a response
     that moves between engines is recomputed."""
     stream_interval_s: float = Field(0.25, gt=0)
-    """Interval at which engines stream new tokens to the driver. What has not been streamed is generated again if the engine
+    """Interval at which engines stream new tokens to the driver. Tokens that were not streamed are generated again if the engine
     dies."""
     migrate: Annotated[Literal["off", "tau", "auto"], OffIsAWord] = "auto"
     """Move responses between engines while they are generated. `auto`: when the planner expects it to save time or leases. `tau`:
-    the RLHFless paper's rule; an engine of which a share `migrate_tau` has finished hands the rest on. `off`: never."""
+    the rule of the RLHFless paper: an engine hands on its other responses once a share `migrate_tau` has finished. `off`: never."""
     migrate_tau: float = Field(0.7, gt=0, le=1)
     """Share of finished responses for `migrate: tau`."""
     deadline_s: float = Field(1800, gt=0)
@@ -138,17 +138,17 @@ class RolloutConfig(Section):
 
     @property
     def rolls_out_ahead(self) -> bool:
-        """Whether the next step's responses are generated while the learner works."""
+        """Return whether the next step's responses are generated while the learner works."""
         return self.ahead or (self.max_lag_steps > 0 and self.partial == "off")
 
     @property
     def most_begun_share(self) -> int:
-        """Limit of `begun_share`: beyond it some groups could not be trained in time."""
+        """Return the limit of `begun_share`, beyond which some groups could not be trained in time."""
         return self.max_lag_steps + (not self.ahead)
 
     @property
     def begun_share(self) -> float:
-        """Groups at work in a step, as a multiple of those that it trains."""
+        """Return the groups generated at once in a step, as a multiple of those that it trains."""
         return min(AUTO_OVERSAMPLE, self.most_begun_share) if self.oversample == "auto" else self.oversample
 
     def response_tokens(self, prompt_tokens: int) -> int:
@@ -163,15 +163,15 @@ class RolloutConfig(Section):
 
 class AgentConfig(Section):
     path: str = ""
-    """A Python file with a class `AgentExecutor`, or another of OpenRLHF's contracts (see docs/agents.md). It answers the policy
-    turn by turn and gives the reward. Empty: a response is one turn, and rewards come from section `reward`."""
+    """A Python file with a class `AgentExecutor`, or another of OpenRLHF's contracts (see docs/agents.md). It returns feedback after each
+    turn of the policy, and the reward. Empty: a response is one turn, and rewards come from section `reward`."""
     max_tokens: int | None = Field(None, ge=2)
-    """Longest episode, including the first observation and everything the agent writes. None: the longest prompt and response
-    together."""
+    """Maximum tokens of an episode, including the first observation and everything the agent writes. None: those of the longest prompt
+    and response together."""
     turn_tokens: int | None = Field(None, ge=1)
-    """Longest turn of the policy. None: the rest of the episode, whatever `rollout.max_tokens` is."""
+    """Maximum tokens of a turn of the policy. None: the rest of the episode, whatever `rollout.max_tokens` is."""
     timeout_s: float = Field(180.0, gt=0)
-    """Time limit for the agent, from one turn of the policy to the next. Beyond it the sample has an error."""
+    """Time limit for the agent between two turns of the policy. Beyond it the sample gets an error."""
     processes: int = Field(1, ge=1)
     """Processes among which a step's episodes are divided. The agents of a process share an event loop."""
 
@@ -195,7 +195,7 @@ class RewardConfig(Section):
     ranks: int = Field(1, ge=1)
     """Maximum number of copies of the model that score at once; at most one per leased slot."""
     micro_batch_tokens: int = Field(16384, ge=1)
-    """Padded tokens the model reads at once."""
+    """Padded tokens of one batch of the model."""
     batch_samples: int = Field(1, ge=1)
     """Samples of one call of contract `openrlhf`, or of one request. A batch that fails is split."""
     workers: int = Field(1, ge=1)
@@ -210,11 +210,11 @@ class RewardConfig(Section):
     clip_range: tuple[float, float] | None = None
     """Clip rewards to this range after the baseline is subtracted. None: no clipping."""
     overlong_buffer_tokens: int | None = Field(None, ge=1)
-    """A penalty that grows over so many tokens before `rollout.max_tokens` is added to the reward (DAPO). None: there is none."""
+    """Penalise long responses (DAPO): the penalty grows over this many tokens before `rollout.max_tokens`. None: no penalty."""
     overlong_limit_tokens: int | None = Field(None, ge=1)
     """The length at which that penalty is full. None: `rollout.max_tokens`."""
     overlong_feedback: bool = False
-    """With an agent: an episode's length for that penalty counts the agent's tokens between the policy's first and last one too."""
+    """With an agent: that penalty also counts the agent's tokens between the policy's first and last token."""
     overlong_penalty: float = Field(1.0, ge=0)
     """Size of that penalty at the longest response."""
     stop_properly_penalty: float | None = Field(None, le=1)

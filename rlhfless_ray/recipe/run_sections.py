@@ -17,33 +17,34 @@ class RunConfig(Section):
     steps: int = Field(100, ge=0)
     """Steps to train in total. A resumed run counts the steps before it."""
     episodes: int | None = Field(None, ge=1)
-    """Passes over the training prompts, which then decide `steps`. The last step of each pass has the prompts that are left. None:
-    `steps` counts."""
+    """Passes over the training prompts, which then determine `steps`. The last step of each pass has the remaining prompts. None:
+    `steps` is used."""
     seed: int = 0
     """Seed of every sample, shuffle and initial weight."""
     sigterm_s: float = Field(3.0, gt=0)
-    """Seconds between SIGTERM and the kill that follows: 3 s for `ray job stop`, 30 s by default for Kubernetes and Slurm. Half of
-    it is for the current update to end, two thirds for the learner's snapshot."""
+    """Seconds between SIGTERM and SIGKILL: 3 s with `ray job stop`, 30 s by default with Kubernetes and Slurm. The current update may
+    take half of it, and the learner's snapshot two thirds."""
 
 
 class FunctionsConfig(Section):
     slot: Literal["auto", "cpu", "gpu"] = "auto"
     """Kind of slot: one core or one GPU. `auto`: GPUs if the cluster has any."""
     elastic: bool = True
-    """Off: every pool holds its most slots from the first step to the last, without planning. It is the baseline for elasticity."""
+    """Off: every pool holds its maximum number of slots from the first step to the last, without planning. This is the baseline for
+    elasticity."""
     keep_alive_s: float = Field(300.0, ge=0, allow_inf_nan=True)
-    """How long a parked rollout or reward instance stays warm without work. The learner keeps the optimizer state and
-    stays parked for the whole run."""
+    """Time for which a parked rollout or reward instance stays warm without work. The learner keeps the optimizer state and stays
+    parked for the whole run."""
     parked_mb: float | None = Field(None, ge=0)
-    """Memory, MB, that processes without work may hold on each node: prewarmed or parked engines, prefill and reward processes, not
-    the learner. Beyond it none is started ahead, and those that have waited longest end. None: half of what Ray counts as the
-    node's memory, which the runs of a shared pool divide."""
+    """Memory in MB that processes without work may hold on each node: prewarmed or parked engines, prefill and reward processes, not
+    the learner. Beyond it no process is started ahead, and those that have waited longest end. None: half of the node's memory
+    according to Ray, which the runs of a shared pool divide."""
     lease_deadline_s: float = Field(300.0, gt=0)
-    """A lease that Ray cannot grant within this time ends the run and names what is missing. A process that has not started by then
-    is replaced."""
+    """The run ends if Ray cannot grant a lease within this time, with a message that names what is missing. A process that has not
+    started by then is replaced."""
     max_replacements: int = Field(3, ge=0)
-    """Number of processes that may die or hang and be replaced before the run ends. Every step without such a fault gives one back.
-    Processes whose node was lost or drained do not count."""
+    """Number of processes that may die or hang and be replaced before the run ends. Every step without such a fault adds one to this
+    budget, up to the number. Processes whose node was lost or drained do not count."""
 
 
 class ClusterConfig(Section):
@@ -52,16 +53,16 @@ class ClusterConfig(Section):
     cpus: int = Field(0, ge=0)
     """Cores of the private cluster. 0: those that this process may use."""
     pool: bool = True
-    """Share the slots of a joined cluster with other runs through one pool, which divides them by what they are worth to each run.
-    `false`: Ray's queue alone decides. A private cluster has no other runs and no pool."""
+    """Share the slots of a joined cluster with other runs through one pool, which divides them by their value to each run. `false`:
+    Ray's queue alone decides. A private cluster has no other runs and no pool."""
     share: float | None = Field(None, gt=0, le=1)
-    """Share of the pool's slots that this run may always have while it can use them. None: what the shares of other runs leave, in equal
-    parts."""
+    """Share of the pool's slots that this run may always have while it can use them. None: an equal part of what the shares of other
+    runs leave."""
     priority: float = Field(1.0, gt=0)
-    """Weight of this run where runs compete for slots above their shares."""
+    """Weight of this run when runs compete for slots above their shares."""
     object_store_mb: int | None = Field(None, ge=80)
-    """Object store of the private cluster, MB. None: the size of weights and learner state on their way, at least 512, at most 0.3
-    of the memory. Beyond it Ray writes to disk."""
+    """Object store of the private cluster in MB. None: the size of the weights and learner state in transit, at least 512 MB and at most
+    0.3 of the memory. Beyond it Ray writes to disk."""
 
     @model_validator(mode="after")
     def _check_pool(self) -> ClusterConfig:
@@ -73,18 +74,17 @@ class ClusterConfig(Section):
 
 class ObjectiveConfig(Section):
     prefer: float = Field(0.5, ge=0, le=1)
-    """0: cheapest, 1: fastest. Counts if none of the next three keys is set."""
+    """0: cheapest, 1: fastest. Used if none of the next three keys is set."""
     deadline_s: float | None = Field(None, gt=0)
     """Take the cheapest rollout that is expected to end within this time."""
     budget: float | None = Field(None, gt=0)
     """Take the fastest rollout that is expected to cost no more than this, in slot-seconds."""
     knee: bool = False
-    """Take the plan where the frontier bends most: being a second faster would cost much more, saving a slot-second would take much
-    longer."""
+    """Take the plan where the frontier bends most: a faster plan would cost much more, and a cheaper one would take much longer."""
     scenarios: int = Field(64, ge=1)
     """Joint draws of the response lengths on which plans are judged."""
     payback: float = Field(0.5, gt=0, le=1)
-    """A resize may cost at most this share of what it is expected to save while it lasts."""
+    """A resize may cost at most this share of its expected savings while it lasts."""
 
     @model_validator(mode="after")
     def _check_goal(self) -> ObjectiveConfig:
@@ -103,9 +103,10 @@ class PriceConfig(Section):
     """Money per hour of a slot on the nodes that `rollout.nodes` names, if these have another price. Empty: the price of any
     slot."""
     parked_share: float | None = Field(None, ge=0, le=1)
-    """Price of a parked process for the memory that it keeps. Empty: the share that this memory has of the memory of a slot (the
-    node's, as Ray counts it, divided by its slots). A number: this share of the slot's price for all the memory it works with, less
-    as it gives memory back. A process is kept warm only while that costs less than the start it saves. At 0 it costs nothing."""
+    """Price of a parked process for the memory that it keeps. Empty: the slot's price times the share of its memory in the memory of a
+    slot (the node's according to Ray, divided by its slots). A number: this share of the slot's price if it keeps all its working
+    memory, and proportionally less if it releases some. A process is kept warm only while that costs less than the start it saves.
+    0: parked processes cost nothing."""
 
 
 class CheckpointConfig(Section):
@@ -126,11 +127,11 @@ class CheckpointConfig(Section):
     resume: bool = False
     """Continue from the newest checkpoint if there is one, as `--resume` does; otherwise start from step 1."""
     best_metric: str = "none"
-    """Metric of the evaluation whose best value gets a checkpoint of its own, which is kept, such as `eval_gsm8k_pass1` or
-    `accuracy_sampled`. Empty: the first `*_pass1`, else `accuracy_sampled`. `none`: there is no such checkpoint."""
+    """Metric of the evaluation, such as `eval_gsm8k_pass1` or `accuracy_sampled`, whose best value gets a separate checkpoint that is
+    never removed. Empty: the first `*_pass1`, else `accuracy_sampled`. `none`: no such checkpoint."""
     save_hf: bool = False
-    """With `path`: also write a Hugging Face model folder, `global_step<n>_hf`. These are never removed, except that only one of
-    the best exists."""
+    """With `path`: also write a Hugging Face model folder, `global_step<n>_hf`. These are never removed, but of the best checkpoint only
+    the newest exists."""
     resumable: bool = True
     """Off, with `path`: write model folders only. Such a run cannot be resumed."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-MAX_ROWS = 1_000_000  # that a built-in task generates, in half a minute
+MAX_ROWS = 1_000_000  # rows that a built-in task generates, in half a minute
 NUMBERS = (int, float, int | None, float | None)
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -36,7 +36,7 @@ OffIsAWord = BeforeValidator(_yaml_word)
 
 
 def _tokens_or_auto(value: Any) -> Any:
-    """Reject what is neither, in one sentence: pydantic would name each member of the union."""
+    """Reject other values in one sentence: pydantic would report each member of the union."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise ValueError("expected `auto` or a whole number of at least 1")

@@ -17,25 +17,25 @@ SupervisedTask = Literal["sft", "rm", "dpo", "kto", "kd", "prm"]
 PAIRED = ("rm", "dpo")
 WITH_REFERENCE = ("dpo", "kto")
 BY_TOKEN = ("sft", "kd", "prm")
-"""Tasks whose loss is a mean over tokens, of which `prm` has one for each step of a response."""
+"""Tasks whose loss is a mean over tokens. `prm` has one token for each step of a response."""
 WITH_NEXT = ("rm", "prm")
-"""Tasks that read a value off a token itself. A sequence has one more token, and the token after the value's counts as trained."""
+"""Tasks that predict a value at a token. A sequence has one more token, and the token after the value's counts as trained."""
 
 
 class SupervisedRun(Section):
     name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
     """Name of the run's folder below `root`. Empty: the recipe's file name. A number is added if that folder exists already."""
     root: str = Field("runs", min_length=1)
-    """Folder for run folders. With several nodes it must be a file system that all of them share, as Ray Train asks for."""
+    """Folder for run folders. With several nodes it must be on a file system that all of them share, because Ray Train requires it."""
     epochs: int = Field(1, ge=1)
-    """Passes over the rows, which decide the number of optimizer steps unless `steps` does."""
+    """Passes over the rows. They determine the number of optimizer steps unless `steps` is set."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps in total. None: `epochs` decides."""
     seed: int = 0
     """Seed of the order of rows and of weights that are drawn."""
     min_ranks: int | None = Field(None, ge=1)
-    """Fewest ranks with which training starts, and continues after a node was lost or while another run needs slots. It takes up to
-    `learner.ranks` if there are slots for them. What is learned does not depend on their number. None: `learner.ranks`."""
+    """Minimum number of ranks to start with, and to continue with after a node was lost or while another run needs slots. Training takes
+    up to `learner.ranks` if there are slots for them. The result does not depend on their number. None: `learner.ranks`."""
     max_restarts: int = Field(3, ge=0)
     """Number of times that the ranks start again from the last checkpoint because one of them died, before the run ends."""
 
@@ -67,15 +67,14 @@ class SupervisedData(Section):
     rejected_column: str = Field("rejected", min_length=1)
     """rm, dpo: column with the other response."""
     margin_column: str = "margin"
-    """rm: column with the least difference of the two rewards, for rows that have it; 0 for others."""
+    """rm: column with the margin, the minimum difference of the two rewards; 0 for rows without it."""
     label_column: str = Field("label", min_length=1)
     """kto: column that says whether the response is desirable: true or false. prm: column with a list, which has a label for each
     placeholder of the text: one of `reward_tokens`, or the probability of the first of them."""
     placeholder_token: str = ""
     """prm: the token that ends each step of a text. The reward of the step is predicted there."""
     reward_tokens: list[str] | None = Field(None, min_length=2)
-    """prm: tokens that a label may be. The best comes first. The loss compares their logits only. None: any token, out of all of the
-    vocabulary."""
+    """prm: tokens that a label may be, the best one first. The loss compares their logits only. None: any token of the vocabulary."""
     template: Literal["none", "chat"] = "none"
     """`chat`: render turns with the tokenizer's chat template."""
     chat_template: str = ""
@@ -92,10 +91,10 @@ class SupervisedData(Section):
     follows. `openrlhf`: as in its data sets: prompt and response are one text, which ends with a space and the end-of-sequence token;
     longer ones lose their last tokens."""
     max_tokens: int = Field(2048, ge=4)
-    """Longest sequence. `overlong` says what happens to longer ones."""
+    """Maximum tokens of a sequence. `overlong` says what happens to longer ones."""
     overlong: Literal["stop", "leave_out", "cut_right"] = "stop"
     """Longer sequences end the run before it starts (`stop`), or are left out (`leave_out`), or lose their last tokens (`cut_right`).
-    What is left out or cut is counted and reported."""
+    Sequences that are left out or cut are counted and reported."""
     batch_rows: int = Field(32, ge=1)
     """Rows, or pairs, of an optimizer step."""
     remainder: Literal["short", "drop"] = "short"
@@ -126,7 +125,7 @@ class SupervisedLoss(Section):
     kind: Literal["sigmoid", "logexp", "ipo"] = "sigmoid"
     """rm: `sigmoid` (with margins) or `logexp` (without). dpo: `sigmoid`, or `ipo` for the squared loss of IPO."""
     beta: float = Field(0.1, gt=0)
-    """dpo, kto: strength with which the policy is held to the reference."""
+    """dpo, kto: β, the weight of the distance to the reference."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """dpo: probability that a pair's labels are the wrong way around (cDPO)."""
     nll_coefficient: float = Field(0.0, ge=0)
@@ -145,7 +144,7 @@ class SupervisedLoss(Section):
 
 class SupervisedReference(Section):
     path: str = ""
-    """dpo, kto: a Hugging Face folder of the model that the policy is held to. Empty: the policy before its first step."""
+    """dpo, kto: a Hugging Face folder of the reference model. Empty: the policy before its first step."""
 
 
 class SupervisedTeacher(Section):
@@ -166,7 +165,7 @@ class SupervisedFunctions(Section):
     slot: Literal["auto", "cpu", "gpu"] = "auto"
     """Kind of slot: one core or one GPU. `auto`: GPUs if the cluster has any."""
     lease_deadline_s: float = Field(300.0, gt=0)
-    """A start of the ranks that takes longer ends the run and names what is missing."""
+    """The run ends if the ranks do not start within this time, with a message that names what is missing."""
 
 
 class SupervisedRecipe(RecipeFile):

@@ -41,7 +41,7 @@ class WorkflowStage(Section):
     repeat: int = Field(0, ge=0)
     """Number of rounds of `stages`. A result of a stage that comes later in the round is that of the round before."""
     start: dict[str, str] = Field(default_factory=dict)
-    """repeat: which stage's result stands for such a stage in the first round."""
+    """repeat: the stage whose result replaces that of such a stage in the first round."""
     stages: list[WorkflowStage] = Field(default_factory=list)
     """repeat: the stages of a round."""
 
@@ -87,7 +87,7 @@ class Workflow(RecipeFile):
 
     run: WorkflowRun = WorkflowRun()
     settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Sections that every stage's recipe gets, such as `watch` and `cluster`. A recipe's own keys count more."""
+    """Sections that every stage's recipe gets, such as `watch` and `cluster`. A recipe's own keys take precedence."""
     stages: list[WorkflowStage] = Field(min_length=1)
     kind: ClassVar[str] = "workflow"
 
@@ -104,7 +104,7 @@ class Workflow(RecipeFile):
         planned: list[PlannedStage] = []
         for stage, name, resolve in _expand(self.stages, self.folder):
             if any(one.name == name for one in planned):
-                raise UserError(f"stages: two are called {name}; rename one")
+                raise UserError(f"stages: two stages are called {name}; rename one")
             kind = next(kind for kind in KINDS if getattr(stage, kind) is not None)
             tree = _merged(self.settings, _resolved(getattr(stage, kind), resolve))
             models = {model: Path(resolve(model)) for model in stage.models}

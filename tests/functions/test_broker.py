@@ -99,7 +99,7 @@ def test_a_lease_with_no_owner_two_owners_or_no_grant_is_named(broker: SlotBroke
 def test_a_request_that_nobody_expects_is_named(broker: SlotBroker) -> None:
     broker.leases.asked["run-7"] = None  # type: ignore[assignment]
     broker.check("the end of the step", [pool_with(expected=("run-7",))])
-    with pytest.raises(AssertionError, match="nobody waits for the requested lease run-7"):
+    with pytest.raises(AssertionError, match="no pool waits for the requested lease run-7"):
         broker.check("the end of the step", [pool_with()])
 
 

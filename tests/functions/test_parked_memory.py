@@ -125,7 +125,7 @@ def test_no_more_is_started_ahead_or_kept_than_a_node_has_memory_for(pool: Worke
     first = pool.prewarm(leases[0].slot)
     assert first is not None and pool.prewarm(leases[1].slot) is None and pool.prewarm(leases[2].slot) is None
     (message,) = said
-    assert "hold 1120 MB: it is not started ahead, functions.parked_mb allows 620 MB" in message
+    assert "hold 1120 MB, so it is not started ahead: functions.parked_mb allows 620 MB" in message
     ray.get(first.giving_back, timeout=WAIT_S)
     pool.end_expired()
     second = pool.prewarm(leases[1].slot)

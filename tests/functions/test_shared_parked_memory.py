@@ -71,7 +71,7 @@ def test_a_run_may_park_what_others_leave():
     x, y = Run(state, "x"), Run(state, "y")
     y.park(1)
     x.park(9)
-    assert len(x.parked) == 7 and "less what other runs keep there" in x.said[0]
+    assert len(x.parked) == 7 and "less the memory of other runs" in x.said[0]
     y.park(2)
     assert len(y.parked) == 3
     x.budget.enforce()

@@ -138,7 +138,7 @@ def test_a_producer_killed_at_work_costs_a_recomputation(service: PrefixService,
 def test_a_producer_that_hangs_is_given_up(service: PrefixService, make_producers: Any) -> None:
     start = time.monotonic()
     found = service.prepare(1, PROMPTS, [make_producers(600.0)], 3.0)
-    assert time.monotonic() - start < 300 and found.failed == ["a prefill instance did not answer in time"]
+    assert time.monotonic() - start < 300 and found.failed == ["a prefill instance did not reply in time"]
     assert service.stats()["bytes"] == 0
 
 

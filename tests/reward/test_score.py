@@ -158,7 +158,7 @@ def test_a_worker_that_starts_for_long_does_not_hang(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("bad", ["die", "hang"])
 def test_replacements_end_with_their_limit(bad: str) -> None:
     pool, samples = FakePool(1), samples_of(*[bad] * 16)
-    with pytest.raises(RunError, match=r"max_replacements = 3 are used up: it hung past .* at prompt row 72 'p2', response"):
+    with pytest.raises(RunError, match=r"max_replacements = 3 is used up: it hung past .* at prompt row 72 'p2', response"):
         scored(pool, samples)
     assert pool.faults.used == 3 and sum(s.error is not None for s in samples) == 3
 

@@ -283,7 +283,7 @@ def test_of_a_killed_engine_at_most_one_interval_is_generated_again(context: Run
 def test_one_death_too_many_ends_the_run(context: RunContext) -> None:
     context.pool.resize(2, [], need=2)
     context.pool.faults = FailureBudget(0)
-    with pytest.raises(RunError, match=r"died and functions.max_replacements = 0 are used up"):
+    with pytest.raises(RunError, match=r"died, and functions.max_replacements = 0 is used up"):
         context.run([300, 300], [[0], [1]], on_progress=killer(context, 0, at=4))
 
 

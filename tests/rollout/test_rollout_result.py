@@ -62,7 +62,7 @@ def engine_class(fails_in: str) -> type:
     [
         ("constructor", r"^rollout engine rollout-\d+ could not start: ImportError: no module named vllm$"),
         ("open", r"^rollout engine rollout-\d+ could not start: the KV cache is too small; raise rollout.kv_cache_mb$"),
-        ("death", r"max_replacements = 1 are used up: rollout-\d+ could not start: The actor died unexpectedly"),
+        ("death", r"max_replacements = 1 is used up: rollout-\d+ could not start: The actor died unexpectedly"),
         ("load", r"^rollout engine rollout-\d+ could not load its weights: weight version 4 arrived damaged$"),
         ("rollout", r"^rollout engine rollout-\d+ failed: request 0: out of blocks$"),
         ("nothing", r"^rollout engine rollout-\d+ ended without 1 of its responses$"),
