@@ -62,18 +62,18 @@ def thin(rows: Sequence[Row], limit: int = MAX_POINTS) -> list[Row]:
     return thinned
 
 
-def line(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, **more: Any) -> Row:
+def line(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, **options: Any) -> Row:
     """Return a line trace, with markers if there are few points."""
-    style = {"color": colour, "width": more.pop("width", 2)} | more.pop("style", {})
+    style = {"color": colour, "width": options.pop("width", 2)} | options.pop("style", {})
     mode = "lines+markers" if len(xs) <= 40 else "lines"
     trace = {"type": "scatter", "mode": mode, "x": list(xs), "y": list(ys), "name": name, "line": style}
-    return trace | {"marker": {"size": 5, "color": colour}, "cliponaxis": False} | more
+    return trace | {"marker": {"size": 5, "color": colour}, "cliponaxis": False} | options
 
 
-def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **more: Any) -> list[Row]:
+def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **options: Any) -> list[Row]:
     """Return a line trace of each metric that the run has. `metrics`: (key, name, colour, dash)."""
     return [
-        line(xs, ys, name, colour, style={"dash": dash}, **more)
+        line(xs, ys, name, colour, style={"dash": dash}, **options)
         for key, name, colour, dash in metrics
         for xs, ys in [series(rows, key)]
         if xs
@@ -198,7 +198,7 @@ def forecast(rows: Sequence[Row]) -> Chart | None:
     if not data:
         return None
     layout: Row = {"yaxis": {"title": "tokens", "zeroline": True}}
-    note = "How far the forecast length of a response is from its true one."
+    note = "Difference between the forecast and the true length of responses."
     if any(trace["yaxis"] == "y2" for trace in data):
         layout["yaxis"]["domain"] = [0.44, 1]
         layout["yaxis2"] = {"title": "Spearman", "domain": [0, 0.34], "range": [min(0, *data[-1]["y"]), 1.02]}
@@ -230,7 +230,7 @@ HEALTH = (
     ("learn/entropy", "entropy", "Entropy of the policy in nats per token; near zero it has stopped exploring."),
     ("learn/importance_capped_share", "importance weights capped", "Share of tokens or sequences at the cap."),
     ("weights/pulled_mb", "weights between nodes, MB", "Pulled of the step's weight version, copies for safety included."),
-    ("weights/least_mb", "least between nodes, MB", "The fewest that give every engine what its node lacks of the version."),
+    ("weights/least_mb", "least between nodes, MB", "The minimum that any transfer of the version to the engines' nodes must move."),
     ("learn/loss", "loss", "Policy gradient loss: its sign does not show progress."),
 )
 

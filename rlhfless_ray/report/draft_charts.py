@@ -1,4 +1,4 @@
-"""Charts of speculative decoding by step: tokens that drafts added to an engine step, tokens drafted in vain, and a drafter that learns."""
+"""Charts of speculative decoding by step: accepted and rejected drafted tokens, and the training of a drafter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def drafts(rows: Sequence[Row]) -> Chart | None:
 
 
 def drafter(rows: Sequence[Row]) -> Chart | None:
-    """Draw how near a drafter that is trained comes to the policy."""
+    """Draw the acceptance of a trained drafter's tokens, and its distance to the policy."""
     if not total(rows, "drafter/updates"):
         return None
     shown = []

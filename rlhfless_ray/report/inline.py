@@ -71,9 +71,9 @@ def curves(
 
 
 def plan_html(reason: str, plans: Sequence[Any], chosen: Any) -> str:
-    """Return a plan in words, with its frontier. `plans`: points with time_s, cost and actors. `chosen`: one of them, or None."""
+    """Return a plan's reason and frontier as HTML. `plans`: points with time_s, cost and actors. `chosen`: one of them, or None."""
     lines = {f"{count} engines": [p for p in plans if p.actors == count] for count in sorted({plan.actors for plan in plans})}
-    drawn = {name: ([p.time_s for p in found], [p.cost for p in found]) for name, found in lines.items()}
+    drawn = {name: ([p.time_s for p in plans_of_size], [p.cost for p in plans_of_size]) for name, plans_of_size in lines.items()}
     if chosen is not None:
         drawn["chosen"] = [chosen.time_s], [chosen.cost]
     return f"<p>{escape(reason)}</p>{curves(drawn, x='rollout (s)', points=True, width=460).text}"
@@ -81,12 +81,12 @@ def plan_html(reason: str, plans: Sequence[Any], chosen: Any) -> str:
 
 def ledger_html(table: Mapping[str, Mapping[str, float]]) -> str:
     """Return a table of slot-seconds. `table`: function → activity → slot-seconds."""
-    most = max((sum(cells.values()) for cells in table.values()), default=0.0)
+    largest = max((sum(cells.values()) for cells in table.values()), default=0.0)
     lines = []
     for (kind, cells), colour in zip(table.items(), COLOURS * len(table), strict=False):
         bars = "".join(
             f'<span title="{activity}: {cells[activity]:.2f} slot-s" style="display:inline-block;height:12px;'
-            f'width:{220 * cells[activity] / most:.1f}px;background:{colour};opacity:{SHADES.get(activity, 0.2)}"></span>'
+            f'width:{220 * cells[activity] / largest:.1f}px;background:{colour};opacity:{SHADES.get(activity, 0.2)}"></span>'
             for activity in ACTIVITIES
             if cells.get(activity)
         )

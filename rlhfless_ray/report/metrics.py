@@ -14,7 +14,7 @@ from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report.openrlhf_names import SAMPLE, Shown, renamed, step_line
 
-SAID_CHARACTERS = 400  # of an error
+MAX_ERROR_CHARS = 400  # characters of an error in messages
 
 
 class Sink(Protocol):
@@ -52,7 +52,7 @@ class Metrics:
         self._noted: set[str] = set()
         self.path = Path(run_folder) / "metrics.jsonl"
         _drop_after(self.path, resume_after_step)
-        self._owed = b""  # a row for which there was no space
+        self._owed = b""  # rows for which there was no space
         self._append()
         self._sinks: dict[str, Sink] = {}
         known = (
@@ -66,8 +66,8 @@ class Metrics:
             if is_on:
                 try:
                     self._sinks[label] = make(Path(run_folder), watch, name, resume_after_step, self._say)
-                except Exception as error:  # they fail in many ways (network, login, a missing package), none of which may end a run
-                    self._say(f"{label} is off for this run: {one_line_with_type(error, SAID_CHARACTERS)}")
+                except Exception as error:  # network, login, a missing package, …: none of these may end a run
+                    self._say(f"{label} is off for this run: {one_line_with_type(error, MAX_ERROR_CHARS)}")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row, and copy it to the other destinations."""
@@ -83,7 +83,7 @@ class Metrics:
             row["nonfinite"] = sorted(bad)
             for key in sorted(set(bad) - self._noted):
                 self._noted.add(key)
-                self._say(f"step {row.get('step')}: {key} is {bad[key]}, written as null (said once per metric)")
+                self._say(f"step {row.get('step')}: {key} is {bad[key]}, written as null (reported once per metric)")
         self._owed += json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
         self._append()
         copied = self._for_sinks(row)
@@ -132,7 +132,7 @@ class Metrics:
             act(self._sinks[label])
         except Exception as error:  # see __init__: this must not end the run
             self._sinks.pop(label, None)
-            self._say(f"{label} failed and is off from now on: {one_line_with_type(error, SAID_CHARACTERS)}")
+            self._say(f"{label} failed and is off from now on: {one_line_with_type(error, MAX_ERROR_CHARS)}")
 
     def __enter__(self) -> Metrics:
         return self
@@ -170,7 +170,7 @@ def _drop_after(path: Path, step: int | None) -> None:
         try:
             at = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
-            continue  # torn by a crash: its step is repeated or lost, and appending behind it would tear the next row too
+            continue  # cut off by a crash: its step is repeated or lost, and appending to it would damage the next row too
         if line.endswith(b"\n") and (step is None or at <= step):
             kept.append(line)
     whole = b"".join(kept)
@@ -226,7 +226,7 @@ def _wandb(folder: Path, watch: WatchConfig, name: str, resume_after_step: int |
     except Exception as error:  # no login or network: log offline instead
         if watch.wandb != "online":
             raise
-        say(f"cannot log to Weights & Biases online ({one_line_with_type(error, SAID_CHARACTERS)})")
+        say(f"cannot log to Weights & Biases online ({one_line_with_type(error, MAX_ERROR_CHARS)})")
         return made("offline")
 
 

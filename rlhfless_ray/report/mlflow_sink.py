@@ -13,7 +13,7 @@ AT_ONCE, MOST_CHARACTERS = 100, 500  # MLflow's limits on parameters
 
 
 class MlflowRun:
-    """A run in MLflow. A resumed run goes on in the same one, whose id is in the run folder's `mlflow_run`.
+    """A run in MLflow. A resumed run continues the same one, whose id is in the run folder's `mlflow_run`.
 
     Args:
         folder: The run folder.
@@ -34,8 +34,8 @@ class MlflowRun:
             self._id = file.read_text().strip()
             self._client.update_run(self._id, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(experiment)
-        number = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        existing = self._client.get_experiment_by_name(experiment)
+        number = existing.experiment_id if existing is not None else self._client.create_experiment(experiment)
         self._id = self._client.create_run(number, run_name=name).info.run_id
         file.write_text(self._id)
         recipe = folder / "recipe.yaml"
@@ -54,7 +54,7 @@ class MlflowRun:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -56,15 +56,15 @@ OF_SOURCE = {"length_mean": "response_length_mean", "truncated_share": "truncate
 
 def renamed(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row under OpenRLHF's names; other metrics keep their names."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in row.items():
         for new in _names(name):
-            found[new] = value
+            values[new] = value
     if "learn/policy_loss" in row:
-        found |= _timing(row)
+        values |= _timing(row)
     if any(name.startswith("eval/") for name in row):
-        found["eval/global_step"] = row.get("step")
-    return found
+        values["eval/global_step"] = row.get("step")
+    return values
 
 
 def _timing(row: dict[str, Any]) -> dict[str, float]:

@@ -36,7 +36,7 @@ def tokens(rows: Sequence[Row]) -> Chart | None:
     if not data:
         return None
     note = (
-        "Per step: asked in the prompts of all requests; computed by engines without the service; distinct, each block prefix "
+        "Tokens per step: in the prompts of all requests; computed by engines without the service; distinct, with each block prefix "
         "once per cluster. With the service on: computed by the service, and loaded by all engines."
     )
     ys = [y for trace in data for y in trace["y"] if y > 0]
@@ -112,12 +112,12 @@ def sentences(rows: Sequence[Row]) -> list[str]:
             f"ones; engines by themselves would have computed {number(rounded(without))}."
         )
     if lost := sum(total(rows, f"prefix/{name}") or 0.0 for name in ("lost", "foreign", "damaged", "failed", "no_room")):
-        texts.append(f"Bundles or pages that were lost, refused or without room: {number(lost)}; what they held was computed.")
+        texts.append(f"Bundles or pages that were lost, refused or without room: {number(lost)}; engines computed their content.")
     if moved := total(rows, "rollout/moved"):
         pages, back = (total(rows, f"rollout/{name}") or 0.0 for name in ("moved_by_pages", "move_fallbacks"))
         texts.append(
             f"{number(moved)} responses moved between engines, {number(pages)} of them with their KV pages"
-            + (f", {number(back)} of which had to be computed again all the same." if back else ".")
+            + (f", {number(back)} of which still had to be computed again." if back else ".")
         )
     return texts
 

@@ -1,4 +1,4 @@
-"""Read a run folder, complete or not, and collect sentences about what could not be read."""
+"""Read a run folder, complete or not, and collect sentences about files that could not be read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ LEDGER_NUMBERS = ("step", "from_s", "to_s", "seconds", "slots", "memory_mb", "mo
 class RunRecord:
     """A run folder's content, finished or not: the data of report and timeline.
 
-    metrics: one row per step in order of steps, step 0 is the evaluation before training. ledger: rows with numbers where
-    `LEDGER_NUMBERS` says so (None when empty), in order of `from_s`. samples: step → file. problems: one sentence each.
+    Attributes:
+        metrics: one row per step, in order; step 0 is the evaluation before training.
+        ledger: rows in order of `from_s`. The columns in `LEDGER_NUMBERS` are numbers, or None if empty.
+        samples: step → file.
+        problems: one sentence for each file or line that could not be read.
     """
 
     folder: Path
@@ -36,7 +39,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Read the folder as it is now. What is missing or torn becomes a sentence in `problems`."""
+        """Read the folder as it is now. Missing or incomplete files become sentences in `problems`."""
         record = cls(folder=Path(folder))
         record._read_status()
         record._read_recipe()
@@ -119,7 +122,7 @@ class RunRecord:
             return
         if torn:
             self._problem(f"metrics.jsonl: {_lines(torn)} not whole and left out, as after a crash.")
-        # A step that was repeated after a resume counts once: its last row is the one the run went on from.
+        # A step that was repeated after a resume counts once: the run continued from its last row.
         by_step: dict[int, dict[str, Any]] = {}
         for row in rows:
             if finite(row.get("step")) is not None:
@@ -139,7 +142,7 @@ class RunRecord:
             self._problem("ledger.csv is empty.")
             return
         broken = 0
-        words: dict[str, str] = {}  # most cells hold what many others do: a long run has hundreds of thousands of rows
+        words: dict[str, str] = {}  # shares equal cell texts, because a long run has hundreds of thousands of rows
         for cells in lines:
             row: dict[str, Any] = {name: words.setdefault(cell, cell) for name, cell in zip(header, cells, strict=False)}
             for key in LEDGER_NUMBERS:

@@ -54,7 +54,7 @@ def render(record: RunRecord) -> str:
     )
     prefix = _present(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(drawn))
     health, constant = charts.health(drawn)
-    if record.is_supervised:  # its loss is above, and nothing is planned
+    if record.is_supervised:  # its loss is shown above, and it has no plans
         health, planning = [chart for chart in health if chart.id != "learn-loss"], []
     cost = _present(cost_charts.cost(record.ledger))
     phases = _present(cost_charts.phases(steps))
@@ -89,7 +89,7 @@ def render(record: RunRecord) -> str:
 
 
 def learning_charts(record: RunRecord) -> list[Chart]:
-    """Return the curves of what a run learned, without those that it lacks."""
+    """Return the run's learning curves, without those that it has no data for."""
     drawn = thin(record.steps)
     if record.is_supervised:
         return _present(
@@ -104,7 +104,7 @@ def learning_charts(record: RunRecord) -> list[Chart]:
 
 
 def render_page(template: str, drawn: Sequence[Chart], leases: dict[str, Any] | None = None, **values: Any) -> str:
-    """Render a page with its charts, and the scripts that draw them. leases: of the timeline, if the page has one."""
+    """Render a page with its charts and the scripts that draw them. `leases`: data of the lease timeline, if the page has one."""
     return _template(template).render(
         **values,
         leases=leases,
@@ -126,8 +126,8 @@ def _template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def _present(*found: Chart | None) -> list[Chart]:
-    return [chart for chart in found if chart is not None]
+def _present(*charts: Chart | None) -> list[Chart]:
+    return [chart for chart in charts if chart is not None]
 
 
 def _json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A run folder as a notebook shows it."""
+"""Show a run folder in a notebook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhfless_ray.report.cost_charts import by_kind
 from rlhfless_ray.report.inline import curves, ledger_html
 from rlhfless_ray.report.read_run import RunRecord
 
-SHOWN = (  # metrics of a run, those of one figure together
+SHOWN = (  # metrics of a run, one dict per figure
     {"reward/mean": "reward", "eval/accuracy_sampled": "held out"},
     {"learn/loss": "loss", "eval/loss": "held-out loss"},
     {"step_s": "step (s)", "cost/full_slot_s": "cost (slot-s)"},

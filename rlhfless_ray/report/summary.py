@@ -22,7 +22,7 @@ def header(record: RunRecord) -> Row:
     state = str(status.get("status") or "unknown")
     sentences = {
         "done": "The run finished.",
-        "stopped": "The run was asked to stop; it can be resumed.",
+        "stopped": "The run was stopped; it can be resumed.",
         "failed": "The run failed.",
         "running": "The run had not ended when this report was written: it is still working, or it crashed.",
     }
@@ -48,13 +48,13 @@ def cards(record: RunRecord) -> list[Row]:
     """Return key figures with label, value and explanation, without those that the run lacks."""
     steps, out = record.steps, []
     points = {key: _held_out(record, key) for key in ("sampled", "greedy")}
-    shares = are_shares(value for found in points.values() for _, value in found)
-    for key, found in points.items():
-        if not found:
+    shares = are_shares(value for points_of_key in points.values() for _, value in points_of_key)
+    for key, points_of_key in points.items():
+        if not points_of_key:
             continue
         label, shown = f"{'Accuracy' if shares else 'Held-out reward'}, {key}", percent if shares else number
-        (first_step, first), (last_step, last) = found[0], found[-1]
-        if len(found) == 1:
+        (first_step, first), (last_step, last) = points_of_key[0], points_of_key[-1]
+        if len(points_of_key) == 1:
             out.append(_card(label, shown(last), f"at step {last_step}"))
         else:
             gain = f"{100 * (last - first):+.1f} points" if shares else f"{'+' if last >= first else ''}{number(last - first)}"
@@ -91,17 +91,17 @@ def _held_out(record: RunRecord, key: str) -> list[tuple[int, float]]:
 
 
 def _loss_cards(record: RunRecord) -> list[Row]:
-    """Return the loss and the accuracy of a supervised stage, of held-out rows if there are any."""
-    found = []
+    """Return cards with the loss and the accuracy of a supervised stage, of held-out rows if there are any."""
+    cards = []
     for key, label, shown in (("loss", "Loss", number), ("accuracy", "Accuracy", percent)):
         for source, what in (("eval", "held out"), ("learn", "of training")):
             points = [(row["step"], x) for row in record.metrics if (x := finite(row.get(f"{source}/{key}"))) is not None]
             if points:
                 (first, start), (last, end) = points[0], points[-1]
                 under = f"{what}, step {first} to {last}" if len(points) > 1 else f"{what}, at step {last}"
-                found.append(_card(label, f"{shown(start)} → {shown(end)}" if len(points) > 1 else shown(end), under))
+                cards.append(_card(label, f"{shown(start)} → {shown(end)}" if len(points) > 1 else shown(end), under))
                 break
-    return found
+    return cards
 
 
 def _reward_card(steps: Sequence[Row]) -> list[Row]:
@@ -186,14 +186,14 @@ def warnings(record: RunRecord) -> list[Row]:
     unplanned = [row for row in steps if row.get("plan/failed") or row.get("plan/trouble")]
     if unplanned:
         first = unplanned[0]
-        said = _clip(first.get("plan/trouble") or first.get("pool/reason"), 400)
-        text = f"In {_steps(unplanned)}; the run continued with its last plan. The first failure: {said}."
+        failure = _clip(first.get("plan/trouble") or first.get("pool/reason"), 400)
+        text = f"In {_steps(unplanned)}; the run continued with its last plan. The first failure: {failure}."
         out.append({"title": "Planning failed", "text": text})
     again = [row for row in record.ledger if row.get("repeated") and finite(row.get("slots"))]
     if again:
         spent = sum(row["slots"] * row["seconds"] for row in again)
         text = f"{slot_time(spent)} of the full cost was spent on steps that were interrupted and repeated."
-        out.append({"title": "Steps done again", "text": text})
+        out.append({"title": "Repeated steps", "text": text})
     broken: dict[str, list[Row]] = {}
     for row in record.metrics:
         for key in row.get("nonfinite") or ():
@@ -282,8 +282,8 @@ def _price(record: RunRecord) -> str:
     kinds = {str(row.get("resource")) for row in record.ledger} or {"cpu", "gpu"}
     parts = [f"{number(price.get(f'{kind}_slot_per_hour'))} per {kind.upper()} slot-hour" for kind in sorted(kinds)]
     parked = total([row for row in record.ledger if row.get("activity") == "parked"], "money")
-    said = "at " + ", ".join(part for part in parts if not part.startswith(DASH))
-    return f"{said}; {money(parked)} of it for the memory of parked processes" if parked else said
+    prices = "at " + ", ".join(part for part in parts if not part.startswith(DASH))
+    return f"{prices}; {money(parked)} of it for the memory of parked processes" if parked else prices
 
 
 def _run_name(record: RunRecord) -> str:

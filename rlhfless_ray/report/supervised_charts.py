@@ -20,7 +20,7 @@ def accuracy(rows: Sequence[Row]) -> Chart | None:
 
 
 def rewards(rows: Sequence[Row]) -> Chart | None:
-    """The rewards of chosen and rejected responses, and their difference."""
+    """Draw the rewards of chosen and rejected responses, and their difference."""
     data = lines(
         rows,
         [
@@ -29,7 +29,7 @@ def rewards(rows: Sequence[Row]) -> Chart | None:
             ("learn/margin", "difference", "@muted", "dot"),
         ],
     )
-    note = "Of a reward model: its values. Otherwise: beta times the log-ratio of policy and reference."
+    note = "For a reward model these are its values, otherwise beta times the log-ratio of policy and reference."
     return Chart("supervised-rewards", "Rewards", note, data) if data else None
 
 

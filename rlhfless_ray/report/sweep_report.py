@@ -80,7 +80,7 @@ def _row(run: Row) -> Row:
 
 
 def _curves(runs: Sequence[tuple[Row, list[Row]]], key: str, name: str, against: str) -> Chart | None:
-    """Draw a metric of all runs on top of each other, smoothed where each step has a value that fluctuates."""
+    """Draw a metric of all runs in one chart, smoothed if each step has a fluctuating value."""
     x_key, x_name, where = AGAINST[against]
     data, smooth = [], False
     for i, (run, rows) in enumerate(runs):
@@ -104,7 +104,7 @@ def _curves(runs: Sequence[tuple[Row, list[Row]]], key: str, name: str, against:
 
 
 def _bars(runs: Sequence[tuple[Row, list[Row]]], key: str, title: str) -> Chart | None:
-    """Draw a bar for each run, beside the same of the run alone where that is known."""
+    """Draw a bar for each run, beside that of the run alone if it is known."""
     known = [(i, run) for i, (run, _) in enumerate(runs) if run[key] is not None][::-1]
     if not known:
         return None

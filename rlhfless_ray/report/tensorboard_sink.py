@@ -16,7 +16,7 @@ from rlhfless_ray.report.openrlhf_names import Shown
 class TensorBoard:
     """Write one scalar per number of a row, and a sample's text, under the row's `step`. Not thread-safe.
 
-    `resume_after_step`: makes TensorBoard hide what an earlier process wrote for later steps.
+    `resume_after_step`: TensorBoard hides values that an earlier process wrote for later steps.
     """
 
     def __init__(self, folder: Path, *, resume_after_step: int | None = None) -> None:

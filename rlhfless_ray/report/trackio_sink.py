@@ -9,7 +9,7 @@ import yaml
 
 
 class TrackioRun:
-    """A run in trackio. Processes of a resumed run go on in the run of the same name."""
+    """A run in trackio. Processes of a resumed run continue the run of the same name."""
 
     def __init__(self, folder: Path, *, project: str, name: str) -> None:
         import trackio

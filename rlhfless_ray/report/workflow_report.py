@@ -16,7 +16,7 @@ from rlhfless_ray.report.formatting import duration, finite
 from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.report.report import learning_charts, render_page
 
-SHOWN_CHARTS = 2  # of each stage; the others are in its own report
+SHOWN_CHARTS = 2  # charts of each stage; the others are in its own report
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ def _evaluation(folder: Path, name: str) -> StageSection:
     runs = [path.parent for path in (folder / name).glob("*/status.json")]
     parts = [_stage(folder / name, run.name, "generate") for run in runs]
     try:
-        found = json.loads((folder / name / "evaluation.json").read_text())
+        result = json.loads((folder / name / "evaluation.json").read_text())
     except (OSError, ValueError):
-        found = {}
+        result = {}
     rows = [["model", "data", "prompts", "mean", "pass@k", "difference", "length"]]
-    for score in found.get("scores", []):
+    for score in result.get("scores", []):
         best = ", ".join(f"{k}: {value:.3f}" for k, value in score["pass_at"].items())
         mean, change = (f"{score[a]:.3f} ± {score[b]:.3f}" for a, b in (("mean", "error"), ("difference", "difference_error")))
         rows.append([score["model"], score["data"], str(score["prompts"]), mean, best, change, f"{score['length_mean']:.1f}"])
     seconds, slot_s, money = (sum(getattr(part, key) for part in parts) for key in ("seconds", "slot_s", "money"))
-    state = "done" if found else "running" if runs else "waiting"
-    return StageSection(name, "evaluate", state, seconds, slot_s, money, [], [], rows if found else [], "")
+    state = "done" if result else "running" if runs else "waiting"
+    return StageSection(name, "evaluate", state, seconds, slot_s, money, [], [], rows if result else [], "")

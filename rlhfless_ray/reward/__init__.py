@@ -1,1 +1,1 @@
-"""Responses → rewards: the built-in verifiers and a user's Python function, each scored in its own processes."""
+"""Compute rewards of responses: built-in verifiers, users' Python functions, reward models and HTTP servers."""

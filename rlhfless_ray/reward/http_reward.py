@@ -30,7 +30,7 @@ SHOWN_CHARS = 200
 
 
 class _PostRedirectHandler(urllib.request.HTTPRedirectHandler):
-    """Follow 307 and 308 for POST, which FastAPI answers for a trailing slash. Python follows them for GET only."""
+    """Follow redirects 307 and 308 for POST, which FastAPI returns for a trailing slash. Python follows them for GET only."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str

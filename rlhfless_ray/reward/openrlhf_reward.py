@@ -84,11 +84,11 @@ class QueryWorker(Worker):
             while len(scores) < len(items):
                 done = len(scores)
                 batch = items[done : done + (1 if done < alone_until else self.source.batch_samples)]
-                found = self._score(batch)
-                if isinstance(found, list):
-                    scores += found
+                result = self._score(batch)
+                if isinstance(result, list):
+                    scores += result
                 elif len(batch) == 1:
-                    scores.append(Score(batch[0][0], None, found))
+                    scores.append(Score(batch[0][0], None, result))
                 else:
                     alone_until = done + len(batch)
                     continue

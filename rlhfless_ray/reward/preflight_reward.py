@@ -1,7 +1,7 @@
 """Check a reward source before the first step.
 
-A function is called once in a process of its own, so that a violated contract is found at once and not after an hour. Of HTTP
-servers, at least one must accept a connection.
+A function is called once in a separate process, so that a violated contract is reported at once instead of after an hour. At least one
+HTTP server must accept a connection.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ CONNECT_S, POLL_S = 5.0, 0.5
 def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: float, label_column: str = "") -> None:
     """Score made-up responses to the first prompts: empty ones and the labels themselves.
 
-    Raises UserError if the function of a file fails for all of them (failing for some may be right), hangs or ends its process, or if
-    no server of an HTTP source accepts a connection. Other sources are not called. `label_column`: of a function for one sample.
+    Raises UserError if the function of a file fails for all of them, hangs or ends its process, or if no server of an HTTP source accepts
+    a connection. A function may fail for some of them for a good reason. Other sources are not called. `label_column`: name of the
+    data column with labels, for a function that scores one sample.
     """
     if isinstance(source, HttpSource):
         find_server(source.urls, min(SERVER_S, source.deadline_s))

@@ -142,8 +142,8 @@ def find_head(files: Files, name: str, normalize: bool) -> Head:
     shapes = {tensor: shape for file in files if file.endswith(WEIGHTS) for tensor, shape in _shapes(file, files[file]).items()}
     shape = shapes.get(f"{name}.weight")
     if shape is None:
-        found = sorted(t.removesuffix(".weight") for t, s in shapes.items() if t.endswith(".weight") and len(s) == 2 and s[0] == 1)
-        there = f"; it has {', '.join(f'`{f}`' for f in found)}: set reward.value_head" if found else ""
+        candidates = sorted(t.removesuffix(".weight") for t, s in shapes.items() if t.endswith(".weight") and len(s) == 2 and s[0] == 1)
+        there = f"; it has {', '.join(f'`{f}`' for f in candidates)}: set reward.value_head" if candidates else ""
         raise UserError(f"{KEY}: the model has no scalar head `{name}`{there or ', so it is not a reward model'}")
     if len(shape) != 2 or shape[0] != 1:
         raise UserError(f"{KEY}: its head `{name}` gives {shape[0]} values per response, but a reward model gives one")
@@ -163,8 +163,8 @@ def check_same_tokens(files: Files, tokenizer: Any, trust_remote_code: bool) -> 
     from rlhfless_ray.weights.load_policy import load_tokenizer
 
     with name_setting_in_errors(KEY):
-        own = load_tokenizer(files, trust_remote_code)
-    if own.get_vocab() != tokenizer.get_vocab():
+        model_tokenizer = load_tokenizer(files, trust_remote_code)
+    if model_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"{KEY}: its tokenizer differs from the policy's, whose tokens it would read; serve it with `python -m "
             "rlhfless_ray.cli.serve_rm` and set reward.url to its address: it then reads text"

@@ -60,11 +60,11 @@ class TextScorer:
 
     def rewards_of(self, tokens: list[np.ndarray]) -> list[float]:
         """Return the rewards of sequences of token ids."""
-        found = np.zeros(len(tokens))
+        rewards = np.zeros(len(tokens))
         with self._lock:
             for batch in self._batches([len(ids) for ids in tokens]):
-                found[batch] = (self.model.values([tokens[i] for i in batch]) - self.head.mean) / self.head.deviation
-        return found.tolist()
+                rewards[batch] = (self.model.values([tokens[i] for i in batch]) - self.head.mean) / self.head.deviation
+        return rewards.tolist()
 
     def _batches(self, lengths: list[int]) -> list[np.ndarray]:
         if self.batch_size is None:

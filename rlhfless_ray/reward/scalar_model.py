@@ -38,13 +38,13 @@ class ScalarModel:
         )
         if missing := sorted(loading["missing_keys"]):
             raise RunError(f"reward.model_path: the folder lacks weights of its {type(base).__name__}, such as {missing[0]}")
-        found: dict[str, Tensor] = {}
+        head_weights: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
                 names = set(tensors.keys())
-                found |= {part: tensors.get_tensor(f"{head}.{part}") for part in ("weight", "bias") if f"{head}.{part}" in names}
-        bias = found.get("bias")
-        return cls(base, found["weight"].to(kind), None if bias is None else bias.to(kind))
+                head_weights |= {part: tensors.get_tensor(f"{head}.{part}") for part in ("weight", "bias") if f"{head}.{part}" in names}
+        bias = head_weights.get("bias")
+        return cls(base, head_weights["weight"].to(kind), None if bias is None else bias.to(kind))
 
     def move(self, device: str) -> None:
         target = torch.device(device)

@@ -15,12 +15,12 @@ from rlhfless_ray.reward.source import Source
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample
 
-START_S = 3.0  # a reward process: its imports, measured on two cores
+START_S = 3.0  # start of a reward process: its imports, measured on two cores
 
 
 class ScoreStage:
     def __init__(self, context: RunContext, pool: WorkerPool, source: Source | None = None, tokenizer: Any = None) -> None:
-        """`source` None: workers take what a function `(prompt, response, row)` takes."""
+        """`source`: converts samples to workers' inputs; None: those of a function `(prompt, response, row)`."""
         self.context, self.pool = context, pool
         self.item = item_factory(source, tokenizer) if source is not None else None
         timeout_s = context.recipe.reward.timeout_s
@@ -63,7 +63,7 @@ class ScoreStage:
             context.broker.put(self._park())
 
     def prepare(self, seconds: float, slot: Slot) -> None:
-        """The score phase begins in so many `seconds`: start a process at `slot` now, if none is warm and it is time to."""
+        """Start a process at `slot` now if none is warm and it is time to: the score phase begins in `seconds`."""
         if self.pool.parked or self.pool.working:
             return
         if self.context.autoscaler.prewarm_now(seconds, START_S, self.context.ledger.parked_price(slot.node, FIRST_MB)):

@@ -1,4 +1,4 @@
-"""Driver side of scoring: distribute samples, give up after too many failures, replace workers that hang."""
+"""The driver's side of scoring: distribute samples, give up after too many failures, and replace workers that hang."""
 
 from __future__ import annotations
 

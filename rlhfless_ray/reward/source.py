@@ -51,5 +51,5 @@ class Source:
         raise NotImplementedError
 
     def call_s(self, timeout_s: float) -> float:
-        """Return the longest time in seconds that a worker may take beyond the time in which it was asked to reply."""
+        """Return the maximum seconds that a worker may need beyond its reply interval."""
         return timeout_s

@@ -75,9 +75,9 @@ def function_of(module: types.ModuleType, name: str, contract: str, arguments: t
     Raises UserError, which begins with `where`, if it is missing, not callable, or cannot be called with `arguments`.
     """
     if not hasattr(module, name):
-        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        found = f"it defines {', '.join(f'`{n}`' for n in own)}" if own else "it defines no function"
-        raise UserError(f"{where}: the file has no function `{name}`; {found}")
+        functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        defined = f"it defines {', '.join(f'`{n}`' for n in functions)}" if functions else "it defines no function"
+        raise UserError(f"{where}: the file has no function `{name}`; {defined}")
     value = getattr(module, name)
     if not callable(value) or inspect.isclass(value):
         raise UserError(f"{where}: `{name}` is not a function; write `{contract}`")

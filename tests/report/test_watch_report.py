@@ -122,7 +122,7 @@ def test_prefix_kv_is_told_step_by_step_with_the_break_even(page: Page, finished
     on = [row for row in rows if row["prefix/on"]]
     assert 0 < len(on) < len(rows)
     assert f"On in {len(on)} of {len(rows)} steps. Step {rows[-1]['step']}: {rows[-1]['prefix/reason']}." in page.text
-    assert "with their KV pages" in page.text and "computed again all the same" in page.text
+    assert "with their KV pages" in page.text and "still had to be computed again" in page.text
     figures = page.json("charts")
     by_name = {trace["name"]: trace for trace in figures["prefix-saved"]["data"]}
     assert by_name["expected, on"]["x"] == [row["step"] for row in on] == by_name["measured"]["x"]
