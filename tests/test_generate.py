@@ -120,7 +120,7 @@ def test_a_torn_record_goes_on_and_other_settings_are_refused(tmp_path: Path) ->
     again.add([sample(prompts[1], 0)])
     written = rows_of(again.write(tmp_path / "out" / RESPONSES, prompts, 1))
     assert [(row["prompt_index"], row["answer"], row.get("reward")) for row in written] == [(0, 0, 1.0), (1, 1, None), (2, 2, None)]
-    with pytest.raises(UserError, match=r"another run.seed \(0 then, 1 now\)"):
+    with pytest.raises(UserError, match=r"another run.seed \(0 before, 1 now\)"):
         ResponseRecord(tmp_path, {"model": ["a"], "run.seed": 1})
     with pytest.raises(UserError, match="another model; set"):
         ResponseRecord(tmp_path, {"model": ["b"], "run.seed": 0})

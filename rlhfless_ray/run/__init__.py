@@ -1,1 +1,1 @@
-"""What one run shares between its stages, and its files on disk."""
+"""A run's shared objects and its files on disk."""

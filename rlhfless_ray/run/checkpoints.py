@@ -40,8 +40,8 @@ class Checkpoints:
         """Return (step, folder) of every complete checkpoint but the best, oldest first."""
         if not self.folder.is_dir():
             return []
-        found = [(path.name.removeprefix(self.prefix), path) for path in self.folder.iterdir() if path.name.startswith(self.prefix)]
-        return sorted((int(number), path) for number, path in found if number.isdigit())
+        named = [(path.name.removeprefix(self.prefix), path) for path in self.folder.iterdir() if path.name.startswith(self.prefix)]
+        return sorted((int(number), path) for number, path in named if number.isdigit())
 
     @property
     def exports(self) -> bool:
@@ -103,7 +103,7 @@ class Checkpoints:
             _remove(victim)
 
     def check(self) -> None:
-        """Raise UserError if the folder holds checkpoints of another program, which ours would remove."""
+        """Raise UserError if the folder has checkpoints of another program, which this run would remove."""
         for step, path in self.list():
             if self.elsewhere is not None and not (path / DRIVER).is_file():
                 raise UserError(
@@ -115,28 +115,28 @@ class Checkpoints:
     def newest(self) -> tuple[int, Path] | None:
         """Return the checkpoint that `latest` names, or the last one. Raises UserError if any is another program's."""
         self.check()
-        found = self.list()
+        checkpoints = self.list()
         latest = self.folder / LATEST
         if self.elsewhere is not None and latest.is_file():
             name = latest.read_text().strip()
-            found = [(step, path) for step, path in found if path.name == name] or found
-        if not found:
+            checkpoints = [(step, path) for step, path in checkpoints if path.name == name] or checkpoints
+        if not checkpoints:
             return None
-        return found[-1]
+        return checkpoints[-1]
 
     def load(self) -> tuple[int, StoredFiles, dict[str, Any]]:
         """Load the newest checkpoint: step, the learner's files, which are mapped, and the driver's state."""
-        found = self.newest()
-        if found is None:
+        newest = self.newest()
+        if newest is None:
             raise UserError(f"--resume: no checkpoint in {self.folder}; start without --resume")
-        step, path = found
+        step, path = newest
         files = {name: content for name, content in read_files(path).items() if name not in (DRIVER, METRIC)}
         driver = driver_state(path)
         for name, expected in driver.pop(SUMS, {}).items():  # older checkpoints have no checksums
             if checksum(files.get(name, b"")) != expected:
                 raise UserError(
-                    f"--resume: {path / name} is not what was written there (did the machine lose power, or the disk fail?); remove "
-                    f"{path} to continue from the one before"
+                    f"--resume: {path / name} differs from the file that was written (did the machine lose power, or the disk fail?); "
+                    f"remove {path} to continue from the checkpoint before"
                 )
         return step, StoredFiles(path, files), driver
 
@@ -167,7 +167,7 @@ class Best:
             raise UserError(
                 f"checkpoint.best_metric: the evaluation has no `{wanted}`, only {', '.join(f'`{name}`' for name in sorted(known))}"
             )
-        self.known, self.name = True, wanted  # fixed from now on, because different sources cannot be compared
+        self.known, self.name = True, wanted  # the metric stays the same, because different sources cannot be compared
         return wanted, float(known[wanted])
 
     def improved(self, metric: tuple[str, float] | None) -> bool:
@@ -191,7 +191,7 @@ def driver_state(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((path / DRIVER).read_text()))
     except (OSError, ValueError, TypeError):
-        raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the one before") from None
+        raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the checkpoint before") from None
 
 
 def _remove(path: Path) -> None:

@@ -30,7 +30,7 @@ class RunContext:
     record: RunRecorder
     autoscaler: Autoscaler
     max_actors: int  # the maximum number of engines that recipe and cluster allow
-    most_by_width: dict[int, int] = field(default_factory=dict)  # the same for each width, if the planner chooses it
+    most_by_width: dict[int, int] = field(default_factory=dict)  # the same for each width, if the planner chooses the width
 
     def most_engines(self, width: int) -> int:
         """Return the maximum number of engines of `width` slots."""

@@ -29,10 +29,14 @@ from rlhfless_ray.weights.tensor_file import Files, iterate_tensors
 def find_model(name: str | Path, setting: str, written: Path) -> Path:
     """Return the folder of a model.
 
-    `name`: a model folder, a hub model, a checkpoint, or a run folder, whose final model counts, else its newest checkpoint. `setting`: for
-    messages. `written`: folder into which the model of a checkpoint is written, below its run's name, with adapters merged.
+    Args:
+        name: a model folder, a hub model, a checkpoint, or a run folder. Of a run folder the final model is used, else its newest
+            checkpoint.
+        setting: name of the setting in messages.
+        written: folder into which a checkpoint's model is written, below its run's name, with adapters merged.
 
-    Raises UserError if there is no model.
+    Raises:
+        UserError: There is no model.
     """
     path = Path(name)
     if (path / "config.json").is_file() or not path.is_dir():
@@ -56,8 +60,8 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
 
 def _newest_checkpoint(run: Path) -> Path | None:
     """Return the newest checkpoint of a run: `step_<n>`, or `checkpoint_<n>` of a supervised stage."""
-    found = [file.parent for file in (run / "checkpoints").glob("[sc]*/learner.json")]
-    return max(found, key=lambda path: (path / "learner.json").stat().st_mtime, default=None)
+    checkpoints = [file.parent for file in (run / "checkpoints").glob("[sc]*/learner.json")]
+    return max(checkpoints, key=lambda path: (path / "learner.json").stat().st_mtime, default=None)
 
 
 def _merge(run: Path, checkpoint: Path, target: Path) -> None:

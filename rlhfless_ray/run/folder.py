@@ -41,9 +41,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, recipe: Recipe | SupervisedRecipe) -> RunFolder:
-        """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists: runs never overwrite each other.
-
-        Raises DiskFull."""
+        """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists: runs never overwrite each other. Raises DiskFull."""
         root = Path(recipe.run.root)
         for number in range(1, 10_000):
             path = root / (recipe.run.name + (f"-{number}" if number > 1 else ""))
@@ -58,7 +56,7 @@ class RunFolder:
                 folder.reserve.take()
                 replace_file(path / "recipe.yaml", recipe.to_yaml().encode())
             except DiskFull:
-                shutil.rmtree(path)  # without space for a status it would look like a run that was killed
+                shutil.rmtree(path)  # without a status it would look like the folder of a killed run
                 raise
             return folder
         raise UserError(f"run.root {root}: too many runs are called {recipe.run.name}; set run.name")
@@ -75,7 +73,7 @@ class RunFolder:
 
     @property
     def deletion_note(self) -> str:
-        """A message if Ray will delete the folder: it lies in the package that Ray unpacked for the job. Otherwise empty."""
+        """Return a message if Ray will delete the folder, because it is in the package that Ray unpacked for the job, or else ""."""
         if UNPACKED not in self.path.resolve().parts:
             return ""
         return (
@@ -91,10 +89,10 @@ class RunFolder:
         """
         root, name = Path(recipe.run.root), recipe.run.name
         if recipe.checkpoint.path:
-            found = Checkpoints(recipe.checkpoint, root).newest()
-            if found is None:
+            newest = Checkpoints(recipe.checkpoint, root).newest()
+            if newest is None:
                 return None
-            before = Path(driver_state(found[1]).get("run_folder", ""))
+            before = Path(driver_state(newest[1]).get("run_folder", ""))
             return cls(before)
         family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
         with_any = [path for path in family if Checkpoints(recipe.checkpoint, path).newest()]
@@ -109,11 +107,11 @@ class RunFolder:
         Raises UserError if there is none, or if this recipe cannot continue it.
         """
         folder = cls.latest(recipe)
-        found = Checkpoints(recipe.checkpoint, folder.path).newest() if folder else None
-        if folder is None or found is None:
+        newest = Checkpoints(recipe.checkpoint, folder.path).newest() if folder else None
+        if folder is None or newest is None:
             where = recipe.checkpoint.path or Path(recipe.run.root) / recipe.run.name
             raise UserError(f"--resume: no run with a checkpoint in {where}; start it without --resume")
-        done = found[0]
+        done = newest[0]
         if recipe.run.steps < done:
             raise UserError(
                 f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start without --resume"
@@ -210,11 +208,11 @@ class RunFolder:
         replace_file(self.path / "status.json", self._status_text())
 
     def _status_text(self) -> bytes:
-        """Never shorter than STATUS_BYTES, so that a later status fits into the blocks of an earlier one."""
+        """Return the status as JSON of at least STATUS_BYTES, so that a later status fits into the disk blocks of an earlier one."""
         return (json.dumps(self.status, indent=1) + "\n").encode().ljust(STATUS_BYTES - 1) + b"\n"
 
     def end(self, status: str, reason: str = "") -> None:
-        """Write how the run ended, also on a full disk: first there is the reserve, then the old status is overwritten in place."""
+        """Write how the run ended. On a full disk this uses the reserve, or else overwrites the old status in place."""
         self.reserve.release()
         try:
             self.write_status(status=status, reason=reason, ended_at=_now())
@@ -294,10 +292,10 @@ def _now() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in SHOWN_VERSIONS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -22,7 +22,7 @@ from rlhfless_ray.run.memory_needs import UNREAD, Lengths, Model, Need, device_n
 if TYPE_CHECKING:
     from rlhfless_ray.local.cluster import RayCluster
 
-SMALL_BYTES = 4e9  # smaller needs fit every node and device in use, so the cluster is not asked
+SMALL_BYTES = 4e9  # smaller needs fit every node and device in use, so the cluster is not queried
 ASK_S = 60.0  # timeout of queries of nodes' memory
 CPU, GPU = "cpu", "gpu"
 
@@ -46,7 +46,7 @@ class Room:
     has_driver: bool = False
 
     def holds(self, need: Need, used_share: float = 1.0) -> bool:
-        """`used_share`: share of the memory that may be used."""
+        """Return whether the memory holds this need. `used_share`: share of the memory that may be used."""
         if self.bytes is None:
             return True
         there = self.bytes * need.share if need.alone or self.resource == GPU else self.total_bytes or self.bytes
@@ -54,7 +54,7 @@ class Room:
 
     def first_without_room(self, needs: Iterable[Need], used_share: float = 1.0) -> Need | None:
         if self.resource != GPU and self.bytes == self.total_bytes:
-            needs = [need for need in needs if not need.alone]  # one node: what works at once there is more than each process
+            needs = [need for need in needs if not need.alone]  # on one node, processes together need more than each alone
         return next((need for need in needs if not self.holds(need, used_share)), None)
 
 
@@ -68,17 +68,17 @@ def shortage(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
 
 
 def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths = UNREAD) -> str:
-    """Raise DoesNotFit if what must be in memory cannot be. Returns a note if the memory is not known, else an empty text.
+    """Raise DoesNotFit if the least memory of the recipe's functions is not available.
 
-    `find_room` is called unless everything is small.
+    Returns a note if the available memory is unknown, else an empty text. `find_room` is called unless all needs are small.
     """
     devices = device_needs(recipe, models, lengths)
     if all(need.bytes <= SMALL_BYTES for need in [*devices, *host_needs(recipe, models, True, lengths)]):
         return ""
     room = find_room()
     if room.bytes is None:
-        told = ", ".join(f"{need.who} {gb(need.bytes)}" for need in devices)
-        return f"the memory of a {'GPU' if room.resource == GPU else 'node'} is not known here; at least this is needed: {told}"
+        needed = ", ".join(f"{need.who} {gb(need.bytes)}" for need in devices)
+        return f"the memory of a {'GPU' if room.resource == GPU else 'node'} is not known here; the run needs at least: {needed}"
     recipe = _with_fitting_width(recipe, models, room, lengths)
     need = shortage(recipe, models, room, lengths)
     if need is not None:
@@ -131,7 +131,7 @@ def advice(
 
 
 def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> Iterator[dict[str, Any]]:
-    """Yield settings that save memory: first those that change what is learned only by rounding."""
+    """Yield settings that save memory: first those that change the training result only by rounding."""
     learner, rollout = recipe.learner, recipe.rollout
     counts = sorted({*(2**k for k in range(room.slots.bit_length()) if 2**k <= room.slots), room.slots})
     for count in counts:
@@ -158,7 +158,7 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
             if value > 1:
                 yield {key: 1}
         kv = memory.kv_bytes(models["policy"].config, recipe.longest_tokens(lengths.longest_prompt), 4) if "policy" in models else 0
-        least = max(16, 2 ** (2 * kv // 2**20).bit_length())  # with what whole blocks round up
+        least = max(16, 2 ** (2 * kv // 2**20).bit_length())  # rounded up, because whole blocks are allocated
         if least < rollout.kv_cache_mb:
             yield {"rollout.kv_cache_mb": least}
     if recipe.policy.dtype == "float32":
@@ -191,7 +191,7 @@ def _is_valid(recipe: Recipe) -> bool:
     return True
 
 
-# ---- the memory there is ----------------------------------------------------------------------------------------
+# ---- available memory -------------------------------------------------------------------------------------------
 
 
 def local_room(recipe: Recipe, resource: str | None = None) -> Room:
@@ -218,18 +218,21 @@ def ray_room(resource: str, slots: int) -> Room:
     ask = ray.remote(num_cpus=0, max_retries=0)(memory_bytes)
     refs = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(gpu) for node in kinds.values()]
     try:
-        told = ray.get(refs, timeout=ASK_S)
+        sizes = ray.get(refs, timeout=ASK_S)
     except (RayError, GetTimeoutError):
-        told = [None]
-    known = [size for size in told if size is not None]
-    if not known or len(known) < len(told):
+        sizes = [None]
+    known = [size for size in sizes if size is not None]
+    if not known or len(known) < len(sizes):
         return Room(resource, slots, None)
     return Room(resource, slots, max(known), sum(known))
 
 
 def check_ahead(recipe: Recipe, fetch: bool = True, find_room: Callable[[], Room] | None = None) -> None:
-    """Raise DoesNotFit before the models are read, which alone may take more memory than the driver has. `fetch`: see `models_of`."""
-    if recipe.run.episodes is not None:  # they decide the steps once the prompts are read: at least one
+    """Check the memory before the models are read, because reading alone may take more than the driver has. `fetch`: see `models_of`.
+
+    Raises DoesNotFit.
+    """
+    if recipe.run.episodes is not None:  # they determine the steps once the prompts are read: at least one
         recipe = with_settings(recipe, {"run.steps": 1})
     check(recipe, models_of(recipe, fetch), find_room or (lambda: room_ahead(recipe)))
     if recipe.rollout.least_width > 1 and _starts_ray(recipe):
@@ -251,7 +254,7 @@ def room_ahead(recipe: Recipe) -> Room:
 
     if _starts_ray(recipe):
         return local_room(recipe)
-    cluster = RayCluster(recipe)  # joined for a look, and left again
+    cluster = RayCluster(recipe)  # joined for this query only
     try:
         cluster.start()
         return cluster_room(cluster, recipe, cluster.resource())

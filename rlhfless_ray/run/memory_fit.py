@@ -1,7 +1,7 @@
 """Predict the peak memory of a run's functions, and choose the settings that are `auto` so that they fit.
 
-Predictions are estimates (`placement.peak_memory`). They decide `auto` settings, and refuse a run only where no choice of these fits.
-A recipe that sets everything itself is refused for lower bounds alone (`run.memory_check`).
+Predictions are estimates (`placement.peak_memory`). They determine `auto` settings, and refuse a run only if no choice of these fits.
+A recipe without `auto` settings is refused only by lower bounds (`run.memory_check`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each take
 class Fit:
     """A recipe whose `auto` settings are decided.
 
-    needs: predicted peaks. reason: why a setting that was `auto` is not its default; empty if all are. note: what a user should know.
+    `needs`: predicted peaks. `reason`: why a setting that was `auto` is not its default; empty if all are. `note`: message for the user.
     """
 
     recipe: Recipe
@@ -41,27 +41,27 @@ class Fit:
 
     @property
     def predicted_mb(self) -> dict[str, float]:
-        """Return the predicted peak of each function at work in MB, all its processes together, but one engine."""
+        """Return the predicted peak in MB of each working function, of all its processes together; of engines, that of one."""
         return {need.function: need.processes * need.bytes / 1e6 for need in self.needs if need.function}
 
     def step_mb(self, engines: int) -> dict[str, float]:
-        """Return what to compare a step's measured peaks with, in MB. Empty on GPUs, whose memory is not measured.
+        """Return predicted peaks in MB to compare with a step's measured ones. Empty on GPUs, whose memory is not measured.
 
-        `engines`: how many worked.
+        `engines`: number of engines that worked.
         """
         together = [need.bytes / 1e6 for need in self.needs if not need.alone]
         found = self.predicted_mb
         return {**found, "engines": engines * found["engines"], "total": max(together)} if together else {}
 
     def statement(self, least_mb: Mapping[str, float]) -> str:
-        """Describe what the functions hold at work, and the settings chosen for it, in one line."""
+        """Describe the predicted memory of the working functions, and the settings chosen for it, in one line."""
         least = {name: f" (at least {mb / 1000:.1f})" for name, mb in least_mb.items()}
         each = ", ".join(f"{name} {mb / 1000:.1f} GB{least.get(name, '')}" for name, mb in self.predicted_mb.items())
         return f"predicted memory at work: {each}; one engine" + (f"; {self.reason}" if self.reason else "")
 
 
 def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
-    """Return the models, with the policy as it was read where it has no folder. `config`, `parameters`: of the policy."""
+    """Return the models. `config`, `parameters`: the policy's, used if it has no folder."""
     policy = Model("policy.path", config, parameters, parameters, 0)
     return {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {}), **models_of(recipe)}
 
@@ -70,12 +70,12 @@ def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict
 
 
 def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room) -> list[Need]:
-    """Predict the peak of each function's process while it works, and on CPU slots what is in memory at once.
+    """Predict the peak of each function's process while it works, and on CPU slots the peaks of everything in memory at once.
 
     Settings that are `auto` count as their defaults. Rewards are part of the driver's figure.
     """
     on_gpu, width, policy = room.resource == GPU, memory.VALUE_BYTES[recipe.policy.dtype], models["policy"]
-    found, idle, updates = [], {}, {}
+    needs, idle, updates = [], {}, {}
     for group in training_groups(recipe, models, lengths):
         name, ranks = group.name, group.ranks
         parts = peak_memory.trainer_parts(
@@ -87,38 +87,38 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
             lora_rank=recipe.lora.rank,
             on_gpu=on_gpu,
         )
-        found.append(Need(f"a {name} rank", group.model.key, parts, True, predicted=True, function=name, processes=ranks, of_update=True))
-        idle[name], updates[name] = ranks * peak_memory.idle_bytes(group.rank), found[-1]
+        needs.append(Need(f"a {name} rank", group.model.key, parts, True, predicted=True, function=name, processes=ranks, of_update=True))
+        idle[name], updates[name] = ranks * peak_memory.idle_bytes(group.rank), needs[-1]
     if on_gpu:
-        return found
+        return needs
     engine = peak_memory.engine_parts(policy.parameters, width, recipe.rollout.kv_cache_mb * 2**20)
-    found.append(Need("an engine", policy.key, engine, True, predicted=True, function="engines"))
-    engine_bytes, most = found[-1].bytes, min(recipe.rollout.max_actors, room.slots)
+    needs.append(Need("an engine", policy.key, engine, True, predicted=True, function="engines"))
+    engine_bytes, engines = needs[-1].bytes, min(recipe.rollout.max_actors, room.slots)
     others = [("in driver and object store", peak_memory.DRIVER_BYTES + policy.parameters * width + _kept_bytes(recipe, policy))]
     if recipe.has_reference:
         batch = micro_batch(recipe, lengths, recipe.reference.ranks)
         model = models.get("reference", policy)
         parts = peak_memory.pass_parts(model.config, model.parameters, width, batch)
         ranks = recipe.reference.ranks
-        found.append(Need("a reference rank", model.key, parts, True, predicted=True, function="reference", processes=ranks))
+        needs.append(Need("a reference rank", model.key, parts, True, predicted=True, function="reference", processes=ranks))
         others.append(("in the parked reference", ranks * peak_memory.PASS_BYTES))
-    at_work = _engines_beside_update(recipe, most)
-    waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (most - at_work) * peak_memory.ENGINE_BYTES))
+    at_work = _engines_beside_update(recipe, engines)
+    waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (engines - at_work) * peak_memory.ENGINE_BYTES))
     for name, rank in updates.items():
         beside = [(f"in the {other}", kept) for other, kept in idle.items() if other != name]
         parts = (*((what, rank.processes * size) for what, size in rank.parts), *beside, *waiting, *others)
-        found.append(Need(f"the {name}'s update", rank.key, parts, predicted=True, of_update=True))
+        needs.append(Need(f"the {name}'s update", rank.key, parts, predicted=True, of_update=True))
     count = recipe.rollout.min_actors
     parts = (("in engines", count * engine_bytes), *((f"in the {n}", s) for n, s in idle.items()), *others)
-    found.append(Need("the rollout", policy.key, tuple(parts), predicted=True))
-    return found
+    needs.append(Need("the rollout", policy.key, tuple(parts), predicted=True))
+    return needs
 
 
-def _engines_beside_update(recipe: Recipe, most: int) -> int:
-    """Return how many of at most `most` engines may work while gradients are computed."""
+def _engines_beside_update(recipe: Recipe, engines: int) -> int:
+    """Return how many of `engines` engines may work while gradients are computed."""
     if recipe.rollout.rolls_out_ahead:
-        return most
-    return 0 if obstacle(recipe) else max(0, most - recipe.learner.ranks)  # a rank takes the slot of an engine that has finished
+        return engines
+    return 0 if obstacle(recipe) else max(0, engines - recipe.learner.ranks)  # a rank takes the slot of an engine that has finished
 
 
 def micro_batch(recipe: Recipe, lengths: Lengths, ranks: int, *, has_logits: bool = True) -> MicroBatch:
@@ -142,7 +142,7 @@ def _kept_bytes(recipe: Recipe, policy: Model) -> int:
 
 
 def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
-    """Decide the settings that are `auto`: those that cost the least time of all that fit.
+    """Choose the settings that are `auto`: of all values that fit, those that cost the least time.
 
     `find_room` is called unless everything is small. Raises DoesNotFit if a setting is `auto` and no value of it fits.
     """
@@ -161,24 +161,24 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     budget = f"{peak_memory.USED_SHARE:.0%} of {gb(there)}"
     reason = f"auto: with the defaults {too_large.who} would take about {gb(too_large.bytes)}, more than {budget}"
 
-    def found(changed: Recipe, needs: list[Need]) -> Fit:
+    def fitted(changed: Recipe, needs: list[Need]) -> Fit:
         others = [key for key in auto if getattr(changed.learner, key) != getattr(whole.learner, key)]
         return Fit(changed, needs, f"{_settings(changed, others)} ({reason})" if others else "")
 
     tried = list(_tried(recipe, models, lengths, room, auto))
     for changed, needs in tried:
         if room.first_without_room(_of_updates(needs), peak_memory.USED_SHARE) is None:
-            return found(changed, needs)
+            return fitted(changed, needs)
     changed, needs = min(tried, key=lambda one: max(need.bytes for need in _of_updates(one[1])))
     short = room.first_without_room(_of_updates(needs))
     if short is None:
-        return found(changed, needs)
+        return fitted(changed, needs)
     tried_too = f", also with {_settings(changed, auto)}" if auto else ""
     other = advice(recipe, models, room, lengths, lambda changed: _fits(changed, models, room, lengths), _smaller(recipe))
-    said = f"{short.key}: {sentence(short, room)}{tried_too}; {other}"
+    problem = f"{short.key}: {sentence(short, room)}{tried_too}; {other}"
     if set(auto) - {"overlap"}:
-        raise DoesNotFit(said)
-    return replace(found(changed, needs), note=f"the memory may not be enough: {said}")
+        raise DoesNotFit(problem)
+    return replace(fitted(changed, needs), note=f"the memory may not be enough: {problem}")
 
 
 def _fits(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> bool:
@@ -194,7 +194,7 @@ def _tried(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Roo
 
 
 def _of_updates(needs: list[Need]) -> list[Need]:
-    """Return those that the settings change."""
+    """Return the needs that the settings of an update change."""
     return [need for need in needs if need.of_update]
 
 
@@ -203,7 +203,7 @@ def _with_choice(recipe: Recipe, auto: list[str], choice: Choice) -> Recipe:
 
 
 def _smaller(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield settings of an update that save memory, where the recipe has others."""
+    """Yield settings of an update that save memory and differ from the recipe's."""
     learner = recipe.learner
     tokens = learner.max_micro_batch_tokens // 2
     while learner.micro_batch_tokens != "auto" and tokens >= peak_memory.LEAST_WHOLE_TOKENS:

@@ -1,4 +1,4 @@
-"""What a recipe's functions need in memory, by the lower bounds of `placement.memory`, from config.json and safetensors headers."""
+"""Compute the memory needs of a recipe's functions by the lower bounds of `placement.memory`, from config.json and safetensors headers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhfless_ray.weights.model_folder import WEIGHTS, stored_tensors
 if TYPE_CHECKING:
     from rlhfless_ray.types import Prompt
 
-TRAINED_BYTES = 4 + memory.GRADIENT_BYTES + memory.MOMENT_BYTES  # of a drafter's parameter, in float32
+TRAINED_BYTES = 4 + memory.GRADIENT_BYTES + memory.MOMENT_BYTES  # bytes per parameter of a trained drafter, in float32
 MIN_LISTED_BYTES = 5e7  # smaller parts of a need are not listed: they would read 0.0 GB
 
 
@@ -50,8 +50,8 @@ class Model:
             counts = [memory.header_parameters(tensors, head) if tensors else None for head in (True, False)]
         except (KeyError, TypeError, AttributeError):
             return None
-        told = [memory.parameter_count(config, head) for head in (True, False)]
-        whole, body = (min((n for n in pair if n is not None), default=None) for pair in zip(counts, told, strict=True))
+        computed = [memory.parameter_count(config, head) for head in (True, False)]
+        whole, body = (min((n for n in pair if n is not None), default=None) for pair in zip(counts, computed, strict=True))
         if whole is None or body is None:
             return None
         return cls(key, config, whole, body, sum(file.stat().st_size for file in path.glob(f"*{WEIGHTS}")))
@@ -72,7 +72,7 @@ def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
         "reward": "reward.model_path",
         "drafter": "rollout.drafter",
     }
-    found: dict[str, Model] = {}
+    models: dict[str, Model] = {}
     for who, key in named.items():
         section, _, field = key.partition(".")
         text = getattr(getattr(recipe, section), field)
@@ -81,22 +81,30 @@ def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
             path = small_files(text, key) if fetch else cached_folder(text)
         model = Model.of(path, key) if text and path.is_dir() else None
         if model is not None:
-            found[who] = model
-    if recipe.algorithm.has_critic and not recipe.critic.path and "policy" in found:
-        found["critic"] = found["policy"]
-    if recipe.rollout.drafter_train == "on" and not recipe.rollout.drafter and "policy" in found:
-        config = random_drafter_config(recipe, found["policy"].config)
+            models[who] = model
+    if recipe.algorithm.has_critic and not recipe.critic.path and "policy" in models:
+        models["critic"] = models["policy"]
+    if recipe.rollout.drafter_train == "on" and not recipe.rollout.drafter and "policy" in models:
+        config = random_drafter_config(recipe, models["policy"].config)
         size = memory.parameter_count(config)
         assert size is not None
-        found["drafter"] = Model("rollout.drafter_train", config, size, size, 0)
-    return found
+        models["drafter"] = Model("rollout.drafter_train", config, size, size, 0)
+    return models
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory needed at the same time. `parts`: (what, bytes). `alone`: in one process. `share`: usable share of a GPU. `devices`: each
-    of so many needs it. `predicted`: an estimate of the peak instead of a lower bound, of a `function` that has so many `processes`.
-    `of_update`: the settings of an update change it."""
+    """Memory needed at the same time.
+
+    Attributes:
+        parts: (name, bytes) of each part.
+        alone: whether the memory is needed by one process.
+        share: usable share of a GPU.
+        devices: number of devices, each of which needs this memory.
+        predicted: whether this is an estimate of the peak instead of a lower bound; `function` and `processes` name its function and
+            the number of its processes.
+        of_update: whether the settings of an update change it.
+    """
 
     who: str
     key: str
@@ -118,8 +126,8 @@ class Need:
         return self.who == "an engine"
 
     def __str__(self) -> str:
-        told = [f"{gb(size)} {what}" for what, size in self.parts if size >= MIN_LISTED_BYTES]
-        return f"{'about' if self.predicted else 'at least'} {gb(self.bytes)}" + (f" ({', '.join(told)})" if len(told) > 1 else "")
+        listed = [f"{gb(size)} {what}" for what, size in self.parts if size >= MIN_LISTED_BYTES]
+        return f"{'about' if self.predicted else 'at least'} {gb(self.bytes)}" + (f" ({', '.join(listed)})" if len(listed) > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -144,31 +152,31 @@ def gb(size: float) -> str:
 
 def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = UNREAD) -> list[Need]:
     """Return each function's need on one GPU while it works; functions take turns on a device."""
-    width, found = memory.VALUE_BYTES[recipe.policy.dtype], []
+    width, needs = memory.VALUE_BYTES[recipe.policy.dtype], []
     if policy := models.get("policy"):
         slots = recipe.rollout.least_width
         kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width, slots)
         parts = (("weights", policy.parameters * _engine_width(recipe) // slots), (_of_kv(recipe, lengths), kv))
-        found.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share, slots))
+        needs.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share, slots))
         if drafter := models.get("drafter"):
             kv = MODEL_SEQUENCES * memory.kv_bytes(drafter.config, recipe.longest_tokens(lengths.longest_prompt), width)
             parts = (("weights", drafter.parameters * width), (f"KV of {MODEL_SEQUENCES} sequences", kv))
-            found.append(Need("the drafter beside an engine", drafter.key, parts, True, 1 - recipe.rollout.gpu_memory_share))
+            needs.append(Need("the drafter beside an engine", drafter.key, parts, True, 1 - recipe.rollout.gpu_memory_share))
     for group in training_groups(recipe, models, lengths):
-        found.append(Need(f"a {group.name} rank", group.model.key, group.rank.on_device, True))
+        needs.append(Need(f"a {group.name} rank", group.model.key, group.rank.on_device, True))
     if policy and recipe.has_reference:
         model = models.get("reference", policy)
-        found.append(Need("a reference rank", model.key, (("weights", model.parameters * width),), True))
+        needs.append(Need("a reference rank", model.key, (("weights", model.parameters * width),), True))
     if reward := models.get("reward"):
-        found.append(Need("a reward model rank", reward.key, (("weights", reward.body * width),), True))
-    return found
+        needs.append(Need("a reward model rank", reward.key, (("weights", reward.body * width),), True))
+    return needs
 
 
 def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengths: Lengths = UNREAD) -> list[Need]:
-    """What must be in the memory of nodes at once where slots are cores, for each kind of work, and what one process needs.
+    """Return the needs of nodes whose slots are cores: of each kind of work at once, and of single processes.
 
     The learner and the critic keep their state in memory for the whole run. Parked engines, references and reward processes are
-    ended where memory is short, so they count while they work only.
+    ended if memory is short, so they count only while they work.
     """
     policy = models.get("policy")
     if policy is None:
@@ -183,31 +191,31 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     engines = (
         ("in engine weights", policy.parameters * _engine_width(recipe)),
         ("in drafter weights", models["drafter"].parameters * width if "drafter" in models else 0),
-        ("in KV cache", recipe.rollout.kv_cache_mb * 2**20),  # vLLM does not start an engine where so much is not free
+        ("in KV cache", recipe.rollout.kv_cache_mb * 2**20),  # vLLM does not start an engine unless this much is free
     )
-    found, opened = [], driver
+    needs, opened = [], driver
     for group in worker_groups:
         name, model, rank, ranks = group.name, group.model, group.rank, group.ranks
-        found.append(Need(f"a {name} rank", model.key, ((f"in the {name}", rank.opening),), True))
+        needs.append(Need(f"a {name} rank", model.key, ((f"in the {name}", rank.opening),), True))
         several = "" if ranks == 1 else f" in its {ranks} ranks"
-        passed_on = (("in the object store", model.stored),) if has_driver else ()  # the driver only maps the folder's files
+        passed_on = (("in the object store", model.stored),) if has_driver else ()  # the driver itself only maps the folder's files
         loading = (*opened, *passed_on, (f"in the {name}", ranks * rank.opening))
-        found.append(Need(f"loading the {name}{several}", model.key, loading))
+        needs.append(Need(f"loading the {name}{several}", model.key, loading))
         opened = (*opened, idle[name])
         if recipe.run.steps > 0:
             others = tuple(part for other, part in idle.items() if other != name)
-            found.append(Need(f"a {name} rank", model.key, rank.training, True))
-            own = tuple((what, ranks * size) for what, size in rank.training)
-            found.append(Need(f"the {name}'s update{several}", model.key, (*driver, *others, *own)))
+            needs.append(Need(f"a {name} rank", model.key, rank.training, True))
+            training = tuple((what, ranks * size) for what, size in rank.training)
+            needs.append(Need(f"the {name}'s update{several}", model.key, (*driver, *others, *training)))
             if name == "learner" and recipe.rollout.rolls_out_ahead:
-                versions = (("in the object store", policy.parameters * width),)  # engines may still load the one before
+                versions = (("in the object store", policy.parameters * width),)  # engines may still load the previous version
                 beside = (*versions, *((what, recipe.rollout.min_actors * size) for what, size in engines))
-                found.append(Need("the rollout beside the learner's update", model.key, (*driver, *others, *own, *beside)))
+                needs.append(Need("the rollout beside the learner's update", model.key, (*driver, *others, *training, *beside)))
 
     def works(who: str, count: int, key: str, *parts: tuple[str, int]) -> None:
-        found.append(Need(who, key, parts, True))
+        needs.append(Need(who, key, parts, True))
         several = "" if count == 1 else f" of {count}"
-        found.append(
+        needs.append(
             Need(
                 "the rollout" if who == "an engine" else f"the {who.split(' ', 1)[1]}'s pass",
                 key,
@@ -219,34 +227,36 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     if recipe.rollout.drafter_train == "on" and (drafter := models.get("drafter")):
         trainer = ("in the drafter's training", drafter.parameters * TRAINED_BYTES)
         working = ((what, recipe.rollout.min_actors * size) for what, size in engines)
-        found.append(Need("the drafter's training beside the rollout", drafter.key, (*opened, *working, trainer)))
+        needs.append(Need("the drafter's training beside the rollout", drafter.key, (*opened, *working, trainer)))
     if recipe.has_reference:
         model = models.get("reference", policy)
         works("a reference rank", recipe.reference.ranks, model.key, ("in the reference", model.parameters * width))
     if reward := models.get("reward"):
         works("a reward model rank", 1, reward.key, ("in the reward model", reward.body * width))
-    return found
+    return needs
 
 
 def _engine_width(recipe: Recipe) -> int:
-    """Return the bytes of most weights in an engine."""
+    """Return the bytes per weight in an engine, for most weights."""
     return memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1
 
 
 def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: Lengths) -> dict[str, float]:
-    """Return the least memory of each function at work in MB, all its processes together. An engine counts once: the planner decides
-    how many there are. `config`, `parameters`: of the policy."""
+    """Return the least memory in MB of each working function, of all its processes together.
+
+    Engines count as one, because the planner chooses their number. `config`, `parameters`: the policy's.
+    """
     policy = Model("policy.path", config, parameters, parameters, 0)
     models = {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {})}
-    found = {}
+    least = {}
     for group in training_groups(recipe, models, lengths):
-        found[group.name] = group.ranks * sum(size for _, size in group.rank.training) / 1e6
+        least[group.name] = group.ranks * sum(size for _, size in group.rank.training) / 1e6
     weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
-    found["engines"] = (parameters * _engine_width(recipe) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
+    least["engines"] = (parameters * _engine_width(recipe) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
     if recipe.has_reference:
         other = Model.of(Path(recipe.reference.path), "reference.path") if recipe.reference.path else None
-        found["reference"] = recipe.reference.ranks * (weights if other is None else weights / parameters * other.parameters)
-    return found
+        least["reference"] = recipe.reference.ranks * (weights if other is None else weights / parameters * other.parameters)
+    return least
 
 
 @dataclass(frozen=True)
@@ -266,17 +276,17 @@ class TrainingGroup:
 
 def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[TrainingGroup]:
     width, section = memory.VALUE_BYTES[recipe.policy.dtype], recipe.learner
-    found = []
+    groups = []
     for name, model in (("learner", models.get("policy")), ("critic", models.get("critic"))):
         if model is None or not recipe.learns:
             continue
-        of, parameters = (section, model.parameters) if name == "learner" else (recipe.critic, model.body)
+        settings, parameters = (section, model.parameters) if name == "learner" else (recipe.critic, model.body)
         whole = memory.end_parameters(model.config) - (model.parameters - parameters)  # a critic has no output head
-        division = (of.tensor_parallel, whole)
-        training = memory.Training(of.ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0, *division)
+        division = (settings.tensor_parallel, whole)
+        training = memory.Training(settings.ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0, *division)
         activations = memory.activation_bytes(model.config, lengths.shortest_prompt + 1, width)
-        found.append(TrainingGroup(name, model, parameters, training, memory.rank_memory(parameters, training, activations)))
-    return found
+        groups.append(TrainingGroup(name, model, parameters, training, memory.rank_memory(parameters, training, activations)))
+    return groups
 
 
 def _of_kv(recipe: Recipe, lengths: Lengths) -> str:

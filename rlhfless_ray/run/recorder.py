@@ -39,7 +39,7 @@ class RunRecorder:
         self.reported_s = time.monotonic()
         self.report_took_s = 0.0
         self.replaced_before = 0
-        self.counted = 0  # rows of the ledger that are in the metrics
+        self.counted = 0  # number of ledger rows that are in the metrics
         self.later: list[Callable[[], None]] = []
 
     def put_off(self, work: Callable[[], None]) -> None:
@@ -51,20 +51,20 @@ class RunRecorder:
         while self.later:
             self.later.pop(0)()
 
-    def evaluation(self, step: int, found: dict[str, float]) -> None:
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Record the evaluation before training (step 0) or of an interrupted step, whose row it joins."""
-        if found:
-            row = {"step": step, "time_s": time.time() - self.ledger.started_s, **found}
+        if metrics:
+            row = {"step": step, "time_s": time.time() - self.ledger.started_s, **metrics}
             self.progress.step(self.metrics.amend(row))
 
-    def costs(self, own: dict[str, float], first_row: int) -> dict[str, Any]:
-        """Return the cost metrics of a step. `own`: totals of its ledger rows, from `first_row` until now."""
+    def costs(self, totals: dict[str, float], first_row: int) -> dict[str, Any]:
+        """Return the cost metrics of a step. `totals`: totals of its ledger rows, from `first_row` until now."""
         total, self.counted = self.ledger.totals(), self.ledger.count
         return {
-            "cost/busy_slot_s": own["busy_slot_s"],
-            "cost/full_slot_s": own["full_slot_s"],
-            "cost/idle_share": own["idle_share"],
-            "cost/money": own["money"],
+            "cost/busy_slot_s": totals["busy_slot_s"],
+            "cost/full_slot_s": totals["full_slot_s"],
+            "cost/idle_share": totals["idle_share"],
+            "cost/money": totals["money"],
             "cost/total_busy_slot_s": total["busy_slot_s"],
             "cost/total_full_slot_s": total["full_slot_s"],
             "cost/total_money": total["money"],
@@ -121,7 +121,7 @@ class RunRecorder:
         self.folder.write_samples(step, kept, self.recipe.answer_column, name)
 
     def completion_order(self, rollout: str, batch: PartialBatch, samples: list[Sample]) -> None:
-        """Record which groups are trained, and where the other responses were cut: with the seed, this determines the run."""
+        """Record which groups are trained, and where the other responses were cut. With the seed, this determines the run."""
         cut = [[s.prompt.index, s.sample, len(s.completion.token_ids)] for s in samples if s.completion.finish_reason == UNFINISHED]
         groups = [[group.prompt.index, group.begun] for group in batch.groups]
         self.folder.write_order(rollout, {"groups": groups, "trained": batch.chosen, "cut": cut})
@@ -161,8 +161,8 @@ class RunRecorder:
         if not scored:
             return {}
         rewards = np.array([_learned_reward(s) for s in scored])
-        found = {"reward/penalized_mean": float(rewards.mean()), "reward/penalized_std": _deviation(rewards)}
-        return found | ({"reward/group_std": _group_std(scored)} if self.recipe.rollout.samples_per_prompt > 1 else {})
+        metrics = {"reward/penalized_mean": float(rewards.mean()), "reward/penalized_std": _deviation(rewards)}
+        return metrics | ({"reward/group_std": _group_std(scored)} if self.recipe.rollout.samples_per_prompt > 1 else {})
 
     def _longest_total(self) -> int:
         """Return the maximum number of tokens of prompt and response together."""
@@ -218,7 +218,7 @@ class RunRecorder:
             self.progress.message(f"no report of the run so far: {error}")
 
     def _report_took(self) -> float:
-        """Return the seconds that the last report took: until it was written, or until it was last seen running."""
+        """Return the seconds that the last report took until it was written, or until it was last seen running."""
         try:
             age_s = time.time() - (self.folder.path / "report.html").stat().st_mtime
         except OSError:
@@ -231,7 +231,7 @@ class RunRecorder:
         On a full disk everything that has space is written. Raises DiskFull if that is the only reason for the run to fail.
         """
         if self.reporter is not None:
-            self.reporter.kill()  # otherwise it could replace the final report by an older one
+            self.reporter.kill()  # otherwise it could replace the final report with an older one
             self.reporter.wait()
         close_folder(self.folder, self.progress, self._last_works(), status, reason)
 

@@ -1,4 +1,4 @@
-"""Generated responses on disk: a record that grows while they are generated, and the file that is made of it at the end."""
+"""Generated responses on disk: a record that grows during generation, and the final file that is made from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Key = tuple[int, int]  # prompt, number of the response
 
 
 class ResponseRecord:
-    """`responses.part.jsonl`: a line of settings, then one line for each response and each score, in the order in which they came.
+    """`responses.part.jsonl`: a line of settings, then one line for each response and each score, in order of arrival.
 
     Args:
         folder: The run folder.
-        settings: What decides the tokens. A record of others cannot be continued.
+        settings: The settings that determine the tokens. A record with other settings cannot be continued.
         answer_column: Column of the rows that goes into the lines.
     """
 
@@ -42,7 +42,7 @@ class ResponseRecord:
         with self.path.open("rb") as file:
             for number, line in enumerate(file):
                 if not line.endswith(b"\n"):
-                    break  # torn by a crash
+                    break  # cut off by a crash
                 row = json.loads(line)
                 if not number:
                     _check_same(self.path, row["settings"], settings)
@@ -90,15 +90,15 @@ class ResponseRecord:
         return [prompt for prompt in prompts if any((prompt.index, n) not in there for n in range(count))]
 
     def samples(self, prompt: Prompt, count: int) -> dict[int, Sample]:
-        """Return the responses to a prompt that are there, by number."""
-        found = {}
+        """Return the existing responses to a prompt, by number."""
+        samples = {}
         with self.path.open("rb") as file:
             for n in range(count):
                 if (prompt.index, n) in self.places:
                     row = self._row(file, (prompt.index, n))
                     tokens, logprobs = np.array(row["token_ids"], np.int32), np.array(row["logprobs"], np.float32)
-                    found[n] = Sample(prompt, n, Completion(n, tokens, logprobs, row["finish"], 0), row["response"])
-        return found
+                    samples[n] = Sample(prompt, n, Completion(n, tokens, logprobs, row["finish"], 0), row["response"])
+        return samples
 
     def _row(self, file: Any, key: Key) -> dict[str, Any]:
         start, length = self.places[key]
@@ -188,7 +188,7 @@ _reward: Callable[[dict[str, Any]], float] = lambda row: row["reward"]  # noqa: 
 def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     for name, value in now.items():
         if before.get(name) != value:
-            changed = "" if name in ("model", "prompts") else f" ({before.get(name)} then, {value} now)"
+            changed = "" if name in ("model", "prompts") else f" ({before.get(name)} before, {value} now)"
             raise UserError(
                 f"--resume: {path} was generated with another {name}{changed}; set it back, or start another run without --resume"
             )

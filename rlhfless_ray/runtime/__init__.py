@@ -1,1 +1,1 @@
-"""One run from its parts to its last step: assembly, the stages that the loop calls, checkpoints, export."""
+"""A run from assembly to export: its stages, the operations that the loop calls, and its checkpoints."""

@@ -1,8 +1,8 @@
 """Check that engines and learner compute the same policy: equal log-probabilities of the same tokens under the same weights.
 
-vLLM raises no error for a tensor that it loads in a wrong form. It samples from another policy, and importance weights hide how wrong
-that is. Therefore the learner scores the first samples under the first weight version, and those under the first updated version,
-before it learns from them. Later steps compare all their tokens at no cost, see `compare_mismatch`.
+vLLM raises no error for a tensor that it loads in a wrong form. It then samples from another policy, and importance weights hide the
+difference. Therefore the learner computes log-probabilities of the first samples under the first weight version, and under the first
+updated version, before it trains on them. Later steps compare all their tokens at no cost, see `compare_mismatch`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ QUANTIZED = {"off": 0.0, "int8": 0.1, "fp8": 0.2}
 # of the size of rounding after every layer. Correct engines differed by 0.8 to 2.8 times what that changed, wrong weights by 30 or more.
 ROUNDING = 8.0
 MAX_TOP_P_NATS = 1.0  # limit of a token's difference with top-p: rounding decides whether a token at its edge is included
-SAMPLES = 8  # compared, spread over the step
-TOKENS = 32  # compared of each; few enough for one call of the output head, which ZeRO 3 needs to be equal on every rank
+SAMPLES = 8  # number of samples that are compared, spread over the step
+TOKENS = 32  # tokens of each; few enough for one call of the output head, because with ZeRO 3 every rank must call it equally often
 NAMING_S = 180.0  # timeout for finding the tensors that differ
 
 
 def tolerance(dtype: str, quantization: str) -> float:
-    """Return the largest mean mismatch that this type of the learner's weights and of the engines' explains."""
+    """Return the largest mean mismatch, in nats, that these dtypes of the learner's and the engines' weights explain."""
     return max(TOLERANCE[dtype], QUANTIZED[quantization])
 
 
@@ -56,7 +56,7 @@ def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float) -> dict
 
 
 class Agreement:
-    """Checks the first samples under two weight versions: the process's first, and the first that an update made."""
+    """Check the first samples under two weight versions: the process's first version, and the first one after an update."""
 
     def __init__(self, context: RunContext, worker_groups: ColocatedGroups, engines: WorkerPool) -> None:
         self.context, self.worker_groups, self.engines = context, worker_groups, engines
@@ -71,14 +71,14 @@ class Agreement:
             self.is_due = True
 
     def check(self, samples: Sequence[Sample], weights: WeightVersion, temperature: float, *, parks: bool) -> None:
-        """Let the learner score some of the samples if a check is due. It holds `weights`.
+        """Compare some of the samples' log-probabilities with the learner's, which holds `weights`, if a check is due.
 
         Args:
             temperature: Sampling temperature; 0 is greedy.
             parks: Whether the learner gives its leases back afterwards.
 
         Raises:
-            RunError: If they differ by more than the tolerance. With `rollout.agreement=warn` this is a message instead.
+            RunError: They differ by more than the tolerance. With `rollout.agreement=warn` this is only a message.
         """
         batch = select_batch([s for s in samples if s.completion.versions == ((weights.version, len(s.completion.token_ids)),)])
         if not self.is_due or batch is None:
@@ -89,10 +89,10 @@ class Agreement:
         if not learner.working:
             learner.slots = learner.ranks
             self.context.broker.staff(learner)
-        found = learner.passed("agreement", batch, *drawn_from)["agreement"]
-        apart = compute_distances(found, batch.logprobs, drawn_from[1])
+        logprobs = learner.passed("agreement", batch, *drawn_from)["agreement"]
+        apart = compute_distances(logprobs, batch.logprobs, drawn_from[1])
         if not apart.mean() <= self.tolerance:
-            moved = compute_distances(found, learner.passed("agreement", batch, *drawn_from, True)["agreement"], drawn_from[1])
+            moved = compute_distances(logprobs, learner.passed("agreement", batch, *drawn_from, True)["agreement"], drawn_from[1])
             self.tolerance = float(np.nanmax([self.tolerance, ROUNDING * moved.mean()]))
         if not apart.mean() <= self.tolerance:
             message = (
@@ -150,7 +150,7 @@ def _of_dtype(recipe: Recipe) -> str:
 def select_batch(samples: Sequence[Sample]) -> Batch | None:
     """Return the first tokens of a few samples, spread over all of them, or None if the policy wrote no token.
 
-    They are one group: samples with the same prompt share a row, as they do when they are learned from.
+    They are one group: samples with the same prompt share a row, as in training.
     """
     written = [sample for sample in samples if _count(sample)]
     if not written:

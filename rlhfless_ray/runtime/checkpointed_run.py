@@ -1,4 +1,4 @@
-"""A run's checkpoints: what the driver saves beside the learner's state, and how it is restored."""
+"""Save and restore a run's checkpoints: the driver's state beside the learner's."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class CheckpointedRun:
             self.stages.prefix.speed.restore(state.get("prefix", {}))
         self.worker_group.skipped_in_a_row = state["skipped_in_a_row"]
         self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
-        if not self.owes_evaluation:  # a stop before the next step must not write the checkpoint again, which would lose its metric
+        if not self.owes_evaluation:  # a stop before the next step must not rewrite the checkpoint, which would lose its metric
             self.saved = self.steps_done
         self.best.value = state.get("best_value")
 
@@ -116,8 +116,8 @@ class CheckpointedRun:
     ) -> None:
         """Save a checkpoint.
 
-        `metric`: of this step's evaluation. `best`: whether it is the best so far. `export`: write a model folder if the recipe
-        asks for it. `learned`: False if the learner's state is still that of the folder in `policy.path`, so that no state is saved.
+        `metric`: (name, value) of this step's evaluation. `best`: whether it is the best so far. `export`: write a model folder if the
+        recipe asks for it. `learned`: False if the learner still has the weights of `policy.path`, so that no state is saved.
         """
         self.record.catch_up()  # a resumed run needs all rows of the ledger
 

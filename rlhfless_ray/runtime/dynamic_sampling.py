@@ -1,4 +1,4 @@
-"""Dynamic sampling: drop groups without a learning signal, and answer other prompts in their place.
+"""Dynamic sampling: drop groups without a learning signal, and generate responses to other prompts instead.
 
 Yu et al. 2025, DAPO, section 3.2, arXiv 2503.14476.
 """
@@ -23,13 +23,13 @@ Group = list[Sample]
 
 
 class DynamicSampling:
-    """`begin` → (`add` → `draw`) … → `take`, once per step. Surplus groups that pass are kept for the next step."""
+    """Filter the groups of a step. Call `begin` → (`add` → `draw`) … → `take`. Surplus groups that pass are kept for the next step."""
 
     def __init__(self, recipe: Recipe, cursor: Cursor) -> None:
         """With `algorithm.filter_range` None, steps are left as they are."""
         self.section, self.cursor = recipe.algorithm, cursor
         self.batch, self.count = recipe.prompts.batch_prompts, recipe.rollout.samples_per_prompt
-        self.ready: list[Group] = []  # passed, and not used yet, in the order of their prompts
+        self.ready: list[Group] = []  # groups that passed and are not used yet, in the order of their prompts
         self.begin()
 
     @property
@@ -72,15 +72,15 @@ class DynamicSampling:
             )
 
     def draw(self) -> list[int]:
-        """Return the rows of the prompts to answer next, or none if the step is complete.
+        """Return the rows of the next prompts, or none if the step is complete.
 
         If batches end with the episode, its last step may have fewer groups, but at least one.
         """
         missing = self.missing
         if missing <= 0 or (self.ready and self.cursor.stops_at_epoch_end and self.cursor.is_epoch_boundary):
             return []
-        most = 2 * self.batch - 1 - len(self.ready)  # so that surplus groups leave the next step at least one prompt
-        return self.cursor.next(min(math.ceil(missing * self.section.filter_draw), most))
+        max_prompts = 2 * self.batch - 1 - len(self.ready)  # so that surplus groups leave the next step at least one prompt
+        return self.cursor.next(min(math.ceil(missing * self.section.filter_draw), max_prompts))
 
     def take(self) -> list[Sample]:
         """Return the step's samples. Surplus groups are kept."""
@@ -91,14 +91,14 @@ class DynamicSampling:
             for n, s in enumerate(group)
         ]
 
-    def fill(self, samples: list[Sample], more: Callable[[], list[Sample]]) -> list[Sample]:
-        """Return a step's samples, given those of its first round. `more`: returns those of the next round, or none at the end."""
+    def fill(self, samples: list[Sample], next_round: Callable[[], list[Sample]]) -> list[Sample]:
+        """Return a step's samples, given those of its first round. `next_round`: returns those of the next round, or none at the end."""
         if self.section.filter_range is None:
             return samples
         self.begin()
         self.add(samples)
-        while found := more():
-            self.add(found)
+        while new := next_round():
+            self.add(new)
         return self.take()
 
     def metrics(self) -> dict[str, Any]:

@@ -32,11 +32,14 @@ FILE = "evaluation.json"
 
 @dataclass(frozen=True)
 class ModelScore:
-    """One model on one data set.
+    """The score of a model on a data set.
 
-    mean: mean reward over prompts and responses, pass@1 of a reward of 0 or 1. error: its standard error over prompts. pass_at: k → mean
-    over prompts of the expected best reward of k responses, without bias. difference: mean less the first model's, on the same prompts.
-    unscored: responses without a reward, which are left out.
+    Attributes:
+        mean: mean reward over prompts and responses; pass@1 if rewards are 0 or 1.
+        error: standard error of `mean` over prompts.
+        pass_at: k → mean over prompts of the expected best reward of k responses (unbiased).
+        difference: `mean` minus the first model's, on the same prompts.
+        unscored: number of responses without a reward, which are left out.
     """
 
     model: str
@@ -55,7 +58,7 @@ class ModelScore:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of all models on all data sets, and what each model's responses cost."""
+    """Scores of all models on all data sets, and the costs of each model's responses."""
 
     scores: list[ModelScore]
     costs: dict[str, dict[str, float]] = field(default_factory=dict)  # model → slot_s, money, tokens_per_s
@@ -71,9 +74,9 @@ class Evaluation:
             >>> Evaluation.read(".").scores
             []
         """
-        found = json.loads((Path(folder) / FILE).read_text())
-        scores = [{**score, "pass_at": {int(k): value for k, value in score["pass_at"].items()}} for score in found["scores"]]
-        return cls([ModelScore(**score) for score in scores], found["costs"])
+        content = json.loads((Path(folder) / FILE).read_text())
+        scores = [{**score, "pass_at": {int(k): value for k, value in score["pass_at"].items()}} for score in content["scores"]]
+        return cls([ModelScore(**score) for score in scores], content["costs"])
 
     def rows(self) -> list[list[str]]:
         """Return the table's cells, with a heading."""
@@ -140,12 +143,12 @@ def evaluate(
     The responses of each model are in a run folder of its own, below `<run.root>/<run.name>/`, beside `evaluation.json`.
 
     Args:
-        recipe: Its section `evaluate` says how many responses there are to a prompt, and at which temperature.
+        recipe: Its section `evaluate` has the number of responses to each prompt, and their temperature.
         models: Model folders, names on the hub, checkpoints or run folders. Differences are to the first one.
         data: Data sets, as in `prompts.path`. None: the recipe's held-out prompts.
         ks: Numbers of responses for pass@k. None: 1 and `evaluate.samples_per_prompt`.
-        labels: A name for each model. None: those of its folder or its run.
-        resume: Keep responses that are there.
+        labels: A name for each model. None: the name of its folder or its run.
+        resume: Keep existing responses.
 
     Raises:
         UserError: For mistakes in the recipe, the data or the models.
@@ -187,9 +190,9 @@ def evaluate(
                 first.setdefault(name, means)
                 scores.append(score)
             costs[label] = _costs(root / label)
-    found = Evaluation(scores, costs)
-    replace_file(root / FILE, found.to_json().encode())
-    return found
+    evaluation = Evaluation(scores, costs)
+    replace_file(root / FILE, evaluation.to_json().encode())
+    return evaluation
 
 
 def _labels(models: Sequence[str | Path]) -> list[str]:
@@ -204,7 +207,7 @@ def _labels(models: Sequence[str | Path]) -> list[str]:
 
 
 def _for_model(recipe: GenerationRecipe, folder: Path, root: Path, label: str) -> GenerationRecipe:
-    """Return the recipe of one model's run, which samples as section `evaluate` says."""
+    """Return the recipe of one model's run, with the sampling of section `evaluate`."""
     evaluate = recipe.evaluate
     temperature = recipe.rollout.temperature if evaluate.temperature is None else evaluate.temperature
     rollout = recipe.rollout.model_copy(update={"samples_per_prompt": evaluate.samples_per_prompt, "temperature": temperature})
@@ -223,16 +226,16 @@ def _load(recipe: GenerationRecipe, data: Sequence[str]) -> tuple[list[Prompt], 
     tokenizer, longest = policy_tokenizer(recipe, files), context_tokens(files)
     if not data:
         heldout = load_prompts(recipe, tokenizer, longest).heldout
-        found = {recipe.prompts.task or "held-out": heldout}
+        data_sets = {recipe.prompts.task or "held-out": heldout}
     else:
-        found = {}
+        data_sets = {}
         for name in data:
             prompts = recipe.prompts.model_copy(update={"task": "", "path": name, "paths": [], "probabilities": None})
             evaluate = recipe.evaluate.model_copy(update={"prompts": 0, "path": ""})
             one = recipe.model_copy(update={"prompts": prompts, "evaluate": evaluate})
-            found[name if name not in found else f"{name}-{len(found)}"] = load_prompts(one, tokenizer, longest).train
+            data_sets[name if name not in data_sets else f"{name}-{len(data_sets)}"] = load_prompts(one, tokenizer, longest).train
     every, parts = list[Prompt](), dict[str, slice]()
-    for name, part in found.items():
+    for name, part in data_sets.items():
         parts[name] = slice(len(every), len(every) + len(part))
         every += [replace(prompt, index=len(every) + number) for number, prompt in enumerate(part)]
     if not every:
@@ -285,7 +288,7 @@ def _mean(values: np.ndarray) -> tuple[float, float]:
 
 
 def _costs(folder: Path) -> dict[str, float]:
-    """Return what a run's responses cost, over all its parts."""
+    """Return the costs of a run's responses, including those before a resume."""
     rows = RunRecord.read(folder).metrics
     last = rows[-1] if rows else {}
     tokens, seconds = (sum(row.get(name, 0.0) for row in rows) for name in ("tokens/generated", "step_s"))

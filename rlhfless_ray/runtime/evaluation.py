@@ -11,7 +11,7 @@ from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
 
-Asked = dict[str, tuple[float, int]]  # name → temperature, responses to each prompt
+Sampling = dict[str, tuple[float, int]]  # name → temperature, responses to each prompt
 
 
 def evaluate(
@@ -22,69 +22,69 @@ def evaluate(
     step: int,
     check: Callable[[list[Sample], float], None] = lambda samples, temperature: None,
 ) -> dict[str, float]:
-    """Return {metric: value}, empty without held-out prompts.
+    """Evaluate on the held-out prompts. Returns {metric: value}, empty without held-out prompts.
 
     `check`: called with the sampled responses and their temperature before they are scored.
     """
     if not prompts:
         return {}
     recipe = rollout.context.recipe
-    asked = choose_sampling(recipe)
+    sampling = choose_sampling(recipe)
     with rollout.context.phases.phase("eval", "evaluating"):
-        samples = rollout.answer(prompts, list(asked.values()), weights)
-        check(samples[: len(prompts) * recipe.evaluate.samples_per_prompt], asked["sampled"][0])
-        with scoring.phase("eval_score"):  # its time is counted in the evaluation's
+        samples = rollout.answer(prompts, list(sampling.values()), weights)
+        check(samples[: len(prompts) * recipe.evaluate.samples_per_prompt], sampling["sampled"][0])
+        with scoring.phase("eval_score"):  # its time is part of the evaluation's
             scoring.score(samples, step, "evaluation")
-    found = compute_accuracies(samples, asked)
+    metrics = compute_accuracies(samples, sampling)
     sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
     by_source: dict[str, list[Sample]] = {}
     for sample in sampled:
         by_source.setdefault(str(sample.prompt.row.get(recipe.evaluate.source_column, "default")), []).append(sample)
     if recipe.evaluate.path or list(by_source) != ["default"]:
         for source, part in by_source.items():
-            found |= compute_source_metrics(source, part, recipe.evaluate.samples_per_prompt)
-    return found
+            metrics |= compute_source_metrics(source, part, recipe.evaluate.samples_per_prompt)
+    return metrics
 
 
-def choose_sampling(recipe: Recipe) -> Asked:
+def choose_sampling(recipe: Recipe) -> Sampling:
     section = recipe.evaluate
     temperature = recipe.rollout.temperature if section.temperature is None else section.temperature
     return {"sampled": (temperature, section.samples_per_prompt), **({"greedy": (0.0, 1)} if section.greedy else {})}
 
 
-def compute_accuracies(samples: list[Sample], asked: Asked) -> dict[str, float]:
+def compute_accuracies(samples: list[Sample], sampling: Sampling) -> dict[str, float]:
     """Return accuracies and lengths. `samples`: by temperature, the responses to a prompt adjacent.
 
     A temperature without any reward has no accuracy.
     """
-    found = {
+    metrics = {
         "eval/length_mean": float(np.mean([s.written_tokens for s in samples])),
         "eval/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
         "eval/samples": float(len(samples)),
     }
-    prompts = len(samples) // sum(count for _, count in asked.values())
+    prompts = len(samples) // sum(count for _, count in sampling.values())
     start = 0
-    for name, (_, count) in asked.items():
+    for name, (_, count) in sampling.items():
         part = samples[start : start + prompts * count]
         start += prompts * count
         one, best = compute_mean_and_best(part, count)
         if one is not None and best is not None:
-            found[f"eval/accuracy_{name}"] = one
+            metrics[f"eval/accuracy_{name}"] = one
             if count > 1:
-                found[f"eval/pass{count}"] = best
-    return found
+                metrics[f"eval/pass{count}"] = best
+    return metrics
 
 
 def compute_source_metrics(source: str, samples: list[Sample], count: int) -> dict[str, float]:
     """Return the metrics of one data source, with `count` adjacent responses to each prompt."""
     one, best = compute_mean_and_best(samples, count)
-    found = {
+    metrics = {
         "length_mean": float(np.mean([s.written_tokens for s in samples])),
         "truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
     }
     if one is not None and best is not None:
-        found |= {"pass1": one, **({f"pass{count}": best} if count > 1 else {})}
-    return {f"eval/{source}/{name}": value for name, value in found.items()}
+        metrics |= {"pass1": one, **({f"pass{count}": best} if count > 1 else {})}
+    return {f"eval/{source}/{name}": value for name, value in metrics.items()}
 
 
 def compute_mean_and_best(samples: list[Sample], count: int) -> tuple[float | None, float | None]:

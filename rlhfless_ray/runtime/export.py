@@ -17,7 +17,7 @@ from rlhfless_ray.weights.tensor_file import Files
 
 
 def model_folder(weights: Writer, files: Files) -> Writer:
-    """Return a writer of a Hugging Face model folder. `weights`: writes the weights. `files`: config, tokenizer and others for it."""
+    """Return a writer of a Hugging Face model folder. `weights`: writes the weights. `files`: its config, tokenizer and other files."""
 
     def write(folder: Path) -> dict[str, str]:
         sums = weights(folder)

@@ -1,4 +1,4 @@
-"""Generation without a learner: the rollout pool, planner and ledger of a run, over a set of prompts, resumable by response."""
+"""Generate responses to a set of prompts without a learner, with a run's rollout pool, planner and ledger. Every response is resumable."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ SEED_STEP = 0  # step number in the seeds of responses: batches and resumes chan
 
 
 def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool = False) -> Path:
-    """Generate `rollout.samples_per_prompt` responses to each of the recipe's prompts, score them if it has a reward, and return the file.
+    """Generate `rollout.samples_per_prompt` responses to each prompt, score them if the recipe has a reward, and return the file.
 
-    The file has one JSON object a line, in the order of the prompts: `prompt_index`, `sample`, `prompt`, `response`, `finish`, `token_ids`
-    and `logprobs` (of the sampling distribution), with a reward also `reward` and `error`. `best_responses` and `preference_pairs` read it.
+    The file has one JSON object per line, in the order of the prompts: `prompt_index`, `sample`, `prompt`, `response`, `finish`,
+    `token_ids` and `logprobs` (of the sampling distribution), with a reward also `reward` and `error`. `best_responses` and
+    `preference_pairs` read it.
 
     Args:
         recipe: The recipe.
         out: Where to write a second copy. The first is the run folder's `responses.jsonl`.
-        resume: Continue the newest run of this name. Responses that are there are not generated again.
+        resume: Continue the newest run of this name. Existing responses are not generated again.
 
     Raises:
         UserError: For mistakes in the recipe, the data or the files it names.
@@ -69,7 +70,7 @@ class Generation(Runtime):
     recipe: GenerationRecipe
 
     def __init__(self, recipe: GenerationRecipe, *, prompts: list[Prompt] | None = None, resume: bool = False) -> None:
-        """`prompts`: instead of those that the recipe's section `prompts` names, with indices from 0."""
+        """`prompts`: used instead of the recipe's prompts, with indices from 0."""
         self._given = prompts
         super().__init__(recipe, resume=resume)
         if self.owes_warm_start:
@@ -90,10 +91,10 @@ class Generation(Runtime):
     def _folder_to_resume(self) -> RunFolder:
         root, name = Path(self.recipe.run.root), self.recipe.run.name
         family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
-        found = [path for path in family if self._can_resume(path)]
-        if not found:
+        resumable = [path for path in family if self._can_resume(path)]
+        if not resumable:
             raise UserError(f"--resume: no run with responses in {root / name}; start it without --resume")
-        return RunFolder(max(found, key=lambda path: (path / RECORD).stat().st_mtime))
+        return RunFolder(max(resumable, key=lambda path: (path / RECORD).stat().st_mtime))
 
     def _can_resume(self, folder: Path) -> bool:
         return (folder / RECORD).is_file()
@@ -108,7 +109,7 @@ class Generation(Runtime):
         return None
 
     def _settings(self) -> dict[str, Any]:
-        """Return what decides the tokens of a response, besides the number of the sample."""
+        """Return the settings that determine a response's tokens, besides the number of the sample."""
         rollout, prompts = self.recipe.rollout, hashlib.blake2b(digest_size=16)
         for prompt in self.prompts.train:
             prompts.update(np.array([prompt.index, *prompt.token_ids], np.int64).tobytes())
@@ -119,16 +120,16 @@ class Generation(Runtime):
         return {"model": model, "prompts": prompts.hexdigest(), **of_rollout, **rest}
 
     def _start(self, checkpoint: Checkpoint | None) -> None:
-        """Publish the model's weights. Engines start when the first plan says how many."""
+        """Publish the model's weights. Engines start with the first plan."""
         import ray
 
         self.worker_group.slots = 0  # no update follows a rollout
         arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.files)}
-        told = digests(arrays)
-        self.weights = WeightVersion(0, ray.put(arrays), combined(told), digests=ray.put(told))
+        digest_of = digests(arrays)
+        self.weights = WeightVersion(0, ray.put(arrays), combined(digest_of), digests=ray.put(digest_of))
 
     def _save(self, *_: Any, **__: Any) -> None:
-        """There is no learner's state, and responses are on disk already."""
+        """Save nothing: there is no learner's state, and responses are on disk already."""
         self.record.catch_up()
 
     # ---- steps ------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class Generation(Runtime):
         self.finish()
 
     def next_prompts(self, step: Step, missing: int | None = None) -> list[Prompt]:
-        """Return the next prompts that lack responses. Those that are there are part of the step's batch."""
+        """Return the next prompts that lack responses. Existing responses to them are part of the step's batch."""
         size, count = self.recipe.prompts.batch_prompts, self.recipe.rollout.samples_per_prompt
         prompts, self.pending = self.pending[:size], self.pending[size:]
         groups = [Group(prompt, SEED_STEP, samples=self._begun(prompt, count)) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The groups of a run whose responses outlive a step, with `rollout.partial`."""
+"""Manage groups whose responses outlive a step, with `rollout.partial`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ COUNTS = ("begun_groups", "forced_groups", "continued", "recomputed_tokens", "re
 
 
 class PartialRollouts:
-    """`begin` → rollout → `take`, once per step, and again while filtering leaves a step short of groups.
+    """The groups in flight: begun, and neither trained nor dropped.
 
-    `in_flight`: the groups that are begun and neither trained nor dropped.
+    Call `begin`, roll out, then call `take`, once per step and again while filtering leaves a step short of groups.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -33,40 +33,40 @@ class PartialRollouts:
         self.at_work = math.ceil(self.quota * recipe.rollout.begun_share)
         self.in_flight: list[Group] = []
         self.counts: Counter[str] = Counter()  # metrics of this step
-        self.times: Counter[int] = Counter()  # how often each prompt was begun in this step
+        self.times: Counter[int] = Counter()  # number of times that each prompt began in this step
         self.stale_cost, self.reason = StaleCost(), ""
-        self.refills = 0  # rollouts of this step for groups in place of dropped ones
+        self.refills = 0  # number of this step's rollouts that replaced dropped groups
 
     def resize(self, autoscaler: Autoscaler, newest: Step) -> None:
-        """Decide the number of groups at work with `oversample: auto`. `newest`: the step that is planned and not finished."""
+        """Choose the number of groups generated at once with `oversample: auto`. `newest`: the planned, unfinished step."""
         if self.rollout.oversample == "auto" and (chosen := choose_oversample(autoscaler, newest, self.stale_cost.per_version)):
             self.at_work, self.reason = math.ceil(self.quota * chosen.share), chosen.reason
 
     def observe(self, step: Step) -> None:
-        """Observe what the lag of a finished step's tokens cost."""
+        """Record the loss of learning value by the lag of a finished step's tokens."""
         if step.stats is not None and step.metrics.get("lag/mean"):
             self.stale_cost.observe(step.metrics["lag/mean"], step.stats.effective_share)
 
     def begin(self, step: int, steps_left: int, draw: Callable[[int], list[Prompt]], missing: int | None = None) -> PartialBatch:
         """Return the groups of a step: those in flight, and new ones up to the number that can be trained in time.
 
-        `steps_left`: with this one. `missing`: groups that the step lacks, if earlier ones were dropped.
+        `steps_left`: number of steps left, this one included. `missing`: groups that the step lacks, if earlier ones were dropped.
         """
         self.refills = 0 if missing is None else self.refills + 1
         if missing is None:
             self.counts.clear()
             self.times.clear()
-        most, count = self.rollout.max_lag_steps, self.rollout.samples_per_prompt
+        max_lag, count = self.rollout.max_lag_steps, self.rollout.samples_per_prompt
         quota = self.quota if missing is None else missing
-        late = find_late([group.begun + most for group in self.in_flight], step, self.quota)  # after a resume with a lower bound
+        late = find_late([group.begun + max_lag for group in self.in_flight], step, self.quota)  # after a resume with a lower bound
         begun = step - self.rollout.ahead  # one version earlier, if the rollout begins beside an update
         groups = [self._begin_again(group, begun) if g in late else group for g, group in enumerate(self.in_flight)]
-        room = quota + self.quota * min(steps_left - 1, begun + most - step)
+        room = quota + self.quota * min(steps_left - 1, begun + max_lag - step)
         for prompt in draw(max(0, min(self.at_work, room) - len(groups))):
             groups.append(Group(prompt, begun, count * self.times[prompt.index]))
             self.times[prompt.index] += 1
         self.counts["begun_groups"] += sum(not group.samples for group in groups)
-        return PartialBatch(groups, step, quota, most, count, self.quota)
+        return PartialBatch(groups, step, quota, max_lag, count, self.quota)
 
     def _begin_again(self, group: Group, begun: int) -> Group:
         return replace(group, begun=begun, samples=tuple(self._without_tokens(sample) for sample in group.samples))
@@ -80,7 +80,7 @@ class PartialRollouts:
         return Sample(sample.prompt, sample.sample, none)
 
     def count(self, batch: PartialBatch, samples: list[Sample], ahead: bool) -> None:
-        """Count what a rollout continued. `samples`: of all groups, in the order of their keys. `ahead`: it was beside an update."""
+        """Count continued responses for the metrics. `samples`: of all groups, by key. `ahead`: the rollout was beside an update."""
         continued = batch.unfinished & (batch.made > 0)
         prompts = np.repeat([len(group.prompt.token_ids) for group in batch.groups], batch.count)
         self.counts["continued"] += int(continued.sum())
@@ -93,7 +93,7 @@ class PartialRollouts:
         return f"{step}_ahead" if ahead else f"{step}_refill_{self.refills}" if self.refills else f"{step}"
 
     def train(self, step: Step, batch: PartialBatch, samples: list[Sample], prefill_s: float) -> list[Sample]:
-        """Return the samples that the step trains, and make their groups its prompts and forecast. `prefill_s`: of one token."""
+        """Return the samples that the step trains on, and make their groups its prompts and forecast. `prefill_s`: seconds per token."""
         trained, metrics = self.take(batch, samples)
         assert batch.chosen is not None
         rows = [g * batch.count + n for g in batch.chosen for n in range(batch.count)]
@@ -103,7 +103,7 @@ class PartialRollouts:
         return trained
 
     def take(self, batch: PartialBatch, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
-        """Return the samples that the step trains, and its metrics. The other groups stay in flight.
+        """Return the samples that the step trains on, and its metrics. The other groups stay in flight.
 
         `samples`: of all groups, in the order of their keys.
         """
@@ -138,7 +138,7 @@ class PartialRollouts:
         ]
 
     def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
-        """Restore the groups in flight. `prompts`: by row. Groups of another size than the recipe's begin again."""
+        """Restore the groups in flight. `prompts`: by row. Groups whose size differs from the recipe's begin again."""
         self.in_flight = []
         for row in state:
             samples = tuple(from_json(sample, prompts) for sample in row["samples"])

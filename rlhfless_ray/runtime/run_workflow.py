@@ -1,4 +1,4 @@
-"""Run the stages of a workflow one after another, each in a run folder of its own, and continue where it was stopped."""
+"""Run the stages of a workflow one after another, each in its own run folder, and resume a stopped workflow."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str
 
     Args:
         workflow: The stages. All recipes are checked before the first one starts.
-        resume: Continue the workflow of this name. Finished stages are kept, and the one that was stopped goes on from its checkpoint.
+        resume: Continue the workflow of this name. Finished stages are kept, and a stopped one continues from its checkpoint.
         say: Called with one line before each stage.
 
     Raises:
         UserError: For a mistake in the file, or if a finished stage's recipe has changed.
-        RunError: If a stage fails. What it has done stays.
+        RunError: If a stage fails. Its run folder stays.
 
     Examples:
         >>> from rlhfless_ray import Workflow, run_workflow
@@ -84,7 +84,7 @@ def is_done(folder: Path, stage: PlannedStage) -> bool:
 
 
 def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:
-    """Raise UserError if a finished stage, or one that is under way, had another recipe."""
+    """Raise UserError if a finished or running stage had another recipe."""
     try:
         before: dict[str, Any] = {one["name"]: one["recipe"] for one in json.loads((folder / PLAN).read_text())}
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:
 def _run(path: Path, stage: PlannedStage) -> None:
     recipe = stage.recipe
     if path.is_dir() and not _can_resume(path, stage):
-        shutil.rmtree(path)  # it ended before there was anything to continue from
+        shutil.rmtree(path)  # it ended before its first checkpoint
     resume = path.is_dir()
     if isinstance(recipe, GenerationRecipe):
         if stage.kind == "evaluate":

@@ -1,4 +1,4 @@
-"""Samples as JSON-serialisable values, for checkpoints."""
+"""Convert samples to JSON types and back, for checkpoints."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Stages:
         *,
         private: bool,
     ) -> Stages:
-        """`files`: of the initial policy's folder. `private`: whether this Ray serves no other run."""
+        """Create the stages. `files`: of the initial policy's folder. `private`: whether this Ray serves no other run."""
         faults = worker_pools.faults
         score = (
             PrescoredStage(context, worker_pools.reward)
@@ -104,10 +104,10 @@ def _agents(context: RunContext, source: AgentSource, files: Files, longest_prom
     recipe, resource = context.recipe, context.leases.resource
     agent, functions = recipe.agent, recipe.functions
     config, longest = ray.put(without_weights(files)), recipe.longest_tokens(longest_prompt_tokens)
-    own = (source, config, recipe.policy.trust_remote_code, longest, agent.timeout_s, agent.turn_tokens)
+    arguments = (source, config, recipe.policy.trust_remote_code, longest, agent.timeout_s, agent.turn_tokens)
     start_s = functions.lease_deadline_s + agent.timeout_s
     agents = AgentProcesses(
-        lambda: start_agent(AgentActor, *own, resource=resource), agent.processes, agent.timeout_s, faults, start_s, context.ledger
+        lambda: start_agent(AgentActor, *arguments, resource=resource), agent.processes, agent.timeout_s, faults, start_s, context.ledger
     )
     agents.start()
     return agents

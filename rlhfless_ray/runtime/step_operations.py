@@ -58,7 +58,7 @@ class StepOperations(CheckpointedRun):
     cluster: RayCluster
     memory: MemoryWatch
     memory_fit: Fit
-    least_mb: dict[str, float]  # least memory of each function at work; empty on GPUs
+    least_mb: dict[str, float]  # least memory of each working function in MB; empty on GPUs
     ledger: Ledger
     broker: SlotBroker
     leases: LeaseManager
@@ -84,11 +84,11 @@ class StepOperations(CheckpointedRun):
 
     @property
     def last_step(self) -> int:
-        """The number of the last step. Filtered groups can lower it by using up an episode's prompts early."""
+        """Number of the last step. Filtered groups can lower it by using up an episode's prompts early."""
         return self.recipe.run.steps
 
     def next_prompts(self, step: Step, missing: int | None = None) -> list[Prompt]:
-        """Return a step's prompts, those of responses in flight first. `missing`: groups that it lacks since partial ones were dropped."""
+        """Return a step's prompts, those of responses in flight first. `missing`: groups that it lacks because others were dropped."""
         if self.recipe.rollout.partial == "off":
             return self._draw(self.dynamic_sampling.missing)
         if missing is None:
@@ -113,20 +113,20 @@ class StepOperations(CheckpointedRun):
 
     def plan(self, step: Step) -> RolloutPlan:
         now = self.autoscaler.width
-        most = {width: self.context.most_engines(width) for width in {now: 0, **self.context.most_by_width}}
-        if self.in_update and self.rolls_out_ahead:  # engines get what the learner leaves
+        limits = {width: self.context.most_engines(width) for width in {now: 0, **self.context.most_by_width}}
+        if self.in_update and self.rolls_out_ahead:  # engines get the slots that the learner leaves
             learner = [lease for rank in self.worker_group.by_rank for lease in rank.leases]
-            most = {width: min(n, most_instances(self.leases.matching({}), width, learner)) for width, n in most.items()}
+            limits = {width: min(n, most_instances(self.leases.matching({}), width, learner)) for width, n in limits.items()}
         least, warm = self.recipe.rollout.min_actors, self.rollout_stage.warm
-        others = {width: (n, warm(width)) for width, n in most.items() if width != now and n >= least}
+        others = {width: (n, warm(width)) for width, n in limits.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
-        plan = self.autoscaler.plan(scenarios, step.prompts, most[now], step=step.number, warm=warm(now), others=others)
+        plan = self.autoscaler.plan(scenarios, step.prompts, limits[now], step=step.number, warm=warm(now), others=others)
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan
 
     def plan_rest(self, step: Step) -> None:
-        """Plan again, with all slots, what a rollout beside the update left of the step. Does nothing if it left nothing."""
+        """Plan the rest of a step after a rollout beside the update, with all slots. Does nothing if no response is left."""
         if self.begun_ahead is not None and not step.samples:
             step.work = self._forecast_work(step.partial_batch, step.forecast)
             step.plan = self.plan(step)
@@ -193,9 +193,9 @@ class StepOperations(CheckpointedRun):
         return samples
 
     def _take_groups(self, step: Step, batch: PartialBatch, samples: list[Sample]) -> list[Sample]:
-        """Return the samples of the groups that the step trains, and make them its prompts and forecast. The others stay in flight.
+        """Return the samples of the groups that the step trains on, and make these its prompts and forecast. Others stay in flight.
 
-        Returns nothing if the rollout was beside an update that was done before enough groups were complete. It goes on then.
+        Returns nothing if the rollout was beside an update that ended before enough groups were complete. It continues then.
         """
         self.record.completion_order(self.partial_rollouts.rollout_name(step.number, self.in_update), batch, samples)
         self.partial_rollouts.count(batch, samples, self.in_update)
@@ -215,26 +215,26 @@ class StepOperations(CheckpointedRun):
     def refill_groups(self, step: Step) -> None:
         """Replace groups without a learning signal, see `DynamicSampling`. Does nothing without algorithm.filter_range."""
         step.answers = step.samples
-        asked = list(step.prompts)
+        prompts = list(step.prompts)
 
         def answer() -> list[Sample]:
-            more = Step(step.number, before=list(asked))
+            extra = Step(step.number, before=list(prompts))
             if self.recipe.rollout.partial == "off":
-                more.prompts = [self.prompts.train[i] for i in self.dynamic_sampling.draw()]
+                extra.prompts = [self.prompts.train[i] for i in self.dynamic_sampling.draw()]
             elif missing := self.dynamic_sampling.missing:
-                more.prompts = self.next_prompts(more, missing)
-            if not more.prompts:
+                extra.prompts = self.next_prompts(extra, missing)
+            if not extra.prompts:
                 return []
-            asked.extend(more.prompts)
-            more.forecast = self.forecast(more)
-            more.plan = self.plan(more)
-            with self.rollout_phase(more.plan):
-                more.samples = self.generate(more)
-            step.metrics |= {name: value for name, value in more.metrics.items() if name.startswith("partial/")}
+            prompts.extend(extra.prompts)
+            extra.forecast = self.forecast(extra)
+            extra.plan = self.plan(extra)
+            with self.rollout_phase(extra.plan):
+                extra.samples = self.generate(extra)
+            step.metrics |= {name: value for name, value in extra.metrics.items() if name.startswith("partial/")}
             with self.score_phase():
-                self.score(more.samples)
-            self.autoscaler.observe_samples(more.prompts, more.samples)
-            return more.samples
+                self.score(extra.samples)
+            self.autoscaler.observe_samples(extra.prompts, extra.samples)
+            return extra.samples
 
         try:
             step.samples = self.dynamic_sampling.fill(step.answers, answer)
@@ -246,9 +246,9 @@ class StepOperations(CheckpointedRun):
     def advantages(self, samples: list[Sample]) -> Batch:
         if self.agreement is not None and self.weights is not None:
             self.agreement.check(samples, self.weights, self.recipe.rollout.temperature, parks=False)
-        # groups that filtering keeps for the next step are one version old there
-        most = max(self.recipe.rollout.max_lag_steps, int(self.recipe.algorithm.filter_range is not None))
-        lag = check_lag(samples, self.step.number - 1, most)
+        # groups that filtering keeps for the next step are one version old in it
+        max_lag = max(self.recipe.rollout.max_lag_steps, int(self.recipe.algorithm.filter_range is not None))
+        lag = check_lag(samples, self.step.number - 1, max_lag)
         if self.recipe.rollout.max_lag_steps:
             self.step.metrics |= lag
         return self.learn_stage.advantages(samples)
@@ -260,7 +260,7 @@ class StepOperations(CheckpointedRun):
     def start_update(self, batch: Batch) -> Pending[UpdateStats]:
         """Update the critic, if there is one, and start the policy's update."""
         self.in_update, self.ahead, self.begun_ahead = True, [], None
-        if self.weights is not None and not self.rolls_out_ahead:  # engines are done with it: the next version takes its place in the store
+        if self.weights is not None and not self.rolls_out_ahead:  # engines no longer need it: free its space for the next version
             self.weights = replace(self.weights, ref=None, copy=None)
         update = self.learn_stage.start_update(batch, self.step.samples)
         self.update = Pending(lambda: self._updated(update), update.is_ready)
@@ -272,7 +272,7 @@ class StepOperations(CheckpointedRun):
         self.quality |= sized
         if self.agreement is not None:
             self.agreement.updated(stats)
-            if not self.step.metrics.get("lag/max"):  # otherwise their difference is that of two versions
+            if not self.step.metrics.get("lag/max"):  # with a lag, the difference is that between two versions
                 self.quality |= compare_mismatch(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
         return stats
 
@@ -319,16 +319,16 @@ class StepOperations(CheckpointedRun):
 
         return evaluate(self.rollout_stage, self.score_stage, self.prompts.heldout, weights, self.step.number, check)
 
-    def record_evaluation(self, found: dict[str, float]) -> None:
+    def record_evaluation(self, evaluation: dict[str, float]) -> None:
         self.phases.take()
         self.owes_evaluation = False
-        self.best.read_metric(found)  # raises now, and not in an hour, if no evaluation has the metric
-        self.record.evaluation(self.steps_done, found)
+        self.best.read_metric(evaluation)  # raises at once instead of in an hour if no evaluation has the metric
+        self.record.evaluation(self.steps_done, evaluation)
 
     def decide_end(self, step: Step, upcoming: Step | None) -> StepEnd:
         """Decide what to do at the end of a step.
 
-        Engines of the next step start early unless their leases may be needed: by a learner whose state is saved (it may be lost),
+        Engines of the next step start early unless their leases may be needed: by the learner during a save (its processes may be lost),
         by another run, or for computing prefix KV.
         """
         metric = self.best.read_metric(step.evaluation)
@@ -352,9 +352,9 @@ class StepOperations(CheckpointedRun):
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
         self.ledger.begin_step(step.number + starts_next)
-        own = self.ledger.totals_since(self.first_row)
-        self.costs = self.record.costs(own, self.first_row)
-        return own
+        totals = self.ledger.totals_since(self.first_row)
+        self.costs = self.record.costs(totals, self.first_row)
+        return totals
 
     def start_engines(self, upcoming: Step) -> None:
         """Start the next step's engines under the free leases, without waiting until they have loaded the weights."""

@@ -45,7 +45,7 @@ class ActorClasses:
     prefill: type | None = None  # None: the engines keep no pages
     critic: type | None = None
     reference: type | None = None
-    drafter: type | None = None  # None: a drafter is not trained
+    drafter: type | None = None  # None: no drafter is trained
     computes: bool = True  # whether engines and learner compute a policy, so that log-probabilities can be compared
 
     @classmethod
@@ -69,7 +69,7 @@ class WorkerPools:
     critic: WorkerGroup | None = None
     reference: WorkerGroup | None = None
     prefix_blocked: str | None = None  # why there is no prefix KV although the recipe asks for it
-    drafter: WorkerPool | None = None  # that trains it
+    drafter: WorkerPool | None = None  # trains the drafter
 
 
 def create_worker_pools(
@@ -87,9 +87,12 @@ def create_worker_pools(
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
-    `files`: of the initial policy's folder. `folder`: of the run; its path and the time name the run's leases on a shared cluster.
-    `say`: callback for log messages. `source`: the slots that the runs of the cluster share; default: Ray's queue. `drafter_files`: of the
-    model that drafts.
+    Args:
+        files: of the initial policy's folder.
+        folder: the run folder. Its path and the time name the run's leases on a shared cluster.
+        say: callback for log messages.
+        source: the pool of slots that the runs of the cluster share; None: Ray's queue.
+        drafter_files: of the model that drafts.
     """
     import ray
 
@@ -141,7 +144,7 @@ def create_worker_pools(
 
     def worker_group(kind: str, cls: type | None, settings: Callable[..., Any], ranks: int, name: str) -> WorkerGroup:
         assert cls is not None
-        numbers = itertools.cycle(range(ranks))  # all ranks of a group start together, also after a loss
+        numbers = itertools.cycle(range(ranks))  # all ranks of a group start together, even after a loss
         group_pool = WorkerPool(
             kind,
             lambda slot: start_actor(cls, slot, resource, pages, settings(recipe, next(numbers), resource)),

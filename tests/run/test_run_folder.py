@@ -226,7 +226,7 @@ def test_a_file_that_lost_its_content_is_named(tmp_path: Path, left: bytes | Non
     store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
     torn = tmp_path / "checkpoints" / "step_4" / "optimizer.safetensors"
     torn.unlink() if left is None else torn.write_bytes(left)
-    with pytest.raises(UserError, match=r"step_4/optimizer.safetensors is not what was written there .*; remove .*step_4 to continue"):
+    with pytest.raises(UserError, match=r"step_4/optimizer.safetensors differs from the file .*; remove .*step_4 to continue"):
         store(RunFolder(tmp_path)).load()
 
 
