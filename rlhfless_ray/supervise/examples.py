@@ -1,4 +1,4 @@
-"""Tokenized rows of a supervised stage, and the batches and micro-batches that are made of them."""
+"""Tokenized rows of a supervised stage, and their batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from rlhfless_ray.learn.packing import padded as pack
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence: its token ids, the number of those before the first that may be trained (at least 1), and which of the others are."""
+    """A sequence of token ids. `context_tokens`: number of tokens before the first that may be trained (at least 1)."""
 
     tokens: Sequence[int]
     context_tokens: int
     mask: np.ndarray | None = None  # (tokens after the context,) bool; None: all
-    labels: Sequence[float] = ()  # one for each trained token, or none
+    labels: Sequence[float] = ()  # a label for each trained token, or none
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Sequences laid end to end. A row has `per_row` of them, which lie behind each other: a pair is the chosen and the rejected one.
+    """Sequences end to end. A row has `per_row` consecutive sequences; a pair has the chosen one, then the rejected one.
 
-    tokens (Σ length,) int32; context_lengths and lengths (sequences,) int64; mask (Σ length,) bool: the tokens that are trained;
-    extras (rows,) float32: margin or label of each row; labels (trained tokens,) float32, or empty.
+    Attributes:
+        tokens: (Σ length,) int32.
+        context_lengths, lengths: (sequences,) int64.
+        mask: (Σ length,) bool: the tokens that are trained.
+        extras: (rows,) float32: margin or label of each row.
+        labels: (trained tokens,) float32, or empty.
     """
 
     tokens: np.ndarray
@@ -71,7 +75,7 @@ class Examples:
         return np.concatenate([self.labels[trained[ends[i] - self.lengths[i]] : trained[ends[i]]] for i in self.sequences_of(rows)])
 
     def batch(self, rows: np.ndarray) -> Batch:
-        """Return the sequences of these rows; `groups` are the positions in `rows`. There are no log-probabilities and advantages."""
+        """Return the sequences of these rows. `groups` are positions in `rows`. There are no log-probabilities and advantages."""
         ends = np.cumsum(self.lengths)
         numbers = self.sequences_of(rows)
         pieces = [slice(ends[i] - self.lengths[i], ends[i]) for i in numbers]
@@ -91,9 +95,9 @@ class Examples:
 
 
 def cut_rows(batch: Batch, per_row: int, max_tokens: int, sharing: PromptSharing, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of at most `max_tokens` padded tokens, and return those of one rank; see `micro_batches`.
+    """Divide a batch into micro-batches of at most `max_tokens` padded tokens, and return those of one rank; see `micro_batches`.
 
-    The two sequences of a pair are always in the same micro-batch, and in the same row where they share enough of a prompt.
+    The two sequences of a pair are always in the same micro-batch, and in the same row if they share enough of a prompt.
     """
     if per_row == 1:
         return micro_batches(batch, np.arange(len(batch)), max_tokens, None, rank, ranks)
@@ -125,15 +129,15 @@ def _same_context(batch: Batch, contexts: np.ndarray) -> Iterator[bool]:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Which rows each optimizer step trains: every row once an epoch, in an order that follows from the seed."""
+    """The rows of each optimizer step: every row once per epoch, in an order that follows from the seed."""
 
     rows: int
     batch_rows: int
     epochs: int
     seed: int
     shuffle: bool = True
-    drops: bool = False  # whether an epoch's last rows that do not fill a batch are not trained in it
-    most_steps: int | None = None  # they decide instead of the epochs, which then go on
+    drops: bool = False  # whether an epoch's last rows that do not fill a batch are dropped
+    most_steps: int | None = None  # number of steps, instead of that of the epochs
 
     @property
     def steps_per_epoch(self) -> int:

@@ -1,4 +1,4 @@
-"""What the ranks tell the driver. In a module of its own, so that its process imports little."""
+"""The actor to which ranks report. It has its own module, so that its process imports little."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ INBOX = "the actor that the ranks report to"
 
 
 class Inbox:
-    """What the ranks tell the driver, and whether the driver asks them to stop. A Ray actor on the driver's node."""
+    """Messages of the ranks to the driver, and the driver's request to stop. A Ray actor on the driver's node."""
 
     def __init__(self) -> None:
         self.items: list[tuple[str, Any]] = []
         self.stops = False
 
     def post(self, kind: str, content: Any) -> bool:
-        """Take a message; return whether the ranks should stop."""
+        """Add a message, and return whether the ranks should stop."""
         self.items.append((kind, content))
         return self.stops
 

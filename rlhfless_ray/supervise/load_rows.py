@@ -23,24 +23,24 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
     `context_tokens`: longest sequence that the model takes.
 
     Raises:
-        UserError: For a row without the columns, of the wrong type, too long, or whose two responses are the same, which it names.
+        UserError: For a row without the columns, of the wrong type, too long, or with two equal responses. The message names the row.
     """
     data, evaluate = recipe.data, recipe.evaluate
     reader = RowReader(recipe, tokenizer, context_tokens)
     if data.task:
         train = reader.read(_builtin_rows(recipe, data.rows, "train"), f"data.task {data.task}")
-        return reader.found(train, reader.read(_builtin_rows(recipe, evaluate.rows, "heldout"), f"data.task {data.task}"))
+        return reader.collect(train, reader.read(_builtin_rows(recipe, evaluate.rows, "heldout"), f"data.task {data.task}"))
     rows = read_sources(data.sources, data.split, "data", probabilities=data.probabilities, max_rows=data.max_rows, seed=recipe.run.seed)
     where = f"data.path {data.sources[0]}" if len(data.sources) == 1 else "data.paths"
     train = reader.read(rows, where)
     if evaluate.path:
         sources = [evaluate.path] if Path(evaluate.path).exists() else [part.strip() for part in evaluate.path.split(",")]
         heldout = reader.read(read_sources(sources, evaluate.split, "evaluate", max_rows=evaluate.rows or None), "evaluate.path")
-        return reader.found(train, heldout)
+        return reader.collect(train, heldout)
     if len(train) <= evaluate.rows:
         raise UserError(f"evaluate.rows: {evaluate.rows} held-out rows leave none of the {len(train)} of {where} to train on; lower it")
     split = len(train) - evaluate.rows
-    return reader.found(train[:split], train[split:])
+    return reader.collect(train[:split], train[split:])
 
 
 def _builtin_rows(recipe: SupervisedRecipe, count: int, split: Any) -> list[NamedRow]:

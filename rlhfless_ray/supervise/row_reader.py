@@ -1,4 +1,4 @@
-"""Rows of a data set → sequences of tokens, as a recipe of a supervised stage says."""
+"""Convert rows of a data set to sequences of tokens, by the recipe of a supervised stage."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlhfless_ray.prompts.read_rows import NamedRow
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Example, Examples
 
-NAMED = 5  # rows that a note names
+NAMED = 5  # number of rows that a note names
 
 
 @dataclass(frozen=True)
 class SupervisedRows:
     train: Examples
     heldout: Examples
-    reward_tokens: list[int] | None = None  # prm: what labels are out of; None: all tokens
+    reward_tokens: list[int] | None = None  # prm: tokens that labels may be; None: all tokens
     notes: tuple[str, ...] = ()  # messages for the user about rows that were left out or cut
 
 
@@ -33,7 +33,7 @@ Rendered = tuple[list[Example], float]
 
 
 class RowReader:
-    """Turns rows into sequences of tokens, and counts those that it leaves out or cuts."""
+    """Convert rows to sequences of tokens, and count those that are left out or cut."""
 
     def __init__(self, recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | None) -> None:
         self.recipe, self.data, self.task = recipe, recipe.data, recipe.task
@@ -58,18 +58,18 @@ class RowReader:
 
     def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
         self.where = where
-        found = []
+        examples = []
         for name, row in rows:
             self.name = f"{where}, {name}"
             try:
-                found.append(self._row(row))
+                examples.append(self._row(row))
             except _LeftOut:
                 self.left_out.append(name)
-        if rows and not found:
+        if rows and not examples:
             raise UserError(f"{where}: all {len(rows)} rows are too long or empty and are left out; raise data.max_tokens")
-        return found
+        return examples
 
-    def found(self, train: list[Rendered], heldout: list[Rendered]) -> SupervisedRows:
+    def collect(self, train: list[Rendered], heldout: list[Rendered]) -> SupervisedRows:
         return SupervisedRows(self._examples(train), self._examples(heldout), self.reward_tokens or None, self._notes())
 
     def _examples(self, rows: list[Rendered]) -> Examples:
@@ -79,9 +79,9 @@ class RowReader:
         return Examples.of([row for row, _ in rows], [extra for _, extra in rows])
 
     def _mismatched(self, row: Rendered, other: Rendered) -> Example:
-        (own,), (theirs,) = row[0], other[0]
-        tokens = [*own.tokens[: own.context_tokens], *theirs.tokens[theirs.context_tokens :]][: self.data.max_tokens]
-        return Example(tokens, own.context_tokens)
+        (own_example,), (theirs,) = row[0], other[0]
+        tokens = [*own_example.tokens[: own_example.context_tokens], *theirs.tokens[theirs.context_tokens :]][: self.data.max_tokens]
+        return Example(tokens, own_example.context_tokens)
 
     def _notes(self) -> tuple[str, ...]:
         notes = []
@@ -91,7 +91,7 @@ class RowReader:
                 notes.append(f"{len(names)} rows of more than {self.data.max_tokens} tokens (data.max_tokens) are {what}: {shown}")
         return tuple(notes)
 
-    # ---- what else is made of a row -------------------------------------------------------------------------------------
+    # ---- texts and tokens of a row --------------------------------------------------------------------------------------
 
     def prompt_text(self, name: str, row: dict[str, Any]) -> str:
         """Return the prompt as a model sees it."""
@@ -111,7 +111,7 @@ class RowReader:
         return self._texts(prompt, response, self.data.response_column)
 
     def tokens_as_openrlhf(self, prompt: str, response: str) -> Sequence[int] | None:
-        """Return the sequence that OpenRLHF makes of these texts, None if it leaves the row out."""
+        """Return the sequence that OpenRLHF makes of these texts, or None if it leaves the row out."""
         try:
             return self._as_openrlhf(prompt, response).tokens
         except _LeftOut:
@@ -184,7 +184,7 @@ class RowReader:
         return self._limited([*head, *tail, *self._end(tail)], len(head))
 
     def _texts(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
-        """Return the text before what is trained, and that text."""
+        """Return the text before the trained text, and the trained text."""
         whole = self.data.train_on == "all" or (self.task == "rm" and prompt is None)
         if self.data.template == "chat":
             before, after = self._rendered(prompt, response, column)
@@ -201,12 +201,12 @@ class RowReader:
         return ("", prompt + response) if whole else (prompt, response)
 
     def _end(self, tail: list[int]) -> list[int]:
-        """The end-of-sequence token, unless the text ends with it or is trained as a piece of a longer one."""
+        """Return the end-of-sequence token, or nothing if the text ends with it or is trained as part of a longer text."""
         eos = self.tokenizer.eos_token_id
         return [] if self.data.train_on == "all" or tail[-1:] == [eos] else [eos]
 
     def _limited(self, tokens: list[int], context: int, mask: np.ndarray | None = None) -> Example:
-        """Apply the limit. `mask` (tokens,) bool: what is trained; None: all after `context`."""
+        """Apply the token limit. `mask` (tokens,) bool: the trained tokens; None: all after `context`."""
         limit = self.data.max_tokens - (self.task in WITH_NEXT)
         if len(tokens) > limit:
             if self.data.overlong == "stop":
@@ -220,7 +220,7 @@ class RowReader:
             tokens = tokens[:limit]
             mask = None if mask is None else mask[:limit]
         context = max(1, context)
-        if self.task == "rm":  # the value at the last token is the one before a token that follows it
+        if self.task == "rm":  # one token more, because values are read before the token that counts as trained
             return Example([*tokens, self.tokenizer.eos_token_id], min(context, len(tokens)), _only_last(tokens, context))
         if self.task == "prm" and mask is not None:
             return Example([*tokens, self.tokenizer.eos_token_id], 1, np.append(False, mask)[1:])
@@ -247,7 +247,7 @@ class RowReader:
         return self._limited(tokens, context)
 
     def _steps(self, row: dict[str, Any]) -> Example:
-        """Return a text whose steps end with placeholders. The token after a placeholder is the one that counts as trained."""
+        """Return a text whose steps end with placeholders. The token after a placeholder counts as trained."""
         data = self.data
         text, labels = self._cell(row, data.prompt_column, "prompt_column"), self._cell(row, data.label_column, "label_column")
         tokens = [*self.bos, *self._ids(text)]
@@ -258,8 +258,8 @@ class RowReader:
                 "fix or remove the row, or set data.placeholder_token"
             )
         if not isinstance(labels, list) or len(labels) != steps:
-            found = f"{len(labels)} labels" if isinstance(labels, list) else "no list"
-            raise UserError(f"{self.name}: column `{data.label_column}` has {found} for {steps} steps; give each step a label")
+            labelled = f"{len(labels)} labels" if isinstance(labels, list) else "no list"
+            raise UserError(f"{self.name}: column `{data.label_column}` has {labelled} for {steps} steps; give each step a label")
         values = [self._label(label) for label in labels]
         if data.contract == "openrlhf" and len(tokens) > data.max_tokens - 1:
             self.cut.append(self.name.rpartition(", ")[2])
@@ -345,20 +345,20 @@ class RowReader:
     def _template(self, turns: list[dict[str, Any]], prompts: bool = False) -> str:
         try:
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
-        except Exception as error:  # jinja raises what the template says
+        except Exception as error:  # a template may raise anything
             raise UserError(f"{self.name}: the chat template of policy.path refuses the conversation: {one_line(error, 200)}") from None
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Example:
         """Tokenize a rendered conversation; the tokens that begin within `spans` of characters are trained."""
         if not getattr(self.tokenizer, "is_fast", False):
-            raise UserError("policy.path: its tokenizer is a slow one, which does not tell where tokens begin; save a fast tokenizer")
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = np.array([start for start, _ in found["offset_mapping"]])
+            raise UserError("policy.path: its tokenizer is a slow one, which cannot map tokens to text positions; save a fast tokenizer")
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = np.array([start for start, _ in encoded["offset_mapping"]])
         mask = np.zeros(len(starts), bool)
         for start, end in spans:
             mask |= (starts >= start) & (starts < end)
         context = int(np.argmax(mask)) if mask.any() else len(mask)
-        return self._limited(found["input_ids"], context, mask)
+        return self._limited(encoded["input_ids"], context, mask)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

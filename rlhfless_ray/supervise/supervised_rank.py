@@ -40,23 +40,26 @@ from rlhfless_ray.weights.tensor_file import Files
 
 @dataclass(frozen=True)
 class StepResult:
-    """Means over the rows of an optimizer step, or of an evaluation."""
+    """Means over the rows of an optimizer step or an evaluation."""
 
     metrics: dict[str, float]
-    trained_tokens: int  # that the loss counts; rm: all
-    tokens: int = 0  # of the sequences, context included
+    trained_tokens: int  # tokens that the loss counts; rm: all
+    tokens: int = 0  # tokens of the sequences, context included
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     skipped: str = ""  # why the step was not applied
 
 
 class SupervisedRank:
-    """Call `open` once, then `step` for each optimizer step. Every rank makes the same calls with the same rows in the same order."""
+    """A rank that trains. Call `open` once, then `step` for each optimizer step.
+
+    Every rank makes the same calls with the same rows in the same order.
+    """
 
     def __init__(
         self, recipe: SupervisedRecipe, steps: int, rank: int = 0, ranks: int = 1, device: str = "cpu", alive: Callable[[], object] = int
     ) -> None:
-        """`alive`: called now and then in passes over whole data sets."""
+        """`alive`: called regularly in passes over whole data sets, to report progress."""
         self.alive = alive
         self.recipe, self.rank, self.ranks = recipe, rank, ranks
         self.task, self.loss = recipe.task, recipe.loss
@@ -89,13 +92,13 @@ class SupervisedRank:
         state: Any,
         reward_tokens: list[int] | None = None,
     ) -> list[np.ndarray]:
-        """Build the engine and return the reference's log-probabilities of the sequences in each data set, [] without a reference.
+        """Build the engine. Returns the reference's log-probabilities of the sequences in each data set, [] without a reference.
 
         Args:
-            model: the folder that training begins with, or its files.
+            model: folder of the initial model, or its files.
             second: folder of another reference, or of the teacher.
             data: data sets whose rows `step` and `evaluate` will get.
-            known: what an earlier call returned, which is then not computed again.
+            known: the result of an earlier call, which is then not computed again.
             state: see `read_state`; None at the beginning.
             reward_tokens: prm: the tokens whose logits are compared; None: all.
         """
@@ -127,7 +130,7 @@ class SupervisedRank:
         return known or []
 
     def _reference_sums(self, module: Any, examples: Examples) -> np.ndarray:
-        """Return log-probabilities (sequences,) float64 of the trained tokens of each sequence, summed. Without gradient."""
+        """Return the summed log-probabilities of each sequence's trained tokens, (sequences,) float64, without gradient."""
         sums = torch.zeros(len(examples.lengths), dtype=torch.float64)
         size = max(1, 8 * self.recipe.data.batch_rows)
         for start in range(0, len(examples), size):
@@ -141,14 +144,14 @@ class SupervisedRank:
         return self.trainer.over_ranks(sums).numpy()
 
     def _cut(self, batch: Batch, examples: Examples, mismatched: bool = False) -> list[MicroBatch]:
-        """Return this rank's micro-batches. kto: of the rows' own responses, or of the `mismatched` ones."""
-        most = self.recipe.learner.max_micro_batch_tokens
+        """Return this rank's micro-batches. kto: of the rows' own responses, or of the `mismatched` responses."""
+        max_tokens = self.recipe.learner.max_micro_batch_tokens
         if self.task == "kto":
-            return micro_batches(batch, np.arange(int(mismatched), len(batch), 2), most, None, self.rank, self.ranks)
-        return cut_rows(batch, examples.per_row, most, self.sharing, self.rank, self.ranks)
+            return micro_batches(batch, np.arange(int(mismatched), len(batch), 2), max_tokens, None, self.rank, self.ranks)
+        return cut_rows(batch, examples.per_row, max_tokens, self.sharing, self.rank, self.ranks)
 
     def _sequence_sums(self, module: Any, batch: Batch, cuts: list[MicroBatch]) -> Tensor:
-        """Return log-probabilities (sequences,) of this rank's share, summed over tokens; 0 elsewhere. On the host, no gradient."""
+        """Return log-probabilities summed over tokens, (sequences,), on the host and without gradient. Sequences of other ranks have 0."""
         flat = passed(lambda tensors: token_logprobs(module, tensors, 1.0)[0], batch, cuts, self.device)
         owner = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.response_lengths))
         return torch.zeros(len(batch)).index_add_(0, owner, flat.cpu())
@@ -160,7 +163,7 @@ class SupervisedRank:
     # ---- a step -----------------------------------------------------------------------------------------------
 
     def step(self, examples: Examples, rows: np.ndarray, data: int = 0) -> StepResult:
-        """Train on these rows: one optimizer step. `data`: which data set they are of."""
+        """Make one optimizer step on these rows. `data`: number of their data set."""
         batch = examples.batch(rows)
         sums, tokens = self._passes(batch, examples, rows, data, learn=True)
         rate = self.trainer.rate()
@@ -169,7 +172,7 @@ class SupervisedRank:
         return StepResult(sums, tokens, int(counted.sum()), norm, rate, "" if applied else reason)
 
     def evaluate(self, examples: Examples, data: int = 1) -> StepResult:
-        """Return the loss and its companions over a whole data set, without learning."""
+        """Return the loss and the other metrics over a whole data set, without training."""
         size, totals, tokens, count = max(1, 4 * self.recipe.data.batch_rows), dict[str, float](), 0, 0.0
         self.trainer.engine.eval()
         for start in range(0, len(examples), size):
@@ -184,7 +187,7 @@ class SupervisedRank:
         return StepResult({name: value / count for name, value in totals.items()}, tokens)
 
     def _passes(self, batch: Batch, examples: Examples, rows: np.ndarray, data: int, learn: bool) -> tuple[dict[str, float], int]:
-        """Run the batch through the model, with gradients if it `learn`s; return means over the batch and its trained tokens."""
+        """Run the batch through the model, with gradients if `learn`. Returns means over the batch, and the number of trained tokens."""
         cuts = self._cut(batch, examples)
         lengths = batch.response_lengths
         reference = None
@@ -234,10 +237,10 @@ class SupervisedRank:
         kl: Tensor | None,
         extras: Tensor,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return a micro-batch's part of the batch's mean loss, and of the means of what is logged beside it.
+        """Return a micro-batch's part of the batch's mean loss, and of the means of other logged values.
 
-        `rows`: their positions in the batch. `lengths`: trained tokens of each sequence of the batch. `extras`: of each row; prm: of
-        each step.
+        `rows`: positions of its rows in the batch. `lengths`: trained tokens of each sequence of the batch. `extras`: one value for each
+        row; prm: for each step.
         """
         engine = self.trainer.engine
         if self.task == "prm":
@@ -272,7 +275,7 @@ class SupervisedRank:
         return losses.sum() / n, {"accuracy": float(right) / n, "kl": float(kl) * len(rows) / n}
 
     def _token_loss(self, tensors: dict[str, Tensor], lengths: np.ndarray) -> tuple[Tensor, dict[str, float]]:
-        """sft, kd: the same of a loss that is a mean over tokens."""
+        """sft, kd: return the same as `_loss` for a loss that is a mean over tokens."""
         n, counts = len(lengths), torch.from_numpy(lengths)
         weights = torch.full((n,), 1.0 / int(lengths.sum())) if self.loss.mean == "token" else 1.0 / (n * counts)
         share = weights.to(self.device)[tensors["sequence"]]
@@ -287,7 +290,7 @@ class SupervisedRank:
         return (1 - coefficient) * nll + coefficient * distillation, parts
 
     def _step_loss(self, tensors: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """prm: the same of a loss that is a mean over the steps of a batch."""
+        """prm: return the same as `_loss` for a loss that is a mean over the steps of a batch."""
         logits = self.trainer.engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
         here, n = labels.to(self.device)[tensors["flat"]], len(labels)
         best = (here < 0.5).long() if logits.shape[1] == 2 else here.long()
@@ -302,7 +305,7 @@ class SupervisedRank:
 
 
 def _by_row(values: Tensor, sequences: Tensor, rows: np.ndarray, per_row: int) -> Tensor:
-    """Sum values (tokens,) by sequence: (rows, per_row), in the order of `rows`."""
+    """Sum values (tokens,) by sequence. Returns (rows, per_row), in the order of `rows`."""
     place = torch.full((int(rows.max()) + 1,), -1, dtype=torch.int64, device=values.device)
     place[torch.from_numpy(rows).to(values.device)] = torch.arange(len(rows), device=values.device)
     index = place[sequences // per_row] * per_row + sequences % per_row
@@ -311,11 +314,11 @@ def _by_row(values: Tensor, sequences: Tensor, rows: np.ndarray, per_row: int) -
 
 def _pair_means(both: Tensor, n: int) -> dict[str, float]:
     """Return these pairs' part of the means over a batch of `n`: accuracy, margin and both rewards."""
-    found = both.detach().double().cpu()
-    difference = found[:, 0] - found[:, 1]
+    rewards = both.detach().double().cpu()
+    difference = rewards[:, 0] - rewards[:, 1]
     return {
         "accuracy": float((difference > 0).sum()) / n,
         "margin": float(difference.sum()) / n,
-        "chosen_reward": float(found[:, 0].sum()) / n,
-        "rejected_reward": float(found[:, 1].sum()) / n,
+        "chosen_reward": float(rewards[:, 0].sum()) / n,
+        "rejected_reward": float(rewards[:, 1].sum()) / n,
     }

@@ -1,4 +1,4 @@
-"""What each rank of a supervised stage runs under Ray Train: the loop over optimizer steps."""
+"""The loop over optimizer steps, which each rank of a supervised stage runs under Ray Train."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ MODEL, PROGRESS, REFERENCES = "model", "progress.json", "reference_logprobs.npz"
 
 @dataclass(frozen=True)
 class RankStart:
-    """What every rank gets. `data`: the rows to train on, and held-out ones. `model`: a folder that each node has, or its files.
-    `second`: folder of another reference, or of the teacher."""
+    """The input of every rank.
+
+    `data`: training rows and held-out rows. `model`: a folder that each node has, or its files. `second`: folder of another reference, or
+    of the teacher.
+    """
 
     recipe: SupervisedRecipe
     order: RowOrder
-    data: Any  # of the object store: list[Examples]
-    model: Any  # Path, or of the object store: Files
+    data: Any  # reference to list[Examples] in the object store
+    model: Any  # Path, or reference to Files in the object store
     second: Path | None
     reward_tokens: list[int] | None
     storage: Path  # folder of the checkpoints
@@ -55,7 +58,7 @@ def train_rank(config: dict[str, Any]) -> None:
     start: RankStart = config["start"]
     try:
         _Loop(start).run()
-    except (UserError, RunError) as error:  # another attempt would end in the same way
+    except (UserError, RunError) as error:  # another attempt would fail in the same way
         fetch(start.inbox.post.remote("error", error), start.recipe.learner.deadline_s, INBOX)
 
 
@@ -91,7 +94,7 @@ class _Loop:
             begin = time.time()
             result = self.work.step(train, self.order.step(done))
             done += 1
-            stops = self._told(done, result, begin)
+            stops = self._report_step(done, result, begin)
             if len(heldout) and self._evaluates_after(done):
                 self._evaluate(heldout, done)
             every = self.recipe.checkpoint.every_steps
@@ -105,7 +108,7 @@ class _Loop:
         return done == order.steps or epoch_ends or bool(section.every_steps and done % section.every_steps == 0)
 
     def _open(self, data: list[Examples]) -> int:
-        """Open the engine, from the newest checkpoint if there is one; return the steps that are done."""
+        """Open the engine, from the newest checkpoint if there is one. Returns the number of finished steps."""
         state, done = None, 0
         model = self.start.model if isinstance(self.start.model, Path) else self._fetch(self.start.model, "the first model")
         references = self.start.storage / REFERENCES
@@ -119,16 +122,16 @@ class _Loop:
                 folder = Path(stack.enter_context(checkpoint.as_directory()))
                 state = read_state({file.name: read_content(file) for file in sorted(folder.iterdir()) if file.is_file()})
                 done = int(json.loads((folder / PROGRESS).read_text())["steps"])
-            found = self.work.open(model, self.start.second, data, known, state, self.start.reward_tokens)
-        if found and known is None and self.rank == 0:
+            reference_sums = self.work.open(model, self.start.second, data, known, state, self.start.reward_tokens)
+        if reference_sums and known is None and self.rank == 0:
             references.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=references.parent, suffix=".npz", delete=False) as file:
-                np.savez(file, **{str(number): sums for number, sums in enumerate(found)})  # type: ignore[arg-type]
+                np.savez(file, **{str(number): sums for number, sums in enumerate(reference_sums)})  # type: ignore[arg-type]
             os.replace(file.name, references)
         return done
 
-    def _told(self, done: int, result: StepResult, begin_s: float) -> bool:
-        """Tell the driver about a step; return whether the ranks should stop."""
+    def _report_step(self, done: int, result: StepResult, begin_s: float) -> bool:
+        """Report a step to the driver. Returns whether the ranks should stop."""
         end_s = time.time()
         seconds = end_s - begin_s
         self._span("work", "update", begin_s, end_s)
@@ -155,7 +158,7 @@ class _Loop:
             self.post("evaluation", (done, {f"eval/{name}": value for name, value in result.metrics.items()}))
 
     def _save(self, done: int, model: bool = False) -> None:
-        """Report a checkpoint: each rank its part of the state, and the first one the model if it is complete."""
+        """Report a checkpoint: every rank its part of the state, and the first rank the model if `model`."""
         if self.saved == done:
             return
         begin = time.time()
@@ -176,7 +179,7 @@ class _Loop:
             self.post("saved", done)
 
     def _write(self, files_of: Callable[[], Files], folder: Path) -> None:
-        """Write what rank 0 gets; every rank takes part in putting it together."""
+        """Write the files that rank 0 gets. Every rank takes part in gathering them."""
         files = files_of()
         if self.rank == 0:
             if self.recipe.task == "rm" and folder.name == MODEL:

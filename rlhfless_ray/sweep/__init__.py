@@ -1,1 +1,1 @@
-"""Sweeps: many runs on one cluster, at most so many at once."""
+"""Sweeps: many runs on one cluster, a limited number at once."""

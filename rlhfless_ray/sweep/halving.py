@@ -13,9 +13,10 @@ NO_CONTROLLER: Any = None  # the methods used here need neither Tune's controlle
 
 
 class Halving:
-    """Compares runs at steps `first_step`, `first_step` / keep, `first_step` / keep², …
+    """Compare runs at steps `first_step`, `first_step` / keep, `first_step` / keep², …
 
-    A run ends if it is not in the best share `keep` of those that reached the step before it. So the first run to arrive always goes on.
+    A run ends if it is not in the best share `keep` of the runs that reached the step before it. So the first run to arrive always
+    continues.
     """
 
     def __init__(self, section: EarlyStopping, metric: str, direction: str, runs: Iterable[str], most_steps: int) -> None:
@@ -36,7 +37,7 @@ class Halving:
             self.scheduler.on_trial_add(NO_CONTROLLER, trial)
 
     def ends(self, run: str, row: dict[str, Any]) -> bool:
-        """Return whether the run ends early at this row of its metrics. Rows without the metric decide nothing."""
+        """Return whether the run ends early at this row of its metrics. Rows without the metric never end a run."""
         if finite(row.get(self.metric)) is None:
             return False
         return bool(self.scheduler.on_trial_result(NO_CONTROLLER, self.trials[run], row) == "STOP")

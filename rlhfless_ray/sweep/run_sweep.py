@@ -1,4 +1,4 @@
-"""Run a sweep: start runs as others end, end those that fall behind, and write down what became of each."""
+"""Run a sweep: start runs as others end, end those that fall behind, and record the result of each."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
 from rlhfless_ray.sweep.sweep_folder import FINISHED, RunState, State, SweepFolder
 from rlhfless_ray.sweep.sweep_table import SweepDisplay
 
-POLL_S = 0.5  # interval at which runs are looked at
+POLL_S = 0.5  # interval at which runs are checked
 END_S = 600.0  # time for a run to save and end once it was asked to; an update of a large policy takes minutes
 HURRY_S = 30.0  # the same after a second Ctrl-C, without saving
 
 
 @dataclass
 class RunningRun:
-    """A run at work. asked: the state that it was asked to end in. bytes_read: size of its metrics file when it was last read."""
+    """A running run. `asked`: the state in which it was asked to end. `bytes_read`: size of its metrics file at the last read."""
 
     run: PlannedRun
     state: RunState
@@ -49,7 +49,7 @@ class RunningRun:
 def next_runs(waiting: list[PlannedRun], running: list[PlannedRun], at_most: int, made: Mapping[str, bool]) -> list[PlannedRun]:
     """Return the runs to start now, in the sweep's order.
 
-    A run whose initial policy another run is making from scratch waits until that policy is there. made: whether each such policy is.
+    A run waits while another run creates its initial policy from scratch. `made`: whether each such policy exists.
     """
     busy = {run.policy_key for run in running if run.policy_key and not made[run.policy_key]}
     chosen: list[PlannedRun] = []
@@ -66,39 +66,42 @@ def next_runs(waiting: list[PlannedRun], running: list[PlannedRun], at_most: int
 
 
 class SweepRunner:
-    """A sweep at work. `run` returns once every run has ended."""
+    """A running sweep. `run` returns once every run has ended."""
 
     def __init__(self, sweep: Sweep, *, resume: bool = False) -> None:
-        """Check everything that needs no Ray. Raises UserError."""
+        """Check everything that does not need Ray. Raises UserError."""
         file = sweep.file
         cores = file.cluster.cpus or len(os.sched_getaffinity(0))
         if not (file.cluster.address or os.environ.get("RAY_ADDRESS")) and file.at_most > cores:
             raise UserError(
-                f"at_most: {file.at_most} runs need a slot each at least, but this machine has {cores} cores for them; lower it"
+                f"at_most: {file.at_most} runs need at least a slot each, but this machine has {cores} cores for them; lower it"
             )
         self.sweep, self.resume = sweep, resume
         self.folder = SweepFolder.resumed(sweep) if resume else SweepFolder.new(sweep)
         self.states = {state.name: state for state in self.folder.states}
         self.waiting = [run for run in sweep.runs if self.states[run.name].state not in FINISHED]
         self.running: list[RunningRun] = []
-        most = max(run.recipe.run.steps or 10_000 for run in sweep.runs)
+        most_steps = max(run.recipe.run.steps or 10_000 for run in sweep.runs)
         section = file.early_stopping
-        self.halving = Halving(section, file.metric, file.direction, self.states, most) if section else None
+        self.halving = Halving(section, file.metric, file.direction, self.states, most_steps) if section else None
         self.environment = dict(os.environ)
 
     def run(self) -> Path:
-        """Raises RunError if a run failed, and Stopped after a stop signal, once all runs have saved and ended."""
+        """Run all runs, and return the sweep's folder.
+
+        Raises RunError if a run failed, and Stopped after a stop signal, once all runs have saved and ended.
+        """
         with ExitStack() as stack:
             stack.enter_context(STOP.listening())
             self._start_cluster(stack)
-            STOP.listen()  # Ray installs a handler of its own
+            STOP.listen()  # again, because Ray installs its own handler
             if not self.resume:
                 self.folder.create()
             stack.enter_context(self.folder.locked())
             self.display = SweepDisplay(self.sweep, self.folder.states)
             stack.push(self._close)
             for name in self.states:
-                self._read(name)  # what a resumed sweep knows already: it decides nothing by itself, and later runs are compared with it
+                self._read(name)  # rows from before a resume end no run, but later runs are compared with them
             while self.waiting or self.running:
                 self._start_runs()
                 time.sleep(POLL_S)
@@ -132,7 +135,7 @@ class SweepRunner:
         resource = cluster.resource()
         slots = sum(node_slots(resource).values())
         if file.at_most > slots:
-            raise UserError(f"at_most: {file.at_most} runs need a slot each at least, but the cluster has {slots} ({resource}); lower it")
+            raise UserError(f"at_most: {file.at_most} runs need at least a slot each, but the cluster has {slots} ({resource}); lower it")
         self.environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
     def _start_runs(self) -> None:
@@ -255,7 +258,7 @@ def _end_leftover(folder: Path) -> None:
     if not folder.is_dir():
         return
     handle = os.open(folder, os.O_RDONLY)
-    until, asked = time.monotonic() + END_S, False
+    until, signalled = time.monotonic() + END_S, False
     try:
         while True:
             try:
@@ -263,9 +266,9 @@ def _end_leftover(folder: Path) -> None:
                 return
             except OSError:
                 status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").is_file() else {}
-                if not asked and status.get("host") == platform.node() and status.get("pid"):
+                if not signalled and status.get("host") == platform.node() and status.get("pid"):
                     os.kill(int(status["pid"]), signal.SIGINT)
-                    asked = True
+                    signalled = True
             if time.monotonic() > until:
                 raise RunError(f"{folder}: another process still writes it after {END_S:.0f} s; end it and use --resume")
             STOP.check()

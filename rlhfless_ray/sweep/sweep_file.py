@@ -1,4 +1,4 @@
-"""A sweep's file: which runs there are, how many work at once, and which of them end early."""
+"""Read a sweep's file: its runs, how many run at once, and which of them end early."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EarlyStopping(Section):
     first_step: int = Field(ge=1)
     """Step at which runs are compared for the first time."""
     keep: float = Field(0.5, gt=0, lt=1)
-    """Share of the runs that go on at each comparison. Comparisons are `1 / keep` times as many steps apart each time."""
+    """Share of the runs that continue after each comparison. The step of each comparison is `1 / keep` times that of the one before."""
 
 
 class SweepRun(Section):
@@ -44,13 +44,13 @@ class SweepRun(Section):
     recipe: str = ""
     """Recipe, relative to the sweep's file. Empty: the sweep's `recipe`."""
     set: dict[str, Any] = Field({})
-    """Dotted recipe keys and their values, which win over those of the sweep."""
+    """Dotted recipe keys and their values, which take precedence over those of the sweep."""
     alone: str = ""
     """Folder of a run that did the same work alone, for comparison."""
 
 
 class SweepFile(Section):
-    """What `rlhfless sweep` reads."""
+    """A sweep, as `rlhfless sweep` reads it."""
 
     name: str = Field("", pattern=NAME)
     """Name of the sweep's folder below `root`. Empty: the file's name."""
@@ -63,13 +63,13 @@ class SweepFile(Section):
     grid: dict[str, list[Any]] = Field({})
     """Dotted recipe keys, each with a list of values. There is one run for each combination."""
     runs: list[SweepRun] = Field([SweepRun()])
-    """Runs by themselves. With a grid, each of them at every point."""
+    """Single runs. With a grid, each of them at every point."""
     at_most: int = Field(2, ge=1)
-    """Runs at once."""
+    """Maximum number of runs at once."""
     metric: str = "eval/accuracy_sampled"
-    """Metric that runs are compared by."""
+    """Metric by which runs are compared."""
     direction: Literal["max", "min"] = "max"
-    """Whether more of the metric is better, or less."""
+    """Whether larger (`max`) or smaller values of the metric are better."""
     early_stopping: EarlyStopping | None = None
     """Runs that fall behind end early. None: all runs go to their end."""
     cluster: ClusterConfig = ClusterConfig()
@@ -96,7 +96,7 @@ class SweepFile(Section):
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of a sweep. settings: what is set for this run and differs from others. recipe: validated, named, in the sweep's folder."""
+    """A run of a sweep. `settings`: settings of this run that differ from others. `recipe`: validated, with name and folder."""
 
     name: str
     recipe: Recipe | SupervisedRecipe
@@ -105,7 +105,7 @@ class PlannedRun:
 
     @cached_property
     def policy_key(self) -> str | None:
-        """What determines the initial policy if it is made from scratch. Runs with the same one share it. None: it is given."""
+        """Key of an initial policy that is made from scratch, which runs with the same key share. None: the policy has a folder."""
         from rlhfless_ray.weights.load_policy import warm_start_key
 
         return warm_start_key(self.recipe) if isinstance(self.recipe, Recipe) and not self.recipe.policy.path else None
@@ -144,9 +144,9 @@ def _planned(file: SweepFile, given: SweepRun, point: dict[str, Any], folder: Pa
         raise UserError(f"{where}: no recipe; name one in `recipe`, or in each of `runs`")
     words = [given.name, *(f"{key.rpartition('.')[2]}-{_word(value, file.grid[key])}" for key, value in point.items())]
     name = "_".join(filter(None, words)) or Path(source).stem
-    own = {**given.set, **point}
+    settings = {**given.set, **point}
     tree = read_tree(folder / source)
-    for key, value in {**file.set, **own}.items():
+    for key, value in {**file.set, **settings}.items():
         set_key(tree, key, value, f"{where}: run {name}")
     tree["run"] = {**(tree.get("run") or {}), "name": name, "root": file.root}
     kind = SupervisedRecipe if "task" in tree else Recipe
@@ -155,11 +155,11 @@ def _planned(file: SweepFile, given: SweepRun, point: dict[str, Any], folder: Pa
     if cluster.address or cluster.cpus or recipe.checkpoint.path:
         key = "checkpoint.path" if recipe.checkpoint.path else "cluster.address" if cluster.address else "cluster.cpus"
         raise UserError(f"{where}: run {name}: `{key}` of {source}: the sweep decides it for its runs; leave it out")
-    return PlannedRun(name, recipe, own, given.alone)
+    return PlannedRun(name, recipe, settings, given.alone)
 
 
 def _word(value: Any, values: list[Any]) -> str:
-    """Return a grid's value as a part of a run's name; its number where it is no word."""
+    """Return a grid's value as a part of a run's name, or its number if it is not a word."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if re.fullmatch(r"[\w.-]+", text) and not isinstance(value, (dict, list)) else str(values.index(value) + 1)
 
@@ -169,10 +169,10 @@ def _check_names(names: Iterable[str], where: str) -> None:
     names = list(names)
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"{where}: two runs are called {name}; give them names of their own with `name`")
+            raise UserError(f"{where}: two runs are called {name}; give them different names with `name`")
         numbered = re.fullmatch(r"(.+)-\d+", name)
         if numbered and numbered[1] in names:
-            raise UserError(f"{where}: runs {numbered[1]} and {name}: a repeated run gets such a number; give one of them another name")
+            raise UserError(f"{where}: runs {numbered[1]} and {name}: a repeated run would get the same number; rename one of them")
 
 
 def _check_shares(file: SweepFile, runs: Iterable[PlannedRun], where: str) -> None:

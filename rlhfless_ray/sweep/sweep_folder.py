@@ -23,15 +23,18 @@ from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
 State = Literal["waiting", "running", "done", "ended early", "stopped", "failed"]
 COSTS = {"seconds": "time_s", "slot_s": "cost/total_full_slot_s", "money": "cost/total_money"}  # and their metrics
 POOL = {"lent_slot_s": "shared/lent_slot_s", "borrowed_slot_s": "shared/borrowed_slot_s"}
-FINISHED: tuple[State, ...] = ("done", "ended early")  # what a resumed sweep keeps
+FINISHED: tuple[State, ...] = ("done", "ended early")  # runs that a resumed sweep keeps
 
 
 @dataclass
 class RunState:
-    """What is known of a run. metric: its last value. seconds, slot_s and money: of the run so far, as its ledger counts them.
+    """The state of a run.
 
-    lent_slot_s, borrowed_slot_s: what others used of its share of the pool, and it of theirs. alone: seconds, slot_s and money of a run
-    that did this work alone, where the sweep names one.
+    Attributes:
+        metric: the last value of the sweep's metric.
+        seconds, slot_s, money: costs of the run so far, from its ledger.
+        lent_slot_s, borrowed_slot_s: slot-seconds that other runs used of its share of the pool, and that it used of theirs.
+        alone: seconds, slot_s and money of a run that did this work alone, if the sweep names one.
     """
 
     name: str
@@ -60,8 +63,8 @@ class RunState:
     @property
     def saved(self) -> dict[str, float]:
         """Shares of time, slot-seconds and money that were saved against the run alone."""
-        own = {name: getattr(self, name) for name in self.alone}
-        return {name: 1 - own[name] / value for name, value in self.alone.items() if own[name] is not None and value > 0}
+        costs = {name: getattr(self, name) for name in self.alone}
+        return {name: 1 - costs[name] / value for name, value in self.alone.items() if costs[name] is not None and value > 0}
 
 
 def _values(row: dict[str, Any], keys: dict[str, str]) -> dict[str, float]:
@@ -70,17 +73,17 @@ def _values(row: dict[str, Any], keys: dict[str, str]) -> dict[str, float]:
 
 def costs_alone(folder: str) -> dict[str, float]:
     """Return seconds, slot-seconds and money of a whole run. Raises UserError if the folder has none."""
-    found: dict[str, float] = {}
+    costs: dict[str, float] = {}
     path = Path(folder) / "metrics.jsonl"
     for row in read_rows(path)[0] if path.is_file() else []:
-        found |= _values(row, COSTS)
-    if not found:
+        costs |= _values(row, COSTS)
+    if not costs:
         raise UserError(f"runs.alone: {folder} is no run folder with metrics; name one, or leave it out")
-    return found
+    return costs
 
 
 class SweepFolder:
-    """`<root>/<name>/`. Its runs' folders lie in it."""
+    """The folder `<root>/<name>/`, which contains the runs' folders."""
 
     def __init__(self, path: Path, states: list[RunState]) -> None:
         self.path, self.states = path, states
@@ -108,7 +111,7 @@ class SweepFolder:
     def resumed(cls, sweep: Sweep) -> SweepFolder:
         """Return the newest folder of this sweep, with its finished runs.
 
-        Raises UserError if there is none, or if a run that finished had other settings.
+        Raises UserError if there is none, or if a finished run had other settings.
         """
         root, name = Path(sweep.file.root), sweep.file.name
         family = [p.parent for p in root.glob(f"{name}*/sweep.json") if re.fullmatch(re.escape(name) + r"(-\d+)?", p.parent.name)]

@@ -24,11 +24,11 @@ def best_first(states: Sequence[RunState], direction: str) -> list[RunState]:
 
 
 def cells(state: RunState) -> list[str]:
-    """Return a run's row: name, state, steps, metric, time, cost, and what was saved against the run alone."""
+    """Return a run's row: name, state, steps, metric, time, cost, and savings compared with the run alone."""
     steps = f"{state.step}/{state.steps}" if state.steps else str(state.step)
-    own = [state.name, state.state, steps, number(state.metric, 4), duration(state.seconds), slot_time(state.slot_s), money(state.money)]
+    values = [state.name, state.state, steps, number(state.metric, 4), duration(state.seconds), slot_time(state.slot_s), money(state.money)]
     saved = state.saved
-    return [*own, f"{percent(saved['seconds'], 0)} time, {percent(saved['slot_s'], 0)} slot-s" if len(saved) > 1 else DASH]
+    return [*values, f"{percent(saved['seconds'], 0)} time, {percent(saved['slot_s'], 0)} slot-s" if len(saved) > 1 else DASH]
 
 
 def short_name(metric: str) -> str:

@@ -1,1 +1,1 @@
-"""Policies and weight versions as values: folders as bytes, versions pulled by their users."""
+"""Model folders and weight versions as values that travel through Ray."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# options of adapter_config.json that are more than W + scale · B A
+# options of adapter_config.json that change more than W + scale · B A
 UNSUPPORTED = (
     "use_dora",
     "use_qalora",
@@ -28,16 +28,19 @@ UNSUPPORTED = (
     "alora_invocation_tokens",
 )
 
-# What engines can hold as an adapter: families of policies, in which the tests compare engines with the learner, and their layers.
+# Adapters that engines can hold: families of policies in which tests compare engines with the learner, and their layers.
 SERVED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
-MAX_RANK = 512  # vLLM's
+MAX_RANK = 512  # vLLM's limit
 SERVED_PARAMETERS, SERVED_TOKENS = 100_000_000, 64  # see `choose_publish`
 
 
 @dataclass
 class Adapter:
-    """`pairs`: weight name → (A (rank, in), B (out, rank)). `whole`: weights that replace those of the base model."""
+    """A LoRA adapter.
+
+    `pairs`: weight name → (A (rank, in), B (out, rank)). `whole`: weights that replace those of the base model.
+    """
 
     scale: dict[str, float]
     pairs: dict[str, tuple[Tensor, Tensor]]
@@ -109,7 +112,7 @@ def with_base(config: bytes, base: str) -> bytes:
 
 
 def not_served(model_type: str, rank: int, targets: Sequence[str]) -> str | None:
-    """Say why engines cannot hold such an adapter on a policy of this family, or return None."""
+    """Return why engines cannot hold such an adapter on a policy of this family, or None if they can."""
     if model_type not in SERVED_FAMILIES:
         return f"engines hold adapters of {', '.join(SERVED_FAMILIES)}, and the policy is {model_type}"
     if other := [name for name in targets if name != "all-linear" and name.rsplit(".", 1)[-1] not in ADAPTABLE]:
@@ -120,8 +123,8 @@ def not_served(model_type: str, rank: int, targets: Sequence[str]) -> str | None
 def choose_publish(publish: str, served: bool, device: str, parameters: int, longest_response: int) -> str:
     """Resolve `lora.publish` to `merged` or `adapter`. `served`: whether engines can hold the adapter, see `not_served`.
 
-    `auto` is the quicker of both as far as `benchmarks.serving` measured, and `merged` on GPUs, where it did not. At 494 M parameters in
-    bfloat16 an adapter saved 1.8 to 2.2 s of each update, and cost 20 to 33 ms of each decode step.
+    `auto` is the faster of both by the measurements of `benchmarks.serving`, and `merged` on GPUs, where nothing was measured. With 494 M
+    parameters in bfloat16 an adapter saved 1.8 to 2.2 s of each update, and cost 20 to 33 ms of each decode step.
     """
     if publish != "auto":
         return publish

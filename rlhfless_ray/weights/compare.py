@@ -32,10 +32,11 @@ def differing(
 
     Args:
         found, wanted: prints of the two engines, by parameter name.
-        shapes: of the published tensors, by their names in a file.
-        fused: what the engine fuses, {module: modules it is made of, in the order of their rows}.
+        shapes: shapes of the published tensors, by their names in a file.
+        fused: the engine's fused modules, {module: modules it is made of, in the order of their rows}.
 
-    Returns: published names where they can be told, else the engine's.
+    Returns:
+        Published names if they are known, else the engine's.
     """
     names: set[str] = set()
     for name in found.keys() | wanted.keys():

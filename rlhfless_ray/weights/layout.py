@@ -1,4 +1,4 @@
-"""Which rank holds what, as pure functions: intervals of flattened tensors, and whole tensors by rank.
+"""Layouts of tensors over ranks, as pure functions: intervals of flattened tensors, and whole tensors by rank.
 
 An interval is (start, end) in elements of a tensor that is flattened in C order. A layout gives each rank its intervals of each
 tensor. Ranks may hold the same elements, and a rank may hold none of a tensor. With tensor parallelism a rank's tensor is a `Cut` of
@@ -27,19 +27,19 @@ class Cut:
 
     @property
     def row(self) -> Interval:
-        """Which elements of a row it has. A row is the product of this axis and the axes after it."""
+        """The interval of its elements in a row. A row consists of this axis and the axes after it."""
         inner = math.prod(self.shape[self.axis + 1 :])
         return self.first * inner, (self.first + self.size) * inner
 
     @property
     def row_elements(self) -> int:
-        """Elements of a row of the whole tensor."""
+        """Number of elements in a row of the whole tensor."""
         return math.prod(self.shape[self.axis :])
 
     def blocks(self, interval: Interval) -> Iterator[tuple[Interval, Block]]:
-        """Yield where the elements of an interval of the flattened cut lie in the whole tensor, as a matrix of its rows.
+        """Yield the places of an interval of the flattened cut in the whole tensor, which is seen as a matrix of rows.
 
-        Yields: (interval within the given one, (rows, columns)); at most three, because between two broken rows all are complete.
+        Yields (interval within the given one, (rows, columns)). There are at most three: rows between two partial rows are complete.
         """
         first, end = self.row
         width, (at, stop), done = end - first, interval, 0
@@ -53,7 +53,7 @@ class Cut:
 
 
 def even_share(elements: int, ranks: int, rank: int) -> Interval:
-    """Return a rank's interval if a tensor is divided among all ranks, in sizes that differ by at most one element."""
+    """Return a rank's interval of a tensor that is divided among all ranks, in sizes that differ by at most one element."""
     return elements * rank // ranks, elements * (rank + 1) // ranks
 
 
@@ -75,27 +75,27 @@ def whole_tensors(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def pieces(needed: Interval, held: Sequence[Interval]) -> list[tuple[int, Interval]]:
-    """Return what to read from which holder so that the needed interval is complete and no element is read twice.
+    """Return the intervals to read from each holder so that the needed interval is complete and no element is read twice.
 
     Args:
-        needed: the interval to put together.
+        needed: the interval to read.
         held: the holders' intervals. They may overlap.
 
     Returns: (index in `held`, interval), in order. Raises ValueError if an element has no holder.
     """
-    found, at = [], needed[0]
+    intervals, at = [], needed[0]
     while at < needed[1]:
         reach, holder = max(((end, index) for index, (start, end) in enumerate(held) if start <= at), default=(at, -1))
         if reach <= at:
             raise ValueError(f"elements {at} to {min((s for s, _ in held if s > at), default=needed[1])} are in no part")
         end = min(reach, needed[1])
-        found.append((holder, (at, end)))
+        intervals.append((holder, (at, end)))
         at = end
-    return found
+    return intervals
 
 
 def missing_elements(needed: Iterable[Interval], held: Sequence[Interval]) -> int:
-    """Return how many needed elements a receiver lacks: the least that any transfer to it moves."""
+    """Return the number of needed elements that a receiver lacks, which is the least that any transfer to it must move."""
     return sum(end - start - _covered((start, end), held) for start, end in needed)
 
 

@@ -64,7 +64,7 @@ def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
 
     files = scratch_policy(recipe, built_in)
     if recipe.warm_start.steps == 0:
-        cache_policy(recipe, files)  # cached because its libraries take seconds to import
+        cache_policy(recipe, files)  # because importing its libraries takes seconds
     return files, recipe.warm_start.steps > 0
 
 
@@ -138,8 +138,10 @@ def quiet_libraries() -> None:
 
 
 def policy_tokenizer(recipe: Recipe, files: Files) -> Any:
-    """Return the policy's tokenizer for the driver. Built-in policies get an equivalent without transformers, whose import takes
-    seconds. A model's own code may need torch."""
+    """Return the policy's tokenizer for the driver.
+
+    Built-in policies get an equivalent one without transformers, whose import takes seconds. A model's own code may need torch.
+    """
     if not recipe.policy.path:
         return TaskTokenizer(task(recipe.prompts.task))
     with nullcontext() if recipe.policy.trust_remote_code else transformers_without_torch():
@@ -159,7 +161,7 @@ def load_tokenizer(files: Files, trust_remote_code: bool, setting: str = "policy
 
 
 def other_model(path: str, setting: str, tokenizer: Any) -> Path:
-    """Return the folder of a model whose log-probabilities are compared with the policy's, which `tokenizer` belongs to.
+    """Return the folder of a model whose log-probabilities are compared with the policy's. `tokenizer`: the policy's.
 
     Raises UserError, which names `setting`, for a folder that cannot be read, or with another vocabulary.
     """
@@ -176,7 +178,7 @@ def other_model(path: str, setting: str, tokenizer: Any) -> Path:
         token = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
         raise UserError(
             f"{setting}: its tokenizer has another vocabulary than that of policy.path ({token!r} is {theirs.get(token, 'unknown')} and "
-            f"{ours.get(token, 'unknown')}), so their log-probabilities do not compare; choose another model"
+            f"{ours.get(token, 'unknown')}), so their log-probabilities cannot be compared; choose another model"
         )
     return folder
 

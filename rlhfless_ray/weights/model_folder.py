@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KEPT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
 WEIGHTS = ".safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_FILE_BYTES = 5 * 10**9  # of weights that are written: what `save_pretrained` takes for a limit too, ten times less than a hub allows
+MAX_FILE_BYTES = 5 * 10**9  # limit of a weights file, as in `save_pretrained`; a tenth of the hub's limit
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -50,7 +50,7 @@ def read_files(folder: Path) -> Files:
 
 
 def read_content(file: Path) -> Content:
-    """Read a file, or map it if it holds weights, so that these are in memory only while they are used."""
+    """Read a file, or map it if it holds weights, so that weights are in memory only while they are used."""
     return FileParts.map(file) if file.suffix == WEIGHTS and file.stat().st_size else file.read_bytes()
 
 
@@ -102,7 +102,7 @@ def _loaded_files(path: Path) -> list[str]:
 
 
 def without_weights(files: Files) -> Files:
-    """Return config and tokenizer: what an engine needs before it pulls a weight version."""
+    """Return the files of config and tokenizer, which an engine needs before it pulls a weight version."""
     return {name: content for name, content in files.items() if not name.endswith((WEIGHTS, ".index.json"))}
 
 
@@ -114,7 +114,7 @@ def stored_weights(files: Files) -> Iterator[tuple[str, Tensor]]:
 
 
 def split_files(tensors: Mapping[str, Tensor], most_bytes: int = MAX_FILE_BYTES) -> Files:
-    """Lay weights out as `save_pretrained` names its files: one, or several of at most `most_bytes` with an index."""
+    """Lay weights out in files as `save_pretrained` does: one file, or several of at most `most_bytes` with an index."""
     groups: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -181,7 +181,7 @@ def content_addressed_folder(root: Path, files: Files) -> Path:
 
 @contextmanager
 def as_folder(model: Files | Path) -> Iterator[Path]:
-    """Give a model folder's path, for the block alone if it was given as files."""
+    """Yield a model folder's path. If `model` is files, the folder exists only inside the block."""
     if isinstance(model, Path):
         yield model
         return

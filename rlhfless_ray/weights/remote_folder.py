@@ -1,4 +1,4 @@
-"""Folders that a worker writes or reads in place where it sees the same file system as the driver. Elsewhere files travel through Ray."""
+"""Folders that workers write or read in place if they see the driver's file system. Otherwise files travel through Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Writer = Callable[[Path], dict[str, str]]  # puts files into an existing folder,
 
 @dataclass(frozen=True)
 class Delivery:
-    """What became of a worker's files."""
+    """The result of delivering a worker's files."""
 
     sums: dict[str, str] = field(default_factory=dict)  # checksums of the files that are in the folder
     files: Files = field(default_factory=dict)  # for the driver to write, because the worker does not see the folder
@@ -24,7 +24,7 @@ class Delivery:
 
 
 def deliver(files: Files, folder: str) -> Delivery:
-    """On the worker: write the files into the driver's folder if this machine sees it. Its name is unique."""
+    """On the worker: write the files to the driver's folder if this machine sees it. The folder's name is unique."""
     if not Path(folder).is_dir():
         return Delivery(files=files)
     try:
@@ -52,14 +52,14 @@ def writer(files: Files) -> Writer:
 
 @dataclass(frozen=True)
 class StoredFiles:
-    """Files of a folder on the driver's file system: their content is mapped, and read where it is used.
+    """Files of a folder on the driver's file system. Their content is mapped, and read when it is used.
 
     `folder`: None if the files are in no folder.
     """
 
     folder: Path | None
     files: Files
-    prefix: str = ""  # of the names in the folder, which those in `files` lack
+    prefix: str = ""  # prefix of the names in the folder, which the names in `files` lack
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -67,7 +67,7 @@ class StoredFiles:
 
 
 def sees(folder: str, sizes: Mapping[str, int]) -> bool:
-    """On the worker: whether this machine has the folder, with files of these sizes."""
+    """On the worker: return whether this machine has the folder, with files of these sizes."""
     return all((path := Path(folder, name)).is_file() and path.stat().st_size == size for name, size in sizes.items())
 
 

@@ -1,4 +1,4 @@
-"""Weights by the names and in the shapes that `save_pretrained` writes, which is what engines and model folders need.
+"""Convert weights to the names and shapes that `save_pretrained` writes, which engines and model folders need.
 
 transformers 5 keeps some models in another form than their files: the experts of a mixture are one fused tensor in memory and one
 tensor per expert on disk. vLLM loads the files' form only.
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def saved_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a live state dict to what `save_pretrained` would write for this model.
+    """Convert a live state dict to the one that `save_pretrained` would write for this model.
 
     Args:
-        model: the transformers model that the state belongs to. It is only asked for its conversions, so its weights may be sharded.
+        model: the transformers model of the state. Only its conversions are used, so its weights may be sharded.
         state: whole tensors by the model's own names, adapters merged, tied copies left out.
 
     Returns: {name in a file: tensor}. Tensors may be views of those in `state`.

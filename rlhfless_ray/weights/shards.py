@@ -1,4 +1,4 @@
-"""Tensors in several safetensors files: each file has whole tensors, or flat intervals of tensors that others complete."""
+"""Tensors in several safetensors files. Each file has whole tensors, or flat intervals of tensors that other files complete."""
 
 from __future__ import annotations
 
@@ -26,20 +26,23 @@ def shard_name(stem: str, rank: int, ranks: int) -> str:
 def save_intervals(
     parts: Mapping[str, tuple[int, Tensor]], whole: Mapping[str, Tensor], cuts: Mapping[str, Cut] | None = None
 ) -> FileParts:
-    """Lay out intervals (name → first element, flat tensor) and whole tensors as one safetensors file. `cuts`: of what they are."""
+    """Lay out intervals (name → first element, flat tensor) and whole tensors as one safetensors file.
+
+    `cuts`: the cuts that intervals belong to, for tensors that were divided along an axis.
+    """
     starts = json.dumps({name: start for name, (start, _) in parts.items()}, separators=(",", ":"))
-    told = {STARTS: starts} if parts else {}
+    metadata = {STARTS: starts} if parts else {}
     if cuts:
-        told[CUTS] = json.dumps({name: astuple(cut) for name, cut in cuts.items()}, separators=(",", ":"))
-    return save_tensors({**{name: tensor for name, (_, tensor) in parts.items()}, **whole}, told or None)
+        metadata[CUTS] = json.dumps({name: astuple(cut) for name, cut in cuts.items()}, separators=(",", ":"))
+    return save_tensors({**{name: tensor for name, (_, tensor) in parts.items()}, **whole}, metadata or None)
 
 
 class Shards:
-    """Tensors of which several files have intervals. Reads views of the files' content where it can."""
+    """Tensors whose intervals are in several files. Reads return views of the files' content if possible."""
 
     def __init__(self, contents: Iterable[Content]) -> None:
         self._parts: dict[str, list[tuple[int, Tensor]]] = {}
-        self._cuts: dict[str, list[Cut]] = {}  # of the parts, in their order, where the tensor was divided along an axis
+        self._cuts: dict[str, list[Cut]] = {}  # cuts of the parts, in their order, of tensors that were divided along an axis
         for content in contents:
             metadata = read_metadata(content)
             starts, cuts = (json.loads(metadata.get(key, "{}")) for key in (STARTS, CUTS))
@@ -71,11 +74,11 @@ class Shards:
             plan = pieces((start, end), [(first, first + tensor.numel()) for first, tensor in parts])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        found = [parts[holder][1][a - parts[holder][0] : b - parts[holder][0]] for holder, (a, b) in plan]
-        return found[0] if len(found) == 1 else torch.cat(found) if found else parts[0][1][:0]
+        read = [parts[holder][1][a - parts[holder][0] : b - parts[holder][0]] for holder, (a, b) in plan]
+        return read[0] if len(read) == 1 else torch.cat(read) if read else parts[0][1][:0]
 
     def _assembled(self, name: str) -> list[tuple[int, Tensor]]:
-        """Put a tensor together that was divided along an axis. Raises ValueError if some of it is in no file."""
+        """Assemble a tensor that was divided along an axis. Raises ValueError if some of it is in no file."""
         import torch
 
         cuts, parts = self._cuts[name], self._parts[name]

@@ -1,7 +1,7 @@
-"""Large files as arrays: safetensors files that are written from tensors, and read as tensors, without a copy in between.
+"""Large files as arrays: write safetensors files from tensors, and read them as tensors, without a copy in between.
 
-Ray sends a numpy array as a buffer of its own, straight from its owner's memory into the object store and from there to the
-reader. A `bytes` object of the same content would be copied by the writer, by the pickler and by the reader.
+Ray sends a numpy array as a separate buffer, directly from its owner's memory into the object store and from there to the reader. A
+`bytes` object of the same content would be copied by the writer, by the pickler and by the reader.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class FileParts:
     __hash__ = None  # type: ignore[assignment]  # as the arrays, which may change
 
     def at(self, start: int, end: int) -> np.ndarray:
-        """Return the bytes from `start` to `end`: a view where they lie in one part."""
-        found, offset = [], 0
+        """Return the bytes from `start` to `end`, as a view if they are in one part."""
+        pieces, offset = [], 0
         for part in self.parts:
             if start < offset + len(part) and offset < end:
-                found.append(part[max(0, start - offset) : end - offset])
+                pieces.append(part[max(0, start - offset) : end - offset])
             offset += len(part)
-        return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, np.uint8), *found])
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.uint8), *pieces])
 
 
 Content = bytes | FileParts
@@ -156,14 +156,14 @@ def iterate_tensors(content: Content) -> Iterator[tuple[str, Tensor]]:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "not writable": nothing writes to it
-            found = whole.at(data + start, data + end)
-            if found.ctypes.data % kind.itemsize:
-                found = found.copy()
-            yield name, torch.from_numpy(found).view(kind).reshape(shape)
+            content_bytes = whole.at(data + start, data + end)
+            if content_bytes.ctypes.data % kind.itemsize:
+                content_bytes = content_bytes.copy()
+            yield name, torch.from_numpy(content_bytes).view(kind).reshape(shape)
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
-    """Return a tensor of the host as an array of its own shape, without a copy where it is contiguous; bfloat16 as BFLOAT16."""
+    """Return a host tensor as an array of the same shape, without a copy if it is contiguous. bfloat16 becomes BFLOAT16."""
     import torch
 
     tensor = tensor.contiguous()

@@ -117,7 +117,7 @@ def test_nothing_to_resume_and_no_run_to_compare_with_are_refused_before_anythin
     assert refused.returncode == 2 and "runs.alone" in refused.stderr
     sweep_of(tmp_path, root=str(tmp_path / "out"), at_most=4096)
     refused = command_here("sweep", str(tmp_path / "rates.yaml"))
-    assert refused.returncode == 2 and "at_most: 4096 runs need a slot each" in refused.stderr
+    assert refused.returncode == 2 and "at_most: 4096 runs need at least a slot each" in refused.stderr
     assert not (tmp_path / "out").exists()
 
 
