@@ -1,4 +1,4 @@
-"""How many tokens to draft: what is learned about drafts, and which of them are worth their verification.
+"""Choose how many tokens to draft, by learned acceptance rates and step times.
 
 A drafted token is verified in the next decode step. It is kept if it is the token that the step draws at its position, and if all
 drafted tokens before it were kept. A draft therefore changes the time of a step and never what is sampled.
@@ -16,21 +16,21 @@ import numpy as np
 
 from placement.speed.robust_fit import nonnegative
 
-SOURCES = ("text", "model")  # of drafts, by number
-MOST_TOKENS = 16  # drafted for one sequence in one step
-MODEL_SEQUENCES = 16  # that a drafter is asked for at once, and has a KV cache for: beyond, verification costs more than it brings
-PRIOR_WEIGHT = 4.0  # tokens whose acceptance was seen weigh as much as the source's estimate
-FORGET_AFTER = 20_000  # drafted tokens, after which older ones count half: a policy changes while it learns
+SOURCES = ("text", "model")  # where drafts come from; `Draft.source` is an index into it
+MOST_TOKENS = 16  # limit on the drafted tokens of one sequence in one step
+MODEL_SEQUENCES = 16  # sequences that a drafter drafts for at once and has a KV cache for: with more, verification costs more than it saves
+PRIOR_WEIGHT = 4.0  # weight of the source's estimate, in tried tokens
+FORGET_AFTER = 20_000  # tried tokens after which all earlier ones count half: a policy changes while it learns
 MATCH_EDGES = (2, 3, 5, 9)  # lower ends of the buckets of match lengths, after the first
-POSITION_EDGES = (1, 2, 4, 8)  # of the position in the draft, from 0
+POSITION_EDGES = (1, 2, 4, 8)  # lower ends of the buckets of positions in the draft (from 0), after the first
 ESTIMATE_BUCKETS = 10
-OUTLIER = 5.0  # times the median step
-PRIOR_STEPS = 0.5  # steps that the earlier terms weigh in a fit. They alone decide about a term that does not vary
+OUTLIER = 5.0  # multiple of the median step time from which a step is left out of a fit
+PRIOR_STEPS = 0.5  # weight of the earlier terms in a fit, in steps. They alone determine a term that does not vary
 ALLOWED_LOSS = 0.005  # share of the decode time that attempts may cost
-FIRST_BALANCE = 2.0  # steps' time that attempts may cost at first
-LEAST_BALANCE, MOST_BALANCE = -2.0, 8.0  # steps' time: bounds of what is owed, and of what gains allow
-TRIAL_STEPS = 16  # steps with drafts from which the price of a drafted token is known
-LONGEST_REST = 64  # steps between two look-ups for a sequence whose drafts are refused
+FIRST_BALANCE = 2.0  # time that attempts may cost at first, in steps
+LEAST_BALANCE, MOST_BALANCE = -2.0, 8.0  # bounds of the balance, in steps
+TRIAL_STEPS = 16  # steps with drafts after which the cost of a drafted token counts as measured
+LONGEST_REST = 64  # limit on the steps between two look-ups for a sequence whose drafts are refused
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ News = tuple[np.ndarray, np.ndarray]  # cells of drafted tokens that were tried 
 
 
 class Acceptance:
-    """Learns how often drafted tokens are accepted, by source, match length, position in the draft and the source's estimate.
+    """The acceptance rate of drafted tokens, learned by source, match length, position in the draft and the source's estimate.
 
     A cell's probability is (4 · mean estimate + accepted) / (4 + tried): the source's own estimate until there is evidence.
     """
@@ -141,11 +141,11 @@ def choose_lengths(
 
 
 class StepTimes:
-    """Learns the time of an engine's decode step in seconds: a + b · sequences + c · context tokens + v · drafted tokens + f, where f
-    is for steps that verify or look up drafts."""
+    """The time of an engine's decode step in seconds, learned as a + b · sequences + c · context tokens + v · drafted tokens + f. The
+    term f applies to steps that verify or look up drafts."""
 
     FIRST, EVERY = 32, 128  # steps before the first fit, and between two later ones
-    KEPT = 256  # newest steps of each kind, with and without drafts, that a fit is made of
+    KEPT = 256  # newest steps of each kind, with and without drafts, that a fit uses
 
     def __init__(self) -> None:
         self.steps: tuple[deque[tuple[float, ...]], ...] = (deque(maxlen=self.KEPT), deque(maxlen=self.KEPT))
@@ -169,11 +169,12 @@ class StepTimes:
         )
 
     def fit(self) -> None:
+        """Fit the terms to the newest steps. Without steps, leave them as they are."""
         table = np.array([*self.steps[0], *self.steps[1]])
         if not len(table):
             return
         seconds = table[:, -1]
-        usual = seconds <= OUTLIER * np.median(seconds)  # a step that another process delayed says nothing of its work
+        usual = seconds <= OUTLIER * np.median(seconds)  # a step that another process delayed does not show the time of its work
         rows, seconds = table[usual, :-1], seconds[usual]
         scale = np.maximum(rows.max(0), 1.0)
         rows = rows / scale
@@ -185,7 +186,7 @@ class StepTimes:
 
     @property
     def is_known(self) -> bool:
-        """Whether the price of a drafted token was measured."""
+        """Whether the cost of a drafted token was measured."""
         return self.terms is not None and self.trials >= TRIAL_STEPS
 
     def step_s(self, sequences: int, context_tokens: int) -> float | None:
@@ -228,7 +229,7 @@ class Learned:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a state. The steps that this side has measured go on to count in its fits."""
+        """Replace the learned values by those of a state. The steps measured here still count in later fits."""
         if not state:
             return
         self.acceptance.tried[:] = self.acceptance.accepted[:] = 0.0
@@ -240,15 +241,16 @@ class Learned:
 class Attempts:
     """Decides for which sequences an engine looks up drafts, so that attempts cannot lose much.
 
-    Decoding earns `ALLOWED_LOSS` of its time. Look-ups and drafts are paid from that, and add what they save. Without a balance there
-    are none. A sequence whose drafts were refused, or that had none, rests for a number of steps that doubles.
+    The balance grows by the share `ALLOWED_LOSS` of each step's time. The time of look-ups and drafts is taken from it, and the time
+    that they save is added. While it is used up, no drafts are looked up. A sequence whose drafts were refused, or that had none, rests
+    for a number of steps that doubles each time.
     """
 
     def __init__(self, learned: Learned) -> None:
         self.learned = learned
-        self.balance = FIRST_BALANCE  # in steps' time
-        self.look_up_s = 0.0  # of one sequence
-        self.number = 0  # of the step
+        self.balance = FIRST_BALANCE  # in steps
+        self.look_up_s = 0.0  # seconds to look up a draft for one sequence
+        self.number = 0  # number of the current step
         self.rests: dict[str, tuple[int, int]] = {}  # by sequence: (step from which it may try again, length of its last rest)
 
     def begin_step(self, running: int, context_tokens: int) -> int:
@@ -265,10 +267,11 @@ class Attempts:
     def due(self, names: Sequence[str], most: int) -> list[int]:
         """Return the positions of at most `most` sequences that may try, those whose drafts did best first."""
         rests = [self.rests.get(name, (0, 0)) for name in names]
-        found = [i for i, (until, _) in enumerate(rests) if until <= self.number]
-        return found if len(found) <= most else sorted(found, key=lambda i: rests[i][1])[:most]
+        rested = [i for i, (until, _) in enumerate(rests) if until <= self.number]
+        return rested if len(rested) <= most else sorted(rested, key=lambda i: rests[i][1])[:most]
 
     def forget_all_but(self, names: Sequence[str]) -> None:
+        """Forget the rests of all sequences except these."""
         gone = self.rests.keys() - set(names)
         for name in gone:
             del self.rests[name]
@@ -283,6 +286,7 @@ class Attempts:
         self.rests[name] = (self.number + rest, rest)
 
     def observe_look_up(self, seconds: float, sequences: int) -> None:
+        """Record that looking up drafts for so many sequences took `seconds`."""
         each = seconds / sequences
         self.look_up_s += 0.1 * (each - self.look_up_s) if self.look_up_s else each
 

@@ -1,8 +1,8 @@
-"""A market for slots: who of several runs on one pool holds how many, and what a slot is worth.
+"""A market for slots, which divides a pool among several runs and gives the price of a slot.
 
-Each run bids with what numbers of slots are worth to it. Clearing maximises the weighted worth of all, exactly, under three rules. No run
-gets less than its share while it can use it. A change pays back the slot-seconds that a hand-over takes. What a run lends below its share
-is a credit, with which it comes first later.
+Each run bids the worth of each number of slots that it can use. Clearing maximises the weighted worth of all, exactly, under three rules.
+No run gets less than its share while it can use it. A change pays back the slot-seconds that a hand-over takes. A run that holds less than
+its share earns a credit, which gives it precedence later.
 
 Worth is in slot-seconds: a run whose objective is `prefer` p pays p / (1 - p) slot-seconds for a second, as in `scaling.resize_policy`.
 """
@@ -28,18 +28,18 @@ EVEN = 1e-9  # relative difference of worths that counts as none
 
 @dataclass(frozen=True)
 class Bid:
-    """What numbers of slots are worth to a run until its phase ends.
+    """The worth to a run of each number of slots, until its phase ends.
 
     Parameters
     ----------
     run : str
         Name of the run.
     slots : tuple of int
-        Numbers of slots that the run can use, ascending. The first is what it cannot do without.
+        Numbers of slots that the run can use, ascending. The first is the fewest that it can work with.
     worth : tuple of float
         Slot-seconds that each number is worth more than the first, strictly ascending from 0.
     share : float, optional
-        Share of the pool that the run may always have. None: what the shares of others leave, in equal parts.
+        Share of the pool that the run may always have. None: an equal part of what the shares of others leave.
     weight : float
         Priority: how much a slot-second of this run counts.
 
@@ -84,13 +84,19 @@ def bid_of(run: str, points: Sequence[tuple[int, float]], objective: Objective, 
     points : sequence of (int, float)
         Slots, and seconds until the phase ends with them; every slot is held until then.
     objective : Objective
-        With `prefer`, a number of slots is offered if it is worth what it costs. With `deadline_s`, slots that meet the deadline are
-        worth as much as all the seconds they save; later ones nothing. `budget` bounds slots × seconds. `knee` is `prefer` 0.5.
+        With `prefer`, a number of slots is offered if it is worth what it costs. With `deadline_s`, slots are worth the seconds that
+        they save, up to the number that meets the deadline; more are worth nothing. `budget` bounds slots × seconds. `knee` is
+        `prefer` 0.5.
 
     Returns
     -------
     Bid
-        Without numbers of slots that are no better for the run than fewer.
+        Numbers of slots that are no better for the run than fewer are left out.
+
+    Raises
+    ------
+    ValueError
+        Without points, and for values that `Bid` refuses.
     """
     if not points:
         raise ValueError(f"the bid of {run}: there are no points")
@@ -117,7 +123,7 @@ def bid_of(run: str, points: Sequence[tuple[int, float]], objective: Objective, 
 
 @dataclass(frozen=True)
 class Credits:
-    """What runs have lent below their share (above 0) and borrowed above it (below 0), in slot-seconds. They add up to 0 at most.
+    """Balances of runs in slot-seconds: positive if a run lent part of its share, negative if it borrowed. Their sum is at most 0.
 
     Examples
     --------
@@ -132,7 +138,7 @@ class Credits:
         return self.balance.get(run, 0.0)
 
     def after(self, seconds: float, held: Mapping[str, int], entitled: Mapping[str, int], pool_slots: int) -> Credits:
-        """Return the credits after `seconds` in which runs held these slots. Slots that nobody borrowed were not lent."""
+        """Return the credits after `seconds` in which runs held these slots. Slots that nobody borrowed do not count as lent."""
         over = {run: max(0, held.get(run, 0) - entitled[run]) for run in entitled}
         under = {run: max(0, entitled[run] - held.get(run, 0)) for run in entitled}
         borrowed, offered, limit = sum(over.values()), sum(under.values()), CREDIT_S * pool_slots
@@ -147,7 +153,7 @@ class Credits:
 
 @dataclass(frozen=True)
 class Clearing:
-    """Slots of each run, what one slot more would be worth (0: some are free), and the reason for each run."""
+    """Slots of each run, the worth of one slot more (`price`, 0 if slots are free), and the reason for each run."""
 
     slots: Mapping[str, int]
     price: float
@@ -157,11 +163,11 @@ class Clearing:
 def entitled_slots(pool_slots: int, bids: Sequence[Bid]) -> dict[str, int]:
     """Return each run's share in whole slots, by largest remainders. Runs without a share divide what others leave.
 
-    Raises ValueError if shares add up to more than 1, or two bids are of one run.
+    Raises ValueError if shares add up to more than 1, or if two bids are of one run.
     """
     names = [bid.run for bid in bids]
     if len(set(names)) < len(names):
-        raise ValueError(f"two bids are of one run: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
+        raise ValueError(f"more than one bid of the same run: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
     given = sum(bid.share or 0.0 for bid in bids)
     if given > 1 + EVEN:
         raise ValueError(f"shares add up to {given:g}, more than 1")
@@ -179,12 +185,13 @@ def clear(
 ) -> Clearing:
     """Divide a pool among runs: the largest Σ weight · worth, by dynamic programming over runs and slots.
 
-    A run gets at least as many slots as its share has, or the most that it can use if that is less. A number of slots above the share
-    counts more for a run with credit and less for one in debt. Slots that a run takes in addition to those that it holds cost
-    `handover_s` each, and count twice as much, so that a change pays back. Of equal divisions the one with the fewest such slots is taken.
+    A run gets at least as many slots as its share has, or the most that it can use if that is less. The worth of slots above the share
+    counts more for a run with credit and less for one in debt. Each slot that a run takes in addition to those that it holds costs
+    `handover_s` seconds, and these count twice, so that a change pays back. Of equal divisions the one with the fewest such slots is
+    taken.
 
-    A false bid cannot take from others what their shares give them. It can win slots above all shares, at most the pool less these, and
-    pays for each second of them with credit.
+    A false bid cannot take from others what their shares give them. It can only win slots that the shares of others leave, and pays
+    for each second of them with credit.
 
     Parameters
     ----------
@@ -195,14 +202,14 @@ def clear(
     held : mapping of str to int, optional
         Slots that runs hold now.
     credits : Credits, optional
-        What they have lent and borrowed.
+        Balances of the runs. None: no run has lent or borrowed.
     handover_s : float
-        Seconds from the moment a slot is let go until it works for another run.
+        Seconds from the moment one run releases a slot until it works for another.
 
     Raises
     ------
     ValueError
-        If the pool is smaller than what the runs cannot do without, and for shares above 1 or two bids of one run.
+        If the pool has fewer slots than the runs need at least, if shares add up to more than 1, or if two bids are of one run.
 
     Examples
     --------
@@ -218,7 +225,7 @@ def clear(
     entitled = entitled_slots(pool_slots, bids)
     least = sum(bid.slots[0] for bid in bids)
     if least > pool_slots:
-        raise ValueError(f"the runs cannot do without {least} slots, but the pool has {pool_slots}")
+        raise ValueError(f"the runs need at least {least} slots together, but the pool has {pool_slots}")
     floors = _floors(pool_slots, bids, entitled)
     values, choices = np.zeros(pool_slots + 1), []
     room = np.arange(pool_slots + 1)
@@ -228,10 +235,10 @@ def clear(
         own = held.get(bid.run, 0)
         worths = [_counted(bid, i, entitled[bid.run], credits, pool_slots) - _cost(bid.slots[i], own, handover_s) for i in options]
         before = room - counts[:, None]  # slots that are left for the runs before this one
-        found = np.where(before >= 0, values[np.maximum(before, 0)], -np.inf) + np.array(worths)[:, None]
-        best = found.argmax(axis=0)
+        totals = np.where(before >= 0, values[np.maximum(before, 0)], -np.inf) + np.array(worths)[:, None]
+        best = totals.argmax(axis=0)
         choices.append(options[best])
-        values = found[best, room]
+        values = totals[best, room]
     left, slots = pool_slots, {}
     for bid, chosen in zip(reversed(bids), reversed(choices), strict=True):
         slots[bid.run] = bid.slots[chosen[left]]
@@ -243,8 +250,8 @@ def clear(
 
 
 def _floors(pool_slots: int, bids: Sequence[Bid], entitled: Mapping[str, int]) -> dict[str, int]:
-    """Return the fewest slots of each run: as many of its share as it can use. Where a run cannot do without more than its share,
-    others go below theirs, those above it by most first."""
+    """Return the fewest slots that each run gets: as many of its share as it can use. If a run needs more than its share to work, other
+    runs get less than theirs, those with the most slots first."""
     floors = {bid.run: max([bid.slots[0], *(count for count in bid.slots if count <= entitled[bid.run])]) for bid in bids}
     options = {bid.run: bid.slots for bid in bids}
     while sum(floors.values()) > pool_slots:
@@ -254,14 +261,14 @@ def _floors(pool_slots: int, bids: Sequence[Bid], entitled: Mapping[str, int]) -
 
 
 def _counted(bid: Bid, option: int, entitled: int, credits: Credits, pool_slots: int) -> float:
-    """Return what an option counts: its weighted worth, of which the part above the share is changed by credit or debt."""
+    """Return the weighted worth of an option, whose part above the share is scaled by the run's credit or debt."""
     within = bid.worth[max(0, bisect_right(bid.slots, min(entitled, bid.slots[option])) - 1)]
     level = 1 + CREDIT_WEIGHT * credits.of(bid.run) / (CREDIT_S * pool_slots) if pool_slots else 1.0
     return bid.weight * (within + (bid.worth[option] - within) * level)
 
 
 def _cost(count: int, held: int, handover_s: float) -> float:
-    """Return what it costs to take slots in addition to those that are held; ever so little where a hand-over is free."""
+    """Return the cost of taking slots beyond those that are held, in slot-seconds. It is slightly above 0 even if a hand-over is free."""
     return max(0, count - held) * max(handover_s / PAYBACK, 1e-6)
 
 

@@ -1,7 +1,7 @@
-"""Bytes that a model takes: weights, KV cache and the state of training, from a Hugging Face configuration and a few numbers.
+"""Compute the bytes of a model's weights, KV cache and training state from its Hugging Face configuration.
 
-Every figure is a lower bound. What does not fit by them cannot fit, so a run may be refused for it. What fits by them may still
-run out of memory: imports, allocator slack, buffers of collectives and activations of long sequences come on top.
+Every figure is a lower bound. A run that does not fit by these figures cannot fit, so it may be refused. A run that fits by them may
+still run out of memory, because imports, allocator slack, buffers of collectives and activations of long sequences are not counted.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ GRADIENT_BYTES = 4  # gradients are accumulated in float32 whatever the weights'
 MOMENT_BYTES = 8  # Adam's two moments in float32
 MASTER_BYTES = 4  # DeepSpeed's ZeRO optimizers keep a copy of the weights in float32, also of float32 weights
 AVERAGE_BYTES = 4  # an exponential moving average of the weights, in float32 on the host
-MOST_LAYERS = 10_000  # no model has more; a configuration that says so is not counted
+MOST_LAYERS = 10_000  # no model has more; a configuration with more is not counted
 
-# Decoder families whose parameters are counted exactly, and what is particular to each:
-#   biases       keys that its attention and feed-forward layers obey
-#   qkv_bias     query, key and value have a bias unless a key of this name says no
-#   qk_norm      norms of queries and keys, over each head or over all of them
-#   norms        norms of a layer besides these, where there are not two
-#   experts      key with an expert's width
-#   dense_too    keys may say that some layers have no experts
-#   shared       key with the width of an expert that sees every token
-#   other names: what a configuration means that leaves this key out
+# Decoder families whose parameters are counted exactly. For each family:
+#   biases       configuration keys that give its attention or feed-forward layers a bias
+#   qkv_bias     query, key and value have a bias unless the configuration key of this name is false
+#   qk_norm      queries and keys have norms, over each head ("head") or over all heads together ("all")
+#   norms        number of a layer's other norms, if it is not two
+#   experts      configuration key of an expert's width
+#   dense_too    configuration keys may exempt some layers from having experts
+#   shared       configuration key of the width of an expert that sees every token
+#   other names: the family's default for a configuration that lacks this key
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"biases": ("attention_bias", "mlp_bias")},
     "mistral": {},
@@ -45,13 +45,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a multimodal configuration, or the configuration itself."""
+    """Return the language model's part of a multimodal configuration, or the configuration itself."""
     part = config.get("text_config")
     return part if isinstance(part, Mapping) else config
 
 
 def parameter_count(config: Mapping[str, Any], head: bool = True) -> int | None:
-    """Parameters of the causal LM that a Hugging Face configuration describes.
+    """Count the parameters of the causal LM that a Hugging Face configuration describes.
 
     Args:
         config: the tree of config.json.
@@ -127,10 +127,10 @@ def _head_width(config: Mapping[str, Any], family: dict[str, Any]) -> int:
 
 
 def header_parameters(tensors: Iterable[tuple[str, list[int], str]], head: bool = True) -> int:
-    """Parameters that safetensors headers tell of. `tensors`: (name, shape, dtype) of each.
+    """Count the parameters that the headers of safetensors files list. `tensors`: (name, shape, dtype) of each.
 
-    Left out are tensors that a causal LM does not train: integers, masks that old files hold as buffers, rotary tables, and the
-    vision and multi-token-prediction parts of larger models.
+    Tensors that a causal LM does not train are left out: integers, masks that old files store as buffers, rotary tables, and the
+    vision and multi-token-prediction parts of larger models. `head`: whether to count the output head.
     """
     total = 0
     for name, shape, dtype in tensors:
@@ -151,11 +151,10 @@ def end_parameters(config: Mapping[str, Any]) -> int:
 
 
 def kv_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, width: int = 1) -> int:
-    """KV cache of one sequence of `tokens` tokens, in bytes. 0 for a family whose attention is not known here.
+    """Return the bytes that the KV cache of one sequence of `tokens` tokens takes on each of the engine's `width` slots.
 
-    `width`: slots of the engine. The result is what each of them holds.
-
-    Where a configuration has a sliding window every layer counts with it, also in families that alternate.
+    The result is 0 for a family that is not in `FAMILIES`. If the configuration has a sliding window, all layers count as windowed, even
+    in families in which only some of them are.
     """
     config = text_part(config)
     family = FAMILIES.get(str(config.get("model_type")))
@@ -171,7 +170,10 @@ def kv_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, width: in
 
 
 def engine_widths(config: Mapping[str, Any], most: int) -> list[int] | None:
-    """Numbers of slots, up to `most`, that can share the heads and feed-forward layers of an engine. None if the heads are not known."""
+    """Return the numbers of slots, up to `most`, among which an engine's heads and feed-forward layers can be divided.
+
+    Returns None if the configuration lacks the number of heads.
+    """
     config = text_part(config)
     heads = config.get("num_attention_heads", config.get("n_head"))
     kv_heads = config.get("num_key_value_heads") or heads
@@ -183,7 +185,7 @@ def engine_widths(config: Mapping[str, Any], most: int) -> list[int] | None:
 
 
 def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:
-    """What training keeps of a micro-batch of `tokens` tokens even with gradient checkpointing: each layer's input, in bytes."""
+    """Return the bytes of the layers' inputs of a micro-batch of `tokens` tokens, kept even with gradient checkpointing."""
     config = text_part(config)
     layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
     return layers * hidden * tokens * value_bytes if isinstance(layers, int) and isinstance(hidden, int) else 0
@@ -191,7 +193,7 @@ def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -
 
 @dataclass(frozen=True)
 class Training:
-    """How a worker group trains a model: its ranks, ZeRO stage, bytes of a weight, and what is kept off the device or not trained."""
+    """How a worker group trains a model. `value_bytes`: bytes of a weight."""
 
     ranks: int = 1
     zero_stage: int = 0
@@ -199,23 +201,23 @@ class Training:
     offload: bool = False
     """Gradients, moments and float32 weights stay in host memory."""
     adapters: bool = False
-    """Adapters alone are trained. Their own few weights are left out."""
+    """Only adapters are trained. Their few weights are not counted."""
     tensor_parallel: int = 1
     """Ranks that share one copy of the model."""
     undivided: int = 0
-    """Parameters that each of them holds all the same: embeddings and output head."""
+    """Parameters that each of these ranks holds in full: embeddings and output head."""
 
     def own(self, parameters: int) -> int:
-        """Return the parameters of which a rank has at least a part of the state, out of so many of the model."""
+        """Return how many of the model's parameters a tensor-parallel rank holds, before ZeRO shards their state."""
         return self.undivided + (parameters - self.undivided) // self.tensor_parallel
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank.
+    """Bytes that one rank holds.
 
-    opening: while it loads the model. loaded: until the first update, which makes the moments. offload: optimizer state and gradients
-    are in host memory.
+    opening: while it loads the model. loaded: from then until the first update, which creates the moments. offload: optimizer state and
+    gradients are in host memory.
     """
 
     weights: int
@@ -228,12 +230,12 @@ class RankMemory:
 
     @property
     def idle(self) -> int:
-        """Between updates, host and device together."""
+        """Bytes held between updates, on host and device together."""
         return self.weights + self.optimizer
 
     @property
     def training(self) -> tuple[tuple[str, int], ...]:
-        """What there is in an update, host and device together: (what, bytes)."""
+        """Parts held during an update, on host and device together: (name, bytes) of each."""
         return (
             ("weights", self.weights),
             ("optimizer state", self.optimizer),
@@ -243,19 +245,19 @@ class RankMemory:
 
     @property
     def on_device(self) -> tuple[tuple[str, int], ...]:
-        """The most that its device holds at once: (what, bytes)."""
+        """Parts that the device holds at its peak: (name, bytes) of each."""
         kept = ("weights", "activations") if self.offload else ("weights", "optimizer state", "gradients", "activations")
         parts = tuple(part for part in self.training if part[0] in kept)
         return parts if sum(size for _, size in parts) >= self.opening else (("weights while loading", self.opening),)
 
 
 def snapshot_bytes(parameters: int, value_bytes: int) -> int:
-    """Bytes of the state by which training can continue: weights, Adam's moments, and float32 weights behind narrower ones."""
+    """Return the bytes of a training snapshot: weights, Adam's moments, and float32 copies of weights in a narrower dtype."""
     return parameters * (value_bytes + MOMENT_BYTES + (MASTER_BYTES if value_bytes < MASTER_BYTES else 0))
 
 
 def rank_memory(parameters: int, training: Training, activations: int = 0) -> RankMemory:
-    """Return what a rank of a worker group holds (ZeRO, arXiv 1910.02054, section 5).
+    """Return the memory of a rank of a worker group (ZeRO, arXiv 1910.02054, section 5).
 
     Stage 1 shards the optimizer's state, stage 2 the gradients too, stage 3 the weights too. Each rank still loads the whole
     model onto its device before stage 3 shards it (`opening`). Gradients at stage 1 count as sharded: DeepSpeed's stage 1 may

@@ -1,8 +1,8 @@
-"""Predict the peak memory of each function at work: proportional set size on CPU slots, device memory on GPUs.
+"""Predict the peak memory of each function: proportional set size on CPU slots, device memory on GPUs.
 
-`placement.memory` has lower bounds, for which a run may be refused. These are estimates: what libraries, allocators and DeepSpeed
-add was measured at 494 M parameters on CPU (docs/models.md). On GPUs `CUDA_BYTES` takes the place of imports. That was not
-compared with a device.
+`placement.memory` has lower bounds, by which a run may be refused. The figures here are estimates. The overheads of libraries,
+allocators and DeepSpeed were measured at 494 M parameters on CPU (docs/models.md). On GPUs `CUDA_BYTES` replaces the bytes of imports.
+The GPU figures were not compared with a device.
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ ENGINE_BYTES = 560_000_000  # imports of an engine on CPU
 PASS_BYTES = 450_000_000  # imports of a process that computes passes only
 DRIVER_BYTES = 500_000_000  # driver, Ray and reward processes
 CUDA_BYTES = 600_000_000  # a process's context on a GPU
-USED_SHARE = 0.85  # of the memory that chosen settings may take: predictions are up to 15 % off
+USED_SHARE = 0.85  # share of the memory that chosen settings may take: predictions are up to 15 % off
 
-ADDED_BYTES = 3  # of a parameter, where the gradients of one micro-batch are added to those of others before it
-ADAPTER_SLACK = 1.5  # heap that adapters' activations take, over what is kept of them: short-lived tensors lie between
-STAGE_1_COPIES = 2.5  # of float32 gradients in an optimizer step of DeepSpeed's stage 1; bfloat16 weights use its stage 2
+ADDED_BYTES = 3  # bytes per parameter while the gradients of a micro-batch are added to those of the ones before it
+ADAPTER_SLACK = 1.5  # heap of adapters' activations over the size of the kept tensors: short-lived tensors lie between them
+STAGE_1_COPIES = 2.5  # copies of float32 gradients in an optimizer step of DeepSpeed's stage 1; bfloat16 weights use its stage 2
 
 DEFAULT_TOKENS = 8192
-LEAST_WHOLE_TOKENS = 1024  # smaller micro-batches cost more time than recomputing activations
-LEAST_TOKENS = 512  # of smaller ones nearly everything is weights and state
+LEAST_WHOLE_TOKENS = 1024  # tokens: smaller micro-batches cost more time than recomputing activations
+LEAST_TOKENS = 512  # tokens: with smaller micro-batches nearly all memory is weights and state
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes in tokens. `longest`: of a row. `targets`: response tokens, whose logits are computed. `is_only`: of its step."""
+    """Sizes of a micro-batch in tokens.
+
+    longest: tokens of the longest row. targets: response tokens, whose logits are computed. is_only: whether it is the only micro-batch
+    of its step.
+    """
 
     tokens: int
     longest: int
@@ -44,7 +48,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings of an update that cost time and save memory."""
+    """Settings of an update that trade time for memory."""
 
     micro_batch_tokens: int = DEFAULT_TOKENS
     checkpointing: bool = False
@@ -53,7 +57,7 @@ class Choice:
 
 
 def choices(*, may_offload: bool) -> Iterator[Choice]:
-    """Yield settings, those that cost the least time first."""
+    """Yield settings in order of the time they cost, least first."""
     sizes = [DEFAULT_TOKENS >> k for k in range(DEFAULT_TOKENS.bit_length()) if DEFAULT_TOKENS >> k >= LEAST_TOKENS]
     for offload, overlap, checkpointing in itertools.product((False, True), ("auto", "off"), (False, True)):
         if may_offload or not offload:
@@ -73,7 +77,10 @@ def trainer_parts(
     lora_rank: int = 0,
     on_gpu: bool,
 ) -> tuple[tuple[str, int], ...]:
-    """Return what one rank holds at the peak of an update: (what, bytes), on its GPU or in its process on CPU slots."""
+    """Return the parts of the memory that one rank holds at the peak of an update: (name, bytes) of each.
+
+    The memory is that of its GPU, or of its process on CPU slots.
+    """
     trained = adapter_parameters(config, lora_rank) if training.adapters else parameters
     working = update_bytes(config, batch, training.value_bytes, checkpointing, ADAPTER_SLACK if training.adapters else 1.0)
     if batch.targets and not training.adapters:  # gradient of the output head, and the sum of those of earlier chunks
@@ -91,14 +98,14 @@ def trainer_parts(
 
 
 def idle_bytes(rank: RankMemory) -> int:
-    """Return what a rank's process on CPU holds between updates."""
+    """Return the bytes that a rank's process on CPU holds between updates."""
     return rank.idle + LEARNER_BYTES
 
 
 def update_bytes(config: Mapping[str, Any], batch: MicroBatch, value_bytes: int, checkpointing: bool, slack: float = 1.0) -> int:
-    """Return what an update holds of a micro-batch at its peak, in bytes: activations, attention mask and a chunk of logits.
+    """Return the bytes that an update holds for a micro-batch at its peak: activations, attention mask and a chunk of logits.
 
-    `slack`: heap that activations take, over their own size.
+    `slack`: heap that activations take, as a multiple of their size.
     """
     layers = _number(text_part(config), "num_hidden_layers", "n_layer")
     each = layer_bytes(config, batch.longest, value_bytes)
@@ -109,10 +116,10 @@ def update_bytes(config: Mapping[str, Any], batch: MicroBatch, value_bytes: int,
 
 
 def layer_bytes(config: Mapping[str, Any], longest: int, value_bytes: int) -> int:
-    """Return what one decoder layer keeps of a token for the backward pass, in bytes. 0 if the configuration lacks its sizes.
+    """Return the bytes per token that one decoder layer keeps for the backward pass, or 0 if the configuration lacks its sizes.
 
-    Counted with hooks on saved tensors in transformers: the inputs of products, and those of norms, which are computed in float32.
-    Families that are not in `FAMILIES` count as one with many norms.
+    The tensors were counted with hooks on saved tensors in transformers: the inputs of products, and those of norms, which are computed
+    in float32. Families that are not in `FAMILIES` are counted with many norms, an upper estimate.
     """
     config = text_part(config)
     hidden, heads = _width(config), _number(config, "num_attention_heads", "n_head")
@@ -133,7 +140,7 @@ def layer_bytes(config: Mapping[str, Any], longest: int, value_bytes: int) -> in
 
 
 def _inner_width(config: Mapping[str, Any], family: Mapping[str, Any]) -> int:
-    """Return the feed-forward width that a token passes, over all of its experts."""
+    """Return the feed-forward width that a token passes through, summed over all of its experts."""
     if "experts" not in family:
         return _number(config, "intermediate_size", "n_inner") or 4 * _width(config)
     experts = _number(config, "num_experts_per_tok") or 2
@@ -141,12 +148,12 @@ def _inner_width(config: Mapping[str, Any], family: Mapping[str, Any]) -> int:
 
 
 def logits_bytes(config: Mapping[str, Any], targets: int) -> int:
-    """Return what one chunk of logits takes at its peak, in bytes."""
+    """Return the bytes that one chunk of logits takes at its peak."""
     return int(CHUNK_COPIES * min(CHUNK_BYTES, 4 * _number(text_part(config), "vocab_size") * targets))
 
 
 def adapter_parameters(config: Mapping[str, Any], rank: int) -> int:
-    """Return the parameters of LoRA adapters on every linear layer of a dense model."""
+    """Return the number of parameters of LoRA adapters on every linear layer of a dense model."""
     config = text_part(config)
     hidden, heads = _width(config), max(1, _number(config, "num_attention_heads", "n_head"))
     inner, width = _inner_width(config, {}), _number(config, "head_dim") or hidden // heads
@@ -159,13 +166,16 @@ def adapter_parameters(config: Mapping[str, Any], rank: int) -> int:
 
 
 def engine_parts(parameters: int, value_bytes: int, kv_cache_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Return what one engine holds on CPU: (what, bytes). vLLM keeps the weights and a copy that is packed for its kernels."""
+    """Return the parts of one engine's memory on CPU, (name, bytes) of each.
+
+    vLLM keeps the weights and a copy that is packed for its kernels.
+    """
     weights = parameters * value_bytes
     return (("weights", weights), ("packed weights", weights), ("KV cache", kv_cache_bytes), ("imports", ENGINE_BYTES))
 
 
 def pass_parts(config: Mapping[str, Any], parameters: int, value_bytes: int, batch: MicroBatch) -> tuple[tuple[str, int], ...]:
-    """Return what a process holds that computes forward passes only: (what, bytes)."""
+    """Return the parts of the memory of a process that computes forward passes only: (name, bytes) of each."""
     working = batch.tokens * layer_bytes(config, batch.longest, value_bytes) + logits_bytes(config, batch.targets)
     return (("weights", parameters * value_bytes), ("activations", working), ("imports", PASS_BYTES))
 

@@ -196,7 +196,7 @@ def test_ticks_span_what_is_drawn(low: float, high: float) -> None:
         ((*SPEED, "--max-tokens", 10**6), "--max-tokens: known lengths are not cut"),
         ((*SPEED, "--scenarios", 4, "--max-tokens", 1), "--max-tokens 1: the longest of these responses has"),
         ((*SPEED, "--plot", "a.png"), "ends in .svg"),
-        ((*SPEED, "--column", "nothing"), "column `nothing` was asked for, but this entry has no columns"),
+        ((*SPEED, "--column", "nothing"), "column `nothing` was requested, but this entry has no columns"),
         ((*SPEED, "--capacity", 10), "hold"),
         ((*SPEED, "--price", -1), "must be finite and above 0"),
     ],

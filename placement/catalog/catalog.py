@@ -110,12 +110,12 @@ def cached_config(name: str) -> Path | None:
     folder = cache / f"models--{name.replace('/', '--')}"
     main = folder / "refs" / "main"
     wanted = [folder / "snapshots" / main.read_text().strip() / "config.json"] if main.is_file() else []
-    found = [path for path in (*wanted, *sorted(folder.glob("snapshots/*/config.json"))) if path.is_file()]
-    if not found:
+    files = [path for path in (*wanted, *sorted(folder.glob("snapshots/*/config.json"))) if path.is_file()]
+    if not files:
         raise ValueError(
             f"model {name}: not a folder here and not in {cache}; download it (`hf download {name} config.json`) or give a path"
         )
-    return found[0]
+    return files[0]
 
 
 def model(entry: str | dict[str, Any]) -> Model:

@@ -194,12 +194,10 @@ class LengthForecaster:
     ) -> None:
         """Learn from a step's responses: `lengths[i]` (samples,) tokens for `prompts[i]`.
 
-        Groups without a response are skipped.
-
-        Prompts without a response teach nothing.
+        Prompts without a response are skipped.
 
         Raises:
-            ValueError: If lengths are negative or not finite.
+            ValueError: If shapes disagree, or lengths are negative or not finite.
         """
         groups = [np.asarray(group, float) for group in lengths]
         table = self._features(prompts, prompt_tokens, features)

@@ -87,7 +87,7 @@ def _number(value: Any, where: str, least: float) -> float:
 
 def _entry(entry: Any, where: str, key: Any, column: str | None) -> Iterator[Row]:
     if column is not None and not isinstance(entry, dict):
-        raise ValueError(f"{where}: column `{column}` was asked for, but this entry has no columns")
+        raise ValueError(f"{where}: column `{column}` was requested, but this entry has no columns")
     if isinstance(entry, dict):
         name = _pick(list(entry), column, where)
         group = next((entry[g] for g in GROUP_NAMES if g in entry), key)

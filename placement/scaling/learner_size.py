@@ -1,4 +1,4 @@
-"""Choose how many slots an update gets: what more of them save against what they cost."""
+"""Choose how many slots an update gets, by the time that more of them save and the cost that they add."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LearnerSize:
     """
 
     def __init__(self, most: int) -> None:
-        """Raises ValueError for fewer than one slot."""
+        """Set the candidates. Raises ValueError for fewer than one slot."""
         if most < 1:
             raise ValueError(f"an update needs at least one slot, got {most}")
         self.counts = sorted({most, *(2**k for k in range(most.bit_length()) if 2**k <= most)})

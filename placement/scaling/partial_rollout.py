@@ -1,4 +1,4 @@
-"""Partial rollouts: which groups a step trains, how many it begins, and what a bound on the lag is worth.
+"""Partial rollouts: choose the groups that a step trains and how many it begins, and predict the gain of a bound on the lag.
 
 A group is begun in one step and trained in that step or a later one, at most a bound of steps later. Each step makes one weight
 version. So no token of a trained group is more versions old than the bound.
@@ -53,7 +53,7 @@ def find_late(last_steps: Sequence[int], step: int, quota: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a step takes besides the lengths of its responses.
+    """Figures that a step's time and cost depend on besides the lengths of its responses.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def steady_step(groups: np.ndarray, quota: int, share: float, bound: int, costs:
     stream = np.resize(np.arange(len(groups)), at_work + steps * quota)
     lengths, begun = groups[:0], np.zeros(0, int)
     drawn = np.zeros((0, groups.shape[1], steps))  # tokens by step
-    taken, found = 0, list[tuple[float, float, float]]()
+    taken, points = 0, list[tuple[float, float, float]]()
     speed = costs.speed
     for step in range(steps):
         new = at_work - len(lengths)
@@ -114,19 +114,19 @@ def steady_step(groups: np.ndarray, quota: int, share: float, bound: int, costs:
         count = quota
         while (chosen := choose_groups((begun + bound).tolist(), order[:count], step, quota)) is None:
             count += 1
-        told = np.minimum(left, ends[order[count - 1]])
-        context = told * (costs.prompt_tokens + made) + told**2 / 2
-        again = (costs.prompt_tokens + made)[(made > 0) & (told > 0)].sum() * speed.prefill_s
-        seconds = speed.base_s * told.max() + (speed.per_seq_s * told.sum() + speed.per_ctx_s * context.sum() + again) / costs.engines
-        drawn[:, :, step] = told
+        decoded = np.minimum(left, ends[order[count - 1]])
+        context = decoded * (costs.prompt_tokens + made) + decoded**2 / 2
+        again = (costs.prompt_tokens + made)[(made > 0) & (decoded > 0)].sum() * speed.prefill_s
+        seconds = speed.base_s * decoded.max() + (speed.per_seq_s * decoded.sum() + speed.per_ctx_s * context.sum() + again) / costs.engines
+        drawn[:, :, step] = decoded
         of_batch = drawn[chosen]
         ages = step - np.arange(steps) + ahead * min(1.0, costs.learn_s / max(seconds, 1e-9))  # the first tokens are a version older
         lag = float((of_batch * ages).sum() / of_batch.sum())
         stay = np.setdiff1d(np.arange(len(lengths)), chosen)
         lengths, drawn, begun = lengths[stay], drawn[stay], begun[stay]
         step_s = max(seconds, costs.learn_s) if ahead else seconds + costs.learn_s
-        found.append((step_s, costs.engines * seconds + costs.learn_slots * costs.learn_s, lag))
-    means = np.mean(found[-TRIED:], axis=0).tolist()
+        points.append((step_s, costs.engines * seconds + costs.learn_slots * costs.learn_s, lag))
+    means = np.mean(points[-TRIED:], axis=0).tolist()
     return LagPoint(bound, share, *means)
 
 
@@ -140,7 +140,7 @@ class Oversample:
 
 
 def choose_share(groups: np.ndarray, quota: int, bound: int, costs: StepCosts, prefer: float, stale_cost: float = 0.0) -> Oversample:
-    """Choose how many groups are at work, by predicted time and cost of a step, and by what old tokens teach less.
+    """Choose how many groups are at work, by the predicted time and cost of a step and the lower value of old tokens.
 
     Parameters
     ----------
@@ -151,11 +151,11 @@ def choose_share(groups: np.ndarray, quota: int, bound: int, costs: StepCosts, p
     bound : int
         Largest lag, at least 1.
     costs : StepCosts
-        What a step takes besides.
+        The other figures of a step.
     prefer : float
         1 counts time only, 0 slot-seconds only; between them shares of a synchronous step's are weighted.
     stale_cost : float
-        A batch with a mean lag of x versions teaches as much as exp(-stale_cost·x) of a fresh one.
+        The learning value of a batch falls with its mean lag: x versions count as exp(-stale_cost·x) of a fresh batch.
     """
     base = steady_step(groups, quota, 1.0, 0, replace(costs, ahead=False))
 
@@ -168,8 +168,8 @@ def choose_share(groups: np.ndarray, quota: int, bound: int, costs: StepCosts, p
         tried = [steady_step(groups, quota, share, most, costs) for share in SHARES if share <= most + (not costs.ahead)]
         frontier.append(min(tried, key=score))
     chosen = min(frontier[1:], key=score)
-    told = "; ".join(
+    figures = "; ".join(
         f"bound {p.bound}: {p.step_s / base.step_s:.2f} of the time for {p.slot_s / base.slot_s:.2f} of the slot-seconds, lag {p.lag:.1f}"
         for p in frontier[1:]
     )
-    return Oversample(chosen.share, f"oversample {chosen.share:g}: against a synchronous step, {told}", tuple(frontier))
+    return Oversample(chosen.share, f"oversample {chosen.share:g}: against a synchronous step, {figures}", tuple(frontier))

@@ -16,7 +16,7 @@ import numpy as np
 
 from placement.speed.cost_terms import Term
 
-MARGIN = 0.1  # share of the cost without the service that it must save: fitted times are no more accurate
+MARGIN = 0.1  # share of the cost without the service that the service must save: fitted times are no more accurate
 MODES = ("auto", "on", "off")
 
 
@@ -26,7 +26,8 @@ class PrefixDemand:
 
     distinct_tokens, distinct_pages: over all prompts, each block prefix once. trunk_tokens: the part of these that
     every prompt begins with, in whole blocks. off_tokens (E,): prompt tokens that each engine computes without the
-    service. on_tokens (E,): with it. load_pages (E,): pages it copies in. fetch_pages (E,): pages it is sent.
+    service. on_tokens (E,): the same with the service. load_pages (E,): pages that each engine copies in. fetch_pages (E,):
+    pages that are sent to each engine.
     """
 
     block_size: int
@@ -98,7 +99,7 @@ def choose_prefix(
     """Choose whether a step uses the prefix service.
 
     mode: "auto" turns it on if it saves more than a tenth. "on" turns it on at any cost, unless blocked or out of
-    memory. time_value: slot-seconds that a second of the step is worth. blocked: why it cannot be on.
+    memory. time_value: slot-seconds that a second of the step is worth. blocked: the reason why it cannot be on, if there is one.
 
     Raises ValueError for another mode, or if there is no engine.
     """
@@ -133,14 +134,14 @@ def choose_prefix(
     slope = (1 - MARGIN) * per_off - per_on
     even = _break_even(gain - bar, slope, demand.trunk_tokens)
     numbers = (off_cost, on_cost, off_time, on_time, even)
-    said = f"{off_cost:.3g} engine-s of prefill without it, {on_cost:.3g} with"
+    figures = f"{off_cost:.3g} engine-s of prefill without it, {on_cost:.3g} with"
     if even < math.inf:
-        said += f"; pays from a shared header of {even:.0f} tokens, this step's has {demand.trunk_tokens}"
+        figures += f"; pays from a shared header of {even:.0f} tokens, this step's has {demand.trunk_tokens}"
     else:
-        said += "; no shared header is long enough to pay"
+        figures += "; no shared header is long enough to pay"
     if mode == "on":
-        return PrefixChoice(True, best, f"prefix_kv: on; {said}", *numbers)
-    return PrefixChoice(gain > bar, best if gain > bar else 0, f"{'on' if gain > bar else 'off'}: {said}", *numbers)
+        return PrefixChoice(True, best, f"prefix_kv: on; {figures}", *numbers)
+    return PrefixChoice(gain > bar, best if gain > bar else 0, f"{'on' if gain > bar else 'off'}: {figures}", *numbers)
 
 
 def _off(demand: PrefixDemand, costs: PrefixCosts) -> tuple[float, float]:

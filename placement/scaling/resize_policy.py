@@ -238,11 +238,11 @@ def assign_groups(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[
 
 
 def slots_to_yield(held: int, least: int, others_wait: bool, surplus: int | None = None) -> Decision:
-    """Decide what to give up at the end of a step if others wait.
+    """Decide how many slots to give up at the end of a step if other jobs wait.
 
-    This is the `surplus` that a shared pool says. If that is not known, or the others are not of the pool (0), it is half, or everything
-    if only the minimum is held. On a shared cluster leases pass from phase to phase and never through Ray's queue, so another job's
-    request would wait forever.
+    surplus: slots above this run's share, as the shared pool reports it. If it is None, or 0 because the waiting jobs are not in the
+    pool, half of the slots are given up, or all if only the minimum `least` is held. On a shared cluster leases pass from phase to phase
+    and never through Ray's queue, so without this another job's request would wait forever.
     """
     if not others_wait or held == 0:
         return Hold(held, "no other job waits for slots")

@@ -52,8 +52,8 @@ def elastic(
     ended and its devices are free for good. The late learner starts when the rollout is over.
 
     rollout: the rollout policy. For ablation: gradients, whether they may be taken early at all; prewarmed, whether
-    engines may be awake when the step begins. generate: simulates the rollout; a partial one says what is learned after
-    it.
+    engines may be awake when the step begins. generate: simulates the rollout; a partial rollout also determines the
+    batch that is learned after it.
     """
     times = times.at(plan.width)
     if plan.held:

@@ -37,7 +37,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class FleetSearch:
-    """What a search found. best: not beaten on both time and cost, fastest first. refused: the reason, by device."""
+    """Result of a search. best: fleets that no other beats on both time and cost, fastest first. refused: the reason, by device."""
 
     fleets: tuple[Fleet, ...]
     best: tuple[Fleet, ...]

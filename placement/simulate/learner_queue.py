@@ -1,4 +1,4 @@
-"""The learner at work while the last responses are still being generated: an event-driven queue."""
+"""An event-driven model of a learner that works while the last responses are still being generated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LearnerCosts:
 
 @dataclass(frozen=True)
 class LearnerResult:
-    """When the learner was done, when it had grown, and its device-seconds of work before it grew and in all."""
+    """The times at which the learner was done and had grown, and its device-seconds of work before it grew and in all."""
 
     end_s: float
     grown_s: float

@@ -1,4 +1,4 @@
-"""A rollout that ends when enough groups are complete. Unfinished responses go on in the next one, under newer weights."""
+"""A rollout that ends when enough groups are complete. Unfinished responses continue in the next one, under newer weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class InFlight:
 
     @property
     def live(self) -> np.ndarray:
-        """(n,) whether the response goes on."""
+        """(n,) whether the response is unfinished."""
         return self.generated < self.lengths - 1e-6
 
     def step_input(self, given: StepInput, limit: int) -> StepInput:
@@ -94,7 +94,7 @@ def _remaining(scenarios: np.ndarray, made: np.ndarray, limit: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class PartialRollout(SimulatedRollout):
-    """A rollout that ended early. after: what is in flight then.
+    """A rollout that ended early. after: the responses in flight at its end.
 
     lag: share of the batch's tokens by the rollout that drew them, the latest first.
     """
@@ -196,7 +196,7 @@ class Generation:
         )
 
     def _prefilled(self, given: StepInput) -> float:
-        """Return the tokens to prefill: the prompt of each new group once, and the whole context of what goes on.
+        """Return the tokens to prefill: the prompt of each new group once, and the whole context of each response that continues.
 
         The KV of older weights is not used: every context is computed again.
         """

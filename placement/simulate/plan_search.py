@@ -83,7 +83,7 @@ class Planner:
         """Search the best step plan in three rounds, on `DRAWS` scenarios.
 
         First all candidates are tried by `rough`, which should rank them like `run` at a fraction of its cost. Then
-        local search goes on from the best as long as a neighbour is better. Last, the best of all that were tried are
+        local search continues from the best as long as a neighbour is better. Last, the best of all that were tried are
         tried by `run`. truth: tried instead of scenarios, for the clairvoyant policy.
 
         A `prefer` above `STEADY` takes another plan than `STEADY` only if that is faster on draws that no search has

@@ -1,4 +1,4 @@
-"""What runs ask of a shared pool: steps whose stages work on any of several numbers of devices."""
+"""The work that runs bring to a shared pool: steps whose stages can use any of several numbers of devices."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TAIL = 0.8  # from this share of ended responses on a rollout is in its tail, as
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a step. It takes `seconds[i]` on `slots[i]` devices, both tuples in order of slots, and no fewer than the first.
+    """A part of a step. It takes `seconds[i]` on `slots[i]` devices, both in ascending order of slots, and needs at least `slots[0]`.
 
-    kind: "rollout", "tail" or "learn". setup_s: seconds until devices that a run takes for this stage work, by `slots`.
+    kind: "rollout", "tail" or "learn". setup_s: seconds until devices that a run takes for this stage can work, for each of `slots`.
     """
 
     kind: str
@@ -31,11 +31,11 @@ class Stage:
     setup_s: tuple[float, ...]
 
     def _at(self, slots: int) -> int:
-        """Return the index of the most of these devices that the stage can use."""
-        found = bisect_right(self.slots, slots) - 1
-        if found < 0:
-            raise ValueError(f"the {self.kind} stage needs {self.slots[0]} devices, got {slots}")
-        return found
+        """Return the index of the largest number of devices up to `slots` that the stage can use. Raises ValueError if there is none."""
+        index = bisect_right(self.slots, slots) - 1
+        if index < 0:
+            raise ValueError(f"the {self.kind} stage needs at least {self.slots[0]} devices, got {slots}")
+        return index
 
     def seconds_on(self, slots: int) -> float:
         return self.seconds[self._at(slots)]

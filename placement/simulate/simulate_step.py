@@ -1,4 +1,4 @@
-"""One training step under one policy in virtual time: who holds which devices from when to when, and what that costs."""
+"""One training step under one policy in virtual time: which devices each phase holds, for how long, and at what cost."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class StepRun:
 
 @dataclass(frozen=True)
 class StepPlanSettings:
-    """What a step plan chooses.
+    """The settings of a step plan.
 
     engines: limit on engines. prefer: the rollout's trade-off. early, late: the learner's devices during the rollout
     (0: none) and after it. share: share of responses that must have ended before the early learner is leased. narrow:
@@ -96,7 +96,7 @@ class StepPlanSettings:
     whitened advantages are learned from early, by linearity (`work_of`). awake: the learner is sharded so that engines
     on its devices need not sleep. hosted: the optimizer's state stays in host memory until the update (`TrainerModel`).
     held: devices that the job holds throughout and plans on (0: every lease is given back when its phase ends). width:
-    devices of one engine (0: as the setting says).
+    devices of one engine (0: the width of the setting).
     """
 
     engines: int

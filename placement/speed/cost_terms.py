@@ -20,7 +20,7 @@ class Term:
 
     It is fitted to the newest 64 records. Without records it is the seed. With records, the seed only settles what they
     leave open, such as the split between the two parts if all records have one size. Records are fitted when a time is
-    asked for. So `observe` costs next to nothing, and many records cost one fit.
+    needed. So `observe` costs next to nothing, and many records cost one fit.
     """
 
     def __init__(self, fixed_s: float, per_unit_s: float = 0.0, spread: float = 0.5) -> None:
@@ -92,7 +92,7 @@ class Term:
     def _fit(self, new_units: np.ndarray, new_seconds: np.ndarray) -> None:
         predicted = self._beta[0] + self._beta[1] * new_units
         off = np.log(new_seconds / np.maximum(predicted, 1e-9)).clip(-2, 2)
-        if len(self.seconds):  # the seed's error says nothing about the fit's error
+        if len(self.seconds):  # the seed's error is no measure of the fit's error
             self._errors = np.concatenate([self._errors, off])[-KEEP:]
         self.units = np.concatenate([self.units, new_units])[-KEEP:]
         self.seconds = np.concatenate([self.seconds, new_seconds])[-KEEP:]

@@ -226,7 +226,7 @@ def check_width(model: Model, width: int) -> None:
     """Raise ValueError if an engine of `width` devices cannot share out the attention heads (vLLM refuses it too)."""
     if width < 1 or model.heads % width:
         fit = ", ".join(str(w) for w in range(1, model.heads + 1) if model.heads % w == 0)
-        raise ValueError(f"`tensor_parallel`: {width} devices cannot share the {model.heads} heads of {model.name}; {fit} can")
+        raise ValueError(f"`tensor_parallel`: {width} devices cannot share the {model.heads} heads of {model.name}; set it to one of {fit}")
 
 
 def possible_widths(model: Model, most: int) -> list[int]:

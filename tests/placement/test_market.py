@@ -135,8 +135,8 @@ def test_bids_follow_the_objective() -> None:
         (lambda: Bid("a", (2, 1), (0.0, 1.0)), "numbers of slots must ascend"),
         (lambda: Bid("a", (1, 2), (0.0, 0.0)), "worths must be finite and ascend"),
         (lambda: clear(4, [Bid("a", (1,), (0.0,), 0.7), Bid("b", (1,), (0.0,), 0.7)]), "shares add up to 1.4, more than 1"),
-        (lambda: clear(4, [Bid("a", (1,), (0.0,)), Bid("a", (1,), (0.0,))]), "two bids are of one run: a"),
-        (lambda: clear(2, [Bid("a", (3,), (0.0,))]), "cannot do without 3 slots, but the pool has 2"),
+        (lambda: clear(4, [Bid("a", (1,), (0.0,)), Bid("a", (1,), (0.0,))]), "more than one bid of the same run: a"),
+        (lambda: clear(2, [Bid("a", (3,), (0.0,))]), "need at least 3 slots together, but the pool has 2"),
     ],
 )
 def test_mistakes(attempt, message: str) -> None:

@@ -34,8 +34,8 @@ class Consolidate:
     def decide(self, view: View) -> Action | None:
         live = view.live
         context = float(np.mean((view.generated + self.job.prompts)[live]))
-        asked = square_root_law(len(live), per_seq_ratio(self.job, context), self.cost_weight)
-        wanted = int(np.clip(asked, 1, min(self.most, len(live))))
+        unclipped = square_root_law(len(live), per_seq_ratio(self.job, context), self.cost_weight)
+        wanted = int(np.clip(unclipped, 1, min(self.most, len(live))))
         changed, self.most = wanted < self.most or view.time_s == 0, wanted
         if self.job.migrate_s and not changed:
             return None

@@ -1,4 +1,4 @@
-"""The interface of a rollout policy: what it is told and what it answers."""
+"""The interface of a rollout policy: the job and the view that it gets, and the action that it returns."""
 
 from __future__ import annotations
 
