@@ -240,9 +240,9 @@ def assign_groups(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[
 def slots_to_yield(held: int, least: int, others_wait: bool, surplus: int | None = None) -> Decision:
     """Decide how many slots to give up at the end of a step if other jobs wait.
 
-    surplus: slots above this run's share, as the shared pool reports it. If it is None, or 0 because the waiting jobs are not in the
-    pool, half of the slots are given up, or all if only the minimum `least` is held. On a shared cluster leases pass from phase to phase
-    and never through Ray's queue, so without this another job's request would wait forever.
+    surplus: slots that this run should give back to waiting runs, as the shared pool reports it. If it is None, or 0 because the waiting
+    jobs are not in the pool, half of the slots are given up, or all if only the minimum `least` is held. On a shared cluster leases pass
+    from phase to phase and never through Ray's queue, so without this another job's request would wait forever.
     """
     if not others_wait or held == 0:
         return Hold(held, "no other job waits for slots")

@@ -116,8 +116,8 @@ class DrafterTrainer:
         learned = ~sampled.isnan()
         # Padding follows a sequence, so with causal attention it does not affect the sequence's tokens.
         logits = self.model(at, use_cache=False).logits[:, :-1].float() / self.settings.temperature
-        logprobs = torch.log_softmax(logits, -1).gather(2, at[:, 1:, None]).squeeze(2)[learned]
-        loss = -logprobs.mean()
+        drafted = torch.log_softmax(logits, -1).gather(2, at[:, 1:, None]).squeeze(2)[learned]
+        loss = -drafted.mean()
         self.updates += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * min(1.0, self.updates / WARM_UP)
@@ -125,7 +125,7 @@ class DrafterTrainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MOST_NORM)
         self.optimizer.step()
-        return loss.item(), (sampled[learned] - logprobs).mean().item(), int(learned.sum())
+        return loss.item(), (sampled[learned] - drafted).mean().item(), int(learned.sum())
 
     def _batch(self) -> tuple[np.ndarray, np.ndarray]:
         """Draw sequences at random. Returns tokens (sequences, columns) and the policy's log-probabilities, NaN in the padding."""

@@ -169,8 +169,8 @@ class MigrationPolicy:
             new = cut_at_share(state, begun, self.tau)
             saved_s, reason = 0.0, f"a share of {self.tau:g} has finished"
         else:
-            moves = self._best(state, self._present_speed(steps), token_log.prompt + token_log.length)
-            new, saved_s, reason = moves.actor, moves.time_saved_s, moves.reason
+            best = self._best(state, self._present_speed(steps), token_log.prompt + token_log.length)
+            new, saved_s, reason = best.actor, best.time_saved_s, best.reason
         changed = live[actor[live] != new[live]]
         pairs = sorted(set(zip(actor[changed].tolist(), new[changed].tolist(), strict=True)))
         moves = tuple(

@@ -139,11 +139,11 @@ class _SlotCache(DynamicCache):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         if layer_idx not in self.kept:
             self.kept[layer_idx] = (self._empty(key_states), self._empty(value_states))
-        states = []
+        attended = []
         for kept, states in zip(self.kept[layer_idx], (key_states, value_states), strict=True):
             kept[self.at[:, None], :, self.positions] = states.transpose(1, 2)
-            states.append(kept[self.at, :, : self.width])
-        return tuple(states)
+            attended.append(kept[self.at, :, : self.width])
+        return tuple(attended)
 
     def _empty(self, states: torch.Tensor) -> torch.Tensor:
         return states.new_zeros(MODEL_SEQUENCES, states.shape[1], self.longest, states.shape[3])
