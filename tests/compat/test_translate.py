@@ -549,10 +549,10 @@ def test_an_engine_gets_the_devices_that_there_are(monkeypatch):
     for gpus, width, told in ((0, 1, "slots are CPU cores"), (2, 2, "GPUs of this machine: 2"), (8, 4, "")):
         monkeypatch.setattr(resources, "visible_gpus", lambda environment, gpus=gpus: gpus)
         said = fit(found := of(line), {})
-        assert found.settings["rollout.tensor_parallel"] == width and told in said and bool(told) == ("devices of an engine" in said)
+        assert found.settings["rollout.tensor_parallel"] == width and told in said and bool(told) == ("devices per engine" in said)
     assert fit(found := of(line), {"RAY_ADDRESS": "head:6379"}) == "" and found.settings["rollout.tensor_parallel"] == 4
     own = of(BASE + " --elastic.rollout.tensor_parallel 2 --elastic.functions.slot cpu")
-    assert "devices of an engine" not in fit(own, {}) and own.settings["rollout.tensor_parallel"] == 2
+    assert "devices per engine" not in fit(own, {}) and own.settings["rollout.tensor_parallel"] == 2
 
 
 def test_slots_and_a_machine_with_fewer():

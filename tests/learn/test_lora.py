@@ -147,8 +147,8 @@ def test_adapters_off_is_the_base_and_the_seed_decides_where_they_begin() -> Non
     ("targets", "tied", "said"),
     [
         (["q_prj"], False, "q_prj"),
-        (["embed_tokens"], True, "other end"),
-        (["q_proj", "lm_head"], True, "other end"),
+        (["embed_tokens"], True, "another layer"),
+        (["q_proj", "lm_head"], True, "another layer"),
         (["self_attn"], False, ""),
     ],
 )
