@@ -135,7 +135,7 @@ def test_no_more_is_started_ahead_or_kept_than_a_node_has_memory_for(pool: Worke
         instance.memory_mb = instance.start_result(WAIT_S)["memory_mb"]
     budget.most_mb = 199.0
     spare += pool.park(first) + pool.park(second)
-    assert pool.parked == [second] and "2 parked processes on a node held 200 MB: those that waited" in said[1] and len(said) == 2
+    assert pool.parked == [second] and "2 parked processes on a node held 200 MB, so those that waited" in said[1] and len(said) == 2
     assert budget._held_mb(node) == 100.0
     pool.leases.release(spare)
 
