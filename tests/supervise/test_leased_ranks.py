@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.learner]
 
 def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluster, tmp_path: Path) -> None:
     address = ray.get_runtime_context().gcs_address
-    work = {"data": {"task": "chain", "rows": 1920, "batch_rows": 8}, "learner": {"ranks": 2, "learning_rate": 1e-3}}
+    work = {"data": {"task": "chain", "rows": 960, "batch_rows": 8}, "learner": {"ranks": 2, "learning_rate": 1e-3}}
     shared = {**work, "cluster": {"address": address}, "functions": {"slot": "cpu"}}
-    run = {"root": str(tmp_path / "runs"), "seed": 3, "steps": 240}
+    run = {"root": str(tmp_path / "runs"), "seed": 3, "steps": 120}
     other = PoolClient("cpu", RunInfo("other", share=0.75, least=0))
     try:
         other.bid(Bid("other", (0, 2), (0.0, 1.0)))
@@ -47,7 +47,7 @@ def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluste
     assert "another run waits for its slots: training goes on with 1 of 2 ranks" in said
     (paid,) = [one["slot_s"] for one in found["past"] if one["name"] == "shares"]
     assert paid == pytest.approx(sum(row.seconds * row.slots for row in read_rows(folder / "ledger.csv")), rel=0.02)
-    assert [row["step"] for row in rows(folder)] == list(range(241))
+    assert [row["step"] for row in rows(folder)] == list(range(121))
     finish(start(recipe(tmp_path, "alone", run={**run, "name": "alone", "min_ranks": 2}, **work)))
     one, two = weights(folder), weights(tmp_path / "runs" / "alone")
     assert all(abs(one[name] - two[name]).max() < 1e-4 for name in one)
