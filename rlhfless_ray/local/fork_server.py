@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 READY_S, POLL_S = 30.0, 0.05  # Ray gives a worker 60 s to register
+REFUSED_S = 1.0  # longest time between a server's socket and its first answer
 END_S = 5.0  # for a server to end, which has little to do but may still import
 FAILED = ".failed"  # suffix of a file that says that the server could not start
 AT_LOADING = "GLIBC_TUNABLES"  # a variable that counts when a program is loaded, so not in a forked process
@@ -73,9 +74,13 @@ def ask(address: str, command: list[str]) -> None:
     server = socket.socket(socket.AF_UNIX)
     end = time.monotonic() + READY_S  # it imports everything first, which every worker would do otherwise
     while True:
-        with suppress(OSError):
+        try:
             server.connect(address)
             break
+        except ConnectionRefusedError:  # it has ended, or listens in a moment
+            end = min(end, time.monotonic() + REFUSED_S)
+        except OSError:  # it is not there yet
+            pass
         if time.monotonic() > end or os.path.exists(address + FAILED):
             os.execv(command[0], command)
         time.sleep(POLL_S)
@@ -108,8 +113,8 @@ def serve(address: str, architectures: Sequence[str]) -> None:
                 return
             if key.fileobj is listening:
                 _fork(listening, watched)
-            elif key.fileobj in watched.get_map():  # its other event, of the same round, may have ended it
-                _end(key, watched)
+            elif (now := watched.get_map().get(key.fd)) is not None and now.data is key.data:
+                _end(key, watched)  # otherwise its other event, of the same round, has ended it, and its number may be another's by now
 
 
 def _import_everything(architectures: Sequence[str]) -> None:
@@ -129,16 +134,22 @@ def _import_everything(architectures: Sequence[str]) -> None:
 
 
 def _fork(listening: socket.socket, watched: selectors.BaseSelector) -> None:
-    """Fork a worker for the next connection, and watch both."""
+    """Fork a worker for the next connection, and watch both. A client that is gone by then gets none."""
     client, _ = listening.accept()
-    size, outputs, *_ = socket.recv_fds(client, 4, 2)
-    with client.makefile("rb") as received:
-        wanted = json.loads(received.read(int.from_bytes(size, "big")))
+    outputs: list[int] = []
+    try:
+        size, outputs, *_ = socket.recv_fds(client, 4, 2)
+        with client.makefile("rb") as received:
+            command, environment, folder = json.loads(received.read(int.from_bytes(size, "big")))
+    except (OSError, ValueError):
+        client.close()
+        for output in outputs:
+            os.close(output)
+        return
     process = os.fork()
     if process == 0:
         for inherited in (watched, listening, client):
             inherited.close()
-        command, environment, folder = wanted
         _become_worker(command, environment, folder, outputs)
     for output in outputs:
         os.close(output)
