@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -58,7 +59,7 @@ def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it
 
 
 FORKED = """
-import json, os, signal, sys
+import json, os, signal, socket, sys
 import psutil, ray
 from rlhfless_ray import Recipe
 from rlhfless_ray.local.cluster import RayCluster
@@ -82,6 +83,12 @@ try:
     ray.get(workers[0].about.remote(), timeout=60)
 except ray.exceptions.RayActorError:
     said["killed"] = True
+for content in (b"", (5).to_bytes(4, "big") + b"{"):  # a client that is killed before it has said anything, or all
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(cluster.fork_server.address)
+    client.send(content)
+    client.close()
+said["after"] = psutil.Process(ray.get(Worker.remote().about.remote(), timeout=60)[0]).ppid() == server.pid
 cluster.stop()
 said["left"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
 print(json.dumps({**said, "server": server.poll() is not None, "prefix": os.environ.get("RLHFLESS_WORKER_PREFIX")}))
@@ -95,12 +102,25 @@ def test_workers_are_forked_unless_a_variable_counts_when_a_program_is_loaded() 
     ended = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout.splitlines()[-1])
-    assert said == {"forked": [True, "a"], "own": [False, None], "child": True, "killed": True, "left": [], "server": True, "prefix": None}
+    assert said == {
+        "forked": [True, "a"],
+        "own": [False, None],
+        "child": True,
+        "killed": True,
+        "after": True,
+        "left": [],
+        "server": True,
+        "prefix": None,
+    }
 
 
-def test_a_worker_runs_by_itself_where_the_server_has_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failed", ["while it imported", "later"])
+def test_a_worker_runs_by_itself_where_the_server_has_failed(tmp_path: Path, failed: str) -> None:
     address = str(tmp_path / "fork")
-    Path(address + FAILED).touch()
+    if failed == "later":
+        socket.socket(socket.AF_UNIX).bind(address)
+    else:
+        Path(address + FAILED).touch()
     command = [*shlex.split(worker_prefix(address)), sys.executable, "-c", "print('by itself')"]
     assert subprocess.run(command, capture_output=True, text=True, timeout=20).stdout == "by itself\n"
 
