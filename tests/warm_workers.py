@@ -9,9 +9,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from rlhfless_ray.local.fork_server import MAX_ADDRESS, server_command, server_environment, worker_prefix
+from rlhfless_ray.local.fork_server import server_command, server_environment, worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX
 
+MAX_ADDRESS = 100  # characters; a socket's path has at most 107
 keep: list[Any] = []
 
 

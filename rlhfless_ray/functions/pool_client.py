@@ -230,8 +230,7 @@ def join_pool(
     Raises UserError if the pool refuses the run.
     """
     job = ray.get_runtime_context().get_job_id()
-    per_hour = price.gpu_slot_per_hour if resource == "gpu" else price.cpu_slot_per_hour
-    info = RunInfo(folder.name, cluster.share, cluster.priority, least, str(folder.resolve()), job, per_hour)
+    info = RunInfo(folder.name, cluster.share, cluster.priority, least, str(folder.resolve()), job, price.slot_per_hour(resource))
     try:
         return PoolClient(resource, info, say)
     except UserError:

@@ -30,7 +30,7 @@ NAMESPACE = "rlhfless"
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
 LOOK_S = 1.0  # interval at which it looks at the cluster's nodes
 POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a placement group that Ray has not granted yet
-LOOKS_PER_S = 200  # most looks at all of them: each takes Ray's table 0.3 ms, in which the pool answers nobody
+LOOKS_PER_S = 200  # largest total number of such looks per second, because the pool answers no run during a look
 EMPTY_S = 5.0  # a pool that no run has joined for so long ends
 
 

@@ -1,7 +1,7 @@
 """Fork a private Ray's workers from one process that has imported vLLM, torch and DeepSpeed.
 
-Imports are most of what starting an engine costs: 5.2 CPU seconds and 0.4 GB, of which each forked worker needs nothing. The server imports
-everything in one thread. Ray starts workers through `worker_prefix`: this file, run as a program, hands its arguments, environment and
+Importing vLLM takes 5.2 CPU seconds, most of what starting an engine costs. A forked worker has it done. The server imports everything in
+one thread. Ray starts workers through `worker_prefix`: this file, run as a program, hands its arguments, environment and
 outputs to the server, and ends with the forked worker. If it is killed, the worker is, too. Without a server it runs the worker itself.
 """
 
@@ -25,7 +25,6 @@ REFUSED_S = 1.0  # longest time between a server's socket and its first answer
 END_S = 5.0  # for a server to end, which has little to do but may still import
 FAILED = ".failed"  # suffix of a file that says that the server could not start
 AT_LOADING = "GLIBC_TUNABLES"  # a variable that counts when a program is loaded, so not in a forked process
-MAX_ADDRESS = 100  # characters; a socket's path has at most 107
 
 
 class ForkServer:

@@ -64,11 +64,15 @@ class ClusterConfig(Section):
     """Object store of the private cluster in MB. None: the size of the weights and learner state in transit, at least 512 MB and at most
     0.3 of the memory. Beyond it Ray writes to disk."""
 
+    @property
+    def market_key(self) -> str:
+        """Return the key that is set and counts in the shared pool only, or an empty string."""
+        return "cluster.share" if self.share is not None else "cluster.priority" if self.priority != 1.0 else ""
+
     @model_validator(mode="after")
     def _check_pool(self) -> ClusterConfig:
-        if not self.pool and (self.share is not None or self.priority != 1.0):
-            key = "share" if self.share is not None else "priority"
-            raise ValueError(f"cluster.{key}: it counts in the shared pool only; set cluster.pool to true, or leave it out")
+        if not self.pool and (key := self.market_key):
+            raise ValueError(f"{key}: it counts in the shared pool only; set cluster.pool to true, or leave it out")
         return self
 
 
@@ -107,6 +111,10 @@ class PriceConfig(Section):
     slot (the node's according to Ray, divided by its slots). A number: this share of the slot's price if it keeps all its working
     memory, and proportionally less if it releases some. A process is kept warm only while that costs less than the start it saves.
     0: parked processes cost nothing."""
+
+    def slot_per_hour(self, resource: str) -> float:
+        """Return the price of a leased slot per hour. `resource`: "cpu" or "gpu"."""
+        return self.gpu_slot_per_hour if resource == "gpu" else self.cpu_slot_per_hour
 
 
 class CheckpointConfig(Section):

@@ -213,7 +213,7 @@ def why_not_served(recipe: Recipe, files: Files) -> str | None:
 
 def prices(recipe: Recipe, resource: str, leases: LeaseManager) -> Callable[[str], float]:
     """Return a function from node id to the price per hour of one of its slots."""
-    usual = recipe.price.gpu_slot_per_hour if resource == "gpu" else recipe.price.cpu_slot_per_hour
+    usual = recipe.price.slot_per_hour(resource)
     special = recipe.price.rollout_slot_per_hour
     if special is None:
         return lambda node: usual

@@ -132,6 +132,8 @@ class SupervisedStage:
             STOP.check()
             resource = self.cluster.resource()
             slots = self._check_size(resource)
+            if resource == "gpu" and not self.cluster.private and (key := self.recipe.cluster.market_key):
+                raise UserError(f"{key}: ranks of a supervised stage take GPUs from Ray's queue, not from the pool; leave it out")
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
@@ -139,8 +141,8 @@ class SupervisedStage:
             self.folder.begin(self.recipe, f"{platform.machine()}, {slots} {resource} slots", 0)
             self.ledger = Ledger(resource)
             self.ledger.name_of = self.cluster.node_name
-            price = self.recipe.price
-            self.ledger.price_of = lambda node: price.gpu_slot_per_hour if resource == "gpu" else price.cpu_slot_per_hour
+            price = self.recipe.price.slot_per_hour(resource)
+            self.ledger.price_of = lambda node: price
             self.progress = ProgressDisplay(self.recipe.watch.progress, self.recipe.run.steps or 0, title=self.folder.path.name)
             for message in filter(None, [*self.rows.notes, self.folder.deletion_note]):
                 self.progress.message(message)
@@ -172,12 +174,7 @@ class SupervisedStage:
     def _join_pool(self, resource: str, stack: ExitStack) -> PoolClient | None:
         """Join the slots that the runs of the cluster share. None: Ray Train takes slots from Ray's queue."""
         section = self.recipe.cluster
-        if self.cluster.private or not section.pool:
-            return None
-        if resource == "gpu":
-            if section.share is not None or section.priority != 1.0:
-                key = "share" if section.share is not None else "priority"
-                raise UserError(f"cluster.{key}: ranks of a supervised stage take GPUs from Ray's queue, not from the pool; leave it out")
+        if self.cluster.private or not section.pool or resource == "gpu":
             return None
         from rlhfless_ray.functions.pool_client import join_pool
 
