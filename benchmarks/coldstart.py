@@ -35,7 +35,7 @@ COLD_S = 7.5  # half of what a cold start took when it was measured first
 PARKED_S = 1.0
 REQUESTS, TOKENS = 64, 100
 WAIT_S = 900.0
-PREPARE = "from rlhfless_ray.rollout.vllm_engine import prepare; prepare(True, ['Qwen2ForCausalLM'])"
+PREPARE = "from rlhfless_ray.rollout.prepare_vllm import prepare; prepare(True, ['Qwen2ForCausalLM'])"
 
 
 @dataclass(frozen=True)

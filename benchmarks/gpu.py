@@ -138,7 +138,7 @@ class Part:
 
     def bare(self) -> dict[str, Any]:
         """vLLM's own sampler, with the log-probabilities of the sampled tokens, which our engine gives too."""
-        from rlhfless_ray.rollout.vllm_engine import prepare
+        from rlhfless_ray.rollout.prepare_vllm import prepare
 
         prepare(self.device == "cpu")
         import torch

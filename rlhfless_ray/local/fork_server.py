@@ -120,14 +120,15 @@ def _import_everything(architectures: Sequence[str]) -> None:
     from rlhfless_ray.local.fast_imports import fast_imports
 
     with fast_imports(["ray"]):  # reads its settings from the environment when it is imported
-        from rlhfless_ray.rollout.vllm_engine import prepare
+        from rlhfless_ray.rollout.prepare_vllm import prepare
 
         prepare(True, architectures)
         import deepspeed  # noqa: F401
         import peft  # noqa: F401
 
         import rlhfless_ray.learn.learner_rank
-        import rlhfless_ray.rollout.engine_actor  # noqa: F401
+        import rlhfless_ray.rollout.engine_actor
+        import rlhfless_ray.rollout.vllm_engine  # noqa: F401
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(f"a process must not fork that has {threads} threads")
 

@@ -17,7 +17,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
-from rlhfless_ray.rollout.engine_settings import EngineSettings, ServedAdapter
+from rlhfless_ray.rollout.engine_settings import ServedAdapter
 from rlhfless_ray.weights.tensor_file import as_tensor
 
 NUMBER = 1
@@ -50,17 +50,14 @@ class OneAdapter(PunicaWrapperCPU):
             start += width
 
 
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's arguments for the adapters of these settings. On CPU this replaces vLLM's products in this process."""
-    if settings.adapter is None:
-        return {}
-    if settings.device == "cpu":
+def adapter_arguments(adapter: ServedAdapter, device: str) -> dict[str, Any]:
+    """Return vLLM's arguments for serving an adapter. On CPU this replaces vLLM's products in this process."""
+    if device == "cpu":
         name = f"{OneAdapter.__module__}.{OneAdapter.__qualname__}"
         type(current_platform).get_punica_wrapper = classmethod(lambda cls: name)  # type: ignore[method-assign, assignment]
-    rank, modules = settings.adapter.rank, settings.adapter.modules
-    room = min(size for size in get_args(MaxLoRARanks) if size >= rank)
+    room = min(size for size in get_args(MaxLoRARanks) if size >= adapter.rank)
     # Without target modules vLLM also adapts the output head, which costs a copy of vocabulary × rank for each token.
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": list(modules)}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": list(adapter.modules)}
 
 
 def put_adapter(worker: Any, weights: Mapping[str, np.ndarray], served: ServedAdapter) -> list[str]:

@@ -43,26 +43,28 @@ class RolloutActor:
         self.control_queue = ControlQueue()
         self.carried: list[bytes] = []  # addresses of pages that arrived with requests
         self.old_tickets: set[int] = set()  # tickets of pages that earlier calls kept
-        import rlhfless_ray.rollout.vllm_engine as engine
+        import rlhfless_ray.rollout.vllm_engine  # noqa: F401  # for `open`, where the import would be paid under a lease
+        from rlhfless_ray.rollout.prepare_vllm import prepare, set_environment
 
         config = json.loads(bytes(files.get("config.json", b"{}")))
         on_cpu, architectures = settings.device == "cpu", config.get("architectures") or ()
-        engine.set_environment(on_cpu)
+        set_environment(on_cpu)
         start_members(settings.tensor_parallel - 1, on_cpu, architectures)  # they import meanwhile
-        engine.prepare(on_cpu, architectures)
+        prepare(on_cpu, architectures)
         self.imported = Span("start", "import vllm", start, time.time())
 
     def open(self, threads: int) -> dict[str, Any]:
         """Build the engine without weights."""
         from rlhfless_ray.local.process_memory import own_memory_mb
-        from rlhfless_ray.rollout.vllm_engine import VllmEngine, model_folder
+        from rlhfless_ray.rollout.engine_arguments import engine_folder
+        from rlhfless_ray.rollout.vllm_engine import VllmEngine
 
         start = time.time()
         self._set_threads(threads)
         with tempfile.TemporaryDirectory(prefix="rlhfless-engine-") as name:
             tempfile.tempdir = name  # vLLM leaves a rendezvous file in the temporary folder
             drafter = write_folder(Path(name) / "drafter", self.drafter) if self.drafter else None
-            folder = model_folder(Path(name), self.files, self.settings)
+            folder = engine_folder(Path(name), self.files, self.settings)
             self.engine = VllmEngine(folder, self.settings, self._tokenizer, drafter=drafter)
             tempfile.tempdir = None
         spans = [self.imported, Span("start", "build engine", start, time.time())]

@@ -49,7 +49,7 @@ class MemberWorker:
         from vllm.platforms import current_platform
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-        from rlhfless_ray.rollout.vllm_engine import install_sampler
+        from rlhfless_ray.rollout.prepare_vllm import install_sampler
 
         self.worker = WorkerWrapperBase(rpc_rank=rank)
         arguments = {
@@ -114,7 +114,7 @@ def main() -> None:
     # A stopped process reads no end of its input. The kernel kills it as well when the engine's process was killed for being hung.
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     threading.Thread(target=exit_with_engine, daemon=True).start()
-    from rlhfless_ray.rollout.vllm_engine import prepare
+    from rlhfless_ray.rollout.prepare_vllm import prepare
 
     prepare(sys.argv[2] == "1", sys.argv[3:])
     import torch

@@ -1,86 +1,39 @@
-"""One vLLM engine in this process. Only this module, those that it loads and the KV connector import vLLM."""
+"""One vLLM engine in this process."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import xxhash
 
 from rlhfless_ray.common.errors import one_line_with_type
-from rlhfless_ray.local.fast_imports import fast_imports
-from rlhfless_ray.local.process_memory import release_free_heap, release_pages, reserved_outside_mb
+from rlhfless_ray.local.process_memory import release_free_heap, reserved_outside_mb
 from rlhfless_ray.prefix.block_hash import root, salt
 from rlhfless_ray.prefix.block_hasher import BlockHasher
 from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
+from rlhfless_ray.rollout.engine_arguments import engine_arguments, read_stop_tokens
 from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.rollout.prepare_vllm import install_sampler, prepare
 from rlhfless_ray.rollout.running_requests import RunningRequests
 from rlhfless_ray.rollout.stop_strings import StopStrings
 from rlhfless_ray.rollout.token_deltas import ENDS, TokenDeltas
+from rlhfless_ray.rollout.worker_weights import drop_memory, fingerprint, fused_modules, reload_weights
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.compare import differing
-from rlhfless_ray.weights.model_folder import content_addressed_folder, stored_weights, write_folder
-from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor
+from rlhfless_ray.weights.model_folder import stored_weights
+from rlhfless_ray.weights.tensor_file import Files, as_numpy
 
 if TYPE_CHECKING:
     from rlhfless_ray.rollout.drafts import Drafter
-    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
 
-# vLLM reads these when it is imported: engine and worker in this process, no telemetry, errors only.
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-# Overrides the environment, because `KeyedSampler` takes the place of the samplers in vLLM's first model runner. With Triton and a
-# device, the second one is the default, and it has others.
-REQUIRED = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-# The engine is eager on CPU. This keeps functions that vLLM decorates from loading the compiler.
-EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-# On GPU, attention in float32 uses Triton (FlashAttention has no float32). Its products default to TF32, with 10 bits of fraction,
-# while the learner's have 23.
-EXACT = {"TRITON_F32_DEFAULT": "ieee"}
-# Not imported on CPU, because only audio and object detection need it. Packages that come with vLLM for GPUs may need it too.
-OPTIONAL = ("scipy",)
 LARGE_BYTES = 100e6  # of weights; from here on memory that a load leaves on the heap is worth the milliseconds to release it
-COMPILER = ("torch._inductor.lowering",)  # vLLM patches it if it can be imported, which takes half a second
-_registered: set[str] = set()  # architectures that `prepare` has seen in this process
-
-
-def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
-    """Import everything that an engine for these models needs. This is the slow part of a start, and needs no lease or device.
-
-    The models' classes are registered with vLLM as loaded. Otherwise vLLM would inspect each class in another Python process, so
-    that its import cannot touch a device before a fork. This process does not fork.
-    """
-    set_environment(on_cpu)
-    if "vllm.v1.engine.llm_engine" in sys.modules and _registered.issuperset(architectures):
-        return
-    with fast_imports((*OPTIONAL, *COMPILER) if on_cpu else ()):
-        from vllm import EngineArgs, LLMEngine, ModelRegistry  # noqa: F401
-
-        import rlhfless_ray.rollout.keyed_sampler  # noqa: F401
-
-        import_module("vllm.v1.worker.cpu_worker" if on_cpu else "vllm.v1.worker.gpu_worker")
-        for name in architectures:
-            if name in ModelRegistry.models:
-                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-        _registered.update(architectures)
-
-
-def set_environment(on_cpu: bool) -> None:
-    """Set the variables that vLLM reads when it is imported."""
-    for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else EXACT)}.items():
-        os.environ.setdefault(name, value)
-    os.environ.update(REQUIRED)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the recipe's kv_cache_mb
 
 
 class VllmEngine:
@@ -107,7 +60,7 @@ class VllmEngine:
         """
         on_cpu = settings.device == "cpu"
         prepare(on_cpu, json.loads((folder / "config.json").read_bytes()).get("architectures") or ())
-        from vllm import EngineArgs, LLMEngine
+        from vllm import LLMEngine
 
         self.version: int | None = None
         self.adapter, self.has_base = settings.adapter, False
@@ -121,34 +74,7 @@ class VllmEngine:
         self.spans: list[Span] = []  # spans of commands
         self.stop_token_ids = read_stop_tokens(folder)
         self.max_model_len = settings.max_model_len
-        memory = (
-            {"kv_cache_memory_bytes": settings.kv_cache_mb * 2**20 // self.width}  # of a member
-            if on_cpu
-            else {"gpu_memory_utilization": settings.gpu_memory_share, "enable_sleep_mode": True}
-        )
-        self.engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(folder),
-                load_format=load_format,
-                dtype=settings.dtype,
-                skip_tokenizer_init=True,
-                trust_remote_code=settings.trust_remote_code,
-                max_model_len=settings.max_model_len,
-                max_num_seqs=settings.max_running,
-                block_size=settings.block_size,
-                enable_prefix_caching=True,
-                enforce_eager=on_cpu,
-                distributed_executor_backend=_executor(self.width),
-                tensor_parallel_size=self.width,
-                async_scheduling=False,  # the sampler reads each request's output so far, which must be complete
-                disable_log_stats=True,
-                speculative_config=_speculative_config(settings.speculation),
-                kv_transfer_config=_transfer_config(self.pages),
-                quantization=_quantization_method(settings.quantization),
-                **memory,
-                **_adapter_arguments(settings),
-            )
-        )
+        self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format))
         core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         self.core = core
         self.sampler = install_sampler(core.model_executor.driver_worker)
@@ -186,14 +112,17 @@ class VllmEngine:
         self.version = version
 
     def _replace_weights(self, version: int, weights: dict[str, np.ndarray]) -> None:
-        reload: Any = _reload
         if self.width > 1:
-            missing_by_member = self.core.model_executor.load(reload, weights, self.on_cpu)
+            missing_by_member = self.core.model_executor.load(reload_weights, weights, self.on_cpu)
         else:
-            missing_by_member = self.engine.collective_rpc(reload, args=(weights, self.on_cpu))
+            missing_by_member = self._call_workers(reload_weights, weights, self.on_cpu)
         missing = set().union(*missing_by_member)
         if missing:
             raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")
+
+    def _call_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what `function(worker, *args)` returns in every member's vLLM worker."""
+        return self.engine.collective_rpc(cast(Any, function), args=args)
 
     def _replace_adapter(self, version: int, weights: dict[str, np.ndarray], base: Files | None) -> None:
         from rlhfless_ray.rollout.adapter_layers import REQUEST, put_adapter
@@ -203,8 +132,7 @@ class VllmEngine:
                 raise ValueError(f"weight version {version} is an adapter, but its base is missing")
             self._replace_weights(version, {name: as_numpy(tensor) for name, tensor in stored_weights(base)})
             self.has_base = True
-        put: Any = put_adapter
-        if unknown := self.engine.collective_rpc(put, args=(weights, self.adapter))[0]:
+        if unknown := self._call_workers(put_adapter, weights, self.adapter)[0]:
             raise ValueError(f"weight version {version} adapts {len(unknown)} layers that the engine lacks, {unknown[0]} first")
         self.adapter_request = REQUEST
 
@@ -214,18 +142,17 @@ class VllmEngine:
         On CPU a new engine loads the folder with vLLM's own loader. A device has no room for two, and members belong to one engine,
         so there this engine reloads.
         """
-        fingerprint, fused_modules = cast(Any, _fingerprint), cast(Any, _fused_modules)
-        fingerprints = self.engine.collective_rpc(fingerprint)
+        fingerprints = self._call_workers(fingerprint)
         if self.on_cpu and self.width == 1:
             # kept, because an engine that ends destroys state shared by all engines of a process
             self.reference_engines.append(VllmEngine(folder, replace(settings, prefix_kv=False, kv_cache_mb=16), load_format="auto"))
-            other = self.reference_engines[-1].engine
+            other = self.reference_engines[-1]
         else:
-            other = self.engine
+            other = self
             self._replace_weights(0, weights)
             self.version = None
-        wanted = other.collective_rpc(fingerprint)
-        fused = self.engine.collective_rpc(fused_modules)[0]
+        wanted = other._call_workers(fingerprint)
+        fused = self._call_workers(fused_modules)[0]
         shapes = {name: array.shape for name, array in weights.items()}
         return sorted({name for own, new in zip(fingerprints, wanted, strict=True) for name in differing(own, new, shapes, fused)})
 
@@ -426,8 +353,7 @@ class VllmEngine:
             raise RuntimeError("this engine has running requests, so it cannot release their KV cache")
         self.version, self.has_base = None, False
         if self.on_cpu:  # where vLLM ignores sleep
-            drop: Any = _drop_memory
-            self.engine.collective_rpc(drop)
+            self._call_workers(drop_memory)
         else:
             self.engine.sleep(level=2)
 
@@ -455,72 +381,6 @@ def find_sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
     return {tuple(pool.id) for entries in pools for pool, _ in entries}
 
 
-def model_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path:
-    """Write config and tokenizer to a folder for an engine: in `scratch` on CPU, in vLLM's cache on GPU.
-
-    On GPU vLLM caches the compiled model under a name that contains the folder's path. With another path each engine would compile
-    again, which is most of its start.
-    """
-    if settings.device != "cpu":
-        from vllm.envs import VLLM_CACHE_ROOT
-
-        with suppress(OSError):  # the cache cannot be written: compile
-            return content_addressed_folder(Path(VLLM_CACHE_ROOT) / "rlhfless", files)
-    return write_folder(scratch, files)
-
-
-def _quantization_method(kind: str) -> str | None:
-    """Return vLLM's name of a quantisation that is applied to the weights when they are loaded."""
-    if kind == "int8":
-        from rlhfless_ray.rollout.int8_linear import METHOD
-
-        return METHOD
-    return "fp8_per_channel" if kind == "fp8" else None
-
-
-def _adapter_arguments(settings: EngineSettings) -> dict[str, Any]:
-    if settings.adapter is None:
-        return {}
-    from rlhfless_ray.rollout.adapter_layers import engine_arguments
-
-    return engine_arguments(settings)
-
-
-def _executor(width: int) -> Any:
-    """Return vLLM's `distributed_executor_backend` for an engine with `width` members."""
-    if width == 1:
-        return "uni"
-    from rlhfless_ray.rollout.member_executor import MemberExecutor
-
-    return MemberExecutor
-
-
-def _transfer_config(pages: PageStore | None) -> Any:
-    if pages is None:
-        return None
-    from rlhfless_ray.prefix.connector import transfer_config
-
-    return transfer_config(pages)
-
-
-def install_sampler(worker: Any) -> KeyedSampler:
-    """Replace vLLM's samplers in this worker."""
-    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
-
-    runner = worker.model_runner
-    sampler = KeyedSampler(runner)
-    runner.sampler, runner.rejection_sampler = sampler, sampler.verify
-    return sampler
-
-
-def _speculative_config(kind: str) -> dict[str, Any] | None:
-    if kind == "off":
-        return None
-    from rlhfless_ray.rollout.drafts import MOST_TOKENS, Drafter
-
-    return {"method": "custom_class", "model": f"{Drafter.__module__}.{Drafter.__qualname__}", "num_speculative_tokens": MOST_TOKENS}
-
-
 def _attach_drafter(worker: Any, kind: str, model: Path | None) -> Drafter | None:
     """Complete the drafter that vLLM has built in this worker."""
     if kind == "off":
@@ -528,122 +388,3 @@ def _attach_drafter(worker: Any, kind: str, model: Path | None) -> Drafter | Non
     drafter: Drafter = worker.model_runner.drafter
     drafter.attach(worker.model_runner, kind == "on", model)
     return drafter
-
-
-def _reload(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:
-    """Run in vLLM's worker: load the weights, and return the names of parameters that got none."""
-    model = worker.get_model()
-    once, every = ({name for name, _ in model.named_parameters(remove_duplicate=which)} for which in (True, False))
-    missing: set[str] = set()
-    load = model.load_weights
-
-    def load_and_record(named: Any) -> Any:
-        # Only during a load does the model have exactly the weights of a file. Later vLLM computes others from them, such as latent
-        # attention's W_UK_T, and may drop those that it has packed. Tied weights are then apart.
-        names = {name for name, _ in model.named_parameters()} - (every - once)
-        missing.update(name.replace(".base_layer.", ".") for name in names)
-        loaded = load(named)
-        missing.difference_update(missing if loaded is None else loaded)  # vLLM itself only warns
-        return loaded
-
-    model.load_weights = load_and_record
-    if on_cpu:
-        _forget_packed_experts(model)
-    try:
-        named = ((name, as_tensor(np.asarray(array))) for name, array in weights.items())
-        worker.reload_weights(weights_iterator=named)
-    finally:
-        del model.load_weights
-    if on_cpu:  # a head tied to the embeddings has its own packed copy, which a reload does not update
-        seen = set()
-        for module in model.modules():
-            weight = getattr(module, "weight", None)
-            if hasattr(module, "cpu_linear") and id(weight) in seen:
-                module.quant_method.process_weights_after_loading(module)
-            seen.add(id(weight))
-        _drop_packed_embeddings(model)
-    return missing
-
-
-def _drop_packed_embeddings(model: Any) -> None:
-    """Release the packed copy that vLLM (0.32) makes of embeddings. It is not used if the model has a separate output head."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    modules = list(model.modules())
-    if any(isinstance(module, ParallelLMHead) for module in modules):
-        for module in modules:
-            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-                module.cpu_linear = _only_embeds
-
-
-def _forget_packed_experts(model: Any) -> None:
-    """Make vLLM (0.32) pack fused experts for its CPU kernels again on a reload.
-
-    It packs them only when it builds the kernel. Otherwise a reload would leave plain weights where the kernel reads packed ones, which
-    silently gives wrong results.
-    """
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def _fingerprint(worker: Any) -> dict[str, np.ndarray]:
-    """Run in vLLM's worker: return a hash of each row (or expert) of the model's parameters, by name.
-
-    For linear layers whose packed weights cannot be read, the outputs for fixed inputs take their place.
-    """
-    import torch
-
-    hashes = {}
-    with torch.no_grad():
-        model = worker.get_model()
-        for name, parameter in model.named_parameters():
-            if parameter.numel():
-                rows = parameter.detach().reshape(len(parameter) if parameter.dim() > 1 else 1, -1).cpu().contiguous()
-                hashes[name] = np.array([xxhash.xxh3_64_intdigest(row) for row in rows.view(torch.uint8).numpy()], np.uint64)
-        for name, module in model.named_modules():
-            weight = getattr(module, "weight", None)
-            if hasattr(module, "cpu_linear") and weight is not None and not weight.numel():
-                width = getattr(module, "input_size_per_partition", None) or module.input_size  # replicated layers have only the latter
-                inputs = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
-                hashes[f"{name}.weight"] = module.cpu_linear(inputs.to(weight.dtype), weight, None).float().T.numpy()
-    return hashes
-
-
-def _fused_modules(worker: Any) -> dict[str, list[str]]:
-    """Run in vLLM's worker: return the model's {fused module: its parts}."""
-    return dict(getattr(worker.get_model(), "packed_modules_mapping", None) or {})
-
-
-def _drop_memory(worker: Any) -> None:
-    """Run in vLLM's worker on CPU: release the memory of the KV cache and of the weights, which a reload allocates again.
-
-    Addresses of tensors stay valid; their content becomes zero. Kernels of linear layers are deleted with their packed weights.
-    """
-    model = worker.get_model()
-    for module in model.modules():
-        if hasattr(module, "cpu_linear"):
-            module.cpu_linear = _without_weights
-    tensors = [*worker.model_runner.kv_caches, *model.parameters()]
-    for start, size in {(s.data_ptr(), s.nbytes()) for s in (tensor.untyped_storage() for tensor in tensors)}:
-        release_pages(start, size)
-
-
-def _without_weights(*_: Any) -> Any:
-    raise RuntimeError("this engine was parked without its weights and has not loaded any since")
-
-
-def _only_embeds(*_: Any) -> Any:
-    raise RuntimeError("these embeddings are also the model's output head, but their packed copy was dropped")
-
-
-def read_stop_tokens(folder: Path) -> list[int]:
-    """Return the end-of-sequence token ids of a model folder, from generation_config.json, else config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        if file.is_file():
-            ids = json.loads(file.read_text()).get("eos_token_id")
-            if ids is not None:
-                return [ids] if isinstance(ids, int) else list(ids)
-    return []

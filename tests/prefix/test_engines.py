@@ -263,9 +263,9 @@ def test_vllms_example_connector_uses_old_pages_after_a_weight_update(world: Wor
         def open(self, threads: int) -> Any:
             from vllm.config import KVTransferConfig
 
-            import rlhfless_ray.rollout.vllm_engine as engine
+            from rlhfless_ray.rollout import engine_arguments
 
-            engine._transfer_config = lambda pages: KVTransferConfig(  # type: ignore[assignment]
+            engine_arguments._transfer_config = lambda pages: KVTransferConfig(  # type: ignore[assignment]
                 kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config={"shared_storage_path": str(tmp_path)}
             )
             return super().open(threads)

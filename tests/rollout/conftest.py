@@ -26,15 +26,15 @@ def sampling() -> Iterator[ModuleType]:
     import torch
 
     before, threads = dict(os.environ), torch.get_num_threads()
-    from rlhfless_ray.rollout import vllm_engine as engine
+    from rlhfless_ray.rollout import prepare_vllm
 
-    engine.prepare()
+    prepare_vllm.prepare()
     torch.set_num_threads(1)
     from rlhfless_ray.rollout import keyed_sampler as sampling
 
     yield sampling
     torch.set_num_threads(threads)
-    for name in {**engine.ENVIRONMENT, **engine.REQUIRED, **engine.EAGER}:
+    for name in {**prepare_vllm.ENVIRONMENT, **prepare_vllm.REQUIRED, **prepare_vllm.EAGER}:
         if name not in before:
             os.environ.pop(name, None)
 

@@ -302,7 +302,7 @@ def test_no_response_ends_before_its_least_tokens(engine: Any) -> None:
 
 
 def test_several_stop_tokens(tmp_path: Any) -> None:
-    from rlhfless_ray.rollout.vllm_engine import read_stop_tokens
+    from rlhfless_ray.rollout.engine_arguments import read_stop_tokens
 
     assert read_stop_tokens(tmp_path) == []
     (tmp_path / "config.json").write_text('{"eos_token_id": 3}')

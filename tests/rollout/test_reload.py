@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfless_ray.rollout.vllm_engine import _reload
+from rlhfless_ray.rollout.worker_weights import reload_weights
 
 
 class LatentAttention(torch.nn.Module):
@@ -47,6 +47,6 @@ class Worker:
 
 def test_what_vllm_makes_of_the_weights_is_not_missing() -> None:
     worker, weights = Worker(), {name: np.full((2, 2), k, np.float32) for k, name in enumerate(("kv_b_proj", "o_proj"), 1)}
-    assert _reload(worker, weights, False) == set()
+    assert reload_weights(worker, weights, False) == set()
     assert worker.model.W_UK_T.min() == 1
-    assert _reload(worker, {"kv_b_proj": weights["kv_b_proj"]}, False) == {"o_proj"}
+    assert reload_weights(worker, {"kv_b_proj": weights["kv_b_proj"]}, False) == {"o_proj"}

@@ -44,19 +44,19 @@ def test_engines_on_a_device_find_what_was_compiled_for_the_same_files(
     """vLLM's name of it has the folder's path in it."""
     import vllm.envs as envs
 
-    from rlhfless_ray.rollout.vllm_engine import model_folder
+    from rlhfless_ray.rollout.engine_arguments import engine_folder
 
     # once there is an engine in a process, vLLM reads the environment no more
     monkeypatch.setattr(envs, "__getattr__", getattr(envs.__getattr__, "__wrapped__", envs.__getattr__))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     files, gpu, cpu = {"config.json": b"{}"}, replace(CPU, device="gpu"), CPU
     scratch = [tmp_path / "a", tmp_path / "b"]
-    first, again = (model_folder(one, files, gpu) for one in scratch)
+    first, again = (engine_folder(one, files, gpu) for one in scratch)
     assert first == again and first.is_relative_to(tmp_path / "cache") and (first / "config.json").read_bytes() == b"{}"
-    assert [model_folder(one, files, cpu) for one in scratch] == scratch
+    assert [engine_folder(one, files, cpu) for one in scratch] == scratch
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
-    assert model_folder(tmp_path / "c", files, gpu) == tmp_path / "c"
+    assert engine_folder(tmp_path / "c", files, gpu) == tmp_path / "c"
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["a pool each", "several pools"])

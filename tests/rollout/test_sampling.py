@@ -283,7 +283,7 @@ def test_an_engine_on_a_device_takes_the_model_runner_that_the_sampler_is_made_f
     import vllm.config.vllm as config
     import vllm.envs as envs
 
-    from rlhfless_ray.rollout import vllm_engine as engine
+    from rlhfless_ray.rollout import prepare_vllm
 
     asked = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config=None), _get_v2_model_runner_unsupported_features=lambda: [])
 
@@ -296,7 +296,7 @@ def test_an_engine_on_a_device_takes_the_model_runner_that_the_sampler_is_made_f
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     assert second()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # somebody's wish for other engines
-    engine.prepare()
+    prepare_vllm.prepare()
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0" and not second()
 
 
@@ -306,12 +306,12 @@ def test_an_engine_on_a_device_compiles_and_multiplies_in_float32(
 ) -> None:
     import os
 
-    from rlhfless_ray.rollout import vllm_engine as engine
+    from rlhfless_ray.rollout import prepare_vllm
 
-    for name in {**engine.ENVIRONMENT, **engine.EAGER, **engine.EXACT}:
+    for name in {**prepare_vllm.ENVIRONMENT, **prepare_vllm.EAGER, **prepare_vllm.EXACT}:
         monkeypatch.delenv(name, raising=False)
-    engine.prepare(on_cpu)  # vLLM is loaded already: only what it finds around it changes
+    prepare_vllm.prepare(on_cpu)  # vLLM is loaded already: only what it finds around it changes
     assert os.environ.get("TORCHDYNAMO_DISABLE") == eager and os.environ.get("TRITON_F32_DEFAULT") == float32
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    for name in {**engine.ENVIRONMENT, **engine.EAGER, **engine.EXACT}:  # what a monkeypatch deleted it does not know to be set
+    for name in {**prepare_vllm.ENVIRONMENT, **prepare_vllm.EAGER, **prepare_vllm.EXACT}:  # a monkeypatch does not know that these were set
         os.environ.pop(name, None)

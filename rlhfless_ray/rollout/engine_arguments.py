@@ -1,0 +1,116 @@
+"""What vLLM builds an engine from: the folder of the model, and the arguments."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.prefix.pages import PageStore
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.weights.model_folder import content_addressed_folder, write_folder
+from rlhfless_ray.weights.tensor_file import Files
+
+if TYPE_CHECKING:
+    from vllm import EngineArgs
+
+
+def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | None, load_format: str) -> EngineArgs:
+    """Return vLLM's arguments for these settings. `pages`: None if the engine exchanges no KV pages with others."""
+    from vllm import EngineArgs
+
+    on_cpu, width = settings.device == "cpu", settings.tensor_parallel
+    memory: dict[str, Any] = (
+        {"kv_cache_memory_bytes": settings.kv_cache_mb * 2**20 // width}  # of a member
+        if on_cpu
+        else {"gpu_memory_utilization": settings.gpu_memory_share, "enable_sleep_mode": True}
+    )
+    return EngineArgs(
+        model=str(folder),
+        load_format=load_format,
+        dtype=settings.dtype,
+        skip_tokenizer_init=True,
+        trust_remote_code=settings.trust_remote_code,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_running,
+        block_size=settings.block_size,
+        enable_prefix_caching=True,
+        enforce_eager=on_cpu,
+        distributed_executor_backend=_executor(width),
+        tensor_parallel_size=width,
+        async_scheduling=False,  # the sampler reads each request's output so far, which must be complete
+        disable_log_stats=True,
+        speculative_config=_speculative_config(settings.speculation),
+        kv_transfer_config=_transfer_config(pages),
+        quantization=_quantization_method(settings.quantization),
+        **memory,
+        **_adapter_arguments(settings),
+    )
+
+
+def _quantization_method(kind: str) -> str | None:
+    """Return vLLM's name of a quantisation that is applied to the weights when they are loaded."""
+    if kind == "int8":
+        from rlhfless_ray.rollout.int8_linear import METHOD
+
+        return METHOD
+    return "fp8_per_channel" if kind == "fp8" else None
+
+
+def _adapter_arguments(settings: EngineSettings) -> dict[str, Any]:
+    if settings.adapter is None:
+        return {}
+    from rlhfless_ray.rollout.adapter_layers import adapter_arguments
+
+    return adapter_arguments(settings.adapter, settings.device)
+
+
+def _executor(width: int) -> Any:
+    """Return vLLM's `distributed_executor_backend` for an engine with `width` members."""
+    if width == 1:
+        return "uni"
+    from rlhfless_ray.rollout.member_executor import MemberExecutor
+
+    return MemberExecutor
+
+
+def _transfer_config(pages: PageStore | None) -> Any:
+    if pages is None:
+        return None
+    from rlhfless_ray.prefix.connector import transfer_config
+
+    return transfer_config(pages)
+
+
+def _speculative_config(kind: str) -> dict[str, Any] | None:
+    if kind == "off":
+        return None
+    from rlhfless_ray.rollout.drafts import MOST_TOKENS, Drafter
+
+    return {"method": "custom_class", "model": f"{Drafter.__module__}.{Drafter.__qualname__}", "num_speculative_tokens": MOST_TOKENS}
+
+
+def engine_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path:
+    """Write config and tokenizer to a folder for an engine: in `scratch` on CPU, in vLLM's cache on GPU.
+
+    On GPU vLLM caches the compiled model under a name that contains the folder's path. With another path each engine would compile
+    again, which is most of its start.
+    """
+    if settings.device != "cpu":
+        from vllm.envs import VLLM_CACHE_ROOT
+
+        with suppress(OSError):  # the cache cannot be written: compile
+            return content_addressed_folder(Path(VLLM_CACHE_ROOT) / "rlhfless", files)
+    return write_folder(scratch, files)
+
+
+def read_stop_tokens(folder: Path) -> list[int]:
+    """Return the end-of-sequence token ids of a model folder, from generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        if file.is_file():
+            ids = json.loads(file.read_text()).get("eos_token_id")
+            if ids is not None:
+                return [ids] if isinstance(ids, int) else list(ids)
+    return []

@@ -1,0 +1,68 @@
+"""Import vLLM into this process, with the environment and the sampler that its engines need here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.local.fast_imports import fast_imports
+
+if TYPE_CHECKING:
+    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
+
+# vLLM reads these when it is imported: engine and worker in this process, no telemetry, errors only.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+# Overrides the environment, because `KeyedSampler` takes the place of the samplers in vLLM's first model runner. With Triton and a
+# device, the second one is the default, and it has others.
+REQUIRED = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+# The engine is eager on CPU. This keeps functions that vLLM decorates from loading the compiler.
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+# On GPU, attention in float32 uses Triton (FlashAttention has no float32). Its products default to TF32, with 10 bits of fraction,
+# while the learner's have 23.
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+# Not imported on CPU, because only audio and object detection need it. Packages that come with vLLM for GPUs may need it too.
+OPTIONAL = ("scipy",)
+COMPILER = ("torch._inductor.lowering",)  # vLLM patches it if it can be imported, which takes half a second
+_registered: set[str] = set()  # architectures that `prepare` has seen in this process
+
+
+def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
+    """Import everything that an engine for these models needs. This is the slow part of a start, and needs no lease or device.
+
+    The models' classes are registered with vLLM as loaded. Otherwise vLLM would inspect each class in another Python process, so
+    that its import cannot touch a device before a fork. This process does not fork.
+    """
+    set_environment(on_cpu)
+    if "vllm.v1.engine.llm_engine" in sys.modules and _registered.issuperset(architectures):
+        return
+    with fast_imports((*OPTIONAL, *COMPILER) if on_cpu else ()):
+        from vllm import EngineArgs, LLMEngine, ModelRegistry  # noqa: F401
+
+        import rlhfless_ray.rollout.keyed_sampler  # noqa: F401
+
+        import_module("vllm.v1.worker.cpu_worker" if on_cpu else "vllm.v1.worker.gpu_worker")
+        for name in architectures:
+            if name in ModelRegistry.models:
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+        _registered.update(architectures)
+
+
+def set_environment(on_cpu: bool) -> None:
+    """Set the variables that vLLM reads when it is imported."""
+    for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else EXACT)}.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(REQUIRED)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the recipe's kv_cache_mb
+
+
+def install_sampler(worker: Any) -> KeyedSampler:
+    """Replace vLLM's samplers in this worker."""
+    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
+
+    runner = worker.model_runner
+    sampler = KeyedSampler(runner)
+    runner.sampler, runner.rejection_sampler = sampler, sampler.verify
+    return sampler

@@ -1,0 +1,119 @@
+"""What an engine does to the weights that its vLLM worker holds. These functions run in the worker, through `collective_rpc`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from rlhfless_ray.local.process_memory import release_pages
+from rlhfless_ray.weights.tensor_file import as_tensor
+
+
+def reload_weights(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:
+    """Load the weights, and return the names of parameters that got none."""
+    model = worker.get_model()
+    once, every = ({name for name, _ in model.named_parameters(remove_duplicate=which)} for which in (True, False))
+    missing: set[str] = set()
+    load = model.load_weights
+
+    def load_and_record(named: Any) -> Any:
+        # Only during a load does the model have exactly the weights of a file. Later vLLM computes others from them, such as latent
+        # attention's W_UK_T, and may drop those that it has packed. Tied weights are then apart.
+        names = {name for name, _ in model.named_parameters()} - (every - once)
+        missing.update(name.replace(".base_layer.", ".") for name in names)
+        loaded = load(named)
+        missing.difference_update(missing if loaded is None else loaded)  # vLLM itself only warns
+        return loaded
+
+    model.load_weights = load_and_record
+    if on_cpu:
+        _forget_packed_experts(model)
+    try:
+        named = ((name, as_tensor(np.asarray(array))) for name, array in weights.items())
+        worker.reload_weights(weights_iterator=named)
+    finally:
+        del model.load_weights
+    if on_cpu:  # a head tied to the embeddings has its own packed copy, which a reload does not update
+        seen = set()
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            if hasattr(module, "cpu_linear") and id(weight) in seen:
+                module.quant_method.process_weights_after_loading(module)
+            seen.add(id(weight))
+        _drop_packed_embeddings(model)
+    return missing
+
+
+def _drop_packed_embeddings(model: Any) -> None:
+    """Release the packed copy that vLLM (0.32) makes of embeddings. It is not used if the model has a separate output head."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    modules = list(model.modules())
+    if any(isinstance(module, ParallelLMHead) for module in modules):
+        for module in modules:
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.cpu_linear = _only_embeds
+
+
+def _forget_packed_experts(model: Any) -> None:
+    """Make vLLM (0.32) pack fused experts for its CPU kernels again on a reload.
+
+    It packs them only when it builds the kernel. Otherwise a reload would leave plain weights where the kernel reads packed ones, which
+    silently gives wrong results.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def fingerprint(worker: Any) -> dict[str, np.ndarray]:
+    """Return a hash of each row (or expert) of the model's parameters, by name.
+
+    For linear layers whose packed weights cannot be read, the outputs for fixed inputs take their place.
+    """
+    import torch
+
+    hashes = {}
+    with torch.no_grad():
+        model = worker.get_model()
+        for name, parameter in model.named_parameters():
+            if parameter.numel():
+                rows = parameter.detach().reshape(len(parameter) if parameter.dim() > 1 else 1, -1).cpu().contiguous()
+                hashes[name] = np.array([xxhash.xxh3_64_intdigest(row) for row in rows.view(torch.uint8).numpy()], np.uint64)
+        for name, module in model.named_modules():
+            weight = getattr(module, "weight", None)
+            if hasattr(module, "cpu_linear") and weight is not None and not weight.numel():
+                width = getattr(module, "input_size_per_partition", None) or module.input_size  # replicated layers have only the latter
+                inputs = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
+                hashes[f"{name}.weight"] = module.cpu_linear(inputs.to(weight.dtype), weight, None).float().T.numpy()
+    return hashes
+
+
+def fused_modules(worker: Any) -> dict[str, list[str]]:
+    """Return the model's {fused module: its parts}."""
+    return dict(getattr(worker.get_model(), "packed_modules_mapping", None) or {})
+
+
+def drop_memory(worker: Any) -> None:
+    """On CPU, release the memory of the KV cache and of the weights, which a reload allocates again.
+
+    Addresses of tensors stay valid; their content becomes zero. Kernels of linear layers are deleted with their packed weights.
+    """
+    model = worker.get_model()
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = _without_weights
+    tensors = [*worker.model_runner.kv_caches, *model.parameters()]
+    for start, size in {(s.data_ptr(), s.nbytes()) for s in (tensor.untyped_storage() for tensor in tensors)}:
+        release_pages(start, size)
+
+
+def _without_weights(*_: Any) -> Any:
+    raise RuntimeError("this engine was parked without its weights and has not loaded any since")
+
+
+def _only_embeds(*_: Any) -> Any:
+    raise RuntimeError("these embeddings are also the model's output head, but their packed copy was dropped")
