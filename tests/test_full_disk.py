@@ -33,6 +33,8 @@ from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.run.responses import ResponseRecord
 from rlhfless_ray.runtime.export import put_files
 from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.supervise.rank_recorder import RankRecorder
+from rlhfless_ray.supervise.rank_run import RankRun
 from rlhfless_ray.supervise.run_supervised import SupervisedStage
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.remote_folder import writer
@@ -248,12 +250,13 @@ def test_a_failed_run_keeps_its_reason_where_the_last_lines_find_no_space_either
 def test_a_supervised_stage_that_finds_no_space_failed(folder: RunFolder, full: Disk, room: int) -> None:
     stage = SupervisedStage.__new__(SupervisedStage)
     stage.recipe = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}})
-    stage.folder, stage.ledger, stage.progress = folder, Ledger("cpu"), ProgressDisplay("off", 1, title="")
-    stage.metrics = Metrics(folder.path, WatchConfig(tensorboard=False, wandb="off"), "x", say=lambda _: None)
-    stage.metrics.write({"step": 1})
+    stage.folder, stage.progress = folder, ProgressDisplay("off", 1, title="")
+    stage.recorder = RankRecorder(stage.recipe, folder, stage.progress, Ledger("cpu"), None, 1)
+    stage.recorder.metrics = Metrics(folder.path, WatchConfig(tensorboard=False, wandb="off"), "x", say=lambda _: None)
+    stage.recorder.metrics.write({"step": 1})
     full.left = room
     with pytest.raises(DiskFull) as caught:
-        stage.metrics.write({"step": 2, "text": "x" * 5000})
+        stage.recorder.metrics.write({"step": 2, "text": "x" * 5000})
     stage._close(DiskFull, caught.value, None)
     told = status(folder)
     assert told["status"] == "failed" and told["reason"].endswith("then start the run again")
@@ -282,10 +285,10 @@ def test_a_rank_that_finds_no_space_is_a_full_disk(folder: RunFolder) -> None:
     class Failed(Exception):
         worker_failures: ClassVar = {0: OSError(errno.ENOSPC, "No space left on device", "/somewhere/checkpoint")}
 
-    stage = SupervisedStage.__new__(SupervisedStage)
-    stage.failure = Failed()
+    ranks = RankRun.__new__(RankRun)
+    ranks.failure = Failed()
     with pytest.raises(DiskFull, match="/somewhere/checkpoint cannot be written"):
-        stage._raise_failure()
+        ranks.raise_failure(Path("/run"))
 
 
 def test_after_a_full_disk_only_a_checkpoint_that_may_find_space_is_tried(tmp_path: Path) -> None:

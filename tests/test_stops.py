@@ -21,6 +21,7 @@ from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.recovery import Recovery
+from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
@@ -314,7 +315,9 @@ def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytes
     run = Runtime.__new__(Runtime)
     run.recipe, run.resume = Recipe.parse(small_recipe(tmp_path)), False
     left: list[bool] = []
-    run.cluster = SimpleNamespace(start=lambda: exec("raise SystemExit(15)"), stop=lambda: left.append(True))
+    run.cluster = RayCluster(run.recipe)
+    monkeypatch.setattr(run.cluster, "_start", lambda: exec("raise SystemExit(15)"))
+    monkeypatch.setattr(run.cluster, "stop", lambda: left.append(True))
     with pytest.raises(Stopped) as caught:
         run.__enter__()
     assert caught.value.signal_number == signal.SIGTERM and left == [True] and not caught.value.resumable

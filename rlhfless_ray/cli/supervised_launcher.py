@@ -38,7 +38,8 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
     recipe = translation.recipe()
     for name in [name for name in os.environ if STARTERS_OWN.fullmatch(name)]:
         del os.environ[name]  # the ranks get their own from Ray Train; with torchrun's they would wait for its store
-    from rlhfless_ray.supervise.run_supervised import has_checkpoint, run_supervised
+    from rlhfless_ray.supervise.find_checkpoints import has_checkpoint
+    from rlhfless_ray.supervise.run_supervised import run_supervised
 
     with translation.flags_in_errors():
         print_results(run_supervised(recipe, resume=translation.resumes and has_checkpoint(recipe)).path)

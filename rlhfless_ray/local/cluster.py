@@ -31,6 +31,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: this Ray is on loopback only
 PACKAGES = ("rlhfless_ray", "placement")
 MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default
+GREETING_S, HTTP2_SETTINGS = 30.0, 4  # longest wait for a server's first frame, which is of this type
 WEIGHT_BYTES, STATE_BYTES = 4, 12  # per parameter in the store: float32; float32 with Adam's two moments
 VERSIONS, STATES = 3, 2  # held at once: a version, its copy and the next; the learner's last state and the next
 
@@ -45,18 +46,12 @@ class RayCluster:
     def shared(cls, recipe: Recipe | SupervisedRecipe, parameters: int = 0, store_mb: int | None = None) -> Iterator[None]:
         """Keep one Ray for runs that follow one another inside the block. Arguments as those of the constructor."""
         cluster = cls(recipe, parameters, store_mb, architectures=())
-        with STOP.listening():
+        with cluster.running():
             try:
-                cluster.start()
-            except SystemExit:  # Ray's own handler, active while it starts, turns SIGTERM into this
-                raise Stopped(signal.SIGTERM) from None
-            try:
-                STOP.listen()
                 cls.shared_is_private = cluster.private
                 yield
             finally:
                 cls.shared_is_private = False
-                cluster.stop()
 
     def __init__(
         self,
@@ -75,7 +70,26 @@ class RayCluster:
         self.sweeper: OrphanReaper | None = None
         self.fork_server: ForkServer | None = None
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep Ray running inside the block, where signals to stop are heard."""
+        with STOP.listening():
+            try:
+                self.start()
+                STOP.listen()
+                STOP.check()
+                yield
+            finally:
+                self.stop()
+
     def start(self) -> None:
+        """Join a cluster or start a private Ray. Raises Stopped after SIGTERM, which Ray's own handler turns into SystemExit meanwhile."""
+        try:
+            self._start()
+        except SystemExit:
+            raise Stopped(signal.SIGTERM) from None
+
+    def _start(self) -> None:
         import ray
 
         if ray.is_initialized():  # a notebook or a test that is already connected
@@ -267,17 +281,27 @@ def connect(address: str, key: str = "cluster.address") -> None:
 
 
 def _check_address(address: str, key: str) -> None:
-    """Raise UserError if nothing listens at the address. Ray itself would retry for minutes."""
+    """Raise UserError if nothing listens at the address, or something else than Ray. Ray itself would retry for minutes, with warnings."""
     found = _resolve_auto() if address == "auto" else address
     host, colon, port = found.rpartition(":")
     if not colon or not port.isdigit():  # no cluster is found, or a name that Ray resolves
         return
     try:
-        socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=10).close()
+        with socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=10) as connection:
+            if "RAY_USE_TLS" not in os.environ:
+                _check_grpc(connection)
     except (OSError, OverflowError) as error:
         where = address if found == address else f"{address}, which is {found}"
         private = "" if found == address else "; a private Ray cannot be joined, so name a cluster's address"
         raise UserError(f"{key} {where}: no Ray cluster answers there: {one_line(error, 200)}{private}") from None
+
+
+def _check_grpc(connection: socket.socket) -> None:
+    """Raise OSError unless a gRPC server, such as Ray's, is at the other end. It answers an HTTP/2 preface with its settings."""
+    connection.settimeout(GREETING_S)
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0)))
+    if connection.recv(4)[3:] != bytes([HTTP2_SETTINGS]):
+        raise OSError("another program listens at this port")
 
 
 def _resolve_auto() -> str:

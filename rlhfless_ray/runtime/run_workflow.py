@@ -22,7 +22,8 @@ from rlhfless_ray.run.responses import RECORD, preference_pairs, write_rows
 from rlhfless_ray.runtime.evaluate_models import FILE, evaluate
 from rlhfless_ray.runtime.generation import generate
 from rlhfless_ray.runtime.runtime import Runtime
-from rlhfless_ray.supervise.run_supervised import has_checkpoint, run_supervised
+from rlhfless_ray.supervise.find_checkpoints import has_checkpoint
+from rlhfless_ray.supervise.run_supervised import run_supervised
 
 PLAN = "workflow.json"  # the stages' recipes as the file gave them
 

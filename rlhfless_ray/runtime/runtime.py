@@ -155,14 +155,7 @@ class Runtime(StepOperations):
             if self.resume:
                 self.folder = self._folder_to_resume()
                 stack.enter_context(self.folder.locked())
-            stack.enter_context(STOP.listening())
-            stack.callback(self.cluster.stop)
-            try:
-                self.cluster.start()
-            except SystemExit:  # Ray's own handler, active while it starts, turns SIGTERM into this
-                raise Stopped(signal.SIGTERM) from None
-            STOP.listen()
-            STOP.check()
+            stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
             check_quantization(self.recipe, resource)

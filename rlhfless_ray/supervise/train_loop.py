@@ -24,13 +24,14 @@ from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples, RowOrder
+from rlhfless_ray.supervise.find_checkpoints import PROGRESS
 from rlhfless_ray.supervise.inbox import INBOX
 from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import read_content, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-MODEL, PROGRESS, REFERENCES = "model", "progress.json", "reference_logprobs.npz"
+MODEL, REFERENCES = "model", "reference_logprobs.npz"
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,7 @@ class SweepRunner:
         Raises RunError if a run failed, and Stopped after a stop signal, once all runs have saved and ended.
         """
         with ExitStack() as stack:
-            stack.enter_context(STOP.listening())
             self._start_cluster(stack)
-            STOP.listen()  # again, because Ray installs its own handler
             if not self.resume:
                 self.folder.create()
             stack.enter_context(self.folder.locked())
@@ -123,17 +121,13 @@ class SweepRunner:
         memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
         recipe = self.sweep.runs[0].recipe.model_copy(update={"cluster": file.cluster})
         cluster = RayCluster(recipe, store_mb=file.cluster.object_store_mb or int(STORE_SHARE * memory_mb), architectures=())
-        stack.callback(cluster.stop)
-        try:
-            cluster.start()
-        except SystemExit:  # Ray's own handler, active while it starts, turns SIGTERM into this
-            raise Stopped(signal.SIGTERM) from None
+        stack.enter_context(cluster.running())
         import ray
 
-        from rlhfless_ray.functions.lease import node_slots
+        from rlhfless_ray.functions.lease import cluster_slots
 
         resource = cluster.resource()
-        slots = sum(node_slots(resource).values())
+        slots = cluster_slots(resource)
         if file.at_most > slots:
             raise UserError(f"at_most: {file.at_most} runs need at least a slot each, but the cluster has {slots} ({resource}); lower it")
         self.environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -248,7 +242,7 @@ class SweepRunner:
 def _has_checkpoint(recipe: Any, folder: Path) -> bool:
     if isinstance(recipe, Recipe):
         return bool(Checkpoints(recipe.checkpoint, folder).list())
-    from rlhfless_ray.supervise.run_supervised import has_checkpoint
+    from rlhfless_ray.supervise.find_checkpoints import has_checkpoint
 
     return has_checkpoint(recipe)
 

@@ -1,0 +1,163 @@
+"""What the ranks of a supervised stage report, recorded in the run folder: metrics, ledger, status and progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.report.metrics import Metrics
+from rlhfless_ray.report.progress_display import ProgressDisplay
+from rlhfless_ray.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from rlhfless_ray.supervise.leased_ranks import LeasedRanks
+
+
+class RankRecorder:
+    """Records the reports of the ranks. A report of kind `step` is handled by `_on_step`, and so on."""
+
+    def __init__(
+        self,
+        recipe: SupervisedRecipe,
+        folder: RunFolder,
+        progress: ProgressDisplay,
+        ledger: Ledger,
+        slots: LeasedRanks | None,
+        threads: int,
+    ) -> None:
+        """`slots`: leases of the pool; None: Ray Train takes slots from Ray's queue. `threads`: slots of a rank."""
+        self.recipe, self.folder, self.progress, self.ledger, self.slots, self.threads = recipe, folder, progress, ledger, slots, threads
+        self.steps = recipe.run.steps or 0
+        self.leases_of: dict[int, list[str]] = {}  # ids of the leases of each rank that has started
+        self.done = 0
+        self.opened = False  # whether the ranks have loaded the model
+        self.began, self.heard_s = False, 0.0  # whether a rank has started; when the ranks reported last
+        self.lost, self.restarts = 0, False  # since the last row; whether the ranks have not opened since then
+
+    def open(self, done: int | None) -> None:
+        """Open metrics and ledger, of a run that is resumed after the step `done`."""
+        self._open_metrics(done)
+        self.ledger.resume_from(self.folder.path / "ledger.csv", self.done)
+
+    def _open_metrics(self, done: int | None) -> None:
+        """Open the metrics after the step `done`; rows of later ones are dropped."""
+        folder = self.folder.path
+        self.metrics = Metrics(folder, self.recipe.watch, folder.name, resume_after_step=done, say=self.progress.message)
+        self.done, self.counted, self.opened = done or 0, self.ledger.count, False
+
+    def begin_ranks(self) -> None:
+        """Expect reports of ranks that start now."""
+        self.leases_of.clear()
+        self.progress.phase("starting the ranks")
+        self.began, self.heard_s = False, time.monotonic()
+
+    def record(self, kind: str, content: Any) -> None:
+        self.heard_s = time.monotonic()
+        getattr(self, f"_on_{kind}")(content)
+
+    def note_loss(self, message: str) -> None:
+        self.restarts, self.opened = True, False
+        self.lost += 1
+        self.progress.message(message)
+
+    def _begin_step(self, step: int, at_s: float) -> None:
+        """Begin a step in the ledger. What follows the last step belongs to it."""
+        self.ledger.begin_step(min(step, self.steps), at_s)
+
+    def check_deadline(self) -> None:
+        """Raise RunError if the ranks have not started, or have told nothing, for longer than the recipe allows."""
+        key, what = ("learner.deadline_s", "the ranks to go on") if self.began else ("functions.lease_deadline_s", "the ranks to start")
+        limit_s = self.recipe.learner.deadline_s if self.began else self.recipe.functions.lease_deadline_s
+        if time.monotonic() - self.heard_s > limit_s:
+            raise RunError(f"timed out after {limit_s:.0f} s waiting for {what} ({key})")
+
+    def _on_opened(self, done: int) -> None:
+        """The ranks go on after the step `done`: that of the last checkpoint that Ray Train counts as whole."""
+        if done == self.done and not self.restarts:
+            return
+        self.metrics.close()
+        self._open_metrics(done)
+        file, started_s = self.folder.path / "ledger.csv", self.ledger.started_s
+        self.ledger.append_to(file)
+        self.ledger.resume_from(file, done)  # marks later rows as repeated
+        self.ledger.started_s, self.restarts = started_s, False
+        self.progress.message(f"the ranks go on after step {done}")
+
+    def _on_alive(self, _: None) -> None:
+        """A rank is at a long piece of work."""
+
+    def _on_began(self, content: tuple[int, int, str, str, float]) -> None:
+        """A rank has started. The first of a new group ends the leases of the one before."""
+        rank, ranks, node, device, began_s = content
+        self.began = True
+        if rank in self.leases_of:
+            self.ledger.close()
+            self.leases_of.clear()
+            self.note_loss(f"a rank was lost: {ranks} of them start again from the last checkpoint")
+        if self.slots is None:
+            leases = [f"rank-{rank}" + (f"-{slot}" if slot else "") for slot in range(self.threads)]
+            for lease in leases:
+                self.ledger.hold(lease, node, device, "learner", f"rank {rank}", since_s=began_s)
+        else:
+            leases = self.slots.assign(rank, node)
+        self.leases_of[rank] = leases
+        self.progress.phase("opening the model")
+
+    def _on_spans(self, content: tuple[int, Any]) -> None:
+        rank, spans = content
+        self.ledger.spans(self.leases_of.get(rank, []), spans)
+        if not self.opened:
+            self.opened = True
+            self._begin_step(self.done + 1, spans[-1].to_s)
+            self.counted = self.ledger.count
+
+    def _on_step(self, content: tuple[int, dict[str, float], str, float]) -> None:
+        done, measured, skipped, ended_s = content
+        self._begin_step(done + 1, ended_s)
+        own, total = self.ledger.totals_since(self.counted), self.ledger.totals()
+        self.counted = self.ledger.count
+        row = {
+            "step": done,
+            "time_s": time.time() - self.ledger.started_s,
+            **measured,
+            "cost/busy_slot_s": own["busy_slot_s"],
+            "cost/full_slot_s": own["full_slot_s"],
+            "cost/idle_share": own["idle_share"],
+            "cost/money": own["money"],
+            "cost/total_full_slot_s": total["full_slot_s"],
+            "cost/total_money": total["money"],
+            "faults/replaced": self.lost,
+            "time_left_s": measured["step_s"] * (self.steps - done),
+        }
+        if self.slots is not None:
+            self.slots.expect(row["time_left_s"])
+            row |= self.slots.metrics()
+        if skipped:
+            self.progress.message(f"step {done}: the update was skipped: {skipped}")
+        self.lost = 0
+        self.metrics.write(row)
+        self.ledger.append_to(self.folder.path / "ledger.csv")
+        self.folder.write_status(steps_done=done)
+        self.progress.step(row)
+        self.progress.phase("training")
+        self.done = done
+
+    def _on_evaluation(self, content: tuple[int, dict[str, float]]) -> None:
+        step, found = content
+        self.metrics.amend({"step": step, "time_s": time.time() - self.ledger.started_s, **found})
+        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
+        self.progress.message(f"step {step}: held-out {shown}")
+
+    def _on_saved(self, step: int) -> None:
+        self.progress.phase("training")
+
+    def last_works(self) -> Iterator[Callable[[], object]]:
+        """Yield what is still to be written at the end, piece by piece, for a disk that may be full."""
+        self.ledger.close()
+        yield lambda: self.ledger.append_to(self.folder.path / "ledger.csv")
+        if hasattr(self, "metrics"):
+            yield self.metrics.close
