@@ -125,7 +125,8 @@ class Starts:
     def __init__(self, recipe: Recipe) -> None:
         import ray
 
-        from rlhfless_ray.functions.lease import node_slots, places
+        from rlhfless_ray.functions.cluster_nodes import node_slots
+        from rlhfless_ray.functions.lease import places
         from rlhfless_ray.weights.load_policy import initial_policy
         from rlhfless_ray.weights.model_folder import without_weights
 

@@ -136,7 +136,7 @@ def same(run: Hit, clean: Hit, steps: int = STEPS) -> None:
         assert [(s["prompt_index"], s["sample"]) for s in mine] == [(s["prompt_index"], s["sample"]) for s in theirs]
         assert [(s["response"], s["tokens"], s["reward"]) for s in mine] == [(s["response"], s["tokens"], s["reward"]) for s in theirs]
     assert len(run.rows()) == steps
-    assert not run.leases.held and not run.leases.asked
+    assert not run.leases.held and not run.leases.pending
 
 
 def kill_learner(run: Hit) -> None:

@@ -13,8 +13,9 @@ import ray
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import LeaseManager, node_slots
+from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.runtime.worker_pools import prices
@@ -158,7 +159,7 @@ def test_engines_of_cheap_nodes_work_there_only_at_their_price(nodes):
     spot = nodes.add_node(num_cpus=1, object_store_memory=128 * 2**20, labels={"market": "spot"})
     nodes.wait_for_nodes(timeout=120)
     leases, labels = leases_of(), {"market": "spot"}
-    assert leases.matching(labels) == {spot.node_id: 1} and spot.node_id in leases.matching({})
+    assert leases.nodes.slots(labels) == {spot.node_id: 1} and spot.node_id in leases.nodes.slots({})
     tree = {
         "prompts": {"task": "chain"},
         "reward": {"function": "task"},

@@ -107,6 +107,6 @@ class SlotBroker:
             if id not in self.leases.held:
                 wrong.append(f"lease {id} of {holders[0]} was released already")
         expected = {request.id for pool in pools for request in pool.expected}
-        wrong += [f"no pool waits for the requested lease {id}" for id in self.leases.asked if id not in expected]
+        wrong += [f"no pool waits for the requested lease {id}" for id in self.leases.pending if id not in expected]
         if wrong:
             raise AssertionError(f"leases after {where}: {'; '.join(wrong)}")

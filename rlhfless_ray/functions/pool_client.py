@@ -16,9 +16,9 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from placement.market import Bid, Clearing
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, UserError, one_line_with_type
-from rlhfless_ray.functions.lease import Grant, LeaseRequest, others_wait
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolView, Reply, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, UnknownRun
+from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, others_wait
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig
 
 BEAT_S = 1.0  # interval of heartbeats

@@ -22,9 +22,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from placement.market import Bid, Clearing
-from rlhfless_ray.functions.lease import POOL_PREFIX, bundle_of, device_ids, device_named, node_slots
+from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, Reply, RunInfo, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
+from rlhfless_ray.functions.slot_source import POOL_PREFIX, bundle_of, device_ids, device_named
 
 NAMESPACE = "rlhfless"
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots

@@ -15,8 +15,9 @@ from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
-from rlhfless_ray.functions.lease import PREFERRED_S, Lease, LeaseManager, LeaseRequest, Slot
+from rlhfless_ray.functions.lease import PREFERRED_S, Lease, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
 FAULTS = 3  # failure budget of a pool outside of a run
@@ -106,7 +107,7 @@ class WorkerPool:
             spare = [*spare, *self.park(self.working[-1])]
         spare = self.begin(count, spare, begin)
         missing, urgent = max(0, count - len(self.working)), max(0, need - len(self.working))
-        expected, self.expected = [one for one in self.expected if one.id in self.leases.asked], []
+        expected, self.expected = [one for one in self.expected if one.id in self.leases.pending], []
         if self.width > 1:
             spare = self.begin(count, [*spare, *self.leases.collect(expected, self.kind, PREFERRED_S if missing else 0.0)], begin)
             while len(self.working) < count:
@@ -193,7 +194,7 @@ class WorkerPool:
         return instance
 
     def may_use(self, lease: Lease) -> bool:
-        return not self.labels or lease.slot.node in self.leases.matching(self.labels)
+        return not self.labels or lease.slot.node in self.leases.nodes.slots(self.labels)
 
     def fits(self, instance: Instance, slot: Slot) -> bool:
         """Return whether the instance can use the slot: on CPU any slot of its node, on GPU only its own device."""
@@ -303,7 +304,7 @@ class WorkerPool:
         lost: set[str] = set()
         if self.parked and now - self.looked_s >= look_every_s:
             self.looked_s = now
-            lost = set(self.leases.lost_nodes([i.slot.node for i in self.parked])) | self.leases.draining()
+            lost = set(self.leases.nodes.find_lost([i.slot.node for i in self.parked])) | self.leases.nodes.draining()
         over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
         for instance in over:
             self.end(instance)
@@ -333,7 +334,7 @@ class WorkerPool:
         """
         end = time.monotonic() + KNOWN_S
         while True:
-            if any(self.leases.confirm_lost(node) for node in {instance.slot.node for instance in instances}):
+            if any(self.leases.nodes.confirm_lost(node) for node in {instance.slot.node for instance in instances}):
                 return FailureCause.NODE_LOST
             ended = [for_memory for alive, for_memory in (actor_state(i.actor) for i in instances) if not alive]
             if ended:

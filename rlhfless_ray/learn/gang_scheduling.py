@@ -34,9 +34,9 @@ class GangScheduler:
         if len(fitting) < self.ranks:  # the run itself may hold them, and Ray would never grant those
             fitting, spare = self.fit(by_rank, [*fitting, *spare, *leases.without_lost(self.broker.reclaim())])
         while missing := self.ranks - len(fitting):
-            leases.withdraw(list(leases.asked.values()))  # earlier requests are for later phases
+            leases.withdraw(list(leases.pending.values()))  # earlier requests are for later phases
             homes = homes_of(by_rank)
-            if gone := leases.lost_nodes(homes):
+            if gone := leases.nodes.find_lost(homes):
                 self.broker.put(leases.without_lost([*fitting, *spare]))
                 raise LearnerLost(f"node {gone[0]} is gone")
             leases.release([lease for lease in spare if homes and lease.slot.node not in homes])

@@ -88,7 +88,7 @@ class WorkerGroup:
         while True:
             if self._ended:
                 self._end()
-            if self.by_rank and set(homes_of(self.by_rank)) & self.pool.leases.draining():
+            if self.by_rank and set(homes_of(self.by_rank)) & self.pool.leases.nodes.draining():
                 self.recovery.settle(SETTLE_S)
                 self.handle_loss(LearnerLost(f"the {self.name}'s node is drained"), FailureCause.NODE_DRAINED)
                 spare = self._living_leases(spare)
@@ -419,7 +419,7 @@ class WorkerGroup:
                     raise RunError(f"the {self.name} published other weights as version {weights.version} the second time") from None
                 weights = again
             else:
-                if not self.pool.leases.confirm_lost(weights.node):
+                if not self.pool.leases.nodes.confirm_lost(weights.node):
                     return weights
                 self.recovery.say(f"weight version {weights.version} was lost with its node: engines load the copy")
                 weights = replace(weights, ref=weights.copy, copy=None)

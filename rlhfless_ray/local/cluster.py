@@ -202,7 +202,8 @@ class RayCluster:
 
     def check_size(self, resource: str) -> int:
         """Return the cluster's number of slots. Raises UserError if all nodes, or the labelled ones, have fewer than the recipe needs."""
-        from rlhfless_ray.functions.lease import most_instances, node_slots
+        from rlhfless_ray.functions.cluster_nodes import node_slots
+        from rlhfless_ray.functions.lease import most_instances
 
         by_node, recipe = node_slots(resource), self.recipe
         assert isinstance(recipe, Recipe)

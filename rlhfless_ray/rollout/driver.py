@@ -338,7 +338,7 @@ class RolloutDriver:
         """
         if self.stopping:
             return
-        self.draining = self.pool.leases.draining()
+        self.draining = self.pool.leases.nodes.draining()
         leaving = [i for i in self.pool.working if i.slot.node in self.draining]
         if not leaving:
             return
@@ -398,7 +398,7 @@ class RolloutDriver:
             return set()
         self.probed_s = now
         silent = {call.instance.slot.node for call in self.calls.running.values() if now - call.heard_s > SILENT_S}
-        return {node for node in silent if self.pool.leases.confirm_lost(node)}
+        return {node for node in silent if self.pool.leases.nodes.confirm_lost(node)}
 
     def handle_death(self, call: EngineCall, error: Exception) -> None:
         """Handle the death of an engine's process. Raises RunError if its constructor raised: the next process would raise too."""
@@ -436,7 +436,7 @@ class RolloutDriver:
         self.calls.spread(orphans, others, self.expected)
         self.cancel_moves(orphans.tolist())
         node = instance.slot.node  # leases of a drained node are released, without waiting for slots that other engines may hold
-        is_usable = not self.pool.leases.lost_nodes([node]) and node not in self.pool.leases.draining()
+        is_usable = not self.pool.leases.nodes.find_lost([node]) and node not in self.pool.leases.nodes.draining()
         if is_usable and self.migration is not None and self.tail_s() > self.start_s:
             self.pool.replace(instance, why, cause)  # moves send it requests as soon as it can work
             fetch_weights(self.pool, self.weights)

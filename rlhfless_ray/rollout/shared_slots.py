@@ -9,8 +9,9 @@ import ray
 
 from placement.scaling.resize_policy import Release
 from rlhfless_ray.functions.instance import Instance
-from rlhfless_ray.functions.lease import LeaseManager, LeaseRequest
+from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.engine_calls import EngineCalls
 from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
@@ -87,7 +88,7 @@ class SharedSlots:
 
     def _take(self, driver: Rollout) -> None:
         request, self.request, self.answer = self.request, None, None
-        if request is None or request.id not in self.leases.asked:  # a worker group withdrew it
+        if request is None or request.id not in self.leases.pending:  # a worker group withdrew it
             return
         got = self.leases.without_lost(self.leases.collect([request], driver.pool.kind, 0.0))
         if got:

@@ -264,7 +264,7 @@ def room_ahead(recipe: Recipe) -> Room:
 
 def cluster_room(cluster: RayCluster, recipe: Recipe, resource: str) -> Room:
     """Return the memory of a started RayCluster."""
-    from rlhfless_ray.functions.lease import cluster_slots
+    from rlhfless_ray.functions.cluster_nodes import cluster_slots
 
     return local_room(recipe, resource) if cluster.private else ray_room(resource, cluster_slots(resource))
 

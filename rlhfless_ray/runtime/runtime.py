@@ -250,7 +250,8 @@ class Runtime(StepOperations):
 
     def _create_stages(self, resource: str) -> None:
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
-        from rlhfless_ray.functions.lease import most_instances, node_slots
+        from rlhfless_ray.functions.cluster_nodes import node_slots
+        from rlhfless_ray.functions.lease import most_instances
 
         rollout, asks = self.recipe.rollout, self.recipe.rollout.tensor_parallel
         by_node = node_slots(resource, rollout.nodes)
@@ -285,7 +286,7 @@ class Runtime(StepOperations):
         )
         if self.shared_pool is not None:
             self.autoscaler.bids = MarketBids(self.shared_pool, self.autoscaler.objective, self.recipe.learner.ranks)
-        slots = self.leases.matching(rollout.nodes)
+        slots = self.leases.nodes.slots(rollout.nodes)
         most = {width: min(rollout.max_actors // (width if asks == "auto" else 1), most_instances(slots, width)) for width in engines}
         self.context = RunContext(
             self.recipe,
@@ -314,7 +315,7 @@ class Runtime(StepOperations):
             self.broker.staff(self.worker_group)
             home = self.worker_group.by_rank[0].slot
             if self.leases.resource == "cpu":  # on GPU the device is unknown until there is a lease
-                nodes = self.leases.matching(self.recipe.rollout.nodes)
+                nodes = self.leases.nodes.slots(self.recipe.rollout.nodes)
                 engines = {node: slots // self.rollout.width for node, slots in nodes.items()}
                 for slot in places(engines, home.node, self.context.max_actors):
                     self.rollout.prewarm(slot)

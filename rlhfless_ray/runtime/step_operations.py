@@ -116,7 +116,7 @@ class StepOperations(CheckpointedRun):
         limits = {width: self.context.most_engines(width) for width in {now: 0, **self.context.most_by_width}}
         if self.in_update and self.rolls_out_ahead:  # engines get the slots that the learner leaves
             learner = [lease for rank in self.worker_group.by_rank for lease in rank.leases]
-            limits = {width: min(n, most_instances(self.leases.matching({}), width, learner)) for width, n in limits.items()}
+            limits = {width: min(n, most_instances(self.leases.nodes.slots({}), width, learner)) for width, n in limits.items()}
         least, warm = self.recipe.rollout.min_actors, self.rollout_stage.warm
         others = {width: (n, warm(width)) for width, n in limits.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)

@@ -114,9 +114,9 @@ def create_worker_pools(
     leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source)
     broker = SlotBroker(leases)
     faults = FailureBudget(recipe.functions.max_replacements)
-    parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.memory_mb, say, source)
+    parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.nodes.memory_mb, say, source)
     ledger.price_of = prices(recipe, resource, leases)
-    ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, leases.slot_mb
+    ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, leases.nodes.slot_mb
     ledger.core_per_hour = recipe.price.cpu_slot_per_hour
     wanted = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
     unshared = _no_pages(recipe, files) if wanted else None
@@ -217,4 +217,4 @@ def prices(recipe: Recipe, resource: str, leases: LeaseManager) -> Callable[[str
     special = recipe.price.rollout_slot_per_hour
     if special is None:
         return lambda node: usual
-    return lambda node: special if node in leases.matching(recipe.rollout.nodes) else usual
+    return lambda node: special if node in leases.nodes.slots(recipe.rollout.nodes) else usual

@@ -133,7 +133,7 @@ class SupervisedStage:
         return Path(path).resolve() / self.folder.path.name if path else self.folder.path.resolve() / CHECKPOINTS
 
     def _check_size(self, resource: str) -> int:
-        from rlhfless_ray.functions.lease import cluster_slots
+        from rlhfless_ray.functions.cluster_nodes import cluster_slots
 
         slots, threads = cluster_slots(resource), self._threads(resource)
         needed = self.recipe.min_ranks * threads

@@ -124,7 +124,7 @@ class SweepRunner:
         stack.enter_context(cluster.running())
         import ray
 
-        from rlhfless_ray.functions.lease import cluster_slots
+        from rlhfless_ray.functions.cluster_nodes import cluster_slots
 
         resource = cluster.resource()
         slots = cluster_slots(resource)

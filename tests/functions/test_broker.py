@@ -20,7 +20,7 @@ class Leases:
 
     def __init__(self) -> None:
         self.held: dict[str, Lease] = {}
-        self.asked: dict[str, Any] = {}
+        self.pending: dict[str, Any] = {}
 
     def grant(self, *nodes: str) -> list[Lease]:
         new = [Lease(f"run-{len(self.held) + n}", Slot(node, n)) for n, node in enumerate(nodes)]
@@ -97,7 +97,7 @@ def test_a_lease_with_no_owner_two_owners_or_no_grant_is_named(broker: SlotBroke
 
 
 def test_a_request_that_nobody_expects_is_named(broker: SlotBroker) -> None:
-    broker.leases.asked["run-7"] = None  # type: ignore[assignment]
+    broker.leases.pending["run-7"] = None  # type: ignore[assignment]
     broker.check("the end of the step", [pool_with(expected=("run-7",))])
     with pytest.raises(AssertionError, match="no pool waits for the requested lease run-7"):
         broker.check("the end of the step", [pool_with()])

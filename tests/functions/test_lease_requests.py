@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rlhfless_ray.functions.lease import Grant, LeaseManager, LeaseRequest
+from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_messages import RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
+from rlhfless_ray.functions.slot_source import Grant, LeaseRequest
 from tests.functions.test_pool_messages import joined, say
 from tests.functions.test_pool_state import pool
 
@@ -63,10 +64,10 @@ def test_a_standing_request_does_not_keep_the_only_slot_from_one_that_is_needed(
     [standing] = leases.ask(1)
     leases.release([other])
     source.tell()
-    assert standing.id in slots.held and standing.id in leases.asked  # granted, and not collected
+    assert standing.id in slots.held and standing.id in leases.pending  # granted, and not collected
     state.drop(slots.held[lost.id].id, 0.0)
     leases.release([lost])
     began_s = time.monotonic()
     [successor] = leases.take(1, "rollout", need=1)
-    assert time.monotonic() - began_s < 0.4 and list(leases.held) == [successor.id] and not leases.asked
+    assert time.monotonic() - began_s < 0.4 and list(leases.held) == [successor.id] and not leases.pending
     assert state.held("x") == 1 and not state.requests

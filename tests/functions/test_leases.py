@@ -9,10 +9,12 @@ from ray.exceptions import GetTimeoutError, NodeDiedError
 from ray.util.placement_group import placement_group_table
 
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.functions import lease as module
+from rlhfless_ray.functions import lease, slot_source
+from rlhfless_ray.functions.cluster_nodes import cluster_slots, node_slots
 from rlhfless_ray.functions.instance import device_environment
-from rlhfless_ray.functions.lease import Lease, LeaseManager, RayGroups, Slot, cluster_slots, device_named, node_slots, places
+from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot, places
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.slot_source import RayGroups, device_named
 
 pytestmark = pytest.mark.ray
 
@@ -49,7 +51,7 @@ def test_what_is_missing_is_said_after_the_deadline_and_nothing_is_kept(ray_clus
         leases = leases_of("gpu", deadline_s)
         with pytest.raises(RunError, match=r"rollout needs 5 × \{'GPU': 1\} and got \d within \d+ s; the cluster has 4 GPU") as caught:
             leases.take(5, "rollout")
-        assert groups_alive(leases) == 0 and not leases.held and not leases.asked
+        assert groups_alive(leases) == 0 and not leases.held and not leases.pending
         if f"got 4 within {deadline_s} s; the cluster has 4 GPU, 0 free" in str(caught.value):
             return
     raise AssertionError(str(caught.value))
@@ -61,7 +63,7 @@ def test_fewer_than_asked_for_are_taken_where_that_is_enough(ray_cluster):
     for wait_s in (1, 2, 4, 8, 16, 32):  # until there was time enough to grant those that there are
         leases.release(taken)
         taken = leases.take(6, "rollout", need=1, wait_s=wait_s)
-        assert groups_alive(leases) == len(taken) >= 1 and not leases.asked  # those that were not granted are withdrawn
+        assert groups_alive(leases) == len(taken) >= 1 and not leases.pending  # those that were not granted are withdrawn
         if len(taken) == 4:
             break
     assert len(taken) == 4
@@ -77,7 +79,7 @@ def test_a_node_that_is_lost_as_it_grants_a_device_has_granted_none(ray_cluster,
         return device(self, group)
 
     monkeypatch.setattr(RayGroups, "_device", ask)
-    assert len(leases.take(4, "rollout", need=1)) == 2 == len(leases.held) == groups_alive(leases) and not leases.asked
+    assert len(leases.take(4, "rollout", need=1)) == 2 == len(leases.held) == groups_alive(leases) and not leases.pending
     leases.release_all()
 
 
@@ -119,8 +121,8 @@ def test_looking_for_others_takes_a_hundredth_of_the_time_at_most(monkeypatch):
         now[0] += 0.5
         return {"theirs": {"state": "PENDING", "bundles": {0: {"CPU": 1}}, "name": ""}}
 
-    monkeypatch.setattr(module, "placement_group_table", table)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(slot_source, "placement_group_table", table)
+    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now[0]))
     leases, told = leases_of("cpu"), []
     while now[0] < 200:
         told.append(leases.others_wait())

@@ -141,11 +141,11 @@ def test_no_more_is_started_ahead_or_kept_than_a_node_has_memory_for(pool: Worke
 
 
 def test_without_an_amount_it_is_half_of_the_node(pool: WorkerPool) -> None:
-    from rlhfless_ray.functions.lease import node_slots
+    from rlhfless_ray.functions.cluster_nodes import node_slots
 
     (node,) = node_slots("cpu")
     (told,) = [one["Resources"]["memory"] for one in ray.nodes()]
-    assert pool.leases.memory_mb(node) == told / 2**20 and pool.leases.memory_mb("elsewhere") == float("inf")
+    assert pool.leases.nodes.memory_mb(node) == told / 2**20 and pool.leases.nodes.memory_mb("elsewhere") == float("inf")
     said: list[str] = []
     pool.parked_memory = WarmMemoryBudget(None, lambda _: 2 * FIRST_MB, said.append)
     pool.parked_memory.watch(pool)

@@ -18,11 +18,12 @@ from ray.util.placement_group import placement_group_table
 from placement.market import Bid
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions import pool_client
-from rlhfless_ray.functions.lease import POOL_PREFIX, LeaseManager
+from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.slot_pool import find_pools
+from rlhfless_ray.functions.slot_source import POOL_PREFIX
 from tests.conftest import ROOT, environment
 
 pytestmark = pytest.mark.ray

@@ -73,7 +73,7 @@ def test_a_spare_lease_is_completed_and_what_is_not_enough_is_left_alone(pool: W
     others = another(pool)
     others.take(1, "other")
     assert pool.resize(2, [], need=1, wait_s=0.2) == [] and len(pool.working) == 1, "half an instance is none"
-    assert not pool.leases.asked and len(pool.leases.held) == 2
+    assert not pool.leases.pending and len(pool.leases.held) == 2
     others.release_all()
 
 
@@ -83,7 +83,7 @@ def test_what_is_needed_and_never_granted_is_named_and_released(pool: WorkerPool
     spare = pool.leases.take(1, "other")
     with pytest.raises(RunError, match=r"work needs 2 × .* on one node and did not get them within 3 s; the cluster has 4"):
         pool.resize(1, spare, need=1)
-    assert not pool.leases.held and not pool.leases.asked
+    assert not pool.leases.held and not pool.leases.pending
     others.release_all()
 
 
@@ -96,7 +96,7 @@ def test_a_lost_instance_is_replaced_under_its_leases_and_one_that_is_expected_i
     pool.expect(1)
     assert len(pool.expected) == 2
     pool.resize(1, [], need=1)
-    assert len(pool.leases.held) == 2 and not pool.leases.asked and pool.warm_starts == 1
+    assert len(pool.leases.held) == 2 and not pool.leases.pending and pool.warm_starts == 1
 
 
 def test_slots_of_different_nodes_make_no_instance() -> None:

@@ -61,9 +61,9 @@ def pids(pool: WorkerPool) -> set[int]:
 def test_resize_takes_spare_leases_first_and_returns_the_rest(pool):
     spare = pool.leases.take(3, "other")
     left = pool.resize(2, spare, need=2)
-    assert len(pool.working) == 2 and len(left) == 1 and pool.leases.asked_leases == 3
+    assert len(pool.working) == 2 and len(left) == 1 and pool.leases.granted == 3
     left = pool.resize(3, left, need=3)
-    assert left == [] and len(pool.working) == 3 and pool.leases.asked_leases == 3
+    assert left == [] and len(pool.working) == 3 and pool.leases.granted == 3
 
 
 def test_what_is_expected_is_asked_for_once_and_paid_from_then(pool):
@@ -72,13 +72,13 @@ def test_what_is_expected_is_asked_for_once_and_paid_from_then(pool):
     before_s = time.time()
     pool.expect(2)
     (request,) = pool.expected
-    assert pool.leases.asked_leases == 2 and list(pool.leases.asked) == [request.id]
+    assert pool.leases.granted == 2 and list(pool.leases.pending) == [request.id]
     while placement_group_table(pool.leases.source.groups[request.id])["state"] != "CREATED":
         assert time.time() < before_s + 60
         time.sleep(0.01)
     granted_s = time.time()
     pool.resize(2, [], need=2)
-    assert pool.leases.asked_leases == 3 and not pool.leases.asked and not pool.expected
+    assert pool.leases.granted == 3 and not pool.leases.pending and not pool.expected
     paid_s = pool.ledger.started_s + min(row.from_s for row in pool.ledger.rows if row.lease == request.id)
     assert before_s - 1e-5 <= paid_s <= granted_s
 
@@ -87,9 +87,9 @@ def test_what_was_expected_too_much_is_withdrawn(pool):
     pool.resize(2, [], need=2)
     pool.leases.release([*pool.resize(1, [], need=1), *pool.park_all()])
     pool.expect(2)
-    assert len(pool.expected) == 2 == len(pool.leases.asked)
+    assert len(pool.expected) == 2 == len(pool.leases.pending)
     pool.resize(1, [], need=1)
-    assert len(pool.leases.held) == 1 and not pool.leases.asked
+    assert len(pool.leases.held) == 1 and not pool.leases.pending
     pool.expect(1)
     assert not pool.expected, "who has it hands it over"
 
@@ -99,9 +99,9 @@ def test_what_was_expected_and_withdrawn_since_is_asked_for_anew(pool):
     pool.resize(2, [], need=2)
     pool.leases.release(pool.resize(1, [], need=1))
     pool.expect(2)
-    pool.leases.withdraw(list(pool.leases.asked.values()))
+    pool.leases.withdraw(list(pool.leases.pending.values()))
     pool.resize(2, [], need=2)
-    assert len(pool.working) == 2 and pool.leases.asked_leases == 3 and not pool.leases.asked
+    assert len(pool.working) == 2 and pool.leases.granted == 3 and not pool.leases.pending
 
 
 def test_shrinking_parks_and_growing_again_is_a_warm_start_of_the_same_process(pool):

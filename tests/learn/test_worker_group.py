@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,32 @@ from ray.exceptions import ObjectLostError, RayTaskError
 
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import Instance, State
-from rlhfless_ray.functions.lease import Lease, LeaseManager, LeaseRequest, Slot
+from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.recovery import LearnerLost
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.remote_folder import Delivery
+
+
+class Nodes(ClusterNodes):
+    """The nodes of a cluster that has these."""
+
+    def __init__(self, resource: str, names: Iterable[str]) -> None:
+        super().__init__(resource)
+        self.names, self.notices = names, set
+
+    def find_lost(self, nodes: list[str]) -> list[str]:
+        return [node for node in nodes if node not in self.names]
+
+    def confirm_lost(self, node: str) -> bool:
+        return node not in self.names
 
 
 class Cluster(LeaseManager):
@@ -30,7 +47,7 @@ class Cluster(LeaseManager):
         super().__init__(resource, Ledger(resource, 1.0), deadline_s, "test")
         self.free = free
         self.log: list[str] = []
-        self.notices = set
+        self.nodes = Nodes(resource, free)
 
     def lease(self, node: str, device: int) -> Lease:
         self.counter += 1
@@ -50,14 +67,8 @@ class Cluster(LeaseManager):
                 got.append(self.lease(found, self.free[found].pop(0)))
         return got
 
-    def lost_nodes(self, nodes: list[str]) -> list[str]:
-        return [node for node in nodes if node not in self.free]
-
     def without_lost(self, leases: list[Lease]) -> list[Lease]:
         return leases
-
-    def confirm_lost(self, node: str) -> bool:
-        return node not in self.free
 
     def with_room(self, nodes: list[str]) -> list[str]:
         return nodes
@@ -111,11 +122,11 @@ def test_what_the_run_holds_without_using_it_is_taken_before_anything_is_asked_f
 def test_what_was_asked_for_ahead_is_not_waited_for():
     """As when it is lost after it has published: engines' next leases were asked for meanwhile, and granted the last slot."""
     cluster = Cluster("cpu", {"here": []})
-    cluster.asked = {"ahead": LeaseRequest("ahead", None, 0.0)}
+    cluster.pending = {"ahead": LeaseRequest("ahead", None, 0.0)}
 
     def withdraw(requests: list[LeaseRequest]) -> None:
         for request in requests:
-            del cluster.asked[request.id]
+            del cluster.pending[request.id]
             cluster.free["here"].append(0)
 
     cluster.withdraw = withdraw  # type: ignore[method-assign]
@@ -124,7 +135,7 @@ def test_what_was_asked_for_ahead_is_not_waited_for():
         worker_group.assign_leases([]) == []
         and nodes_of(worker_group) == [["here"]]
         and cluster.log == ["here → here"]
-        and not cluster.asked
+        and not cluster.pending
     )
 
 

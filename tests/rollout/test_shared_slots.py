@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlhfless_ray.functions.lease import LeaseRequest
+from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.rollout import shared_slots as module
 from rlhfless_ray.rollout.shared_slots import GIVEN, SharedSlots
 
@@ -17,19 +17,19 @@ class Leases:
     """What `SharedSlots` needs of a LeaseManager."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, LeaseRequest] = {}
+        self.pending: dict[str, LeaseRequest] = {}
         self.granted = self.withdrawn = 0
 
     def ask(self, count: int, nodes: Any = None, labels: Any = None) -> list[LeaseRequest]:
-        request = LeaseRequest(f"r{len(self.asked)}", 0.0)
-        self.asked[request.id] = request
+        request = LeaseRequest(f"r{len(self.pending)}", 0.0)
+        self.pending[request.id] = request
         return [request]
 
     def withdraw(self, requests: list[LeaseRequest]) -> None:
-        self.withdrawn += sum(self.asked.pop(one.id, None) is not None for one in requests)
+        self.withdrawn += sum(self.pending.pop(one.id, None) is not None for one in requests)
 
     def collect(self, requests: list[LeaseRequest], kind: str, wait_s: float) -> list[str]:
-        self.asked.pop(requests[0].id)
+        self.pending.pop(requests[0].id)
         self.granted += 1
         return ["lease"]
 
@@ -76,7 +76,7 @@ def test_a_slot_that_is_granted_becomes_an_engine_and_the_next_is_asked_for(shar
     shared.source.ready.add("r0")
     shared.poll(driver)
     assert driver.pool.working == [0, 1, 2] and shared.taken == 1
-    assert shared.refs() == [] and not shared.leases.asked  # no fourth engine would have work
+    assert shared.refs() == [] and not shared.leases.pending  # no fourth engine would have work
 
 
 def test_nothing_is_asked_for_where_too_little_is_left(shared):
@@ -90,7 +90,7 @@ def test_nothing_is_asked_for_where_too_little_is_left(shared):
     assert len(shared.refs()) == 1
     driver.stopping = True
     shared.poll(driver)
-    assert shared.refs() == [] and not shared.leases.asked
+    assert shared.refs() == [] and not shared.leases.pending
 
 
 def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_stays(shared):
@@ -110,7 +110,7 @@ def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_st
 def test_a_request_that_a_worker_group_withdrew_is_forgotten(shared):
     driver = Driver([4, 4])
     shared.poll(driver)
-    shared.leases.asked.clear()
+    shared.leases.pending.clear()
     shared.source.ready.add("r0")
     driver.tail = 0.0
     shared.poll(driver)

@@ -41,7 +41,9 @@ def rollout_with(leases: Any) -> RolloutDriver:
 def test_a_silent_engine_whose_node_does_not_answer_is_gone_and_that_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long before it is silent for too long, and before Ray has seen it; others are left alone."""
     asked, ended, now = list[str](), list[tuple[str, FailureCause]](), time.monotonic()
-    rollout = rollout_with(SimpleNamespace(deadline_s=60.0, confirm_lost=lambda node: asked.append(node) or node == "lost"))
+    rollout = rollout_with(
+        SimpleNamespace(deadline_s=60.0, nodes=SimpleNamespace(confirm_lost=lambda node: asked.append(node) or node == "lost"))
+    )
     for number, (node, heard_s) in enumerate({"lost": now - 10, "there": now - 10, "talking": now}.items()):
         engine: Any = SimpleNamespace(slot=SimpleNamespace(node=node), started=True)
         rollout.calls.running[node] = EngineCall(engine, number, 1, set(), heard_s, started=True)

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from placement.scaling.resize_policy import Hold
-from rlhfless_ray.functions import lease
+from rlhfless_ray.functions import slot_source
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
@@ -44,7 +44,7 @@ class Pool:
         self.said: list[Any] = []
         self.log: list[str] = []
         self.working = [self.engine(node) for node in nodes]
-        self.leases = SimpleNamespace(lost_nodes=lambda nodes: [], draining=lambda: draining, deadline_s=60.0)
+        self.leases = SimpleNamespace(nodes=SimpleNamespace(find_lost=lambda nodes: [], draining=lambda: draining), deadline_s=60.0)
 
     def engine(self, node: str) -> Any:
         call = Call(self.said)
@@ -179,12 +179,12 @@ def test_where_all_engines_are_to_leave_a_slot_elsewhere_is_had_though_ray_takes
         looks.append(group)
         return {"state": "CREATED" if looks.count(group) > 2 else "PENDING", "bundles_to_node_id": {0: "b"}}
 
-    monkeypatch.setattr(lease, "placement_group", lambda bundles, name, bundle_label_selector: name)
-    monkeypatch.setattr(lease, "placement_group_table", table)
-    monkeypatch.setattr(lease, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(slot_source, "placement_group", lambda bundles, name, bundle_label_selector: name)
+    monkeypatch.setattr(slot_source, "placement_group_table", table)
+    monkeypatch.setattr(slot_source, "remove_placement_group", lambda group: None)
     pool: Any = Pool(["a"], {"a"})
     pool.labels, pool.leases = {}, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
-    pool.leases.notices, pool.leases.without_lost = lambda: {"a"}, lambda leases: leases
+    pool.leases.nodes.notices, pool.leases.without_lost = lambda: {"a"}, lambda leases: leases
     pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
     rollout = rollout_on(pool, 1)
     rollout.assign(rollout.calls.number(pool.working[0]), np.array([0]))

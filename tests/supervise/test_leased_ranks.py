@@ -10,10 +10,10 @@ import pytest
 import ray
 
 from placement.market import Bid
-from rlhfless_ray.functions.lease import LeaseRequest
 from rlhfless_ray.functions.ledger import read_rows
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
+from rlhfless_ray.functions.slot_source import LeaseRequest
 from tests.conftest import command
 from tests.supervise.test_supervised_run import finish, recipe, rows, start, wait_for_steps, weights
 

@@ -1,0 +1,112 @@
+"""The nodes of the cluster, their slots and memory, and which of them are lost or will be removed soon."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+NODES_S = 1.0  # time for which a list of nodes is reused: Ray takes milliseconds to make it
+NOTICES_S = 0.25  # the same for notices of drained nodes, which leave little time and take a millisecond to query
+ANSWER_S = 2.0  # timeout of a connection to a node
+
+
+class ClusterNodes:
+    """What is known of the cluster's nodes, looked up again after a while."""
+
+    def __init__(self, resource: str) -> None:
+        """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""
+        self.resource = resource
+        self.notices: Callable[[], set[str]] = draining_nodes  # returns ids of the nodes that will be removed soon
+        self._nodes: list[dict[str, Any]] = []  # Ray's list at `_listed_s`
+        self._listed_s = -float("inf")
+        self._silent: set[str] = set()  # ids of nodes that do not respond, though Ray may still list them
+        self._draining: set[str] = set()  # result of the last `notices` call, at `_noticed_s`
+        self._noticed_s = -float("inf")
+        self._slot_mbs: dict[str, float] = {}
+
+    def present(self) -> list[dict[str, Any]]:
+        """Return Ray's nodes, at most a second old, without drained and lost ones."""
+        if time.monotonic() - self._listed_s > NODES_S:
+            self._list()
+        going = self.draining() | self._silent
+        return [node for node in self._nodes if node["NodeID"] not in going]
+
+    def _list(self) -> None:
+        self._nodes, self._listed_s = ray.nodes(), time.monotonic()
+
+    def draining(self) -> set[str]:
+        """Return ids of the nodes that Ray will remove soon: nothing should start or stay there."""
+        if time.monotonic() - self._noticed_s > NOTICES_S:
+            self._draining, self._noticed_s = self.notices(), time.monotonic()
+        return self._draining
+
+    def slots(self, labels: dict[str, str]) -> dict[str, int]:
+        """Return {node id: slots} of the nodes that have all these labels."""
+        return node_slots(self.resource, labels, self.present())
+
+    def memory_mb(self, node: str) -> float:
+        """Return the node's memory in MB according to Ray; infinite if Ray does not know the node."""
+        memory = next((known["Resources"].get("memory") for known in self.present() if known["NodeID"] == node), None)
+        return float("inf") if memory is None else memory / 2**20
+
+    def slot_mb(self, node: str) -> float:
+        """Return the memory in MB per slot of the node, as at the first call."""
+        if node not in self._slot_mbs:
+            self._slot_mbs[node] = (self.memory_mb(node) or float("inf")) / max(1, self.slots({}).get(node, 1))
+        return self._slot_mbs[node]
+
+    def find_lost(self, nodes: list[str]) -> list[str]:
+        """Return those of `nodes` that no longer exist, checked now."""
+        if nodes:
+            self._list()
+        alive = {node["NodeID"] for node in self._nodes if node["Alive"]} - self._silent
+        return [node for node in nodes if node not in alive]
+
+    def confirm_lost(self, node: str) -> bool:
+        """Check a node whose processes do not respond, and return whether it is lost. Ray takes up to half a minute to notice."""
+        if not node_answers(node):
+            self._silent.add(node)
+        return node in self._silent
+
+    def known_going(self) -> set[str]:
+        """Return ids of the nodes that were lost or drained when they were last looked up."""
+        return self._silent | self._draining | {node["NodeID"] for node in self._nodes if not node["Alive"]}
+
+
+def draining_nodes() -> set[str]:
+    """Return ids of the nodes that will be removed: after a cloud's notice, by the autoscaler, or by `ray drain-node`."""
+    import ray._private.state as state
+
+    return set(state.state.get_draining_nodes())
+
+
+def node_answers(node_id: str) -> bool:
+    """Return whether the node's raylet accepts connections."""
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
+    if node is None or not node["Alive"]:
+        return False
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def node_slots(resource: str, labels: dict[str, str] | None = None, nodes: list[dict[str, Any]] | None = None) -> dict[str, int]:
+    """Return {node id: slots} of the alive nodes that have slots and all these labels. `nodes`: Ray's list, if known."""
+    name, wanted = "GPU" if resource == "gpu" else "CPU", (labels or {}).items()
+    slots_of_node = {
+        node["NodeID"]: int(node["Resources"].get(name, 0))
+        for node in (ray.nodes() if nodes is None else nodes)
+        if node["Alive"] and wanted <= (node.get("Labels") or {}).items()
+    }
+    return {node: slots for node, slots in slots_of_node.items() if slots}
+
+
+def cluster_slots(resource: str) -> int:
+    """Return the number of slots of all alive nodes."""
+    return sum(node_slots(resource).values())

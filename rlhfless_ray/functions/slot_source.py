@@ -1,0 +1,164 @@
+"""Where slots come from: requests, grants, and Ray's queue as a source. The other source is `pool_client`.
+
+Measured with Ray 2.60: an independent placement group takes 4 ms, but one that needs resources freed at the same instant waits
+0.5-0.8 s for Ray's retry interval.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlhfless_ray.common.deadlines import STOP
+
+DEVICE_S = 60.0  # timeout for the name of a granted device
+POOL_PREFIX = "rlhfless-pool-"  # prefix of the names of the shared pool's placement groups
+
+
+@dataclass(eq=False)
+class LeaseRequest:
+    """A slot that was requested and may not be granted yet, on a node (any if empty) that has these labels."""
+
+    id: str
+    from_s: float  # wall-clock time before which it was not granted
+    node: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A granted slot. `id`: of the lease."""
+
+    id: str
+    node: str
+    device: int | str
+
+
+class SlotSource(Protocol):
+    """A source of slots: Ray's queue, or the pool that the runs of a cluster share."""
+
+    def ask(self, requests: list[LeaseRequest], /) -> None: ...
+
+    def wait(self, request: LeaseRequest, until_s: float, /) -> Grant | None: ...
+
+    def withdraw(self, requests: list[LeaseRequest], /) -> None: ...
+
+    def release(self, ids: list[str], /) -> None: ...
+
+    def drop(self, ids: list[str], /) -> None:
+        """Release slots of lost or drained nodes, which no run should get again."""
+        ...
+
+    def others_wait(self) -> bool: ...
+
+    @property
+    def surplus(self) -> int | None:
+        """Number of slots that this run should give back to waiting runs; None if unknown."""
+        ...
+
+    def may_wait(self) -> bool:
+        """Return whether a needed slot may still be granted after its deadline."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RayGroups:
+    """Slots as this run's own placement groups, from Ray's queue."""
+
+    surplus = None
+
+    def __init__(self, resource: str) -> None:
+        self.resource, self.bundle = resource, bundle_of(resource)
+        self.groups: dict[str, Any] = {}  # by the id of the request, which is the lease's id
+        self.numbers: dict[str, tuple[str, int]] = {}  # on CPU: node and number of each granted slot
+
+    def ask(self, requests: list[LeaseRequest]) -> None:
+        for one in requests:
+            selector = one.labels | ({"ray.io/node-id": one.node} if one.node else {})
+            selectors = [selector] if selector else None
+            self.groups[one.id] = placement_group([dict(self.bundle)], name=f"rlhfless-{one.id}", bundle_label_selector=selectors)
+
+    def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
+        """Return the granted slot, or None at the time `until_s` (monotonic) or if its node was lost before it could name the device.
+
+        Does not use Ray's own wait, which rounds timeouts down to whole seconds.
+        """
+        group, pause = self.groups[request.id], 0.001
+        while (table := placement_group_table(group))["state"] != "CREATED":
+            request.from_s = time.time()
+            STOP.check()
+            if time.monotonic() >= until_s:
+                return None
+            time.sleep(pause)
+            pause = min(0.05, 1.5 * pause)
+        node = table["bundles_to_node_id"][0]
+        if self.resource == "cpu":
+            taken = {number for place, number in self.numbers.values() if place == node}
+            self.numbers[request.id] = node, next(n for n in range(len(taken) + 1) if n not in taken)
+            return Grant(request.id, node, self.numbers[request.id][1])
+        try:
+            return Grant(request.id, node, self._device(group))
+        except RayTaskError:
+            raise
+        except RayError:
+            return None
+
+    def _device(self, group: Any) -> int | str:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        ids = ray.get(device_ids.options(scheduling_strategy=strategy).remote(), timeout=DEVICE_S)
+        return device_named(ids[0])
+
+    def withdraw(self, requests: list[LeaseRequest]) -> None:
+        self.release([one.id for one in requests])
+
+    def release(self, ids: list[str]) -> None:
+        for id in ids:
+            self.numbers.pop(id, None)
+            remove_placement_group(self.groups.pop(id))
+
+    drop = release
+
+    def others_wait(self) -> bool:
+        return others_wait(self.resource, {group.id.hex() for group in self.groups.values()})
+
+    def may_wait(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def device_named(id: str | int) -> int | str:
+    """Convert Ray's device name, which is an index or the name in the node's CUDA_VISIBLE_DEVICES."""
+    name = str(id).strip()
+    return int(name) if name.isdecimal() else name
+
+
+def bundle_of(resource: str) -> dict[str, float]:
+    """Return the Ray resources of a slot."""
+    return {"GPU": 1} if resource == "gpu" else {"CPU": 1}
+
+
+def others_wait(resource: str, own: set[str]) -> bool:
+    """Return whether a pending placement group that is not among `own` (hex ids) nor of the shared pool could use a slot."""
+    name = "GPU" if resource == "gpu" else "CPU"
+    return any(
+        info["state"] == "PENDING"
+        and id not in own
+        and not info["name"].startswith(POOL_PREFIX)
+        and any(name in b for b in info["bundles"].values())
+        for id, info in placement_group_table().items()
+    )
+
+
+# max_calls=0: otherwise Ray ends a GPU task's process after each call, and the next call has to start one
+@ray.remote(num_cpus=0, num_gpus=1, max_calls=0)
+def device_ids() -> list[str]:
+    return ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
