@@ -94,12 +94,11 @@ def choose_prefix(
     max_instances: int = 1,
     page_bytes: int = 0,
     cap_bytes: float = math.inf,
-    blocked: str | None = None,
 ) -> PrefixChoice:
     """Choose whether a step uses the prefix service.
 
-    mode: "auto" turns it on if it saves more than a tenth. "on" turns it on at any cost, unless blocked or out of
-    memory. time_value: slot-seconds that a second of the step is worth. blocked: the reason why it cannot be on, if there is one.
+    mode: "auto" turns it on if it saves more than a tenth. "on" turns it on at any cost, unless out of memory.
+    time_value: slot-seconds that a second of the step is worth.
 
     Raises ValueError for another mode, or if there is no engine.
     """
@@ -109,8 +108,6 @@ def choose_prefix(
         raise ValueError("a step has at least one engine")
     if mode == "off":
         return PrefixChoice(False, 0, "prefix_kv: off")
-    if blocked:
-        return PrefixChoice(False, 0, f"off: {blocked}")
     if demand.distinct_pages == 0:
         return PrefixChoice(False, 0, "off: no prompt has a token before its last")
     needed = demand.distinct_pages * page_bytes

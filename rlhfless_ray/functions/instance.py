@@ -17,13 +17,12 @@ from rlhfless_ray.functions.lease import Lease, Slot
 
 
 class State(Enum):
-    """COLD → STARTING → STALE → READY ⇄ PARKED → GONE.
+    """STARTING → STALE → READY ⇄ PARKED → GONE.
 
     STARTING leads to READY only through STALE: an instance never serves before it has the current weights. One that needs no
     weights passes STALE at once.
     """
 
-    COLD = "cold"
     STARTING = "starting"
     STALE = "stale"
     READY = "ready"

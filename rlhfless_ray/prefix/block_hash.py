@@ -83,24 +83,17 @@ class Prefixes:
     def distinct_tokens(self) -> int:
         return sum(node.tokens for node in self.nodes)
 
-    @property
-    def total_tokens(self) -> int:
-        """Tokens to compute if no prompt shares a prefix."""
-        return sum(self.nodes[n].tokens for path in self.paths for n in path)
-
     def leaves(self) -> list[int]:
         """Return the nodes without continuation: computing these prefixes computes all of them."""
         inner = {node.parent for node in self.nodes}
         return [n for n in range(len(self.nodes)) if n not in inner]
 
 
-def distinct_prefixes(
-    prompts: Iterable[Sequence[int] | np.ndarray], block_size: int, start: bytes = b"", *, partial: bool = True
-) -> Prefixes:
+def distinct_prefixes(prompts: Iterable[Sequence[int] | np.ndarray], block_size: int, start: bytes = b"") -> Prefixes:
     """Build the trie of the reusable parts of `prompts` (token ids).
 
-    Whole blocks that prompts share from the start are contained once. `partial`: include partly filled last blocks. Raises
-    ValueError for a block size below 1.
+    Blocks that prompts share from the start are contained once. The last one may be partly filled. Raises ValueError for a block size
+    below 1.
     """
     if block_size < 1:
         raise ValueError(f"a block has at least one token, not {block_size}")
@@ -108,10 +101,7 @@ def distinct_prefixes(
     number: dict[tuple[int, bytes], int] = {}  # by parent node and block tokens, so that only new blocks are hashed
     last = b""  # the previous prompt, with which most share a prefix
     for prompt, tokens in enumerate(prompts):
-        part = reusable(tokens)
-        if not partial:
-            part = part[: len(part) // block_size * block_size]
-        data, step = _bytes(part), 4 * block_size
+        data, step = _bytes(reusable(tokens)), 4 * block_size
         shared = _shared_blocks(data, last, step)
         path: list[int] = trie.paths[-1][:shared] if shared else []
         at = path[-1] if path else -1

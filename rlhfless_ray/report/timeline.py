@@ -37,15 +37,11 @@ Row = Mapping[str, Any]
 Event = dict[str, Any]
 
 
-def trace_events(rows: Iterable[Row], metrics: Iterable[Row] = ()) -> list[Event]:
-    """Return trace events (microseconds) of ledger rows and, for the steps, of metrics rows (seconds).
+def trace_events(rows: Iterable[Row], metrics: Iterable[Row] = ()) -> Iterator[Event]:
+    """Yield trace events (microseconds) of ledger rows and, for the steps, of metrics rows (seconds).
 
     Every ledger row becomes one complete event of category `activity`. Rows with invalid or reversed times are skipped.
     """
-    return list(_events(rows, metrics))
-
-
-def _events(rows: Iterable[Row], metrics: Iterable[Row]) -> Iterator[Event]:
     usable = [row for row in rows if _interval(row) is not None]
     usable.sort(key=lambda row: _interval(row) or (0, 0))
     yield from _process(1, "run", 0)
@@ -73,7 +69,7 @@ def write_timeline(run_folder: Path) -> Path:
         try:
             with fresh.open("w", encoding="utf-8") as file:  # event by event, because all events of a long run take a GB
                 file.write('{"displayTimeUnit":"ms","traceEvents":[')
-                for number, event in enumerate(_events(record.ledger, record.metrics)):
+                for number, event in enumerate(trace_events(record.ledger, record.metrics)):
                     file.write(("," if number else "") + encode(event))
                 file.write("]}")
             os.replace(fresh, path)

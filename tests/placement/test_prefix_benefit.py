@@ -84,8 +84,6 @@ def test_modes_and_what_forbids_it() -> None:
     assert not choose_prefix(demand, COSTS).on
     assert choose_prefix(demand, COSTS, mode="on").on
     assert choose_prefix(demand_of(1024), COSTS).on and not choose_prefix(demand_of(1024), COSTS, mode="off").on
-    blocked = choose_prefix(demand_of(1024), COSTS, mode="on", blocked="it has a sliding window")
-    assert not blocked.on and "it has a sliding window" in blocked.reason
     short = choose_prefix(demand_of(1024), COSTS, mode="on", page_bytes=2**20, cap_bytes=100 * 2**20)
     assert not short.on and "need 160 MB of the object store and may take 100 MB" in short.reason
     nothing = replace(demand, distinct_pages=0, distinct_tokens=0)

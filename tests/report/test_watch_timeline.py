@@ -55,7 +55,7 @@ def test_slices_of_a_track_nest_as_perfetto_needs_it(finished_run: Path) -> None
 
 
 def test_every_track_has_a_name_and_parked_memory_has_its_own_process(finished_run: Path) -> None:
-    events = trace_events(RunRecord.read(finished_run).ledger)
+    events = list(trace_events(RunRecord.read(finished_run).ledger))
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(processes.values()) == {"run", "node node-a", "node node-b", "parked instances on node-a", "parked instances on node-b"}
@@ -66,7 +66,7 @@ def test_every_track_has_a_name_and_parked_memory_has_its_own_process(finished_r
 
 
 def test_rows_of_one_holder_share_a_slice_and_a_handed_over_slot_begins_a_new_one() -> None:
-    events = trace_events([row("rollout", "work", 0, 1), row("rollout", "idle", 1, 1.5), row("learn", "work", 1.5, 2)])
+    events = list(trace_events([row("rollout", "work", 0, 1), row("rollout", "idle", 1, 1.5), row("learn", "work", 1.5, 2)]))
     assert [(h["name"], h["ts"], h["dur"]) for h in complete(events, "holder")] == [
         ("rollout", 0, 1_500_000), ("learn", 1_500_000, 500_000),
     ]  # fmt: skip
@@ -84,10 +84,10 @@ def test_the_counter_follows_the_leased_slots() -> None:
 def test_overlapping_and_broken_rows_do_no_harm() -> None:
     rows = [row("learn", "work", 0, 2), row("score", "work", 1, 3), row("score", "work", 5, 4)]
     rows.append(rows[0] | {"to_s": ""})
-    events = trace_events(rows)
+    events = list(trace_events(rows))
     assert len(complete(events, "activity")) == 2
     assert len({event["tid"] for event in complete(events, "activity")}) == 2  # overlapping slices on one thread would be lost
-    assert trace_events([]) and not complete(trace_events([]), "activity")
+    assert list(trace_events([])) and not complete(trace_events([]), "activity")
 
 
 def test_a_folder_without_ledger_gives_an_empty_trace(tmp_path: Path) -> None:
