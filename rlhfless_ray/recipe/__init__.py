@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import model_validator
@@ -22,6 +23,7 @@ from rlhfless_ray.recipe.run_sections import (
     SaveConfig,
     WatchConfig,
 )
+from rlhfless_ray.recipe.section import raise_first
 
 __all__ = [
     "AgentConfig",
@@ -86,151 +88,179 @@ class Recipe(RecipeFile):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Recipe:
+        for mistakes in (  # later rules may rely on earlier ones
+            self._mistakes_in_prompts,
+            self._mistakes_in_groups,
+            self._mistakes_in_models,
+            self._mistakes_in_lengths,
+            self._mistakes_in_batches,
+            self._mistakes_in_slots,
+            self._mistakes_in_corrections,
+            self._mistakes_in_drafter,
+            self._mistakes_in_partial_rollouts,
+            self._mistakes_in_training,
+            self._mistakes_in_rewards,
+        ):
+            raise_first(mistakes())
+        return self
+
+    def _mistakes_in_prompts(self) -> Iterator[str]:
+        """Check prompts and held-out prompts."""
         if sum(map(bool, (self.prompts.task, self.prompts.path, self.prompts.paths))) != 1:
-            raise ValueError("prompts: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)")
+            yield "prompts: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)"
         if self.evaluate.path and self.prompts.task:
-            raise ValueError("evaluate.path: a built-in task generates its own held-out rows; leave it out")
+            yield "evaluate.path: a built-in task generates its own held-out rows; leave it out"
         if self.prompts.sources and not self.policy.path:
-            raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy")
+            yield "policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy"
+
+    def _mistakes_in_groups(self) -> Iterator[str]:
+        """Check the number of responses to a prompt."""
         estimator, samples = self.algorithm.advantage.estimator, self.rollout.samples_per_prompt
         if self.learns and samples < ESTIMATORS[estimator].least_samples:
-            raise ValueError(f"rollout.samples_per_prompt: {estimator} compares the responses to one prompt, so it must be at least 2")
+            yield f"rollout.samples_per_prompt: {estimator} compares the responses to one prompt, so it must be at least 2"
         if samples < 2 and self.algorithm.filter_range is not None:
-            raise ValueError("rollout.samples_per_prompt: algorithm.filter_range compares groups, so it must be at least 2")
+            yield "rollout.samples_per_prompt: algorithm.filter_range compares groups, so it must be at least 2"
+
+    def _mistakes_in_models(self) -> Iterator[str]:
+        """Check the models beside the policy, and adapters."""
+        estimator = self.algorithm.advantage.estimator
         frozen = CriticConfig(freeze_policy_steps=self.critic.freeze_policy_steps)  # it applies to the policy, with and without a critic
         if self.critic != frozen and not self.algorithm.has_critic:
-            raise ValueError(f"critic: algorithm.advantage.estimator {estimator} has no critic, so leave its settings out")
+            yield f"critic: algorithm.advantage.estimator {estimator} has no critic, so leave its settings out"
         if self.reference != ReferenceConfig() and not self.has_reference:
             why = "lora.rank makes it the policy without its adapters" if self.lora.rank else "algorithm.kl.coefficient is 0"
-            raise ValueError(f"reference: {why}, so leave its settings out")
+            yield f"reference: {why}, so leave its settings out"
         if ESTIMATORS[estimator].teacher and not self.reference.path:
-            raise ValueError(f"reference.path: {estimator} needs a teacher; name its folder")
+            yield f"reference.path: {estimator} needs a teacher; name its folder"
         if self.lora.rank and self.ema.beta is not None:
-            raise ValueError("ema.beta: an average of adapters is not the average of the merged weights; leave it out with lora.rank")
+            yield "ema.beta: an average of adapters is not the average of the merged weights; leave it out with lora.rank"
         if self.lora != LoraConfig() and not self.lora.rank:
-            raise ValueError("lora: lora.rank is 0, so there are no adapters; set it, or leave the section out")
+            yield "lora: lora.rank is 0, so there are no adapters; set it, or leave the section out"
+
+    def _mistakes_in_lengths(self) -> Iterator[str]:
+        """Check numbers of tokens."""
         if self.rollout.min_tokens > self.rollout.max_tokens:
-            raise ValueError("rollout.min_tokens: must not exceed rollout.max_tokens")
+            yield "rollout.min_tokens: must not exceed rollout.max_tokens"
         buffer, limit = self.reward.overlong_buffer_tokens, self.reward.overlong_limit_tokens
         if buffer is not None and buffer > (limit or self.rollout.max_tokens):
-            raise ValueError(
-                f"reward.overlong_buffer_tokens: must not exceed {'reward.overlong_limit_tokens' if limit else 'rollout.max_tokens'}"
-            )
+            yield f"reward.overlong_buffer_tokens: must not exceed {'reward.overlong_limit_tokens' if limit else 'rollout.max_tokens'}"
         if buffer is None and (limit is not None or self.reward.overlong_feedback):
-            raise ValueError(
-                "reward.overlong_buffer_tokens: overlong_limit_tokens or overlong_feedback needs it; set it, or leave them out"
-            )
-        if (self.algorithm.batch_samples or 1) > self.prompts.batch_prompts * samples and self.algorithm.remainder != "carry":
-            raise ValueError(
+            yield "reward.overlong_buffer_tokens: overlong_limit_tokens or overlong_feedback needs it; set it, or leave them out"
+
+    def _mistakes_in_batches(self) -> Iterator[str]:
+        """Check the samples of an optimizer step."""
+        samples = self.prompts.batch_prompts * self.rollout.samples_per_prompt
+        if (self.algorithm.batch_samples or 1) > samples and self.algorithm.remainder != "carry":
+            yield (
                 "algorithm.batch_samples: must not exceed prompts.batch_prompts × rollout.samples_per_prompt, unless algorithm.remainder "
                 "is carry"
             )
-        kl, step_samples = self.algorithm.kl, self.prompts.batch_prompts * samples
-        if kl.target is not None and 5 * kl.horizon <= step_samples:  # one step changes it by at most a fifth of samples / horizon
-            raise ValueError(
-                f"algorithm.kl.horizon: must exceed a fifth of a step's {step_samples} samples, or one step could change the sign of the "
+        kl = self.algorithm.kl
+        if kl.target is not None and 5 * kl.horizon <= samples:  # one step changes it by at most a fifth of samples / horizon
+            yield (
+                f"algorithm.kl.horizon: must exceed a fifth of a step's {samples} samples, or one step could change the sign of the "
                 "coefficient"
             )
+
+    def _mistakes_in_slots(self) -> Iterator[str]:
+        """Check engines, and ranks that share a model."""
         if self.rollout.min_actors > self.rollout.max_actors:
-            raise ValueError("rollout.min_actors: must not exceed rollout.max_actors")
+            yield "rollout.min_actors: must not exceed rollout.max_actors"
         if self.rollout.least_width > 1:
-            self._check_tensor_parallel()
+            for key, (value, instead) in self.needs_one_slot.items():
+                yield f"{key}: {value} needs engines of one slot; {instead}, or set rollout.tensor_parallel to 1"
         for key, width in (("learner", self.learner.tensor_parallel), ("critic", self.critic.tensor_parallel)):
             if width > 1 and self.lora.rank:
-                raise ValueError(f"{key}.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0")
+                yield f"{key}.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0"
         if self.critic.tensor_parallel > 1 and self.learner.zero_stage == 3:
-            raise ValueError("critic.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2")
+            yield "critic.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2"
+
+    def _mistakes_in_corrections(self) -> Iterator[str]:
+        """Check what is sampled from other weights than those that are trained."""
         algorithm = self.algorithm
         weighted = algorithm.importance_cap > 0 or algorithm.loss.correction_level != "off" or algorithm.loss.ratio_to == "sampler"
-        corrected = weighted or ESTIMATORS[estimator].pairs  # a pair counts the same whatever it was drawn from
+        corrected = weighted or ESTIMATORS[algorithm.advantage.estimator].pairs  # a pair counts the same whatever it was drawn from
         if self.rollout.quantization != "off" and not corrected:
-            raise ValueError(
+            yield (
                 f"rollout.quantization: {self.rollout.quantization} changes what engines sample from, and nothing corrects for it; set "
                 "algorithm.importance_cap to 2, or algorithm.loss.correction_level"
             )
         if self.rollout.max_lag_steps and not corrected:
-            raise ValueError(
+            yield (
                 "rollout.max_lag_steps: responses of older weights need importance weights, and nothing corrects for them; set "
                 "algorithm.importance_cap to 2, or algorithm.loss.correction_level"
             )
-        if self.rollout.max_lag_steps and self.algorithm.remainder == "carry":
-            raise ValueError(
+        if self.rollout.max_lag_steps and algorithm.remainder == "carry":
+            yield (
                 "rollout.max_lag_steps: samples that algorithm.remainder=carry keeps for later steps would be older than this bound; set "
                 "remainder to `short` or `drop`, or max_lag_steps to 0"
             )
-        self._check_drafter()
-        self._check_partial()
-        if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
-            raise ValueError("price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty")
-        if self.algorithm.updates_per_step > self.prompts.batch_prompts:
-            raise ValueError("algorithm.updates_per_step: must not exceed prompts.batch_prompts")
-        if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
-            raise ValueError(
-                "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that "
-                "small updates need"
-            )
-        if self.reward.function == "task" and not self.prompts.task:
-            raise ValueError("reward.function: `task` needs a built-in task in prompts.task")
-        sources = [name for name in ("function", "url", "model_path") if getattr(self.reward, name)]
-        if self.agent.path and sources:
-            raise ValueError(f"reward.{sources[0]}: the agent of agent.path gives the rewards; leave it out")
-        if self.agent.path and self.rollout.migrate == "tau":
-            raise ValueError("rollout.migrate: turns of an agent are not moved between engines; leave it at `auto`, or set `off`")
-        if not self.agent.path and self.agent != AgentConfig():
-            raise ValueError("agent.path: name the agent's file, or leave the section out")
-        if self.learns and not sources and not self.agent.path:
-            raise ValueError("reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path")
-        if len(sources) > 1:
-            raise ValueError(f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}")
-        return self
 
-    def _check_drafter(self) -> None:
+    def _mistakes_in_drafter(self) -> Iterator[str]:
+        """Check the model that drafts."""
         rollout = self.rollout
         trains = rollout.drafter_train == "on"
         if (rollout.drafter or trains) and rollout.speculation == "off":
             key = "drafter_train" if trains else "drafter"
-            raise ValueError(f"rollout.{key}: rollout.speculation is off, so nothing is drafted; set it to auto, or leave the drafter out")
+            yield f"rollout.{key}: rollout.speculation is off, so nothing is drafted; set it to auto, or leave the drafter out"
         if trains and not self.functions.elastic:
-            raise ValueError("rollout.drafter_train: it needs slots that engines leave, and with functions.elastic=false they leave none")
+            yield "rollout.drafter_train: it needs slots that engines leave, and with functions.elastic=false they leave none"
         if trains and rollout.max_lag_steps:
-            raise ValueError(
+            yield (
                 "rollout.drafter_train: a rollout with rollout.max_lag_steps leaves no slots to train the drafter on; set it to off, or "
                 "max_lag_steps to 0"
             )
 
-    def _check_partial(self) -> None:
-        """Raise ValueError if settings that partial rollouts need are missing."""
+    def _mistakes_in_partial_rollouts(self) -> Iterator[str]:
+        """Check responses that outlive a step."""
         rollout = self.rollout
         if rollout.partial == "off":
             if rollout.max_lag_steps > 1:
-                raise ValueError(
+                yield (
                     "rollout.max_lag_steps: more than 1 needs responses that outlive a step, since an update waits for whole rollouts; set "
                     "rollout.partial to continue"
                 )
             if rollout.oversample != "auto":
-                raise ValueError("rollout.oversample: rollout.partial is off, so leave it out, or set partial to continue")
+                yield "rollout.oversample: rollout.partial is off, so leave it out, or set partial to continue"
             if rollout.ahead:
-                raise ValueError("rollout.ahead: rollout.partial is off, so leave it out: max_lag_steps of 1 means the same there")
+                yield "rollout.ahead: rollout.partial is off, so leave it out: max_lag_steps of 1 means the same there"
             return
         max_share = rollout.most_begun_share
         if not rollout.max_lag_steps:
-            raise ValueError(
-                "rollout.partial: responses that outlive a step need a bound on their age; set rollout.max_lag_steps to 1 or more"
-            )
+            yield "rollout.partial: responses that outlive a step need a bound on their age; set rollout.max_lag_steps to 1 or more"
         if not 1 <= rollout.begun_share <= max_share:
             limit = f"rollout.max_lag_steps{'' if rollout.ahead else ' + 1'} = {max_share}"
-            raise ValueError(
-                f"rollout.oversample: {rollout.begun_share:g} is not between 1 and {limit}, so some groups could not be trained in time"
-            )
+            yield f"rollout.oversample: {rollout.begun_share:g} is not between 1 and {limit}, so some groups could not be trained in time"
         if rollout.ahead and rollout.partial == "restart":
-            raise ValueError(
-                "rollout.ahead: with restart each update would discard all unfinished responses; set rollout.partial to continue"
+            yield "rollout.ahead: with restart each update would discard all unfinished responses; set rollout.partial to continue"
+
+    def _mistakes_in_training(self) -> Iterator[str]:
+        """Check price and precision."""
+        if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
+            yield "price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty"
+        if self.algorithm.updates_per_step > self.prompts.batch_prompts:
+            yield "algorithm.updates_per_step: must not exceed prompts.batch_prompts"
+        if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
+            yield (
+                "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that "
+                "small updates need"
             )
 
-    def _check_tensor_parallel(self) -> None:
-        """Raise ValueError for settings that engines of several slots do not support yet."""
-        for key, (value, instead) in self.needs_one_slot.items():
-            raise ValueError(f"{key}: {value} needs engines of one slot; {instead}, or set rollout.tensor_parallel to 1")
+    def _mistakes_in_rewards(self) -> Iterator[str]:
+        """Check where rewards come from."""
+        if self.reward.function == "task" and not self.prompts.task:
+            yield "reward.function: `task` needs a built-in task in prompts.task"
+        sources = [name for name in ("function", "url", "model_path") if getattr(self.reward, name)]
+        if self.agent.path and sources:
+            yield f"reward.{sources[0]}: the agent of agent.path gives the rewards; leave it out"
+        if self.agent.path and self.rollout.migrate == "tau":
+            yield "rollout.migrate: turns of an agent are not moved between engines; leave it at `auto`, or set `off`"
+        if not self.agent.path and self.agent != AgentConfig():
+            yield "agent.path: name the agent's file, or leave the section out"
+        if self.learns and not sources and not self.agent.path:
+            yield "reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path"
+        if len(sources) > 1:
+            yield f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}"
 
     @property
     def needs_one_slot(self) -> dict[str, tuple[str, str]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhfless_ray.common.estimators import ESTIMATORS, OTHER_NAMES, EstimatorName
-from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto, TokensOrAuto
+from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto, TokensOrAuto, raise_first
 
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first value that placement.peak_memory tries; processes without a planner do not import that
 
@@ -138,68 +139,77 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> AlgorithmConfig:
+        for mistakes in (self._mistakes_in_advantages, self._mistakes_in_losses, self._mistakes_in_batches):
+            raise_first(mistakes())
+        return self
+
+    def _mistakes_in_advantages(self) -> Iterator[str]:
+        """Check the estimator's settings."""
         name = self.advantage.estimator
         if self.advantage.gamma != 1 and not ESTIMATORS[name].discounts:
-            raise ValueError(f"algorithm.advantage.gamma: {name} does not discount, so it must be 1")
+            yield f"algorithm.advantage.gamma: {name} does not discount, so it must be 1"
         if self.advantage.lambd != 1 and not self.has_critic:
-            raise ValueError(f"algorithm.advantage.lambd: only gae uses it, so with {name} it must be 1")
+            yield f"algorithm.advantage.lambd: only gae uses it, so with {name} it must be 1"
         if not self.advantage.normalize_std and not self.advantage.whitens:
             why = f"{name} does not do" if self.advantage.whiten is None else "algorithm.advantage.whiten turns off"
-            raise ValueError(f"algorithm.advantage.normalize_std: applies to whitening, which {why}; leave it out")
+            yield f"algorithm.advantage.normalize_std: applies to whitening, which {why}; leave it out"
         if ESTIMATORS[name].teacher and not (self.kl.coefficient and self.kl.place == "reward" and self.kl.estimator == "k1"):
-            raise ValueError(
+            yield (
                 f"algorithm.kl: with {name} a token's reward is the KL to the teacher; set algorithm.kl.coefficient to 1, "
                 "algorithm.kl.place to reward and algorithm.kl.estimator to k1"
             )
         if ESTIMATORS[name].pairs:
-            self._check_pairs()
-        if self.loss.kind == "gspo" and self.loss_mean != "sequence":
-            raise ValueError("algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`")
-        if self.loss.ratio_to == "sampler" and self.loss.kind != "gspo":
-            raise ValueError("algorithm.loss.ratio_to: only gspo uses it; set algorithm.loss.kind to gspo, or leave it out")
-        if self.loss.ratio_to == "sampler" and (self.importance_cap > 0 or self.loss.correction_level != "off"):
-            raise ValueError(
-                "algorithm.loss.ratio_to: a ratio to the sampler needs no weights; set algorithm.importance_cap 0 and leave "
-                "algorithm.loss.correction_level off"
-            )
-        if self.loss.correction_level != "off" and self.importance_cap > 0:
-            raise ValueError("algorithm.importance_cap: must be 0, because algorithm.loss.correction_level is set")
-        if self.kl.target is not None and not self.kl.coefficient:
-            raise ValueError("algorithm.kl.target: needs an initial algorithm.kl.coefficient above 0")
-        if self.kl.unbiased_gradient and self.kl.place == "reward":
-            raise ValueError("algorithm.kl.unbiased_gradient: applies to the KL as a loss; leave it out with algorithm.kl.place reward")
-        if self.filter_range is not None and self.filter_range[0] >= self.filter_range[1]:
-            raise ValueError("algorithm.filter_range: the first must be smaller than the second")
-        if self.filter_range is None and (self.filter_draw, self.filter_patience) != (1.0, 10):
-            raise ValueError("algorithm.filter_range: filter_draw and filter_patience need it; set it, or leave them out")
-        if self.batch_samples is not None and self.updates_per_step > 1:
-            raise ValueError("algorithm.batch_samples: set either this or algorithm.updates_per_step")
-        if self.remainder != "short" and self.batch_samples is None:
-            raise ValueError("algorithm.remainder: needs algorithm.batch_samples; set it, or leave this out")
-        return self
+            yield from self._mistakes_in_pairs()
 
-    def _check_pairs(self) -> None:
+    def _mistakes_in_pairs(self) -> Iterator[str]:
         """Check that the policy loss has DPO's gradient: one optimizer step per batch, without weights, over all its tokens."""
         name = self.advantage.estimator
         if not (self.kl.coefficient and self.kl.place == "reward" and self.kl.estimator == "k1" and self.kl.limit is None):
-            raise ValueError(
+            yield (
                 f"algorithm.kl: {name} compares the policy with a reference; set algorithm.kl.coefficient to β (such as 0.1), "
                 "algorithm.kl.place to reward, algorithm.kl.estimator to k1 and algorithm.kl.limit to null"
             )
         if self.updates_per_step > 1 or self.epochs > 1 or self.batch_samples is not None:
-            raise ValueError(
+            yield (
                 f"algorithm.updates_per_step: {name} takes one optimizer step per rollout batch; leave out "
                 "algorithm.updates_per_step, algorithm.epochs and algorithm.batch_samples"
             )
         if self.importance_cap > 0 or self.loss.correction_level != "off":
-            raise ValueError(
+            yield (
                 f"algorithm.importance_cap: a pair of {name} counts the same whichever version drew it; set it to 0, and "
                 "algorithm.loss.correction_level to off"
             )
         if self.loss_mean != "token" or self.loss.kind != "ppo" or self.advantage.whitens:
-            raise ValueError(
-                f"algorithm.loss_mean: {name} needs `token`, algorithm.loss.kind ppo and algorithm.advantage.whiten off or left out"
+            yield f"algorithm.loss_mean: {name} needs `token`, algorithm.loss.kind ppo and algorithm.advantage.whiten off or left out"
+
+    def _mistakes_in_losses(self) -> Iterator[str]:
+        """Check the loss and the KL to the initial policy."""
+        if self.loss.kind == "gspo" and self.loss_mean != "sequence":
+            yield "algorithm.loss_mean: gspo is a loss of sequences, so it must be `sequence`"
+        if self.loss.ratio_to == "sampler" and self.loss.kind != "gspo":
+            yield "algorithm.loss.ratio_to: only gspo uses it; set algorithm.loss.kind to gspo, or leave it out"
+        if self.loss.ratio_to == "sampler" and (self.importance_cap > 0 or self.loss.correction_level != "off"):
+            yield (
+                "algorithm.loss.ratio_to: a ratio to the sampler needs no weights; set algorithm.importance_cap 0 and leave "
+                "algorithm.loss.correction_level off"
             )
+        if self.loss.correction_level != "off" and self.importance_cap > 0:
+            yield "algorithm.importance_cap: must be 0, because algorithm.loss.correction_level is set"
+        if self.kl.target is not None and not self.kl.coefficient:
+            yield "algorithm.kl.target: needs an initial algorithm.kl.coefficient above 0"
+        if self.kl.unbiased_gradient and self.kl.place == "reward":
+            yield "algorithm.kl.unbiased_gradient: applies to the KL as a loss; leave it out with algorithm.kl.place reward"
+
+    def _mistakes_in_batches(self) -> Iterator[str]:
+        """Check which samples are trained on, and optimizer steps."""
+        if self.filter_range is not None and self.filter_range[0] >= self.filter_range[1]:
+            yield "algorithm.filter_range: the first must be smaller than the second"
+        if self.filter_range is None and (self.filter_draw, self.filter_patience) != (1.0, 10):
+            yield "algorithm.filter_range: filter_draw and filter_patience need it; set it, or leave them out"
+        if self.batch_samples is not None and self.updates_per_step > 1:
+            yield "algorithm.batch_samples: set either this or algorithm.updates_per_step"
+        if self.remainder != "short" and self.batch_samples is None:
+            yield "algorithm.remainder: needs algorithm.batch_samples; set it, or leave this out"
 
     @property
     def keeps_reference(self) -> bool:

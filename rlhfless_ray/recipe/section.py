@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -25,6 +26,15 @@ class Section(BaseModel):
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in NUMBERS:
             raise ValueError("expected a number, not true or false")
         return value
+
+
+def raise_first(mistakes: Iterator[str]) -> None:
+    """Raise ValueError with the first of these sentences, if there is one. Each names the key to change.
+
+    The sentences come from a generator, so that a later check may rely on the earlier ones.
+    """
+    for mistake in mistakes:
+        raise ValueError(mistake)
 
 
 def _yaml_word(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -11,7 +12,7 @@ from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig, SaveConfig, WatchConfig
-from rlhfless_ray.recipe.section import MAX_ROWS, Section
+from rlhfless_ray.recipe.section import MAX_ROWS, Section, raise_first
 
 SupervisedTask = Literal["sft", "rm", "dpo", "kto", "kd", "prm"]
 PAIRED = ("rm", "dpo")
@@ -202,37 +203,69 @@ class SupervisedRecipe(RecipeFile):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SupervisedRecipe:
-        data, loss = self.data, self.loss
+        for mistakes in (
+            self._mistakes_in_data,
+            self._mistakes_in_templates,
+            self._mistakes_in_steps,
+            self._mistakes_in_losses,
+            self._mistakes_in_learner,
+        ):
+            raise_first(mistakes())
+        return self
+
+    def _mistakes_in_data(self) -> Iterator[str]:
+        """Check where rows come from."""
+        data = self.data
         if sum(map(bool, (data.task, data.path, data.paths))) != 1:
-            raise ValueError("data: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)")
+            yield "data: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)"
         if data.sources and not self.policy.path:
-            raise ValueError("policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy")
+            yield "policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy"
         if data.probabilities is not None and len(data.probabilities) != len(data.paths):
-            raise ValueError(f"data.probabilities: {len(data.probabilities)} numbers for {len(data.paths)} data sets in data.paths")
+            yield f"data.probabilities: {len(data.probabilities)} numbers for {len(data.paths)} data sets in data.paths"
         if data.task and self.evaluate.path:
-            raise ValueError("evaluate.path: a built-in task generates its own held-out rows; leave it out")
+            yield "evaluate.path: a built-in task generates its own held-out rows; leave it out"
+
+    def _mistakes_in_templates(self) -> Iterator[str]:
+        """Check how rows become texts, and the tokens that count."""
+        data = self.data
         if data.input_template is not None and data.template == "chat":
-            raise ValueError("data.input_template: the chat template replaces it; set data.template to none, or leave it out")
+            yield "data.input_template: the chat template replaces it; set data.template to none, or leave it out"
         if data.overlong == "cut_right" and data.contract == "own" and self.task not in BY_TOKEN:
-            raise ValueError("data.overlong: cut_right would compare parts of responses; set `leave_out`, or `stop`")
+            yield "data.overlong: cut_right would compare parts of responses; set `leave_out`, or `stop`"
         if data.chat_template and data.template != "chat":
-            raise ValueError("data.chat_template: data.template is none, so leave it out, or set template to chat")
+            yield "data.chat_template: data.template is none, so leave it out, or set template to chat"
         if data.train_on == "assistant" and data.template != "chat":
-            raise ValueError("data.train_on: `assistant` needs turns; set data.template to chat")
+            yield "data.train_on: `assistant` needs turns; set data.template to chat"
         if data.train_on != "response" and self.task not in ("sft", "kd"):
-            raise ValueError(f"data.train_on: {self.task} counts whole responses, so leave it out")
+            yield f"data.train_on: {self.task} counts whole responses, so leave it out"
         if not data.prompt_column and not data.response_column and self.task in ("sft", "kto", "kd"):
-            raise ValueError("data.prompt_column: both it and data.response_column are empty; name one")
+            yield "data.prompt_column: both it and data.response_column are empty; name one"
         if self.task == "kto" and data.template == "none" and not (data.prompt_column and data.response_column):
-            raise ValueError("data.response_column: kto needs prompts and responses in columns of their own; name both")
-        self._check_steps()
+            yield "data.response_column: kto needs prompts and responses in columns of their own; name both"
+
+    def _mistakes_in_steps(self) -> Iterator[str]:
+        """Check process reward models."""
+        data = self.data
+        if self.task != "prm":
+            if data.placeholder_token or data.reward_tokens:
+                yield f"data.placeholder_token: {self.task} has no steps; leave it and data.reward_tokens out"
+        elif not data.placeholder_token:
+            yield "data.placeholder_token: name the token that ends each step"
+        elif data.task:
+            yield "data.task: built-in tasks have no steps with labels; set data.path"
+        elif not data.prompt_column:
+            yield "data.prompt_column: name the column with the texts"
+        elif data.template == "chat" or data.input_template is not None:
+            yield "data.template: prm reads whole texts; leave it and data.input_template out"
+
+    def _mistakes_in_losses(self) -> Iterator[str]:
+        """Check the loss, reference and teacher."""
+        loss = self.loss
         if bool(self.teacher.path) != (self.task == "kd"):
-            raise ValueError(
-                f"teacher.path: {self.task} has no teacher; leave it out" if self.teacher.path else "teacher.path: name the teacher"
-            )
+            yield f"teacher.path: {self.task} has no teacher; leave it out" if self.teacher.path else "teacher.path: name the teacher"
         kinds = {"rm": ("sigmoid", "logexp"), "dpo": ("sigmoid", "ipo")}.get(self.task, ("sigmoid",))
         if loss.kind not in kinds:
-            raise ValueError(f"loss.kind: {self.task} has {' and '.join(f'`{kind}`' for kind in kinds)} only")
+            yield f"loss.kind: {self.task} has {' and '.join(f'`{kind}`' for kind in kinds)} only"
         mine = {
             "sft": {"mean"},
             "rm": {"kind", "value_head"},
@@ -243,43 +276,31 @@ class SupervisedRecipe(RecipeFile):
         }[self.task]
         for key in SupervisedLoss.model_fields:
             if key not in mine and getattr(loss, key) != SupervisedLoss.model_fields[key].default:
-                raise ValueError(f"loss.{key}: {self.task} does not use it; leave it out")
+                yield f"loss.{key}: {self.task} does not use it; leave it out"
         if loss.kind == "ipo" and loss.label_smoothing:
-            raise ValueError("loss.label_smoothing: ipo has none; leave it out")
+            yield "loss.label_smoothing: ipo has none; leave it out"
         if self.reference.path and self.task not in WITH_REFERENCE:
-            raise ValueError(f"reference.path: {self.task} has no reference; leave it out")
+            yield f"reference.path: {self.task} has no reference; leave it out"
         if self.reference.path and self.lora.rank and self.task in WITH_REFERENCE and self.reference.path != self.policy.path:
-            raise ValueError("reference.path: with lora.rank the reference is the policy without its adapters; leave it out")
+            yield "reference.path: with lora.rank the reference is the policy without its adapters; leave it out"
+
+    def _mistakes_in_learner(self) -> Iterator[str]:
+        """Check ranks, precision and adapters."""
+        data = self.data
         if self.min_ranks > self.learner.ranks:
-            raise ValueError("run.min_ranks: must not exceed learner.ranks")
+            yield "run.min_ranks: must not exceed learner.ranks"
         if self.learner.ranks > data.batch_rows:
-            raise ValueError("learner.ranks: must not exceed data.batch_rows")
+            yield "learner.ranks: must not exceed data.batch_rows"
         if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
-            raise ValueError(
+            yield (
                 "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that "
                 "small updates need"
             )
         if self.learner.tensor_parallel > 1:
-            raise ValueError("learner.tensor_parallel: ranks of a supervised stage divide rows, not matrices; leave it out")
+            yield "learner.tensor_parallel: ranks of a supervised stage divide rows, not matrices; leave it out"
         if self.learner.overlap != "auto":
-            raise ValueError("learner.overlap: a supervised stage has no rollout; leave it out")
+            yield "learner.overlap: a supervised stage has no rollout; leave it out"
         if self.lora != LoraConfig() and not self.lora.rank:
-            raise ValueError("lora: lora.rank is 0, so there are no adapters; set it, or leave the section out")
+            yield "lora: lora.rank is 0, so there are no adapters; set it, or leave the section out"
         if self.lora.publish != "auto":
-            raise ValueError("lora.publish: there are no engines; leave it out")
-        return self
-
-    def _check_steps(self) -> None:
-        """Check the keys of process reward models."""
-        data = self.data
-        if self.task != "prm":
-            if data.placeholder_token or data.reward_tokens:
-                raise ValueError(f"data.placeholder_token: {self.task} has no steps; leave it and data.reward_tokens out")
-        elif not data.placeholder_token:
-            raise ValueError("data.placeholder_token: name the token that ends each step")
-        elif data.task:
-            raise ValueError("data.task: built-in tasks have no steps with labels; set data.path")
-        elif not data.prompt_column:
-            raise ValueError("data.prompt_column: name the column with the texts")
-        elif data.template == "chat" or data.input_template is not None:
-            raise ValueError("data.template: prm reads whole texts; leave it and data.input_template out")
+            yield "lora.publish: there are no engines; leave it out"
