@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from placement import Bounds, Choice, Objective, Plan, Pool
     from placement.forecast.recorded_lengths import Recorded
+    from rlhfless_ray.cli.plan_pools import PoolOptions
 
-MAX_TABLE_ROWS = 14
 MAX_SCENARIOS, MAX_DRAWS = 10_000, 50_000_000  # a few seconds and 400 MB; more changes no plan
 
 
@@ -100,30 +100,58 @@ def plan(
             as_json=as_json,
         )
         return
-    from placement import NotFeasible, choose
-    from placement.forecast.recorded_lengths import read_lengths
+    from rlhfless_ray.cli.frontier_table import draw_frontier, frontier_tree, show_frontier
     from rlhfless_ray.cli.plan_pools import PoolOptions
 
+    _check_numbers(scenarios, seed, plot)
+    objective = _objective(prefer, deadline, budget, knee)
+    options = PoolOptions(actors, speed, device, model, tensor_parallel, price, start, preempt, capacity)
+    pools, sets, options_of_pools = _pools(options, devices, pool or [])
+    recorded = _read(lengths, column, scenarios, max_tokens)
+    drawn = _scenarios(recorded, scenarios, seed, max_tokens) if scenarios else recorded.tokens
+    plans, bounds, choice = _choose(drawn, recorded, pools, sets, objective)
+    if plot is not None:
+        draw_frontier(plot, plans, bounds, choice, pools)
+    if as_json:
+        print(json.dumps(frontier_tree(recorded, scenarios, pools, plans, bounds, choice), indent=1))
+    else:
+        show_frontier(recorded, scenarios, pools, plans, bounds, choice)
+        if plot is not None:
+            print(f"plot: {plot.resolve()}")
+    longest = float((recorded.prompt_tokens + recorded.tokens).max())
+    warnings = (options_of_pools[p].low_kv(pools[p].devices, longest) for p in sorted(set(choice.plan.pools)))
+    for warning in dict.fromkeys(filter(None, warnings)):
+        print(warning, file=sys.stderr)
+
+
+def _check_numbers(scenarios: int, seed: int, plot: Path | None) -> None:
     if scenarios < 0:
         raise UserError(f"--scenarios: must be 0 or more, got {scenarios}")
     if seed < 0:
         raise UserError(f"--seed: must be 0 or more, got {seed}")
     if plot is not None and plot.suffix.lower() != ".svg":
         raise UserError(f"--plot {plot}: give a file name that ends in .svg")
-    objective = _objective(prefer, deadline, budget, knee)
-    wish = PoolOptions(actors, speed, device, model, tensor_parallel, price, start, preempt, capacity)
-    if (actors is None) == (devices is None):
+
+
+def _pools(options: PoolOptions, devices: int | None, others: list[str]) -> tuple[list[Pool], list[list[int]], list[PoolOptions]]:
+    """Return the pools, the sets of them that a plan may use, and each pool's options. `others`: texts of --pool."""
+    if (options.actors is None) == (devices is None):
         raise UserError("give either --actors or --devices, the maximum number of them")
-    if devices is not None and (pool or tensor_parallel != 1):
-        raise UserError("--devices tries every width for one kind of device; give --actors with --pool or --tensor-parallel")
     if devices is not None:
-        pools = wish.widths(devices)
-        sets, wishes = [[i] for i in range(len(pools))], [wish] * len(pools)
-    else:
-        wishes = [wish, *(wish.other(text) for text in pool or ())]
-        names = ["", *(f"--pool {text}: " for text in pool or ())]
-        pools = [one.pool(name) for one, name in zip(wishes, names, strict=True)]
-        sets = [list(range(len(pools)))]
+        if others or options.tensor_parallel != 1:
+            raise UserError("--devices tries every width for one kind of device; give --actors with --pool or --tensor-parallel")
+        pools = options.widths(devices)
+        return pools, [[i] for i in range(len(pools))], [options] * len(pools)
+    given = [options, *(options.other(text) for text in others)]
+    names = ["", *(f"--pool {text}: " for text in others)]
+    pools = [of_pool.pool(name) for of_pool, name in zip(given, names, strict=True)]
+    return pools, [list(range(len(pools)))], given
+
+
+def _read(lengths: Path, column: str | None, scenarios: int, max_tokens: int | None) -> Recorded:
+    """Read the recorded lengths, and check the options that depend on them."""
+    from placement.forecast.recorded_lengths import read_lengths
+
     try:
         recorded = read_lengths(lengths, column)
     except ValueError as error:
@@ -137,26 +165,21 @@ def plan(
         raise UserError("--max-tokens: known lengths are not cut; give it with --scenarios only")
     if max_tokens is not None and recorded.tokens.max() > max_tokens:
         raise UserError(f"--max-tokens {max_tokens}: the longest of these responses has {recorded.tokens.max():.0f}")
-    drawn = _scenarios(recorded, scenarios, seed, max_tokens) if scenarios else recorded.tokens
+    return recorded
+
+
+def _choose(
+    drawn: np.ndarray, recorded: Recorded, pools: list[Pool], sets: list[list[int]], objective: Objective
+) -> tuple[list[Plan], Bounds, Choice[Plan]]:
+    from placement import NotFeasible, choose
+
     try:
         plans, bounds = _frontier(drawn, recorded.prompt_tokens, pools, sets)
-        choice = choose(plans, objective)
+        return plans, bounds, choose(plans, objective)
     except NotFeasible as nothing:
         raise UserError(str(nothing)) from None
     except ValueError as error:
         raise UserError(f"{recorded.source}: {error}") from None
-    if plot is not None:
-        _draw(plot, plans, bounds, choice, pools)
-    if as_json:
-        print(json.dumps(_tree(recorded, scenarios, pools, plans, bounds, choice), indent=1))
-    else:
-        _show(recorded, scenarios, pools, plans, bounds, choice)
-        if plot is not None:
-            print(f"plot: {plot.resolve()}")
-    longest = float((recorded.prompt_tokens + recorded.tokens).max())
-    warnings = (wishes[p].low_kv(pools[p].devices, longest) for p in sorted(set(choice.plan.pools)))
-    for warning in dict.fromkeys(filter(None, warnings)):
-        print(warning, file=sys.stderr)
 
 
 def _frontier(drawn: np.ndarray, prompts: np.ndarray, pools: list[Pool], sets: list[list[int]]) -> tuple[list[Plan], Bounds]:
@@ -214,132 +237,3 @@ def _scenarios(recorded: Recorded, count: int, seed: int, max_tokens: int | None
     for prompt, members in enumerate(np.split(order, np.cumsum(sizes)[:-1])):
         drawn[members] = wide[prompt, : len(members)]
     return drawn
-
-
-def _plan_tree(plan: Plan, bounds: Bounds) -> dict[str, Any]:
-    sizes = [len(group) for group in plan.groups]
-    return {
-        "time_s": plan.time_s,
-        "cost": plan.cost,
-        "actors": plan.actors,
-        "largest_group": max(sizes),
-        "smallest_group": min(sizes),
-        "time_over_bound": plan.time_s / bounds.time_s,
-        "cost_over_bound": plan.cost / bounds.cost if bounds.cost else None,
-        "actors_of_pools": {p: plan.pools.count(p) for p in sorted(set(plan.pools))},
-    }
-
-
-def _pool_tree(pool: Pool) -> dict[str, Any]:
-    speed = pool.speed
-    return {
-        "actors": pool.max_actors,
-        "price": pool.price,
-        "start_s": pool.start_s,
-        "preempt_per_hour": pool.preempt_per_hour,
-        "capacity": pool.capacity,
-        "devices_per_actor": pool.devices,
-        "speed": {"base_s": speed.base_s, "per_seq_s": speed.per_seq_s, "per_ctx_s": speed.per_ctx_s},
-    }
-
-
-def _tree(recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]) -> dict[str, Any]:
-    return {
-        "lengths": {
-            "source": recorded.source,
-            "responses": len(recorded.tokens),
-            "prompts": int(recorded.group.max()) + 1,
-            "mean": float(recorded.tokens.mean()),
-            "max": float(recorded.tokens.max()),
-        },
-        "scenarios": scenarios,
-        "pools": [_pool_tree(pool) for pool in pools],
-        "bounds": {"time_s": bounds.time_s, "cost": bounds.cost, "reason": bounds.reason},
-        "frontier": [_plan_tree(plan, bounds) for plan in plans],
-        "chosen": {
-            "index": choice.index,
-            "reason": choice.reason,
-            **_plan_tree(choice.plan, bounds),
-            "groups": [group.tolist() for group in choice.plan.groups],
-            "pools": list(choice.plan.pools),
-        },
-    }
-
-
-def _rows_to_show(count: int, chosen: int) -> list[int]:
-    """Return the rows to show: both ends, the chosen one, and others evenly spaced."""
-    if count <= MAX_TABLE_ROWS:
-        return list(range(count))
-    evenly = {round(i * (count - 1) / (MAX_TABLE_ROWS - 1)) for i in range(MAX_TABLE_ROWS)}
-    return sorted(evenly | {chosen})
-
-
-def _describe_pool(pool: Pool) -> str:
-    speed = pool.speed
-    steps = [f"{speed.base_s * 1e3:.3g} ms", f"{speed.per_seq_s * 1e6:.3g} µs per sequence"]
-    steps += [f"{speed.per_ctx_s * 1e9:.3g} ns per context token"] if speed.per_ctx_s else []
-    return (
-        f"at most {pool.max_actors} actors"
-        + (f" of {pool.devices} devices" if pool.devices > 1 else "")
-        + f"; a decode step takes {' + '.join(steps)}"
-        + (f"; an actor holds {pool.capacity:,} KV tokens" if pool.capacity else "")
-        + (f"; {pool.start_s:g} s to start" if pool.start_s else "")
-        + (f"; preempted {pool.preempt_per_hour:g} times an hour" if pool.preempt_per_hour else "")
-    )
-
-
-def _show(recorded: Recorded, scenarios: int, pools: list[Pool], plans: list[Plan], bounds: Bounds, choice: Choice[Plan]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console, several = Console(highlight=False), len(pools) > 1
-    n, prompts = len(recorded.tokens), int(recorded.group.max()) + 1
-    known = f"{scenarios} scenarios of their next visit" if scenarios else "lengths known"
-    console.print(
-        f"{n} responses to {prompts} prompts, mean {recorded.tokens.mean():.0f}, longest {recorded.tokens.max():.0f} tokens; {known}"
-        + ("" if several else f"; {_describe_pool(pools[0])}")
-    )
-    for i, pool in enumerate(pools if several else ()):
-        console.print(f"pool {i}: {_describe_pool(pool)}; {pool.price:g} per device-second")
-    table = Table()
-    middle = ("count × pool",) if several else ("largest", "smallest")
-    for name in ("", "time (s)", "cost", "actors", *middle, "+ time", "+ cost"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = _rows_to_show(len(plans), choice.index)
-    for i in rows:
-        row = _plan_tree(plans[i], bounds)
-        over = "" if row["cost_over_bound"] is None else f"{max(0.0, row['cost_over_bound'] - 1):.1%}"
-        sizes = [str(row["largest_group"]), str(row["smallest_group"])]
-        kinds = [" + ".join(f"{count} × {pool}" for pool, count in row["actors_of_pools"].items())]
-        table.add_row(
-            "→" if i == choice.index else "",
-            f"{row['time_s']:.4g}",
-            f"{row['cost']:.4g}",
-            str(row["actors"]),
-            *(kinds if several else sizes),
-            f"{max(0.0, row['time_over_bound'] - 1):.1%}",
-            over,
-            style="bold" if i == choice.index else None,
-        )
-    console.print(table)
-    if len(rows) < len(plans):
-        console.print(f"{len(rows)} of {len(plans)} points; all of them with --json")
-    console.print(
-        f"cost in {_unit(pools)}; + is above the lower bounds: {bounds.time_s:.4g} s ({bounds.reason}) and {bounds.cost:.4g} "
-        "(everything on one actor)"
-    )
-    console.print(f"chosen: {choice.reason}")
-
-
-def _draw(path: Path, plans: list[Plan], bounds: Bounds, choice: Choice[Plan], pools: list[Pool]) -> None:
-    from rlhfless_ray.cli.frontier_svg import frontier_svg
-
-    max_actors = max(plan.actors for plan in plans) if len(pools) > 1 else pools[0].max_actors
-    try:
-        path.write_text(frontier_svg(plans, bounds, choice.index, cost=_unit(pools), title=f"Plans for at most {max_actors} actors"))
-    except OSError as error:
-        raise UserError(f"--plot {path}: cannot be written: {error.strerror}") from None
-
-
-def _unit(pools: list[Pool]) -> str:
-    return "device-seconds" if all(pool.price == 1 for pool in pools) else "cost"

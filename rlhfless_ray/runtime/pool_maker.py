@@ -1,0 +1,130 @@
+"""Make the worker pools of a run, which share its leases, its ledger and its budgets."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.failure_budget import FailureBudget
+from rlhfless_ray.functions.instance import start_actor
+from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.recovery import Recovery
+from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.local.machine_memory import snapshot_every_steps
+from rlhfless_ray.local.process_memory import large_page_environment
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.drafter_trainer import DrafterSettings
+from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.weights.model_folder import parameter_count
+from rlhfless_ray.weights.tensor_file import Files
+
+GIVE_BACK_AFTER_S = 2.0  # releasing 256 MB of KV cache and touching it again takes 20-40 ms of CPU time, 1-2 % of that
+
+
+class PoolMaker:
+    """Makes the pools of one run, which share its leases, its ledger and its budgets."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        resource: str,
+        files: Files,
+        ledger: Ledger,
+        folder: Path,
+        say: Callable[[str], None],
+        source: PoolClient | None,
+    ) -> None:
+        self.recipe, self.resource, self.ledger, self.say = recipe, resource, ledger, say
+        run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
+        self.leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source)
+        self.broker = SlotBroker(self.leases)
+        self.faults = FailureBudget(recipe.functions.max_replacements)
+        self.parked = WarmMemoryBudget(recipe.functions.parked_mb, self.leases.nodes.memory_mb, say, source)
+        parameters = parameter_count(files)
+        self.pages = large_page_environment(parameters) if resource == "cpu" else {}  # of processes with weights of the learner's size
+        self.snapshot_steps = snapshot_every_steps(recipe, parameters)
+        if self.snapshot_steps == 0 and recipe.checkpoint.memory_every_steps is None:
+            say(
+                "the learner's state is not copied in memory, because two copies would take more than a quarter of this machine's; a "
+                "lost learner continues from the newest checkpoint (checkpoint.memory_every_steps)"
+            )
+        ledger.price_of = prices(recipe, resource, self.leases)
+        ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, self.leases.nodes.slot_mb
+        ledger.core_per_hour = recipe.price.cpu_slot_per_hour
+
+    def engines(self, cls: type, config: Any, engine: EngineSettings, drafter: list[Any]) -> WorkerPool:
+        """Make the pool of rollout engines.
+
+        `config`: reference to the policy's files without weights. `drafter`: of the drafter's files, if there is one.
+        """
+
+        def start(slot: Any) -> Any:
+            return start_actor(cls, slot, self.resource, {}, config, replace(engine, tensor_parallel=pool.width), *drafter)
+
+        rollout = self.recipe.rollout
+        pool = self._pool("rollout", start, labels=rollout.nodes, width=rollout.least_width, give_back_after_s=GIVE_BACK_AFTER_S)
+        return pool
+
+    def reward(self, cls: type, source: Any) -> WorkerPool:
+        source_ref = ray.put(source)  # may contain a reward model's weights
+        start = self._starter(cls, source_ref, self.recipe.reward.timeout_s, self.resource)
+        return self._pool(source.pool_kind, start, on_device=source.on_device)
+
+    def prefill(self, cls: type | None, config: Any, engine: EngineSettings) -> WorkerPool:
+        start = self._starter(cls, config, replace(engine, speculation="off"))
+        return self._pool("prefill", start, give_back_after_s=GIVE_BACK_AFTER_S)
+
+    def drafter(self, cls: type, drafter: list[Any]) -> WorkerPool:
+        """Make the pool of the process that trains the drafter."""
+        rollout, device = self.recipe.rollout, "cuda" if self.resource == "gpu" else "cpu"
+        settings = DrafterSettings(rollout.drafter_learning_rate, rollout.temperature, device)
+        return self._pool("drafter", self._starter(cls, *drafter, settings))
+
+    def worker_group(self, kind: str, cls: type | None, settings: Callable[..., Any], ranks: int, name: str = "") -> WorkerGroup:
+        """Make the worker group of learner, critic or reference. `name`: in messages; default: the kind."""
+        assert cls is not None
+        recipe, resource = self.recipe, self.resource
+        numbers = itertools.cycle(range(ranks))  # all ranks of a group start together, even after a loss
+        pool = WorkerPool(
+            kind,
+            lambda slot: start_actor(cls, slot, resource, self.pages, settings(recipe, next(numbers), resource)),
+            self.leases,
+            self.ledger,
+            float("inf"),
+            on_device=True,
+            leave_s=recipe.learner.deadline_s,
+            faults=self.faults,
+            parked_memory=self.parked if kind == "reference" else None,  # a learner's memory is its state, which must stay
+        )
+        shares_base = kind == "learn" and recipe.lora.publish == "adapter"
+        recovery = Recovery(self.snapshot_steps, self.say)
+        return WorkerGroup(pool, ranks, recipe.learner, self.broker, name or kind, recovery, shares_base)
+
+    def _starter(self, cls: type | None, *arguments: Any) -> Callable[[Any], Any]:
+        assert cls is not None
+        return lambda slot: start_actor(cls, slot, self.resource, {}, *arguments)
+
+    def _pool(self, kind: str, start: Callable[[Any], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
+        options |= {"faults": self.faults, "parked_memory": self.parked}
+        return WorkerPool(kind, start, self.leases, self.ledger, self.recipe.functions.keep_alive_s, on_device=on_device, **options)
+
+
+def prices(recipe: Recipe, resource: str, leases: LeaseManager) -> Callable[[str], float]:
+    """Return a function from node id to the price per hour of one of its slots."""
+    usual = recipe.price.slot_per_hour(resource)
+    special = recipe.price.rollout_slot_per_hour
+    if special is None:
+        return lambda node: usual
+    return lambda node: special if node in leases.nodes.slots(recipe.rollout.nodes) else usual
