@@ -67,11 +67,12 @@ class Park(Decision):
 class Transition:
     """One-time costs of changing the number of actors, in seconds per actor. Actors of one change start in parallel.
 
-    start_s: from lease to ready (cold, or warm where one is parked). restart_s: start of an actor that is given up now
-    and needed again later. price: of one actor-second.
+    start_s: from lease to ready (cold, or warm where one is parked). overlapped_s: part of it during which other work
+    goes on. restart_s: start of an actor that is given up now and needed again later. price: of one actor-second.
     """
 
     start_s: float
+    overlapped_s: float = 0.0
     restart_s: float = 0.0
     price: float = 1.0
 
@@ -170,7 +171,7 @@ def decide(
     if saving <= min_saving * before:
         return _stay(stay, current, f"{figures} saves {saving / max(before, 1e-12):.1%} a step, less than {min_saving:.0%}")
     if more > 0:
-        once = more * transition.price * transition.start_s + value_per_s * transition.start_s
+        once = more * transition.price * transition.start_s + value_per_s * max(0.0, transition.start_s - transition.overlapped_s)
     else:
         once = -more * transition.price * transition.restart_s
     lasts = min(history.horizon(step), steps_left)

@@ -30,9 +30,9 @@ class Html:
 
 
 def curves(
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str = "step", points: bool = False, width: int = 380
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str = "step", y: str = "", points: bool = False, width: int = 380
 ) -> Html:
-    """Draw y against x of each named line. `points`: dots instead of a line. `x`: label of the horizontal axis."""
+    """Draw y against x of each named line. `points`: dots instead of a line. `x`, `y`: labels of the axes."""
     lines = {name: line for name, line in lines.items() if len(line[0])}
     if not lines:
         return Html("")
@@ -64,7 +64,7 @@ def curves(
         else:
             path = "L".join(f"{a:.1f} {b:.1f}" for a, b in places)
             parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-        label = escape(name)
+        label = escape(f"{name}{f', {y}' if y and len(lines) == 1 else ''}")
         parts.append(f'<circle cx="{begin + 4}" cy="10" r="4" fill="{colour}"/><text x="{begin + 12}" y="14" fill="#777">{label}</text>')
         begin += 26 + 6 * len(label)
     return Html("".join([*parts, "</svg>"]))
