@@ -243,6 +243,14 @@ def test_an_unknown_substitution_is_one_word():
     assert simple_commands(script, {})[-1].words[2:] == ["--save", f"{here}/out", "a`date +%s`b", f"x {here}"]
 
 
+@pytest.mark.parametrize("test", ["[ -f log ]", "grep -q x log"])
+def test_an_unknown_value_does_not_replace_a_known_one_in_a_branch_that_may_not_run(test):
+    script = f"N=0 M=1\nif {test}; then\n  N=$(cat log); M=2\nfi\nif true; then K=$(cat log); fi\npython $N $M $K\n"
+    assert simple_commands(script, {})[-1].words == ["python", "0", "2", "$(cat log)"]
+    script = "N=0\ncase $(uname) in Linux) N=`cat log` ;; esac\npython $N"
+    assert simple_commands(script, {})[-1].words == ["python", "0"]
+
+
 @pytest.mark.parametrize(
     "script",
     [

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.command import replaced
+from rlhfless_ray.compat.openrlhf.command import find, replaced
 from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
@@ -183,11 +183,16 @@ def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:
     for head, ranks in [
         (["deepspeed", "--module"], []),
         (["deepspeed", "--num_gpus", "4", "--module"], ["--elastic.learner.ranks", "4"]),
+        (["deepspeed", "--include", "localhost:0,1", "--module"], ["--elastic.learner.ranks", "2"]),
+        (["deepspeed", "--include=one:0,1@two:2,3,4", "--module"], ["--elastic.learner.ranks", "5"]),
         (["torchrun", "--nproc_per_node=8", "--nnodes=2", "-m"], ["--elastic.learner.ranks", "16"]),
+        (["torchrun", "--nproc_per_node", "gpu", "-m"], []),
     ]:
-        assert replaced([*head, "openrlhf.cli.train_sft", *rest]) == [
-            sys.executable, "-m", "rlhfless_ray.cli.train_sft", *rest, *ranks
-        ]  # fmt: skip
+        command = [*head, "openrlhf.cli.train_sft", *rest]
+        assert replaced(command) == [sys.executable, "-m", "rlhfless_ray.cli.train_sft", *ranks, *rest]
+        assert find(command).flags == find(["env", "A=1", *command]).flags == [*ranks, *rest]
+        inference = [*head, "openrlhf.cli.batch_inference", *rest]
+        assert replaced(inference) == [sys.executable, "-m", "rlhfless_ray.cli.batch_inference", *rest]
     assert translate_supervised("train_sft", LEAST, {"WORLD_SIZE": "8"}).settings["learner.ranks"] == 8
 
 

@@ -81,7 +81,7 @@ def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> Lau
         module = MODULE.fullmatch(token.removeprefix("-m")) if before in MODULE_FLAGS or token.startswith("-m") else None
         here = module or FILE.fullmatch(token)
         if here:
-            return LaunchCommand(here[1], argv[index + 1 :])
+            return LaunchCommand(here[1], [*_ranks(here[1], argv[:index]), *argv[index + 1 :]])
         if " " in token or "\n" in token:
             if INSIDE.search(token) and token[0] not in "$`":  # the commands of a substitution are read on their own
                 return _in_shell(token, environment, argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None)
@@ -118,7 +118,8 @@ def replaced(argv: Sequence[str]) -> list[str]:
             done.append(token)
             continue
         if Path(done[0]).name in STARTERS:
-            return [sys.executable, "-m", _module_of(done[-1]), *argv[index + 1 :], *_ranks(argv[1:index])]
+            own = _module_of(done[-1])
+            return [sys.executable, "-m", own, *_ranks(own.rpartition(".")[2], argv[:index]), *argv[index + 1 :]]
         if re.fullmatch(r"python[\d.]*", done[0]):
             done[0] = sys.executable
         return [*done, *argv[index + 1 :]]  # the rest are flags and their values
@@ -129,9 +130,18 @@ def _module_of(token: str) -> str:
     return _with_own_launchers(token.removeprefix("-m"))
 
 
-def _ranks(options: Sequence[str]) -> list[str]:
-    """Return the flags for the ranks that deepspeed or torchrun would start, if `options` give the processes per node."""
-    values = {name.lstrip("-").replace("-", "_"): value for name, value in _pairs(options)}
+def _ranks(launcher: str, before: Sequence[str]) -> list[str]:
+    """Return the flags for the ranks that deepspeed or torchrun would start, if their options give the processes per node.
+
+    `before`: the words of the command before the launcher.
+    """
+    starter = next((place for place, word in enumerate(before) if Path(word).name in STARTERS), None)
+    if launcher not in TASKS or starter is None:
+        return []
+    values = {name.lstrip("-").replace("-", "_"): value for name, value in _pairs(before[starter + 1 :])}
+    if included := values.get("include"):  # deepspeed: host:0,1@host:0,1
+        devices = [part.partition(":")[2].split(",") for part in included.split("@") if ":" in part]
+        return ["--elastic.learner.ranks", str(sum(map(len, devices)))] if devices else []
     each = next((values[name] for name in ("num_gpus", "nproc_per_node") if values.get(name, "").isdigit()), None)
     nodes = next((values[name] for name in ("num_nodes", "nnodes") if values.get(name, "").isdigit()), "1")
     return ["--elastic.learner.ranks", str(int(each) * int(nodes))] if each else []

@@ -203,6 +203,8 @@ def _assign(r: Reader, word: str) -> str:
         return ""
     name, subscript, plus = match.groups()
     old, new = r.scope.variables.get(name, []), word[match.end() :]
+    if old and not r.flow.is_certain and ("$(" in new or "`" in new):
+        return name  # a branch that may not run, and a value that is not known
     if subscript is not None:
         place = int(subscript) if subscript.isdigit() else 0
         r.scope.variables[name] = [*old[:place], new, *old[place + 1 :]]

@@ -28,6 +28,8 @@ class _Frame:
     hit: bool = False
     ends_on: bool | None = None
     """The status of its test that ends a loop."""
+    unknown: bool = False
+    """Whether one of its tests has no known result."""
 
 
 @dataclass
@@ -42,6 +44,11 @@ class Flow:
     @property
     def runs(self) -> bool:
         return not self.guarded and all(frame.active for frame in self.frames)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether every test around the next command has a known result."""
+        return not any(frame.unknown for frame in self.frames)
 
     def end_at(self, name: str) -> None:
         """Handle the operator after a command."""
@@ -78,7 +85,8 @@ class Flow:
                 if word in ("for", "select"):
                     return []
             elif word == "case" and rest[1:2] == ["in"]:
-                self.frames.append(_Frame("case", active=False, subject=_text(rest[0]), wants_pattern=True))
+                self.frames.append(_Frame("case", active=False, subject=(compared := _text(rest[0])), wants_pattern=True))
+                self.frames[-1].unknown = compared is None
                 rest = rest[2:]
             elif word == "do" and top is not None and top.kind == "loop":
                 top.active = top.ends_on is None or self.status is not top.ends_on
@@ -90,6 +98,7 @@ class Flow:
 
     def _enter_branch(self, frame: _Frame, word: str) -> None:
         if word == "then":
+            frame.unknown |= self.status is None
             frame.active = not frame.taken and self.status is not False
             frame.taken |= frame.active and self.status is True
         else:
