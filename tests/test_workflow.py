@@ -19,6 +19,13 @@ SFT = {"name": "sft", "train": {"task": "sft", "data": {"task": "chain"}}}
 GENERATE = {"name": "g", "generate": {"prompts": {"task": "chain"}, "policy": {"path": "${sft}"}}}
 
 
+REWARD = {"name": "r", "train": {"task": "rm", "data": {"task": "chain"}}}
+
+
+def evaluation(model: str) -> dict[str, Any]:
+    return {"name": "e", "evaluate": {"prompts": {"task": "chain"}}, "models": [model]}
+
+
 def parse(*stages: dict[str, Any], **more: Any) -> Workflow:
     return Workflow.parse({"run": {"name": "w"}, "stages": list(stages), **more})
 
@@ -59,11 +66,33 @@ def test_a_file_that_is_no_workflow_is_called_one(tmp_path: Path) -> None:
         ([{"name": "a", "evaluate": {"prompts": {"task": "chain"}}}], "`models` names the stages"),
         ([{"repeat": 2, "stages": []}], "has `stages` and nothing else"),
         ([{"name": "a b", "train": {}}], "pattern"),
+        ([{"repeat": 2, "stages": [{"repeat": 2, "stages": [SFT]}]}], "holds no other `repeat`"),
+        ([{"name": "a", "train": {**SFT["train"], "run": "x"}}], r"stage a: `run`: expected a section"),
+        ([{"name": "a", "train": {**SFT["train"], "watch": "x"}}], r"stage a: `watch`: expected a section"),
+        ([SFT, GENERATE, evaluation("g")], "stage e: models: g: the result of stage g is a data set, not a policy"),
+        ([REWARD, evaluation("r")], "stage e: models: r: the result of stage r is a reward model, not a policy"),
+        (
+            [SFT, {"name": "p", "train": {"prompts": {"task": "chain"}, "reward": {"model_path": "${sft}"}}}],
+            "stage p: reward.model_path: the result of stage sft is a policy, not a reward model",
+        ),
+        (
+            [SFT, {"name": "d", "train": {"task": "dpo", "policy": {"path": "x"}, "data": {"path": "${sft}"}}}],
+            "stage d: data.path: the result of stage sft is a policy, not a data set",
+        ),
+        (
+            [REWARD, {**GENERATE, "generate": {"prompts": {"task": "chain"}, "policy": {"path": "${r}"}}}],
+            "stage g: policy.path: the result of stage r is a reward model, not a policy",
+        ),
     ],
 )
 def test_a_mistake_names_its_stage(stages: list[dict[str, Any]], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        parse(*stages).plan()
+        parse(*stages, settings={"watch": {"tensorboard": False}}).plan()
+
+
+def test_a_reward_model_may_begin_with_another() -> None:
+    again = {"name": "again", "train": {"task": "rm", "policy": {"path": "${r}"}, "data": {"task": "chain"}}}
+    assert parse(REWARD, again).plan()[-1].recipe.policy.path == "runs/w/r/model"
 
 
 def reduced(root: Path) -> dict[str, Any]:

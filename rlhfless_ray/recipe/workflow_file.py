@@ -22,6 +22,16 @@ KINDS: tuple[Kind, ...] = ("train", "generate", "evaluate")
 NAME, REFERENCE = r"^[A-Za-z][\w-]*$", re.compile(r"\$\{([\w-]+)\}")
 PAIRS, RESPONSES = "pairs.jsonl", "responses.jsonl"
 ROUND = "round"
+POLICY, REWARD_MODEL, DATA_SET = "policy", "reward model", "data set"
+USES = {
+    "policy.path": POLICY,
+    "reference.path": POLICY,
+    "teacher.path": POLICY,
+    "reward.model_path": REWARD_MODEL,
+    "data.path": DATA_SET,
+    "prompts.path": DATA_SET,
+}
+"""Keys of recipes that may name a stage's result, and what it must be."""
 
 
 class WorkflowStage(Section):
@@ -51,6 +61,8 @@ class WorkflowStage(Section):
         if self.repeat:
             if kinds or self.models or not self.stages:
                 raise ValueError("a stage with `repeat` has `stages` and nothing else but `start`")
+            if any(stage.repeat for stage in self.stages):
+                raise ValueError("a stage with `repeat` holds no other `repeat`; write the inner one out")
         elif len(kinds) != 1 or not self.name or self.stages or self.start:
             raise ValueError("a stage has a `name` and one of `train`, `generate` and `evaluate`")
         elif bool(self.models) != (self.evaluate is not None):
@@ -109,15 +121,27 @@ class Workflow(RecipeFile):
             tree = _merged(self.settings, _resolved(getattr(stage, kind), resolve))
             models = {model: Path(resolve(model)) for model in stage.models}
             planned.append(PlannedStage(name, kind, tree, self._recipe(kind, name, tree, models), models))
+            self._check_results(planned)
         return planned
+
+    def _check_results(self, planned: list[PlannedStage]) -> None:
+        """Raise UserError if the last stage uses the result of an earlier one as something else."""
+        *earlier, stage = planned
+        made = {str(self.folder / one.name / result): (one.name, what) for one in earlier for result, what in [_result(one)]}
+        uses = {f"models: {name}": str(path) for name, path in stage.models.items()} | {key: _setting(stage.recipe, key) for key in USES}
+        for key, value in uses.items():
+            name, what = made.get(str(value), ("", ""))
+            wanted = USES.get(key, POLICY)
+            if name and what != wanted and not (key == "policy.path" and what == REWARD_MODEL and _setting(stage.recipe, "task") == "rm"):
+                raise UserError(f"stage {stage.name}: {key}: the result of stage {name} is a {what}, not a {wanted}")
 
     def _recipe(self, kind: Kind, name: str, tree: dict[str, Any], models: dict[str, Path]) -> Recipe | SupervisedRecipe | GenerationRecipe:
         where = f"stage {name}"
-        tree = {**tree, "run": {**(tree.get("run") or {}), "root": str(self.folder), "name": name}}
+        tree = _merged({"run": {"root": str(self.folder), "name": name}}, tree, wins=True)
         if kind == "train":
             return (SupervisedRecipe if "task" in tree else Recipe).parse(tree, where=where)
         if models:
-            tree["policy"] = {**(tree.get("policy") or {}), "path": str(next(iter(models.values())))}
+            tree = _merged({"policy": {"path": str(next(iter(models.values())))}}, tree, wins=True)
         return GenerationRecipe.of(tree, name, where)
 
 
@@ -166,5 +190,25 @@ def _resolved(value: Any, resolve: Resolve) -> Any:
     return {key: _resolved(item, resolve) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _merged(settings: dict[str, dict[str, Any]], tree: dict[str, Any]) -> dict[str, Any]:
-    return {**tree, **{section: {**keys, **(tree.get(section) or {})} for section, keys in settings.items()}}
+def _merged(settings: dict[str, dict[str, Any]], tree: dict[str, Any], *, wins: bool = False) -> dict[str, Any]:
+    """Put settings into the sections of a tree. `wins`: they take precedence. A section that is a value stays, for parsing to refuse."""
+    merged = {**tree}
+    for section, keys in settings.items():
+        own = tree.get(section) or {}
+        if isinstance(own, dict):
+            merged[section] = {**own, **keys} if wins else {**keys, **own}
+    return merged
+
+
+def _result(stage: PlannedStage) -> tuple[str, str]:
+    """Return the name of a stage's result in its folder, and what it is."""
+    if stage.kind == "train":
+        return "model", REWARD_MODEL if _setting(stage.recipe, "task") == "rm" else POLICY
+    return (PAIRS if stage.tree.get("reward") else RESPONSES), DATA_SET
+
+
+def _setting(recipe: Any, key: str) -> Any:
+    """Return a value of a recipe, None if it has no such key."""
+    section, _, name = key.partition(".")
+    value = getattr(recipe, section, None)
+    return getattr(value, name, None) if name else value
