@@ -172,22 +172,41 @@ class TokenValues(nn.Module):
         return (self.model.score(hidden).float().squeeze(-1) - self.mean) / self.deviation
 
 
-def load_model(folder: Path, dtype: str, trust_remote_code: bool) -> Any:
-    """Load a causal LM from a Hugging Face folder, without dropout, because sampler and learner must compute the same policy."""
+def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str = "policy.path") -> Any:
+    """Load a causal LM from a Hugging Face folder, without dropout, because sampler and learner must compute the same policy.
+
+    Raises UserError, which names `setting`, if transformers cannot, or if weights are missing.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (MemoryError, RuntimeError):
+        raise
+    except Exception as error:  # libraries raise many types for folders that they cannot read
+        raise UserError(f"{setting}: it cannot be loaded as a causal language model: {one_line(error, 300)}") from None
+    if wrong := sorted(key if isinstance(key, str) else key[0] for key in (*loading["missing_keys"], *loading["mismatched_keys"])):
+        raise UserError(
+            f"{setting}: its weights do not fit its config.json: {wrong[0]} is missing or has another shape for "
+            f"{type(model).__name__}; take the folder of a causal language model"
+        )
     return as_sampled(model)
 
 
-def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: str, seed: int) -> Any:
+def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: str, seed: int, setting: str = "critic.path") -> Any:
     """Load a critic from the folder of any causal LM, reward model or critic.
 
     The result is a model for sequence classification with one label, whose head gives values. The head's weights have the name in
     config.json's `value_head_prefix`, as OpenRLHF writes it, or else `value_head`. If the folder has none, they are drawn from a
-    normal distribution of deviation 1 / (width + 1). Raises UserError if the architecture has no such class.
+    normal distribution of deviation 1 / (width + 1). Raises UserError, which names `setting`, if the architecture has no such class, or
+    if weights are missing or the head gives several values.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -199,15 +218,21 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
             local_files_only=True,
             num_labels=1,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    except ValueError as error:
-        raise UserError(f"critic.path: {one_line(error, 200)}") from None
+    except (MemoryError, RuntimeError):
+        raise
+    except Exception as error:  # libraries raise many types for folders that they cannot read
+        raise UserError(f"{setting}: {one_line(error, 200)}") from None
     if not isinstance(getattr(model, "score", None), nn.Module):
-        raise UserError(f"critic.path: {type(model).__name__} has no scalar head called `score`, so it cannot be a critic yet")
+        raise UserError(f"{setting}: {type(model).__name__} has no scalar head called `score`, so it cannot be a critic yet")
     value_head = getattr(model.config, "value_head_prefix", None) or value_head
-    others = set(loading["missing_keys"]) - {"score.weight", "score.bias"}
+    mismatched = {key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]}
+    if "score.weight" in mismatched:
+        raise UserError(f"{setting}: its head `score` gives several values, but a critic or reward model has one; take another folder")
+    others = mismatched | set(loading["missing_keys"]) - {"score.weight", "score.bias"}
     if others:
-        raise UserError(f"critic.path: the folder has no weights for {sorted(others)[0]}")
+        raise UserError(f"{setting}: the folder has no weights for {sorted(others)[0]}, or in another shape than its config.json says")
     if value_head != "score" or "score.weight" in loading["missing_keys"]:
         weight = _stored(folder, f"{value_head}.weight")
         with torch.no_grad():
@@ -215,6 +240,9 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
                 width = model.score.weight.shape[1]
                 drawn = torch.empty(model.score.weight.shape).normal_(0, 1 / (width + 1), generator=torch.Generator().manual_seed(seed))
                 model.score.weight.copy_(drawn)
+            elif weight.shape != model.score.weight.shape:
+                shape = " × ".join(map(str, weight.shape))
+                raise UserError(f"{setting}: its `{value_head}.weight` has the shape {shape}, so it is no scalar head; name another")
             else:
                 model.score.weight.copy_(weight)
     return as_sampled(model)

@@ -35,7 +35,7 @@ class ReferenceRank:
         start = time.time()
         torch.set_num_threads(threads)
         with as_folder(files) as folder:
-            model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code)
+            model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code, "the reference model")
         self.sharing = PromptSharing.of(model, self.settings.share_prompts)
         wrapped = TokenLogprobs(model).eval().requires_grad_(False)
         if self.settings.tensor_parallel > 1:

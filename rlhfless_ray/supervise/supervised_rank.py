@@ -107,13 +107,15 @@ class SupervisedRank:
         with as_folder(model) as folder:
             policy = recipe.policy
             if self.task == "rm":
-                wrapped: Any = TokenValues(load_critic(folder, policy.dtype, policy.trust_remote_code, self.loss.value_head, self.seed))
+                wrapped: Any = TokenValues(
+                    load_critic(folder, policy.dtype, policy.trust_remote_code, self.loss.value_head, self.seed, "policy.path")
+                )
             else:
                 loaded = load_model(folder, policy.dtype, policy.trust_remote_code)
                 check_head(loaded)
                 if self.task == "kd":
                     assert second is not None
-                    teacher = load_model(second, policy.dtype, policy.trust_remote_code)
+                    teacher = load_model(second, policy.dtype, policy.trust_remote_code, "teacher.path")
                     wrapped = TokenDistillation(loaded, teacher.eval().requires_grad_(False).to(self.device))
                 else:
                     wrapped = TokenLogits(loaded, reward_tokens) if self.task == "prm" else TokenLogprobs(loaded)
@@ -121,7 +123,7 @@ class SupervisedRank:
         if self.task in WITH_REFERENCE and known is None:
             base = wrapped
             if second is not None:
-                base = TokenLogprobs(load_model(second, policy.dtype, policy.trust_remote_code))
+                base = TokenLogprobs(load_model(second, policy.dtype, policy.trust_remote_code, "reference.path"))
             known = [self._reference_sums(base.to(self.device), examples) for examples in data]
             del base
         self.references = dict(enumerate(known or []))

@@ -96,3 +96,13 @@ def test_the_head_is_taken_by_its_name_or_drawn(tmp_path: Path) -> None:
     other = write_folder(tmp_path / "b", {**files, "config.json": json.dumps(config).encode()})
     with pytest.raises(UserError, match=r"critic\.path: "):
         load_critic(other, "float32", False, "score", 1)
+
+
+def test_a_head_of_several_values_is_refused(tmp_path: Path) -> None:
+    files = tiny_policy(width=64)
+    three = {**load(files["model.safetensors"]), "score.weight": torch.ones(3, 64)}
+    folder = write_folder(tmp_path / "a", {**files, "model.safetensors": save(three, {"format": "pt"})})
+    with pytest.raises(UserError, match=r"policy\.path: its head `score` gives several values, but a critic or reward model has one"):
+        load_critic(folder, "float32", False, "score", 1, "policy.path")
+    with pytest.raises(UserError, match=r"critic\.path: its `model\.embed_tokens\.weight` has the shape \d+ × 64, so it is no scalar head"):
+        load_critic(write_folder(tmp_path / "b", files), "float32", False, "model.embed_tokens", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,21 @@ def test_a_policy_without_routers_has_no_loss_of_theirs() -> None:
     with pytest.raises(UserError, match=r"algorithm.loss.router_aux: models of type qwen2 have no routers"):
         check_routers(recipe, {"model_type": "qwen2"})
     check_routers(recipe, {"model_type": "olmoe"})
+
+
+def test_folders_without_the_weights_of_a_causal_lm_are_refused(tmp_path: Path) -> None:
+    files = tiny_policy(tied=False)
+    config = json.loads(bytes(files["config.json"]))
+    more = {**config, "num_hidden_layers": 9}
+    folder = write_folder(tmp_path / "kinds", {**files, "config.json": json.dumps(more).encode()})
+    with pytest.raises(UserError, match=r"policy.path: it cannot be loaded as a causal language model: .*`num_hidden_layers` \(9\)"):
+        load_model(folder, "float32", False)
+    folder = write_folder(tmp_path / "more", {**files, "config.json": json.dumps({**more, "layer_types": None}).encode()})
+    with pytest.raises(UserError, match=r"teacher.path: its weights do not fit its config.json: model.layers.\d.*is missing"):
+        load_model(folder, "float32", False, "teacher.path")
+    folder = write_folder(tmp_path / "wider", {**files, "config.json": json.dumps({**config, "vocab_size": 999}).encode()})
+    with pytest.raises(UserError, match=r"policy.path: its weights do not fit its config.json: lm_head.weight .*another shape"):
+        load_model(folder, "float32", False)
+    folder = write_folder(tmp_path / "alien", {**files, "config.json": json.dumps({"model_type": "alien"}).encode()})
+    with pytest.raises(UserError, match=r"policy.path: it cannot be loaded as a causal language model: "):
+        load_model(folder, "float32", False)
