@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.prompts.read_rows import NamedRow
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, turn_problem
 from rlhfless_ray.prompts.sources import read_sources
 from rlhfless_ray.types import Prompt
 
@@ -89,6 +89,8 @@ def _make_prompts(
     if not recipe.prompts.task:
         _check_columns(named_rows, where, column, recipe)
     texts = _render(named_rows, where, column, recipe, tokenizer)
+    for (name, _), text in zip(named_rows, texts, strict=True):
+        check_characters(text, f"{where}, {name}")
     ids = _token_ids(texts, where, recipe, tokenizer)
     limit, cuts = recipe.prompts.max_prompt_tokens, recipe.prompts.overlong == "cut_left"
     excess = [max(0, len(tokens) - limit) for tokens in ids]
@@ -164,6 +166,8 @@ def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe,
         if system and row_turns[0].get("role") == "system":
             raise UserError(f"{where}, {name}: the row has a system turn of its own; remove prompts.system, or the turn")
         turns = [*system, *row_turns]
+        if wrong := turn_problem(turns, str(tokenizer.chat_template)):
+            raise UserError(f"{where}, {name}: {wrong}; fix or remove the row")
         try:
             texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
         except Exception as error:  # a template may raise anything; its message says what it rejects

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,26 @@ def _arrow(file: Path, where: str) -> list[NamedRow]:
 
 
 FILE_TYPES = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+
+
+def check_characters(text: str, name: str) -> None:
+    """Raise UserError, which begins with `name`, for half of a surrogate pair, which JSON can hold and no tokenizer encodes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{name}: the text holds half of a surrogate pair, which is no character; fix or remove the row") from None
+
+
+def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
+    """Return which turn of a conversation lacks what a chat template reads, or an empty string.
+
+    A template renders a missing role or content as nothing, or as the word None.
+    """
+    for number, turn in enumerate(turns, 1):
+        for key in ("role", "content"):
+            if turn.get(key) is None and key in template and not (key == "content" and turn.get("tool_calls")):
+                return f"turn {number} has no `{key}`" + ("" if key in turn else f", only {', '.join(f'`{name}`' for name in turn)}")
+    return ""
 
 
 def _json_type(value: Any) -> str:

@@ -222,6 +222,8 @@ class SupervisedRecipe(RecipeFile):
             yield "policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy"
         if data.probabilities is not None and len(data.probabilities) != len(data.paths):
             yield f"data.probabilities: {len(data.probabilities)} numbers for {len(data.paths)} data sets in data.paths"
+        if data.probabilities and (min(data.probabilities) <= 0 or abs(sum(data.probabilities) - 1) > 1e-6):
+            yield "data.probabilities: must be positive and add up to 1"
         if data.task and self.evaluate.path:
             yield "evaluate.path: a built-in task generates its own held-out rows; leave it out"
 
@@ -246,6 +248,8 @@ class SupervisedRecipe(RecipeFile):
     def _mistakes_in_steps(self) -> Iterator[str]:
         """Check process reward models."""
         data = self.data
+        if len(set(data.reward_tokens or [])) < len(data.reward_tokens or []):
+            yield "data.reward_tokens: a token is named twice"
         if self.task != "prm":
             if data.placeholder_token or data.reward_tokens:
                 yield f"data.placeholder_token: {self.task} has no steps; leave it and data.reward_tokens out"

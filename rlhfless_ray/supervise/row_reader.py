@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.prompts.read_rows import NamedRow
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, turn_problem
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Example, Examples
 
@@ -40,6 +41,7 @@ class RowReader:
         self.tokenizer, self.context_tokens = tokenizer, context_tokens
         self.left_out: list[str] = []
         self.cut: list[str] = []
+        self.same: list[str] = []
         self.where = self.name = ""
         self.bos: list[int] = []
         self.reward_tokens: list[int] = []
@@ -58,7 +60,7 @@ class RowReader:
 
     def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
         self.where = where
-        examples = []
+        examples, same_before = [], len(self.same)
         for name, row in rows:
             self.name = f"{where}, {name}"
             try:
@@ -67,6 +69,9 @@ class RowReader:
                 self.left_out.append(name)
         if rows and not examples:
             raise UserError(f"{where}: all {len(rows)} rows are too long or empty and are left out; raise data.max_tokens")
+        if rows and len(self.same) - same_before == len(rows):
+            columns = f"`{self.data.chosen_column}` and `{self.data.rejected_column}`"
+            raise UserError(f"{where}: {columns} are the same in all {len(rows)} rows, so there is nothing to prefer; name other columns")
         return examples
 
     def collect(self, train: list[Rendered], heldout: list[Rendered]) -> SupervisedRows:
@@ -84,12 +89,16 @@ class RowReader:
         return Example(tokens, own_example.context_tokens)
 
     def _notes(self) -> tuple[str, ...]:
-        notes = []
-        for names, what in ((self.left_out, "left out: they are too long or have no response"), (self.cut, "cut at their end")):
-            if names:
-                shown = ", ".join(names[:NAMED]) + (", …" if len(names) > NAMED else "")
-                notes.append(f"{len(names)} rows of more than {self.data.max_tokens} tokens (data.max_tokens) are {what}: {shown}")
-        return tuple(notes)
+        longer = f"of more than {self.data.max_tokens} tokens (data.max_tokens) are"
+        return tuple(
+            f"{len(names)} rows {what}: {', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"
+            for names, what in (
+                (self.left_out, f"{longer} left out: they are too long or have no response"),
+                (self.cut, f"{longer} cut at their end"),
+                (self.same, f"have the same `{self.data.chosen_column}` and `{self.data.rejected_column}`, which teach no preference"),
+            )
+            if names
+        )
 
     # ---- texts and tokens of a row --------------------------------------------------------------------------------------
 
@@ -123,13 +132,15 @@ class RowReader:
         data = self.data
         if self.task in PAIRED:
             chosen, rejected = (self._pair_side(row, column) for column in (data.chosen_column, data.rejected_column))
-            if data.contract == "own" and list(chosen.tokens) == list(rejected.tokens):
-                raise UserError(
-                    f"{self.name}: `{data.chosen_column}` and `{data.rejected_column}` are the same, so there is nothing to prefer; "
-                    "remove the row"
-                )
+            if list(chosen.tokens) == list(rejected.tokens):
+                if data.contract == "own":
+                    raise UserError(
+                        f"{self.name}: `{data.chosen_column}` and `{data.rejected_column}` are the same, so there is nothing to prefer; "
+                        "remove the row"
+                    )
+                self.same.append(self.name.rpartition(", ")[2])
             margin = row.get(data.margin_column) or 0.0 if self.task == "rm" else 0.0
-            if not isinstance(margin, (int, float)) or isinstance(margin, bool):
+            if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not math.isfinite(margin):
                 raise UserError(f"{self.name}: the margin in column `{data.margin_column}` is {margin!r}, not a number; fix the row")
             return [chosen, rejected], float(margin)
         if self.task == "prm":
@@ -180,7 +191,7 @@ class RowReader:
             raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
         if self.data.contract == "openrlhf":
             return self._as_openrlhf(before, after)
-        head, tail = [*self.bos, *(self._ids(before) if before else [])], self._ids(after)
+        head, tail = [*self.bos, *(self.ids(before) if before else [])], self.ids(after)
         return self._limited([*head, *tail, *self._end(tail)], len(head))
 
     def _texts(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
@@ -234,12 +245,12 @@ class RowReader:
     def _as_openrlhf(self, before: str, after: str) -> Example:
         """Tokenize as OpenRLHF's data sets do: one text, cut at the limit, with the end-of-sequence token as its last."""
         if self.data.train_on == "all":
-            return self._limited(self._ids(after)[: self.data.max_tokens], 0)
+            return self._limited(self.ids(after)[: self.data.max_tokens], 0)
         text, eos = (before + after).rstrip("\n"), self.tokenizer.eos_token
-        context = len(self._ids(before)) if before else 0
+        context = len(self.ids(before)) if before else 0
         if (self.task != "rm" and context >= self.data.max_tokens - 2) or not after:
             raise _LeftOut
-        tokens = self._ids(text if text.endswith(eos) else f"{text} {eos}")
+        tokens = self.ids(text if text.endswith(eos) else f"{text} {eos}")
         limit = self.data.max_tokens - (self.task == "rm")
         if len(tokens) > limit:
             self.cut.append(self.name.rpartition(", ")[2])
@@ -250,7 +261,7 @@ class RowReader:
         """Return a text whose steps end with placeholders. The token after a placeholder counts as trained."""
         data = self.data
         text, labels = self._cell(row, data.prompt_column, "prompt_column"), self._cell(row, data.label_column, "label_column")
-        tokens = [*self.bos, *self._ids(text)]
+        tokens = [*self.bos, *self.ids(text)]
         steps = tokens.count(self.placeholder)
         if not steps:
             raise UserError(
@@ -289,7 +300,7 @@ class RowReader:
 
     def _single(self, token: str, what: str) -> int:
         """Return the id of a text that is one token."""
-        ids = self._ids(token)
+        ids = self.ids(token)
         if len(ids) != 1:
             raise UserError(f"{what}: `{token}` is {len(ids)} tokens of policy.path's tokenizer, not one; choose another, or add it there")
         return ids[0]
@@ -343,16 +354,19 @@ class RowReader:
         return self._marked(whole, spans)
 
     def _template(self, turns: list[dict[str, Any]], prompts: bool = False) -> str:
+        if wrong := turn_problem(turns, str(self.tokenizer.chat_template)):
+            raise UserError(f"{self.name}: {wrong}; fix or remove the row")
         try:
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
         except Exception as error:  # a template may raise anything
-            raise UserError(f"{self.name}: the chat template of policy.path refuses the conversation: {one_line(error, 200)}") from None
+            whose = "data.chat_template" if self.data.chat_template else "the chat template of policy.path"
+            raise UserError(f"{self.name}: {whose} refuses the conversation: {one_line(error, 200)}") from None
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Example:
         """Tokenize a rendered conversation; the tokens that begin within `spans` of characters are trained."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError("policy.path: its tokenizer is a slow one, which cannot map tokens to text positions; save a fast tokenizer")
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._encoded(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = np.array([start for start, _ in encoded["offset_mapping"]])
         mask = np.zeros(len(starts), bool)
         for start, end in spans:
@@ -360,9 +374,13 @@ class RowReader:
         context = int(np.argmax(mask)) if mask.any() else len(mask)
         return self._limited(encoded["input_ids"], context, mask)
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = self._encoded(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
+
+    def _encoded(self, text: str, **options: Any) -> Any:
+        check_characters(text, self.name)
+        return self.tokenizer(text, **options)
 
 
 def _only_last(tokens: list[int], context: int) -> np.ndarray:

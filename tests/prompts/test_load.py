@@ -135,6 +135,20 @@ def changed(i: int, **cells: Any) -> list[dict[str, Any]]:
     return [{**row, **cells} if j == i else row for j, row in enumerate(ROWS)]
 
 
+def test_turns_and_characters_that_no_model_reads_name_the_row(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}]
+    for bad, says in [
+        ([{"from": "human", "value": "a"}], "line 2: turn 1 has no `role`, only `from`, `value`; fix or remove the row"),
+        ([*turns, {"role": "assistant", "content": None}], "line 2: turn 2 has no `content`; fix or remove the row"),
+        ("half \ud83d", "line 2: the text holds half of a surrogate pair, which is no character; fix or remove the row"),
+    ]:
+        rows = [{**ROWS[0], "question": turns}, {**ROWS[1], "question": bad}, *({**row, "question": turns} for row in ROWS[2:])]
+        assert says in refused(recipe(write(tmp_path, "rows.jsonl", rows), template="chat"), letters(chat=CHAT))
+    called = [*turns, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    rows = [{**row, "question": called} for row in ROWS]
+    assert load_prompts(recipe(write(tmp_path, "rows.jsonl", rows), template="chat"), letters(chat=CHAT)).train
+
+
 def test_mistakes_in_rows_name_the_row(tmp_path: Path) -> None:
     say = lambda rows, **more: refused(recipe(write(tmp_path, "r.jsonl", rows), **more))  # noqa: E731
     assert "r.jsonl, line 3: the prompt in column `question` is of type int, not a string" in say(changed(2, question=7))

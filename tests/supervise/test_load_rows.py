@@ -170,6 +170,23 @@ def test_held_out_rows_are_the_last(tmp_path: Path, tokenizer: Any) -> None:
 PAIR = {"prompt": "a=", "chosen": "b", "rejected": "c"}
 
 
+def test_openrlhfs_contract_trains_equal_pairs_and_names_them(tmp_path: Path, tokenizer: Any) -> None:
+    same = {**PAIR, "rejected": "b"}
+    _, loaded = read(tmp_path, tokenizer, [PAIR, same], "dpo", contract="openrlhf")
+    assert len(loaded.train) == 2
+    assert loaded.notes == ("1 rows have the same `chosen` and `rejected`, which teach no preference: line 2",)
+    with pytest.raises(UserError, match=r"`chosen` and `rejected` are the same in all 2 rows, so there is nothing to prefer"):
+        read(tmp_path, tokenizer, [same, same], "dpo", contract="openrlhf")
+
+
+def test_shares_and_reward_tokens_are_checked() -> None:
+    mix = {"paths": ["a", "b"], "probabilities": [0.5, 0.6]}
+    with pytest.raises(UserError, match=r"data.probabilities: must be positive and add up to 1"):
+        SupervisedRecipe.parse({"task": "sft", "policy": {"path": "x"}, "data": mix})
+    with pytest.raises(UserError, match=r"data.reward_tokens: a token is named twice"):
+        SupervisedRecipe.parse({"task": "prm", "policy": {"path": "x"}, "data": {"path": "a", **STEPS, "reward_tokens": ["1", "1"]}})
+
+
 @pytest.mark.parametrize(
     ("stage", "row", "data", "message"),
     [
@@ -179,13 +196,27 @@ PAIR = {"prompt": "a=", "chosen": "b", "rejected": "c"}
         ("sft", {"prompt": [{"role": "user", "content": "a"}], "response": "b"}, {}, "set data.template to chat"),
         ("sft", {"prompt": "a=", "response": "b" * 99}, {"max_tokens": 20}, "line 2: 102 tokens are more than 20"),
         ("dpo", {**PAIR, "rejected": "b"}, {}, "line 2: `chosen` and `rejected` are the same"),
+        ("sft", {"prompt": "a\ud83d", "response": "b"}, {}, "line 2: the text holds half of a surrogate pair"),
         ("rm", {**PAIR, "margin": "wide"}, {}, "line 2: the margin in column `margin` is 'wide', not a number"),
+        ("rm", {**PAIR, "margin": float("nan")}, {}, "line 2: the margin in column `margin` is nan, not a number"),
         ("kto", {"prompt": "a", "response": "b", "label": "good"}, {}, "line 2: the label in column `label` is 'good'"),
         (
             "sft",
             {"prompt": [{"role": "user", "content": "a"}]},
             {"template": "chat", "train_on": "assistant", "response_column": ""},
             "line 2: the conversation has no turn of the assistant",
+        ),
+        (
+            "sft",
+            {"prompt": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            {"template": "chat", "train_on": "assistant", "response_column": ""},
+            "line 2: turn 1 has no `role`, only `from`, `value`",
+        ),
+        (
+            "sft",
+            {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]},
+            {"template": "chat", "train_on": "assistant", "response_column": ""},
+            "line 2: turn 2 has no `content`",
         ),
     ],
 )
