@@ -44,6 +44,7 @@ def test_a_training_recipe_is_read_without_what_only_learning_needs(tmp_path: Pa
         (["generate", "prompts.path=none.jsonl", "policy.path=none"], "none"),
         (["generate", "prompts.task=chain", "warm_start.steps=3"], "has not had its warm start"),
         (["generate", "prompts.task=chain", "run.name=never", "--resume"], "no run with responses"),
+        (["generate", "prompts.task=chain", "--out", "docs"], "--out docs: it is a folder; name a file"),
         (["evaluate", "prompts.task=chain", "reward.function=task"], "name a model or run folder"),
         (["evaluate", "prompts.task=chain", "--model", "docs"], "an evaluation needs one"),
         (["evaluate", "prompts.task=chain", "reward.function=task", "--model", "docs"], "neither a model folder nor a run folder"),

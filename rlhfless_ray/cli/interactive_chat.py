@@ -58,11 +58,14 @@ def _talk(settings: dict[str, Any]) -> None:
     import torch
 
     from rlhfless_ray.learn.policy_model import load_model
-    from rlhfless_ray.weights.load_policy import load_tokenizer, model_folder
+    from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_tokenizer, model_folder
     from rlhfless_ray.weights.model_folder import read_folder
 
     folder = model_folder(settings["policy.path"], "policy.path")
-    tokenizer = load_tokenizer(read_folder(folder), True)
+    files = read_folder(folder)
+    check_files(files)
+    tokenizer, longest = load_tokenizer(files, True), context_tokens(files)
+    max_tokens = settings["chat.max_len"] if longest is None else min(settings["chat.max_len"], longest)
     conversation = Conversation(settings, tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(folder, settings["policy.dtype"], True).eval().to(device)
@@ -78,14 +81,16 @@ def _talk(settings: dict[str, Any]) -> None:
             conversation.clear()
             continue
         ids = tokenizer(conversation.ask(prompt), return_tensors="pt", add_special_tokens=False)["input_ids"].to(device)
-        if ids.shape[1] >= settings["chat.max_len"]:
-            print(f"the conversation has {ids.shape[1]} tokens, and --max_len is {settings['chat.max_len']}; type clear to begin anew")
+        if ids.shape[1] >= max_tokens:
+            print(
+                f"the conversation has {ids.shape[1]} tokens of at most {max_tokens} (--max_len, or the model's); type clear to begin anew"
+            )
             continue
         with torch.inference_mode():
             generated = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_length=settings["chat.max_len"],
+                max_length=max_tokens,
                 do_sample=not settings["chat.greedy_sampling"],
                 repetition_penalty=settings["chat.repetition_penalty"],
                 eos_token_id=tokenizer.eos_token_id,

@@ -269,6 +269,13 @@ def check_writable(folder: Path, setting: str) -> None:
         raise UserError(f"{setting} {folder}: cannot be written to: {error.strerror}") from None
 
 
+def check_file(file: Path, setting: str) -> None:
+    """Raise UserError if a file cannot be written. Creates its folder."""
+    check_writable(file.absolute().parent, setting)
+    if file.is_dir():
+        raise UserError(f"{setting} {file}: it is a folder; name a file")
+
+
 def put_files(folder: Path, files: Files) -> None:
     """Write files into a folder, each one atomically. Other files there stay."""
     with writing(folder):

@@ -19,7 +19,7 @@ from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.report.metrics import read_rows
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.partial_batch import PartialBatch
-from rlhfless_ray.run.folder import RunFolder, check_writable
+from rlhfless_ray.run.folder import RunFolder, check_file
 from rlhfless_ray.run.responses import RECORD, RESPONSES, ResponseRecord
 from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
@@ -55,7 +55,7 @@ def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool 
         32
     """
     if out is not None:
-        check_writable(Path(out).absolute().parent, "--out")
+        check_file(Path(out), "--out")
     with Generation(recipe, resume=resume) as run:
         for _ in run:
             pass

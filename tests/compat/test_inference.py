@@ -85,10 +85,23 @@ def test_each_task_reads_its_own_flags() -> None:
         (["--eval_task", "rm", *LEAST, "--post_processor", "best"], "--post_processor: choose rs, csft, iter_dpo"),
         (["--eval_task", "rm", *LEAST, "--reward_template", "{reward}"], "--reward_template: it needs {input} and {reward}"),
         (["--eval_task", "rm", *LEAST, "--use_ms"], "--use_ms: the ModelScope hub"),
+        (["--eval_task", "rm", *LEAST, "--dataset_probs", "x"], "--dataset_probs: expected numbers separated by commas"),
+        (["--eval_task", "generate", *LEAST, "--iter", "-1"], "--iter: count from 0"),
+        (["--eval_task", "generate", *LEAST, "--iter", "0", "--rollout_batch_size", "0"], "--rollout_batch_size: must be at least 1"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(flags: list[str], named: str) -> None:
     assert named in str(translate_inference(BATCH, flags).refusal())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--temperature", "0"), ("--temperature", "nan"), ("--top_p", "1.5"), ("--max_len", "0"), ("--repetition_penalty", "-1")],
+)
+def test_a_conversation_with_impossible_sampling_is_refused(flag: str, value: str) -> None:
+    assert f"{flag}: must be" in str(translate_inference(CHAT, ["--pretrain", "m", flag, value]).refusal())
+    if flag == "--temperature":
+        assert translate_inference(CHAT, ["--pretrain", "m", flag, value, "--greedy_sampling"]).refusal() is None
 
 
 def test_invalid_values_and_own_settings_name_the_flag() -> None:
@@ -121,6 +134,7 @@ def test_processors() -> None:
     found = processed(ROWS, "csft", reward_template="[{reward}] {input}", normalize=True)
     assert found[0]["reward"] == pytest.approx((1 - mean) / deviation)
     assert found[2]["input"] == f"[{(3 - mean) / deviation:.2f}] a"
+    assert [row["reward"] for row in processed(ROWS[:1], "csft", normalize=True)] == [0.0]
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +177,17 @@ def test_rewards_are_those_of_the_model_at_the_end(tmp_path: Path, reward_model:
         with torch.no_grad():
             value = (model(input_ids=ids).last_hidden_state[0, -1] @ head[0]).item()
         assert row["reward"] == pytest.approx((value - 0.5) / 2.0, rel=1e-4)
+
+
+def test_mistakes_found_before_the_start_name_flag_and_row(tmp_path: Path, reward_model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1A1="}\n')
+    line = ["--eval_task", "rm", "--pretrain", str(reward_model), "--dataset", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(UserError, match=r"^--dataset, --input_key: .*rows.jsonl, line 1: no column `input`, only `question`"):
+        run_batch(translate_inference(BATCH, [*line, "--output_path", str(tmp_path / "out.jsonl")]))
+    with pytest.raises(UserError, match=r"--output_path .*: it is a folder; name a file"):
+        run_batch(translate_inference(BATCH, [*line, "--output_path", str(tmp_path)]))
+    with pytest.raises(UserError, match=r"--output_path .*: cannot be written to"):
+        run_batch(translate_inference(BATCH, [*line, "--output_path", str(tmp_path / "rows.jsonl" / "out.jsonl")]))
 
 
 def test_rows_beyond_the_data_set_are_named(tmp_path: Path, reward_model: Path) -> None:

@@ -119,6 +119,8 @@ def settings(launcher: str, *more: str) -> dict[str, Any]:
         ),
         ("train_prm", [], {"data.reward_tokens": None, "data.prompt_column": "input"}),
         ("train_dpo", ["--elastic.learner.ranks", "4"], {"learner.ranks": 4}),
+        ("train_dpo", ["--tokenizer_chat_template", "{{ x }}"], {"data.chat_template": None}),
+        ("train_dpo", ["--tokenizer_chat_template", "{{ x }}", "--apply_chat_template"], {"data.chat_template": "{{ x }}"}),
     ],
 )
 def test_flags_become_settings(launcher: str, flags: list[str], expected: dict[str, Any]) -> None:
@@ -135,6 +137,7 @@ def test_flags_become_settings(launcher: str, flags: list[str], expected: dict[s
         ("train_sft", [*LEAST, "--aux_loss_coef", "0.01"], "--aux_loss_coef: the router's auxiliary loss"),
         ("train_sft", [*LEAST, "--save_steps", "5", "--save_hf_ckpt"], "--save_hf_ckpt: model folders beside checkpoints"),
         ("train_sft", ["--pretrain", "x", "--bf16"], "--dataset: name the data set"),
+        ("train_sft", [*LEAST, "--dataset_probs", "0.5,x"], "--dataset_probs: expected numbers separated by commas"),
         ("train_kd", LEAST, "--teacher_model: name the teacher"),
         ("train_prm", LEAST, "--placeholder_token: name the token that ends each step"),
         ("train_dpo", ["--data.dataset", "x", "--model.model_name_or_path", "y", "--optim", "muon"], "--optim: the optimizer muon"),
@@ -153,7 +156,24 @@ def test_unknown_flags_and_versions_are_named() -> None:
         translate_supervised("train_sft", [*LEAST, "--elastic.data.batch_rows", "1"], {})
 
 
+def test_flags_of_several_versions_are_read_together() -> None:
+    dotted = ["--model.model_name_or_path", "m", "--data.output_key", "a", "--ckpt.output_dir", "o", "--data.max_len", "64"]
+    line = [*dotted, "--dataset", "d.jsonl", "--train_batch_size", "4", "--bf16"]
+    found = translate_supervised("train_sft", line, {})
+    assert found.version == "0.11.2" and found.refusal() is None
+    wanted = {"data.path": "d.jsonl", "data.batch_rows": 4, "policy.path": "m", "policy.dtype": "bfloat16"}
+    assert {key: found.settings[key] for key in wanted} == wanted and found.owners["data.batch_rows"] == "--train_batch_size"
+    with pytest.raises(UserError, match=r"--train_batch_size: --train.batch_size is the same setting with another value"):
+        translate_supervised("train_sft", ["--train.batch_size", "8", *line], {})
+    with pytest.raises(UserError, match=r"unrecognized arguments: --dataset"):
+        translate_supervised("train_sft", [*line, "--elastic.dialect", "0.11.2"], {})
+
+
 def test_invalid_values_name_the_flag() -> None:
+    with pytest.raises(UserError, match=r"--adam_betas: .*`learner.betas.1`: input should be less than 1"):
+        translate_supervised("train_sft", [*LEAST, "--output_key", "a", "--adam_betas", "0.9", "1.5"], {}).recipe()
+    with pytest.raises(UserError, match=r"--elastic.learner.ranks: `\{\[` is not valid YAML"):
+        translate_supervised("train_sft", [*LEAST, "--elastic.learner.ranks", "{["], {})
     with pytest.raises(UserError, match=r"--train_batch_size: .*data.batch_rows"):
         translate_supervised("train_sft", [*LEAST, "--output_key", "a", "--train_batch_size", "0"], {}).recipe()
 

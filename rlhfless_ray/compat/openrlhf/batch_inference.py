@@ -13,20 +13,30 @@ from rlhfless_ray.compat.openrlhf.inference import InferenceTranslation
 from rlhfless_ray.compat.openrlhf.post_processors import processed
 from rlhfless_ray.prompts.sources import read_sources
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.folder import check_writable
+from rlhfless_ray.run.folder import check_file
 from rlhfless_ray.run.responses import write_rows
 from rlhfless_ray.supervise.row_reader import RowReader
 from rlhfless_ray.types import Prompt
-from rlhfless_ray.weights.load_policy import load_tokenizer, model_folder
+from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_tokenizer, model_folder
 from rlhfless_ray.weights.model_folder import read_folder
+
+ROW_KEYS = {
+    "data.prompt_column": "--input_key",
+    "data.response_column": "--output_key",
+    "data.max_tokens": "--max_len",
+    "data.template": "--apply_chat_template",
+    "reward.value_head": "--value_head_prefix",
+}
+"""Keys that the reader of rows and the reward model name in errors → the flag that decides each."""
 
 
 def run_batch(translation: InferenceTranslation) -> Path:
     """Generate responses or rewards, and return the output file that the command line names."""
     output = Path(translation.settings["batch_inference.output"])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    check_writable(output.absolute().parent, "--output_path")
-    rows = list(_generated(translation)) if translation.generates else _rewarded(translation)
+    check_file(output, "--output_path")
+    translation.owners |= ROW_KEYS
+    with translation.flags_in_errors():
+        rows = list(_generated(translation)) if translation.generates else _rewarded(translation)
     count = write_rows(output, rows)
     print(f"{count} rows: {output}")
     return output
@@ -52,21 +62,21 @@ def _reader(translation: InferenceTranslation) -> RowReader:
             },
         }
     )
-    with translation.flags_in_errors():
-        tokenizer = load_tokenizer(read_folder(model_folder(settings["policy.path"], "policy.path")), True)
-        return RowReader(recipe, tokenizer, None)
+    files = read_folder(model_folder(settings["policy.path"], "policy.path"))
+    check_files(files)
+    return RowReader(recipe, load_tokenizer(files, True), context_tokens(files))
 
 
 def _rows(translation: InferenceTranslation) -> list[tuple[str, dict[str, Any]]]:
     settings = translation.settings
     sources = settings.get("prompts.paths") or [settings["prompts.path"]]
     options = {"probabilities": settings.get("prompts.probabilities"), "max_rows": settings.get("prompts.max_rows")}
-    with translation.flags_in_errors():
-        rows = read_sources(sources, "train", "prompts", seed=settings["run.seed"], **options)
+    rows = read_sources(sources, "train", "prompts", seed=settings["run.seed"], **options)
     start, end = settings.get("batch_inference.rows", [0, len(rows)])
     if start >= len(rows):
         raise UserError(f"--iter: it begins at row {start + 1}, but --dataset has {len(rows)} rows")
-    return rows[start:end]
+    where = f"prompts.path {sources[0]}" if len(sources) == 1 else "prompts.paths"
+    return [(f"{where}, {name}", row) for name, row in rows[start:end]]
 
 
 # ---------------------------------------------------------------- responses
@@ -81,6 +91,10 @@ def _generated(translation: InferenceTranslation) -> Iterable[dict[str, Any]]:
     assert recipe is not None
     reader = _reader(translation)
     prompts = _prompts(translation, reader)
+    rollout, longest = recipe.rollout, reader.context_tokens
+    if longest is not None and max(len(prompt.token_ids) for prompt in prompts) + rollout.max_tokens > longest:
+        print(f"responses end where the model's context of {longest} tokens does")
+        recipe = recipe.model_copy(update={"rollout": rollout.model_copy(update={"max_total_tokens": longest})})
     with Generation(recipe, prompts=prompts) as run:
         for _ in run:
             pass
@@ -98,7 +112,11 @@ def _prompts(translation: InferenceTranslation, reader: RowReader) -> list[Promp
     prompts = []
     for index, (name, row) in enumerate(_rows(translation)):
         text = reader.prompt_text(name, row) + suffix
-        tokens = reader.tokenizer(text, add_special_tokens=settings["batch_inference.task"] == "generate_vllm")["input_ids"]
+        tokens = reader.ids(text, add_special_tokens=settings["batch_inference.task"] == "generate_vllm")
+        if reader.context_tokens is not None and len(tokens[-limit:]) >= reader.context_tokens:
+            raise UserError(
+                f"{name}: {len(tokens)} tokens leave no room for a response in the context of --pretrain; lower --prompt_max_len"
+            )
         prompts.append(Prompt(index, text, tuple(tokens[-limit:]), row, max(0, len(tokens) - limit)))
     return prompts
 

@@ -81,11 +81,16 @@ def own_settings(ours: list[tuple[str, str | None]], keys: list[str], owned: dic
             raise UserError(_describe_unknown(flag, keys))
         if key in owned:
             raise UserError(f"{flag}: OpenRLHF's {owned[key]} sets this; use that flag")
-        try:
-            settings[key] = True if text is None else yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise UserError(f"{flag}: `{text}` is not valid YAML") from None
+        settings[key] = own_value(flag, text)
     return settings
+
+
+def own_value(flag: str, text: str | None) -> Any:
+    """Return the value of an own setting. Raises UserError for text that is not valid YAML."""
+    try:
+        return True if text is None else yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"{flag}: `{text}` is not valid YAML") from None
 
 
 def _find_key(flag: str, keys: list[str]) -> str | None:

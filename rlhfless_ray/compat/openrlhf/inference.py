@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.elastic_flags import separate
+from rlhfless_ray.compat.openrlhf.elastic_flags import own_value, separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import stored_dtype
 from rlhfless_ray.compat.openrlhf.inference_table import BATCH, BATCH_RULES, CHAT, CHAT_RULES, GENERATES, HF, VLLM
 from rlhfless_ray.compat.openrlhf.launcher_flags import NO_EFFECT, REFUSED, LauncherTranslation, Values, defaults, read
@@ -99,4 +97,4 @@ def _apply_own(ours: list[tuple[str, str | None]], translation: InferenceTransla
             raise UserError(f"{flag}: {translation.launcher} has no such setting")
         if key in translation.owners:
             raise UserError(f"{flag}: OpenRLHF's {translation.owners[key]} sets this; use that flag")
-        translation.settings[key] = True if text is None else yaml.safe_load(text)
+        translation.settings[key] = own_value(flag, text)

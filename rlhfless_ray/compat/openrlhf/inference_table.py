@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.compat.openrlhf.flag_semantics import DTYPES, stored_dtype
-from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Kind, Values, only, row
+from rlhfless_ray.compat.openrlhf.launcher_flags import NO_NUMBERS, FlagRule, Kind, Values, only, probabilities, row
 from rlhfless_ray.compat.openrlhf.supervised_table import ALL_ROWS, NOT_HERE, PLAIN_ATTENTION
 
 BATCH, CHAT = "batch_inference", "interactive_chat"
@@ -40,7 +41,7 @@ def _dataset(x: str | None, v: Values) -> dict[str, Any]:
 
 
 def _probabilities(x: str | None, v: Values) -> dict[str, Any]:
-    shares = [float(part) for part in str(x or "").split(",") if part.strip()]
+    shares = probabilities(x) or []
     return {"prompts.probabilities": shares} if len(shares) > 1 else {}
 
 
@@ -82,7 +83,13 @@ BATCH_RULES: tuple[FlagRule, ...] = (
     _flag("seed", "exact", "run.seed"),
     _flag("full_determinism", "noop", reading="a run is repeatable anyway"),
     _flag("dataset", "exact", "prompts.path prompts.paths", _dataset, refuses=_needed("the data set")),
-    _flag("dataset_probs", "exact", "prompts.probabilities", _probabilities),
+    _flag(
+        "dataset_probs",
+        "exact",
+        "prompts.probabilities",
+        _probabilities,
+        refuses=lambda x, v: NO_NUMBERS if probabilities(x) is None else "",
+    ),
     _flag("input_key", "exact", "prompts.prompt_column"),
     _flag("apply_chat_template", "exact", "prompts.template", lambda x, v: {"prompts.template": "chat"} if x else {}),
     _flag(
@@ -110,8 +117,15 @@ BATCH_RULES: tuple[FlagRule, ...] = (
     _flag("tp_size", "exact", "rollout.tensor_parallel", _width, of=(VLLM,)),
     _flag("max_num_seqs", "exact", "rollout.max_running", of=(VLLM,)),
     _flag("enable_prefix_caching", "noop", of=(VLLM,), reading="engines always reuse common prefixes, which changes no result"),
-    _flag("iter", "exact", "batch_inference.rows", _rows, of=GENERATES),
-    _flag("rollout_batch_size", "exact", "batch_inference.rows", lambda x, v: {}, of=GENERATES),
+    _flag("iter", "exact", "batch_inference.rows", _rows, of=GENERATES, refuses=lambda x, v: "" if (x or 0) >= 0 else "count from 0"),
+    _flag(
+        "rollout_batch_size",
+        "exact",
+        "batch_inference.rows",
+        lambda x, v: {},
+        of=GENERATES,
+        refuses=lambda x, v: "" if x >= 1 or v["iter"] is None else "must be at least 1",
+    ),
     _flag("enable_csft", "exact", "batch_inference.prompt_suffix", _suffix, of=GENERATES),
     _flag("csft_prompt", "exact", "batch_inference.prompt_suffix", lambda x, v: {}, of=GENERATES),
     # rewards
@@ -140,7 +154,16 @@ CHAT_RULES: tuple[FlagRule, ...] = (
     *_COMMON,
     *[_flag(name, "exact", "policy.dtype", _dtype) for name in ("bf16", "param_dtype")],
     _flag("load_in_4bit", "noop", refuses=only(False, "4-bit weights have no counterpart here yet"), reading="the default"),
-    *[_flag(name, "exact", f"chat.{name}") for name in ("max_len", "greedy_sampling", "top_p", "temperature", "repetition_penalty")],
+    _flag("max_len", "exact", "chat.max_len", refuses=lambda x, v: "" if x >= 1 else "must be at least 1"),
+    _flag("greedy_sampling", "exact", "chat.greedy_sampling"),
+    _flag("top_p", "exact", "chat.top_p", refuses=lambda x, v: "" if 0 < x <= 1 else "must be above 0 and at most 1"),
+    _flag(
+        "temperature",
+        "exact",
+        "chat.temperature",
+        refuses=lambda x, v: "" if v["greedy_sampling"] or 0 < x < inf else "must be a number above 0; --greedy_sampling is without",
+    ),
+    _flag("repetition_penalty", "exact", "chat.repetition_penalty", refuses=lambda x, v: "" if 0 < x < inf else "must be a number above 0"),
     _flag("input_template", "exact", "chat.input_template", lambda x, v: {"chat.input_template": x if x and "{}" in x else "{}"}),
     *[_flag(name, "exact", f"chat.{name}") for name in ("apply_chat_template", "ta_prompt", "enable_csft", "csft_prompt")],
 )

@@ -18,6 +18,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Refused
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 
+NO_NUMBERS = "expected numbers separated by commas"
 HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
 CONVERTERS: dict[str | None, Any] = {"int": int, "float": float, None: None}
 
@@ -63,6 +64,14 @@ def row(name: str, older: str, kind: Kind, keys: str = "", make: Any = None, *, 
 def only(value: Any, sentence: str) -> Callable[[Any, Values], str]:
     """Refuse every value but this one."""
     return lambda x, v: "" if x == value else sentence
+
+
+def probabilities(text: str | None) -> list[float] | None:
+    """Return the shares that a flag gives to data sets, or None if they are no numbers."""
+    try:
+        return [float(part) for part in str(text or "").split(",") if part.strip()]
+    except ValueError:
+        return None
 
 
 @dataclass
@@ -116,7 +125,7 @@ class LauncherTranslation:
 
     def by_flag(self, error: UserError) -> UserError:
         """Return the error with the flags that decide the keys it names."""
-        named = [flag for key, flag in self.owners.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error))]
+        named = [flag for key, flag in self.owners.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.[a-z])", str(error))]
         return UserError((f"{', '.join(dict.fromkeys(named))}: " if named else "") + str(error))
 
     def explanation(self) -> str:
@@ -171,9 +180,15 @@ def defaults(launcher: str, version: str) -> dict[str, Any]:
 
 
 @cache
-def _parser(launcher: str, version: str) -> FlagParser:
-    parser = FlagParser(prog=f"{launcher}.py", argument_default=argparse.SUPPRESS, add_help=False)
-    for flag, spec in flags_of(launcher, version).items():
+def _parser(launcher: str, version: str, mixed: bool = False) -> FlagParser:
+    """Return the parser of a version. `mixed`: it also takes flags of other versions that this one lacks, of the nearest one."""
+    parser = FlagParser(prog=f"{launcher}.py", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=not mixed)
+    flags = flags_of(launcher, version)
+    if mixed:
+        place = versions_data()["versions"].index
+        for other in sorted(versions_data()["versions"], key=lambda one: abs(place(one) - place(version))):
+            flags = flags_of(launcher, other) | flags
+    for flag, spec in flags.items():
         if spec.get("action", "store") == "store":
             parser.add_argument(
                 f"--{flag}", dest=flag, type=CONVERTERS[spec.get("type")], nargs=spec.get("nargs"), choices=spec.get("choices")
@@ -184,7 +199,10 @@ def _parser(launcher: str, version: str) -> FlagParser:
 
 
 def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the newest version that accepts the line (or the wanted one), and {flag: value}. Raises UserError."""
+    """Return the newest version that accepts the line (or the wanted one), and {flag: value}.
+
+    If no version accepts it, the one that knows most of the flags does, with flags of the others. Raises UserError.
+    """
     known_versions = [version for version in versions_data()["versions"] if flags_of(launcher, version)]
     versions = [wanted] if wanted else list(reversed(known_versions))
     if wanted and wanted not in known_versions:
@@ -192,14 +210,21 @@ def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str,
     refused: list[tuple[int, str, str]] = []
     for version in versions:
         try:
-            namespace = _parser(launcher, version).parse_args(list(tokens))
+            return version, _values(_parser(launcher, version), tokens)
         except Refused as error:
             known = sum(token.partition("=")[0][2:] in flags_of(launcher, version) for token in tokens if token.startswith("--"))
             refused.append((known, version, str(error)))
-            continue
-        return version, {f"--{flag}": value for flag, value in vars(namespace).items()}
-    _, version, message = max(refused, key=lambda one: one[0])
+    known, version, message = max(refused, key=lambda one: one[0])
+    if known and not wanted:
+        try:
+            return version, _values(_parser(launcher, version, mixed=True), tokens)
+        except Refused:
+            pass
     raise UserError(f"{launcher}: {message} (read as OpenRLHF {version})")
+
+
+def _values(parser: FlagParser, tokens: Sequence[str]) -> dict[str, Any]:
+    return {f"--{flag}": value for flag, value in vars(parser.parse_args(list(tokens))).items()}
 
 
 def _block(title: str, entries: list[str]) -> list[str]:

@@ -30,10 +30,14 @@ def best(rows: Iterable[Row]) -> list[Row]:
 
 
 def conditioned(rows: list[Row], template: str, normalize: bool) -> list[Row]:
-    """Conditional SFT: put the reward, with two decimals, into each input. `normalize`: to mean 0 and deviation 1 over all rows."""
+    """Conditional SFT: put the reward, with two decimals, into each input.
+
+    `normalize`: to mean 0 and deviation 1 over all rows. Equal rewards become 0.
+    """
     rewards = np.array([row["reward"] for row in rows], np.float64)
     if normalize:
-        rewards = (rewards - rewards.mean()) / rewards.std(ddof=1)
+        deviation = rewards.std(ddof=1) if len(rewards) > 1 else 0.0
+        rewards = (rewards - rewards.mean()) / (deviation or 1.0)
     return [
         {**row, "input": template.replace("{reward}", f"{reward:.2f}").replace("{input}", row["input"]), "reward": float(reward)}
         for row, reward in zip(rows, rewards, strict=True)

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.elastic_flags import separate
+from rlhfless_ray.compat.openrlhf.elastic_flags import own_value, separate
 from rlhfless_ray.compat.openrlhf.launcher_flags import REFUSED, LauncherTranslation, defaults, flags_of, read
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.compat.openrlhf.supervised_table import ALL_ROWS, ALWAYS, DPO, KD, KTO, OLDER_NAMES, RM, RULES, SFT, TASKS
@@ -55,7 +53,12 @@ def translate_supervised(
     version, given = read(launcher, theirs, wanted)
     values = {_newest(flag): value for flag, value in defaults(launcher, version).items()}
     spelled = {name: f"--{flag}" for flag in flags_of(launcher, version) for name in [_newest(flag)]}
-    values |= {_newest(flag[2:]): value for flag, value in given.items()}
+    for flag, value in given.items():
+        newest = _newest(flag[2:])
+        other = spelled.get(newest, flag)
+        if other != flag and other in given and values[newest] != value and not isinstance(values[newest], bool):
+            raise UserError(f"{flag}: {other} is the same setting with another value; leave one of them out")
+        values[newest], spelled[newest] = value, flag
     ranks = int(environment.get("WORLD_SIZE", ranks))
     settings: dict[str, Any] = {**ALWAYS, "learner.ranks": ranks, "run.name": launcher}
     if "min_lr_ratio" not in values:  # the launchers' own floor before it was a flag
@@ -109,7 +112,7 @@ def _own(ours: list[tuple[str, str | None]], translation: SupervisedTranslation)
             raise UserError(f"{flag}: no such setting of a supervised stage")
         if key in translation.owners:
             raise UserError(f"{flag}: OpenRLHF's {translation.owners[key]} sets this; use that flag")
-        settings[key] = True if text is None else yaml.safe_load(text)
+        settings[key] = own_value(flag, text)
     return settings
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.compat.openrlhf.flag_semantics import BUDGET, DIVIDED, DTYPES, stored_dtype
-from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Values, only, row
+from rlhfless_ray.compat.openrlhf.launcher_flags import NO_NUMBERS, FlagRule, Values, only, probabilities, row
 
 SFT, RM, DPO, KTO, KD, PRM = "train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"
 TASKS = {SFT: "sft", RM: "rm", DPO: "dpo", KTO: "kto", KD: "kd", PRM: "prm"}
@@ -32,7 +32,7 @@ def _dataset(x: str | None, v: Values) -> dict[str, Any]:
 
 
 def _probabilities(x: str | None, v: Values) -> dict[str, Any]:
-    shares = [float(part) for part in str(x or "").split(",") if part.strip()]
+    shares = probabilities(x) or []
     return {"data.probabilities": shares if len(shares) > 1 else None}
 
 
@@ -210,7 +210,14 @@ RULES: tuple[FlagRule, ...] = (
     row("reward_tokens", "reward_tokens", "exact", "data.reward_tokens"),
     row("label_key", "label_key", "exact", "data.label_column"),
     row("data.dataset", "dataset", "exact", "data.path data.paths", _dataset, refuses=lambda x, v: "" if x else "name the data set"),
-    row("data.dataset_probs", "dataset_probs", "exact", "data.probabilities", _probabilities),
+    row(
+        "data.dataset_probs",
+        "dataset_probs",
+        "exact",
+        "data.probabilities",
+        _probabilities,
+        refuses=lambda x, v: NO_NUMBERS if probabilities(x) is None else "",
+    ),
     row("data.dataset_split", "dataset_split", "exact", "data.split"),
     row("data.max_samples", "max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x) if x < ALL_ROWS else None}),
     row("data.multiturn", "multiturn", "exact", "data.train_on", lambda x, v: {}),
@@ -232,7 +239,7 @@ RULES: tuple[FlagRule, ...] = (
         "tokenizer_chat_template",
         "exact",
         "data.chat_template",
-        lambda x, v: {"data.chat_template": x or ""},
+        lambda x, v: {"data.chat_template": x} if x and v["data.apply_chat_template"] else {},
     ),
     row("data.max_len", "max_len", "exact", "data.max_tokens"),
     # sinks
