@@ -15,4 +15,4 @@ def _run(tokens: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    start(_run)
+    start(_run, launcher=BATCH)

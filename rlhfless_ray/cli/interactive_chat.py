@@ -103,4 +103,4 @@ def _talk(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    start(_run)
+    start(_run, launcher=CHAT)

@@ -15,16 +15,23 @@ STARTERS_OWN = re.compile(
 
 def main(launcher: str, arguments: Sequence[str] | None = None) -> None:
     """Train. Exit code 0 after the final save, 1 for a failed run, and 2 for a mistake. The first process runs all ranks on Ray."""
-    start(lambda tokens: _train(launcher, tokens), arguments)
+    start(lambda tokens: _train(launcher, tokens), arguments, launcher)
 
 
-def start(action: Callable[[list[str]], None], arguments: Sequence[str] | None = None) -> None:
-    """Run `action` with the command line in the first process that torchrun or deepspeed starts. The others end at once."""
+def start(action: Callable[[list[str]], None], arguments: Sequence[str] | None = None, launcher: str = "") -> None:
+    """Run `action` with the command line in the first process that torchrun or deepspeed starts. The others end at once.
+
+    With `--help` print the flags of `launcher` instead, in all its versions.
+    """
     from rlhfless_ray.cli.main import guarded
 
     if int(os.environ.get("RANK", "0")) > 0:
         return
     tokens = list(sys.argv[1:] if arguments is None else arguments)
+    if launcher and {"-h", "--help"} & set(tokens):
+        from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher
+
+        action = lambda _: print(flags_of_launcher(launcher))  # noqa: E731
     guarded(lambda: action(tokens))
 
 

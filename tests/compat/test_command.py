@@ -296,6 +296,9 @@ def test_a_job_submission_keeps_what_it_says_and_takes_our_packages_along():
     assert done[:4] == ["ray", "job", "submit", "--address=http://127.0.0.1:8265"]
     runtime_env = json.loads(done[done.index("--runtime-env-json") + 1])
     assert runtime_env == {"working_dir": "/x y", "py_modules": [str(package_root() / name) for name in ("rlhfless_ray", "placement")]}
+    for starter in (["deepspeed", "--num_gpus", "2", "--module"], ["torchrun", "-m"]):  # the ranks are Ray's
+        started = submission([*shlex.split(JOB), *starter, "openrlhf.cli.train_sft", "--bf16"])
+        assert started[started.index("--", cut) + 1 :][:3] == ["python3", "-m", "rlhfless_ray.cli.train_sft"]
     alone = submission(argv, ship=False)
     assert json.loads(alone[alone.index("--runtime-env-json") + 1]) == {"working_dir": "/x y"}
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.command import find, replaced
 from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
@@ -214,6 +215,16 @@ def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:
         inference = [*head, "openrlhf.cli.batch_inference", *rest]
         assert replaced(inference) == [sys.executable, "-m", "rlhfless_ray.cli.batch_inference", *rest]
     assert translate_supervised("train_sft", LEAST, {"WORLD_SIZE": "8"}).settings["learner.ranks"] == 8
+
+
+@pytest.mark.parametrize("launcher", ["train_sft", "batch_inference"])
+def test_help_lists_the_flags(launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def end(action: Any) -> None:
+        action()
+
+    monkeypatch.setattr("rlhfless_ray.cli.main.guarded", end)
+    start(lambda _: pytest.fail("it starts"), ["--pretrain", "m", "--help"], launcher)
+    assert "--bf16" in capsys.readouterr().out
 
 
 def test_explain_shows_the_recipe(tmp_path: Path) -> None:

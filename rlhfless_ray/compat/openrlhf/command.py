@@ -189,7 +189,7 @@ def submission(argv: Sequence[str], *, ship: bool = True) -> list[str]:
     program = entry[0] if entry else ""
     entry = replaced(entry)
     if program and entry[0] == sys.executable:
-        entry[0] = program  # the cluster's python, not this machine's
+        entry[0] = "python3" if Path(program).name in STARTERS else program  # the cluster's python, not this machine's
     options, runtime_env = _take_runtime_env(options)
     if ship:
         modules = runtime_env.get("py_modules") or []

@@ -16,6 +16,7 @@ from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of as other_flags
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.normalise import targets
 from rlhfless_ray.compat.openrlhf.resources import slots_of
+from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES as SUPERVISED_RULES
 from rlhfless_ray.compat.openrlhf.translate import HINT, HONOURED, NO_EFFECT, Outcome, Translation, supported_today
 
@@ -167,7 +168,8 @@ def flags_of_launcher(launcher: str) -> str:
     known = {flag for version in versions() for flag in other_flags(launcher, version)}
     lines = []
     for rule in INFERENCE_RULES.get(launcher, SUPERVISED_RULES):
-        names = [f"--{name}" for name in dict.fromkeys((rule.name, rule.older)) if name in known]
+        older = [name for name, newest in OLDER_NAMES.items() if newest == rule.name]
+        names = [f"--{name}" for name in dict.fromkeys((rule.name, rule.older, *older)) if name in known]
         if names:
             keys = ", ".join(rule.keys) if rule.kind == "exact" else rule.reading
             lines.append(f"{' '.join(names):<48}  {KINDS[rule.kind]:<27}  {keys}")
