@@ -53,6 +53,11 @@ def test_a_quantisation_that_the_device_cannot_do(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_workflow_is_no_recipe(tmp_path):
+    done = command_here("train", "recipes/workflow.yaml", f"run.root={tmp_path}")
+    assert done.returncode == 2 and "`stages` makes it a workflow; run it with `rlhfless workflow`" in sentence(done)
+
+
 def test_a_recipe_that_is_not_there(tmp_path):
     done = command_here("train", str(tmp_path / "nothing.yaml"))
     assert done.returncode == 2 and "no such file" in sentence(done)
@@ -118,6 +123,7 @@ def test_model_folders_that_cannot_be_loaded(tmp_path):
     files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
     for number, (name, content, said) in enumerate([
         ("config.json", b"[]", "names no model_type"), ("config.json", b"{}", "names no model_type"),
+        ("config.json", b'{"model_type": "alien"}', "no models of the type `alien`, so it cannot be trained"),
         ("config.json", b"{", "is not valid JSON"), ("tokenizer.json", b"{", "its tokenizer cannot be loaded"),
         ("tokenizer.json", None, "encodes the prompt as no tokens"),
         ("model.safetensors", b"version https://git-lfs", "not a complete safetensors file"),

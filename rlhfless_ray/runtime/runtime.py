@@ -55,7 +55,15 @@ from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools
 from rlhfless_ray.types import Step
-from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens, initial_policy, other_model, policy_tokenizer
+from rlhfless_ray.weights.load_policy import (
+    cache_policy,
+    cached_folder,
+    check_family,
+    context_tokens,
+    initial_policy,
+    other_model,
+    policy_tokenizer,
+)
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 
@@ -104,6 +112,8 @@ class Runtime(StepOperations):
         find_room = cache(partial(room_ahead, recipe))
         check_ahead(recipe, find_room=find_room)
         self.files, self.owes_warm_start = initial_policy(recipe)
+        if recipe.policy.path and self.actor_classes().computes:
+            check_family(self.files)
         check_adapter(recipe, self.files)
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
         check_routers(recipe, config_of(self.files))

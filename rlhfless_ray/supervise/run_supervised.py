@@ -26,7 +26,15 @@ from rlhfless_ray.supervise.load_rows import load_rows
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun, RanksFailed
 from rlhfless_ray.supervise.row_reader import SupervisedRows
-from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_tokenizer, model_folder, other_model, quiet_libraries
+from rlhfless_ray.weights.load_policy import (
+    check_family,
+    check_files,
+    context_tokens,
+    load_tokenizer,
+    model_folder,
+    other_model,
+    quiet_libraries,
+)
 from rlhfless_ray.weights.model_folder import read_files, read_folder, with_dtype, without_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -286,6 +294,7 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
         folder = model_folder(recipe.policy.path, "policy.path").resolve()
         files = read_folder(folder)
         check_files(files)
+        check_family(files)
         return folder, files
     from rlhfless_ray.learn.tiny_model import scratch_policy
 
