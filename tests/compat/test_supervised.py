@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.command import find, replaced
+from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher
 from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
@@ -215,6 +216,12 @@ def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:
         inference = [*head, "openrlhf.cli.batch_inference", *rest]
         assert replaced(inference) == [sys.executable, "-m", "rlhfless_ray.cli.batch_inference", *rest]
     assert translate_supervised("train_sft", LEAST, {"WORLD_SIZE": "8"}).settings["learner.ranks"] == 8
+
+
+@pytest.mark.parametrize("launcher", [*TASKS, "batch_inference", "interactive_chat"])
+def test_the_list_of_flags_has_those_of_every_version(launcher: str) -> None:
+    listed = flags_of_launcher(launcher).split()
+    assert not [flag for version in versions_of(launcher) for flag in flags_of(launcher, version) if f"--{flag}" not in listed]
 
 
 @pytest.mark.parametrize("launcher", ["train_sft", "batch_inference"])
