@@ -20,9 +20,11 @@ from vllm.v1.outputs import SamplerOutput
 from rlhfless_ray.rollout.nucleus import nucleus
 
 UNUSED = -1  # marks in vLLM's output that a sequence has no further token
-# Limit on the float64 probabilities of rows that are drawn at once. vLLM on GPU does not account for these tensors, so they must fit
+# Limit on a matrix of probabilities of rows that are drawn at once. vLLM on GPU does not account for these tensors, so they must fit
 # into the memory that it leaves free, for any batch and vocabulary.
-CHUNK_BYTES = 1 << 27
+CHUNK_BYTES = 1 << 26
+LARGE = 4096  # tokens of a vocabulary that is worth being cut into blocks
+BLOCK = 128  # tokens of a block: large vocabularies are often multiples of it
 PER_COUNT = 4  # numbers that Philox draws from one value of its counter
 # One generator for all requests, set to the stream and position: creating one takes longer than the rest of the work for a request.
 _philox = np.random.Philox(key=0)
@@ -48,24 +50,50 @@ def draw(
     distribution (at temperature 1 for greedy rows).
     """
     greedy = temperature == 0
-    scaled = logits.float() / torch.where(greedy, torch.ones_like(temperature), temperature).unsqueeze(1)
-    logprobs = torch.log_softmax(scaled, dim=-1)
+    logprobs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
     if top_p is not None:
         whole = (greedy | (top_p >= 1)).unsqueeze(1)
         cut = logprobs.masked_fill(~nucleus(logprobs, top_p), -torch.inf)
         logprobs = torch.where(whole, logprobs, cut - cut.logsumexp(-1, keepdim=True))
-    # float64: a float32 sum over a large vocabulary would move the edges of rare tokens
-    cumulative = torch.cumsum(logprobs.double().exp(), dim=-1)
-    sampled = torch.searchsorted(cumulative, (uniform * cumulative[:, -1]).unsqueeze(1), right=True).squeeze(1)
-    tokens = torch.where(greedy, logprobs.argmax(dim=-1), sampled.clamp_(max=logits.shape[1] - 1))
+    tokens = invert(logprobs.exp(), uniform)
+    if greedy.any():
+        tokens = torch.where(greedy, logprobs.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def invert(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the token of each row whose interval of the cumulative distribution contains the number, (rows,) int64.
+
+    probabilities: (rows, vocabulary) float32, up to a factor. uniform: (rows,) float64 in [0, 1). In a large vocabulary the block of
+    the token is found first, by the sums of all blocks. Sums over more than one block are float64, because float32 would move the
+    edges of rare tokens. A token without probability is never returned.
+    """
+    size = probabilities.shape[1]
+    if size <= LARGE:
+        cumulative = probabilities.double().cumsum(-1)
+        return _first_above(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:]).squeeze(1)
+    if rest := size % BLOCK:
+        probabilities = torch.nn.functional.pad(probabilities, (0, BLOCK - rest))
+    blocks = probabilities.view(len(probabilities), -1, BLOCK)
+    cumulative = blocks.sum(-1).double().cumsum(-1)
+    target = uniform.unsqueeze(1) * cumulative[:, -1:]
+    block = _first_above(cumulative, target)
+    before = cumulative.gather(1, (block - 1).clamp_(min=0)) * (block > 0)
+    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(-1)
+    return (block * BLOCK + _first_above(inside, target - before)).squeeze(1)
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return (rows, 1) positions of the first sums above `target`, at most those of the first sums that equal the total."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
 
 
 def draw_in_chunks(
     logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, top_p: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call `draw` on chunks of rows whose probabilities take at most CHUNK_BYTES. Rows are independent."""
-    size = max(1, CHUNK_BYTES // (8 * logits.shape[1]))
+    size = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     if len(logits) <= size:
         return draw(logits, temperature, uniform, top_p)
     parts = [

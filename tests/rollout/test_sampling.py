@@ -74,6 +74,29 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(sampling: ModuleType
     assert torch.isfinite(logprobs).all()
 
 
+@pytest.mark.parametrize("size", [33, 4096, 5000, 128 * 50])
+def test_blocks_draw_what_one_cumulative_distribution_draws(sampling: ModuleType, size: int) -> None:
+    """Also where most tokens, whole blocks and the last ones have no probability."""
+    generator = torch.Generator().manual_seed(size)
+    logits = 6 * torch.randn(300, size, generator=generator)
+    rare = torch.rand(size, generator=generator) < 0.95
+    rare[size // 3] = False
+    logits[100:200, rare] = -torch.inf
+    logits[200:, 17:-9] = logits[200:, -3:] = -torch.inf
+    uniform = torch.rand(300, dtype=torch.float64, generator=generator)
+    uniform[::7], uniform[1::7] = 0.0, np.nextafter(1.0, 0.0)
+    probabilities = torch.softmax(logits, -1)
+    tokens = sampling.invert(probabilities, uniform).numpy()
+    edges = probabilities.double().cumsum(-1).numpy()
+    assert (probabilities.numpy()[np.arange(300), tokens] > 0).all()
+    wanted = np.array([np.searchsorted(row, u * row[-1], side="right") for row, u in zip(edges, uniform.numpy(), strict=True)])
+    last = (edges < edges[:, -1:]).sum(-1)
+    same = tokens == np.minimum(wanted, last)
+    assert same[np.arange(300) % 7 > 1].mean() > 0.99, "but for numbers at the ends of the interval, where the rarest tokens are"
+    near = np.abs(edges[np.arange(300), tokens] - edges[np.arange(300), np.minimum(wanted, last)])
+    assert near.max() < 1e-6, "sums of blocks are rounded"
+
+
 def test_temperature_zero_is_the_argmax_at_temperature_one(sampling: ModuleType) -> None:
     """Also beside rows that are sampled."""
     logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(5))
@@ -268,7 +291,7 @@ def test_rows_are_drawn_from_in_chunks_as_all_at_once(sampling: ModuleType, monk
     whole, seen = sampling.draw(logits, temperature, uniform, cut), []
     draw = sampling.draw
     monkeypatch.setattr(sampling, "draw", lambda x, *more: (seen.append(len(x)), draw(x, *more))[1])
-    monkeypatch.setattr(sampling, "CHUNK_BYTES", 4 * 8 * words)
+    monkeypatch.setattr(sampling, "CHUNK_BYTES", 4 * 4 * words)
     tokens, logprobs = sampling.draw_in_chunks(logits, temperature, uniform, cut)
     assert seen == [4, 4, 3]
     assert torch.equal(tokens, whole[0]) and torch.equal(logprobs, whole[1])
