@@ -53,11 +53,16 @@ class OneAdapter(PunicaWrapperCPU):
 def adapter_arguments(adapter: ServedAdapter, device: str) -> dict[str, Any]:
     """Return vLLM's arguments for serving an adapter. On CPU this replaces vLLM's products in this process."""
     if device == "cpu":
-        name = f"{OneAdapter.__module__}.{OneAdapter.__qualname__}"
-        type(current_platform).get_punica_wrapper = classmethod(lambda cls: name)  # type: ignore[method-assign, assignment]
+        replace_products()
     room = min(size for size in get_args(MaxLoRARanks) if size >= adapter.rank)
     # Without target modules vLLM also adapts the output head, which costs a copy of vocabulary × rank for each token.
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": list(adapter.modules)}
+
+
+def replace_products() -> None:
+    """Make vLLM's workers in this process, on CPU, add an adapter's products as `OneAdapter` does."""
+    name = f"{OneAdapter.__module__}.{OneAdapter.__qualname__}"
+    type(current_platform).get_punica_wrapper = classmethod(lambda cls: name)  # type: ignore[method-assign, assignment]
 
 
 def put_adapter(worker: Any, weights: Mapping[str, np.ndarray], served: ServedAdapter) -> list[str]:

@@ -51,6 +51,10 @@ class MemberWorker:
 
         from rlhfless_ray.rollout.prepare_vllm import install_sampler
 
+        if config.lora_config is not None and config.device_config.device_type == "cpu":
+            from rlhfless_ray.rollout.adapter_layers import replace_products
+
+            replace_products()
         self.worker = WorkerWrapperBase(rpc_rank=rank)
         arguments = {
             "vllm_config": config,

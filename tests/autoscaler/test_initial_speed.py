@@ -79,7 +79,6 @@ def test_an_automatic_width_takes_powers_of_two_that_share_the_heads_and_hold_th
     ("rollout", "slots", "said"),
     [
         ({"prefix_kv": "on"}, 8, "stays at 1, because rollout.prefix_kv: on needs engines of one slot"),
-        ({"quantization": "int8"}, 8, "stays at 1, because rollout.quantization: int8 needs engines of one slot"),
         ({}, 1, "takes 1, the only width that fits nodes, heads, memory and rollout.max_actors"),
     ],
 )

@@ -1,6 +1,6 @@
 """An engine of two members in a process of its own, because torch allows one world size per process.
 
-Writes its answers under two weight versions to the file that is named, then loses a member.
+`members_engine.py FILE KIND`: plain, int8 or adapter. Writes its answers under two weight versions to the file, then loses a member.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import signal
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from asking import FILES, VERSIONS, answer, requests, weights_of
+from test_adapter_engine import SERVED, Trained
 
 from rlhfless_ray.rollout.engine_members import started
 from rlhfless_ray.rollout.engine_settings import EngineSettings
@@ -31,18 +34,26 @@ SETTINGS = EngineSettings(
 )
 
 
-def main(file: Path) -> None:
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "int8": {"quantization": "int8"}, "adapter": {"adapter": SERVED}}
+
+
+def main(file: Path, kind: str) -> None:
+    settings = replace(SETTINGS, **KINDS[kind])
     with tempfile.TemporaryDirectory() as folder:
-        engine = VllmEngine(write_folder(Path(folder), without_weights(FILES["A"])), SETTINGS)
+        engine = VllmEngine(write_folder(Path(folder), without_weights(FILES["A"])), settings)
     found = {}
     for name in "AB":
-        engine.load(next(VERSIONS), weights_of(FILES[name]))
+        if kind == "adapter":
+            engine.load(next(VERSIONS), Trained(FILES["A"], ord(name)).weights, FILES["A"])
+        else:
+            engine.load(next(VERSIONS), weights_of(FILES[name]))
         found[name] = answer(engine, requests())
         engine.park()
         engine.unpark()
     differing = {}
-    engine.load(next(VERSIONS), weights_of(FILES["B"]))
-    for name in "BA":
+    if kind == "plain":
+        engine.load(next(VERSIONS), weights_of(FILES["B"]))
+    for name in "BA" if kind == "plain" else "":
         with tempfile.TemporaryDirectory() as folder:
             differing[name] = engine.differing(write_folder(Path(folder), FILES[name]), SETTINGS, weights_of(FILES[name]))
     file.write_bytes(pickle.dumps(([member.process.pid for member in started], found, differing)))
@@ -52,4 +63,4 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
