@@ -35,14 +35,15 @@ def check_division(
     recipe: Recipe, config: Mapping[str, Any], of_reference: Mapping[str, Any] | None = None, of_critic: Mapping[str, Any] | None = None
 ) -> None:
     """Raise UserError if the policy, or a reference or critic of another config.json, cannot be divided among ranks as the recipe says."""
-    divided = (
-        ("learner", recipe.learner.tensor_parallel, config),
-        ("reference", recipe.reference.tensor_parallel, of_reference or config),
-        ("critic", recipe.critic.tensor_parallel, of_critic or config),
-    )
-    for section, width, model_config in divided:
-        if width > 1 and (why := refusal(model_config, width)):
-            raise UserError(f"{section}.tensor_parallel: {why}")
+    check_width("learner", recipe.learner.tensor_parallel, config)
+    check_width("reference", recipe.reference.tensor_parallel, of_reference or config)
+    check_width("critic", recipe.critic.tensor_parallel, of_critic or config)
+
+
+def check_width(section: str, width: int, config: Mapping[str, Any]) -> None:
+    """Raise UserError if a model with this config.json cannot be divided among `width` ranks. `section`: of the recipe."""
+    if width > 1 and (why := refusal(config, width)):
+        raise UserError(f"{section}.tensor_parallel: {why}")
 
 
 def check_routers(recipe: Recipe, config: Mapping[str, Any]) -> None:

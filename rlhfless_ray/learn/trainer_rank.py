@@ -175,8 +175,11 @@ class TrainerRank:
         self.engine.backward(loss * self.replicas, scale_wrt_gas=False)  # DeepSpeed averages gradients over them
 
     def over_ranks(self, x: Tensor, largest: bool = False) -> Tensor:
-        """Return the sum over the ranks that share a batch (or the maximum of each element), on the host."""
-        if self.replicas == 1:
+        """Return the sum over the ranks that share a batch (or the maximum of each element), on the host.
+
+        Before `open` these are all ranks, and later one of each copy of the model.
+        """
+        if self.ranks == 1 or (self.slices is not None and self.replicas == 1):
             return x.cpu()
         import torch.distributed as dist
 

@@ -293,7 +293,7 @@ class SupervisedRecipe(RecipeFile):
         data = self.data
         if self.min_ranks > self.learner.ranks:
             yield "run.min_ranks: must not exceed learner.ranks"
-        if self.learner.ranks > data.batch_rows:
+        if self.learner.ranks // self.learner.tensor_parallel > data.batch_rows:
             yield "learner.ranks: must not exceed data.batch_rows"
         if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
             yield (
@@ -301,7 +301,12 @@ class SupervisedRecipe(RecipeFile):
                 "small updates need"
             )
         if self.learner.tensor_parallel > 1:
-            yield "learner.tensor_parallel: ranks of a supervised stage divide rows, not matrices; leave it out"
+            if self.lora.rank:
+                yield "learner.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0"
+            if self.task == "kd":
+                yield "learner.tensor_parallel: the matrices of student and teacher are not divided together; set it to 1"
+            if self.min_ranks < self.learner.ranks:
+                yield "run.min_ranks: with learner.tensor_parallel the number of ranks is fixed; leave it out"
         if self.learner.overlap != "auto":
             yield "learner.overlap: a supervised stage has no rollout; leave it out"
         if self.lora != LoraConfig() and not self.lora.rank:

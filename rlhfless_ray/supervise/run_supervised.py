@@ -13,6 +13,7 @@ from rlhfless_ray.common.deadlines import POLL_S, STOP
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.learn.model_checks import check_width
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -35,7 +36,7 @@ from rlhfless_ray.weights.load_policy import (
     other_model,
     quiet_libraries,
 )
-from rlhfless_ray.weights.model_folder import read_files, read_folder, with_dtype, without_weights, write_folder
+from rlhfless_ray.weights.model_folder import config_of, read_files, read_folder, with_dtype, without_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class SupervisedStage:
                 check_writable(Path(path), setting)
         self.model_path, self.files = _initial_model(recipe)
         tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
+        check_width("learner", recipe.learner.tensor_parallel, config_of(self.files))
         self.second = _second_model(recipe, tokenizer)
         if recipe.data.chat_template:
             tokenizer.chat_template = recipe.data.chat_template

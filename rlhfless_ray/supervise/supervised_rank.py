@@ -146,11 +146,15 @@ class SupervisedRank:
         return self.trainer.over_ranks(sums).numpy()
 
     def _cut(self, batch: Batch, examples: Examples, mismatched: bool = False) -> list[MicroBatch]:
-        """Return this rank's micro-batches. kto: of the rows' own responses, or of the `mismatched` responses."""
-        max_tokens = self.recipe.learner.max_micro_batch_tokens
+        """Return this rank's micro-batches. kto: of the rows' own responses, or of the `mismatched` responses.
+
+        Ranks that share a copy of the model have the same ones. Until it is divided, each rank has a whole copy.
+        """
+        max_tokens, width = self.recipe.learner.max_micro_batch_tokens, 1 if self.trainer.slices is None else self.trainer.slices.width
+        place = self.rank // width, self.ranks // width
         if self.task == "kto":
-            return micro_batches(batch, np.arange(int(mismatched), len(batch), 2), max_tokens, None, self.rank, self.ranks)
-        return cut_rows(batch, examples.per_row, max_tokens, self.sharing, self.rank, self.ranks)
+            return micro_batches(batch, np.arange(int(mismatched), len(batch), 2), max_tokens, None, *place)
+        return cut_rows(batch, examples.per_row, max_tokens, self.sharing, *place)
 
     def _sequence_sums(self, module: Any, batch: Batch, cuts: list[MicroBatch]) -> Tensor:
         """Return log-probabilities summed over tokens, (sequences,), on the host and without gradient. Sequences of other ranks have 0."""

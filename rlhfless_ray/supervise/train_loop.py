@@ -149,7 +149,10 @@ class _Loop:
                 "step_s": seconds,
             }
             stops = self.post("step", (done, row, result.skipped, end_s))
-        return bool(self.work.trainer.over_ranks(torch.tensor([float(stops)])).item()) if self.ranks > 1 else stops
+        flag = torch.tensor([float(stops)], device=self.work.device)
+        if self.ranks > 1:
+            torch.distributed.all_reduce(flag)
+        return bool(flag.item())
 
     def _evaluate(self, heldout: Examples, done: int) -> None:
         begin = time.time()

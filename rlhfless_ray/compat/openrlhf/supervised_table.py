@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.compat.openrlhf.flag_semantics import BUDGET, DIVIDED, DTYPES, stored_dtype
+from rlhfless_ray.compat.openrlhf.flag_semantics import BUDGET, DIVIDED, DTYPES, MATRICES, stored_dtype
 from rlhfless_ray.compat.openrlhf.launcher_flags import NO_NUMBERS, FlagRule, Values, only, probabilities, row
 
 SFT, RM, DPO, KTO, KD, PRM = "train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"
@@ -153,7 +153,7 @@ RULES: tuple[FlagRule, ...] = (
             ("ref.offload", "ref_offload", "the reference's log-probabilities are computed once, before the first step"),
         ]
     ],
-    row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "hint", reading=DIVIDED),
+    row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "hint", reading=MATRICES),
     row("ds.ring_attn_size", "ring_attn_size", "hint", reading=DIVIDED),
     row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=DIVIDED),
     # optimizer
