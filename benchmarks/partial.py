@@ -31,6 +31,7 @@ MODES = {
     SYNCHRONOUS: [],
     "continue, lag 1": ["rollout.partial=continue", "rollout.max_lag_steps=1"],
     "continue, lag 2": ["rollout.partial=continue", "rollout.max_lag_steps=2", "rollout.oversample=2"],
+    "continue, lag 2, KV kept": ["rollout.partial=continue", "rollout.max_lag_steps=2", "rollout.oversample=2", "rollout.partial_kv=keep"],
     "ahead, lag 1": [*AHEAD, "rollout.max_lag_steps=1"],
     "ahead, lag 2": [*AHEAD, "rollout.max_lag_steps=2", "rollout.oversample=2"],
     "restart, lag 2": ["rollout.partial=restart", "rollout.max_lag_steps=2", "rollout.oversample=2"],

@@ -49,6 +49,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()  # in addition to those that end every response
     top_p: float = 1.0  # total probability of the most likely tokens that are sampled from; not used for greedy requests
     min_tokens: int = 0  # nothing ends the response before this many tokens
+    cache_version: int | None = None  # weight version that names the KV of its context; None: the engine's
 
 
 @dataclass

@@ -120,8 +120,9 @@ class Repeated(Runtime):
 
 
 def with_agent(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Add an agent of three turns."""
-    (folder / "agent.py").write_text(AGENT)
+    """Add an agent of two to four turns, so that a step's end finds episodes in the middle."""
+    assert AGENT.count("self.turn == 3") == 1
+    (folder / "agent.py").write_text(AGENT.replace("self.turn == 3", "self.turn == 2 + sum(str(states['label']).encode()) % 3"))
     return tree | {"reward": {}, "agent": {"path": str(folder / "agent.py"), "max_tokens": 400, "turn_tokens": 60}}
 
 
@@ -161,6 +162,66 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
                     np.testing.assert_allclose(sample.completion.logprobs, same.completion.logprobs, atol=1e-5)
     if recipe.rollout.max_lag_steps == 1:
         assert not any(row["partial/in_flight_groups"] for row in told), "each step trains the groups that were begun for it"
+
+
+def under_kept_kv(folder: Path, model: Any, sample: Sample) -> np.ndarray:
+    """Log-probabilities of a response whose context each version computed as far as it drew: from the reference's own KV cache."""
+    completion, cache, found = sample.completion, None, list[np.ndarray]()
+    tokens = torch.tensor([[*sample.prompt.token_ids, *completion.token_ids.tolist()]])
+    at, computed = len(sample.prompt.token_ids), 0
+    for version, count in completion.versions:
+        name = "model.safetensors"
+        weights = load_file(folder / "checkpoints" / f"step_{version}" / name)
+        model.load_state_dict({key: torch.from_numpy(value) for key, value in weights.items()}, strict=False)
+        end = at + count - 1  # the last token that a version draws is computed by the next one
+        with torch.no_grad():
+            out = model(tokens[:, computed:end], past_key_values=cache, use_cache=True)
+        logprobs = out.logits[0, at - 1 - computed :].log_softmax(-1).numpy()
+        found.append(logprobs[np.arange(count), completion.token_ids[at - len(sample.prompt.token_ids) :][:count]])
+        cache, computed, at = out.past_key_values, end, at + count
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("case", ["in turn", "ahead, engines without prefix KV"])
+def test_a_response_keeps_the_kv_of_older_weights(tmp_path: Path, case: str) -> None:
+    more = AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1, "rollout__prefix_kv": "off"} if case != "in turn" else {}
+    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL | more, rollout__partial_kv="keep", rollout__block_size=32))
+    with (LongUpdate if more else Runtime)(recipe) as run:
+        steps = list(run)
+    folder = tmp_path / "runs" / "small"
+    told = rows(folder)
+    continued, kept, computed = (sum(row[f"partial/{name}"] for row in told) for name in ("continued", "kept_tokens", "recomputed_tokens"))
+    assert continued > 0 and computed == continued, "one token of each continued response is computed: its last"
+    assert kept > 10 * continued
+    files, _ = initial_policy(recipe)
+    with as_folder(files) as initial:
+        model = load_model(initial, "float32", False)
+    (folder / "checkpoints" / "step_0").mkdir(exist_ok=True)
+    (folder / "checkpoints" / "step_0" / "model.safetensors").write_bytes(bytes(files["model.safetensors"]))
+    mixed = [sample for step in steps for sample in step.samples if len(sample.completion.versions) > 1]
+    assert mixed
+    for sample in mixed:
+        np.testing.assert_allclose(sample.completion.logprobs, under_kept_kv(folder, model, sample), atol=1e-4)
+
+
+def test_lost_pages_are_computed_under_the_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their ticket is unknown to the engine. The run goes on, and its log-probabilities are those of the versions alone."""
+    import rlhfless_ray.rollout.kept_pages as keeping
+
+    monkeypatch.setattr(keeping.KeptPages, "pages", lambda self, requests: ())
+    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL, rollout__partial_kv="keep", functions__keep_alive_s=0.0))
+    with Runtime(recipe) as run:
+        steps = list(run)
+    told = rows(tmp_path / "runs" / "small")
+    assert sum(row["partial/recomputed_tokens"] for row in told) > 10 * sum(row["partial/continued"] for row in told) > 0
+    under = recomputed(recipe, tmp_path / "runs" / "small", steps)
+    for step in steps:
+        for sample in step.samples:
+            wanted, at = list[float](), 0
+            for version, tokens in sample.completion.versions:
+                wanted += under[id(sample)][version][at : at + tokens].tolist()
+                at += tokens
+            np.testing.assert_allclose(sample.completion.logprobs, wanted, atol=1e-4)
 
 
 class Struck(Runtime):

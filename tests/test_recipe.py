@@ -437,7 +437,7 @@ def test_engines_in_8_bits_need_importance_weights_and_a_device_that_has_them() 
     assert Recipe.parse(merged(("rollout.quantization", False))).rollout.quantization == "off"
 
 
-@pytest.mark.parametrize("set_too", [("rollout.prefix_kv", "on"), ("rollout.quantization", "int8"), ("lora.publish", "adapter")])
+@pytest.mark.parametrize("set_too", [("rollout.prefix_kv", "on"), ("rollout.partial_kv", "keep")])
 def test_what_engines_of_several_slots_cannot_do_is_named(set_too: tuple[str, Any]) -> None:
-    said = refused(("rollout.tensor_parallel", 2), ("lora.rank", 4), set_too)
+    said = refused(("rollout.tensor_parallel", 2), ("rollout.partial", "continue"), ("rollout.max_lag_steps", 1), set_too)
     assert f"{set_too[0]}: {set_too[1]} needs engines of one slot" in said and "rollout.tensor_parallel to 1" in said

@@ -69,6 +69,8 @@ class StepCosts:
         Slots of the learner.
     ahead : bool
         Whether a rollout begins beside the update of the step before it.
+    recomputes : bool
+        Whether the context of a response that continues in the next step is computed again.
     """
 
     speed: Speed
@@ -77,6 +79,7 @@ class StepCosts:
     learn_s: float
     learn_slots: int
     ahead: bool = False
+    recomputes: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def steady_step(groups: np.ndarray, quota: int, share: float, bound: int, costs:
             count += 1
         decoded = np.minimum(left, ends[order[count - 1]])
         context = decoded * (costs.prompt_tokens + made) + decoded**2 / 2
-        again = (costs.prompt_tokens + made)[(made > 0) & (decoded > 0)].sum() * speed.prefill_s
+        again = (costs.prompt_tokens + made)[(made > 0) & (decoded > 0)].sum() * speed.prefill_s * costs.recomputes
         seconds = speed.base_s * decoded.max() + (speed.per_seq_s * decoded.sum() + speed.per_ctx_s * context.sum() + again) / costs.engines
         drawn[:, :, step] = decoded
         of_batch = drawn[chosen]

@@ -47,6 +47,7 @@ def choose_oversample(autoscaler: Autoscaler, step: Step, stale_cost: float) -> 
         learn_s,
         autoscaler.learner_slots * recipe.learner.ranks,
         recipe.rollout.ahead,
+        recipe.rollout.partial_kv == "recompute",
     )
     bound, prefer = recipe.rollout.max_lag_steps, recipe.objective.prefer
     return autoscaler.safely(

@@ -214,6 +214,13 @@ class Recipe(RecipeFile):
     def _mistakes_in_partial_rollouts(self) -> Iterator[str]:
         """Check responses that outlive a step."""
         rollout = self.rollout
+        if rollout.partial_kv == "keep":
+            if rollout.partial != "continue":
+                raise ValueError("rollout.partial_kv: only responses that continue have KV to keep; set rollout.partial to continue")
+            if self.agent.path:
+                raise ValueError("rollout.partial_kv: an agent plays an unfinished episode again from its beginning, so leave it out")
+            if self.lora.publish == "adapter":
+                raise ValueError("rollout.partial_kv: engines that hold an adapter keep no KV pages; set lora.publish to merged")
         if rollout.partial == "off":
             if rollout.max_lag_steps > 1:
                 yield (
@@ -268,10 +275,8 @@ class Recipe(RecipeFile):
         rollout, values = self.rollout, {}
         if rollout.prefix_kv == "on":
             values["rollout.prefix_kv"] = ("on", "leave it out")
-        if rollout.quantization != "off":
-            values["rollout.quantization"] = (str(rollout.quantization), "leave it out")
-        if self.lora.publish == "adapter":
-            values["lora.publish"] = ("adapter", "set merged")
+        if rollout.partial_kv == "keep":
+            values["rollout.partial_kv"] = ("keep", "leave it out")
         return values
 
     @property

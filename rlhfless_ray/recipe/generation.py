@@ -16,7 +16,10 @@ from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.rollout_sections import RolloutConfig
 
 OF_LEARNING = ("task", "data", "loss", "algorithm", "learner", "critic", "reference", "lora", "ema", "checkpoint", "save")
-OF_STEPS = {"run": ("steps", "episodes", "epochs"), "rollout": ("max_lag_steps", "partial", "oversample", "ahead", "agreement")}
+OF_STEPS = {
+    "run": ("steps", "episodes", "epochs"),
+    "rollout": ("max_lag_steps", "partial", "partial_kv", "oversample", "ahead", "agreement"),
+}
 FIXED: dict[str, dict[str, Any]] = {
     "run": {"episodes": 1},
     "learner": {"overlap": "off", "zero_stage": 1},

@@ -69,13 +69,17 @@ class RolloutConfig(Section):
     weights, so they must be on."""
     partial: Annotated[Literal["off", "continue", "restart"], OffIsAWord] = "off"
     """End a step's rollout as soon as `prompts.batch_prompts` groups are complete. `continue`: unfinished responses of other groups
-    continue in the next step from their last token, under the new weights, and their KV cache is computed again. An agent plays its
-    episode again and gets the same replies, up to its last whole turn. `restart`: unfinished responses begin again. `off`: a rollout
-    ends with its longest response. `continue` and `restart` need `max_lag_steps` of at least 1."""
+    continue in the next step from their last token, under the new weights (see `partial_kv`). An agent plays its episode again and
+    gets the same replies, up to its last whole turn. `restart`: unfinished responses begin again. `off`: a rollout ends with its longest
+    response. `continue` and `restart` need `max_lag_steps` of at least 1."""
     oversample: Literal["auto"] | float = "auto"
     """With `partial`: groups generated at once in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1, or
     to `max_lag_steps` with `ahead`. `auto`: chosen in each step from forecasts, measured speeds and the measured loss of learning value
     of old tokens; 1.5 in the first step, or that limit if it is lower."""
+    partial_kv: Literal["recompute", "keep"] = "recompute"
+    """With `partial: continue`: the KV cache of a response that continues under new weights. `recompute`: it is computed again under
+    them. `keep`: it stays as the older weights computed it, which saves this time. Each token's log-probability remains that of the
+    distribution that drew it, so importance weights correct for the difference. Engines keep KV pages for it, as for `prefix_kv`."""
     ahead: bool = False
     """With `partial: continue`: the next step's responses begin while the learner works, so that engines and learner hold slots at
     once. After the update, unfinished responses continue under the new weights. Without `partial`, a lag always means this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,12 @@ import numpy as np
 from rlhfless_ray.types import Request
 
 NO_CALL = 0  # epoch of no call: a command for it only brings pages
+_tickets = itertools.count(1)
+
+
+def new_ticket() -> int:
+    """Return a number that no KV pages were kept under yet."""
+    return next(_tickets)
 
 
 @dataclass(frozen=True)

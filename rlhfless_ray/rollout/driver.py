@@ -23,6 +23,7 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.control_queue import EngineCommand
 from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls
 from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
+from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into, fetch_weights
@@ -54,6 +55,7 @@ class RolloutDriver:
         before: Completions that earlier rollouts generated for some of the requests, finished or not.
         is_enough: Whether the rollout may end, given the finished keys in order. Unfinished requests are cut then.
         drafts: Data for drafts that engines share.
+        kept: KV pages of responses that earlier rollouts began. None: their contexts are computed again.
         shared: Takes slots from other runs of the cluster, and gives slots to them. None: there are no others.
     """
 
@@ -76,15 +78,18 @@ class RolloutDriver:
         before: Sequence[Completion] = (),
         is_enough: Callable[[Collection[int]], bool] = lambda finished: False,
         drafts: SharedDrafts | None = None,
+        kept: KeptPages | None = None,
         shared: SharedSlots | None = None,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
         self.drained, self.give_back, self.on_progress, self.migration = drained, give_back, on_progress, migration
         self.listener, self.shared = listener, shared
-        self.token_log = TokenLog(requests, before)
+        self.token_log, self.kept = TokenLog(requests, before, kept is not None), kept
+        if kept is not None:
+            kept.begin(self.token_log)
         self.is_enough, self.stopping = is_enough, False
-        self.calls = EngineCalls(pool, self.token_log, interval_s, drafts)
+        self.calls = EngineCalls(pool, self.token_log, interval_s, drafts, kept)
         if drafts is not None:
             drafts.begin(self.token_log)
         self.migrations = InflightMigrations(self.calls, self.token_log, expected)
@@ -137,6 +142,8 @@ class RolloutDriver:
             self.decide_moves()
             if self.listener is not None and self.has_work:
                 self.listener.poll(self.tail_s(), self.decide_lease)
+        if self.kept is not None:
+            self.kept.end()
         if self.stopping:
             self.result.unfinished = self.unfinished()
         elif missing := self.token_log.missing:
@@ -154,8 +161,11 @@ class RolloutDriver:
                 self.cut_owed(call)
 
     def cut_owed(self, call: EngineCall) -> None:
-        if keys := tuple(self.token_log.requests[i].key for i in self.token_log.owed(call.number).tolist()):
-            self.calls.send_command(call, EngineCommand(cut=keys, what="go on in the next step"))
+        owed = self.token_log.owed(call.number)
+        cuts = self.kept.cuts(call.number, owed, self.token_log) if self.kept is not None else {0: owed.tolist()}
+        for ticket, indices in cuts.items():
+            if keys := tuple(self.token_log.requests[i].key for i in indices):
+                self.calls.send_command(call, EngineCommand(cut=keys, what="go on in the next step", ticket=ticket))
 
     # ---- sources of requests; a multi-turn rollout overrides these ------------------------------------------------
 
@@ -238,7 +248,11 @@ class RolloutDriver:
             if self.migration is not None:
                 self.migration.observe(moved.context_tokens, moved.pause_s, moved.how)
         call.assigned.difference_update(cut.tolist())
+        if self.kept is not None:
+            self.kept.observe(deltas.computed)
         if self.stopping:
+            if self.kept is not None:
+                self.kept.receive(call.number, call.instance.actor, cut, self.token_log)
             self.cut_owed(call)
         else:
             self.migrations.forward(cut)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle
 from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_members import members_memory_mb, start_members
@@ -25,6 +24,7 @@ from rlhfless_ray.weights.tensor_file import Files
 
 PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them again takes no longer
 POLL_S = 0.002  # interval of looking for pages that the engine copies after its current step
+ANY_VERSION = ""  # of pages that go from engine to engine: each address names the version of its page
 DRAFTER_S = 5.0  # timeout for the drafter's weights; without them an engine drafts with its older ones
 
 
@@ -168,12 +168,11 @@ class RolloutActor:
         pages = self.engine.kept.pop(ticket, None)
         if not pages:
             return None
-        start = self.engine.pages.layout.start(salt(self.engine.version))
-        return Bundle.seal(start, list(pages), np.stack(list(pages.values())))
+        return Bundle.seal(self.engine.pages.layout.start(ANY_VERSION), list(pages), np.stack(list(pages.values())))
 
     def _add_pages(self, bundle: Bundle) -> None:
-        """Keep pages of requests to come until the end of the call. Pages of another version or model are refused."""
-        self.engine.pages.put(bundle, salt(self.engine.version), set(bundle.addresses))
+        """Keep pages of requests to come until the end of the call. Pages of another model are refused."""
+        self.engine.pages.put(bundle, ANY_VERSION, set(bundle.addresses))
         self.carried += bundle.addresses
 
     def _fetch(self, pages: Sequence[Any]) -> None:

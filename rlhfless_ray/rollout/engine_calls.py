@@ -15,6 +15,7 @@ import ray
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.control_queue import EngineCommand
+from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.token_log import TokenLog
 
@@ -40,8 +41,10 @@ class EngineCall:
 class EngineCalls:
     """Engines by number, in the order in which they joined. A number is never reused."""
 
-    def __init__(self, pool: WorkerPool, token_log: TokenLog, interval_s: float, drafts: SharedDrafts | None = None) -> None:
-        self.pool, self.token_log, self.interval_s, self.drafts = pool, token_log, interval_s, drafts
+    def __init__(
+        self, pool: WorkerPool, token_log: TokenLog, interval_s: float, drafts: SharedDrafts | None = None, kept: KeptPages | None = None
+    ) -> None:
+        self.pool, self.token_log, self.interval_s, self.drafts, self.kept = pool, token_log, interval_s, drafts, kept
         self.engines: list[Instance] = []  # by number
         self.running: dict[Any, EngineCall] = {}  # by the call's generator
 
@@ -65,6 +68,8 @@ class EngineCalls:
         """Let an engine continue these requests: in its running call, or in a new one. `pages`: references to their KV pages."""
         instance, call = self.engines[number], self.find(number)
         requests = self.token_log.assign(indices, number)
+        if self.kept is not None and not pages:
+            pages = self.kept.pages(requests)
         drafts = self.drafts.for_call(number, instance.id, indices.tolist()) if self.drafts is not None else None
         if call is not None:
             self.send_command(call, EngineCommand(add=tuple(requests), what=what, pages=pages, drafts=drafts))

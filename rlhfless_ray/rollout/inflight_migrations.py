@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlhfless_ray.rollout.control_queue import NO_CALL, EngineCommand
+from rlhfless_ray.rollout.control_queue import NO_CALL, EngineCommand, new_ticket
 from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls, count_sequences
 from rlhfless_ray.rollout.migration_policy import MigrationRequest
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
@@ -19,7 +18,6 @@ from rlhfless_ray.rollout.token_log import TokenLog
 
 COPY_TOKENS = 256  # shortest context whose full blocks are copied before the cut: a copy costs messages, and saves a transfer
 COPY_S = 2.0  # timeout for the copy
-_tickets = itertools.count(1)  # identify KV pages that an engine keeps for the next one
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,11 @@ class InflightMigrations:
         call = self.calls.find(move.source)
         if call is None:
             return
-        now, ticket, requests = time.monotonic(), next(_tickets) if move.how == "pages" else 0, move.requests.tolist()
+        now, ticket, requests = time.monotonic(), new_ticket() if move.how == "pages" else 0, move.requests.tolist()
         for i in requests:
             self.leaving[i] = _Route(move.source, move.target, now, move.reason, ticket)
         if ticket and int((self.token_log.prompt[requests] + self.token_log.length[requests]).max()) >= COPY_TOKENS:
-            copied = next(_tickets)
+            copied = new_ticket()
             keys = tuple(self.token_log.requests[i].key for i in requests)
             self.calls.send_command(call, EngineCommand(copy=keys, what=f"copy {count_sequences(len(keys))}", ticket=copied))
             pages = call.instance.actor.hand_over.options(concurrency_group="pages").remote(copied, COPY_S)

@@ -20,6 +20,7 @@ from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
@@ -50,6 +51,7 @@ class RolloutStage:
         prefix: PrefixPages | None = None,
         agents: AgentProcesses | None = None,
         drafter: TrainedDrafter | None = None,
+        kept: KeptPages | None = None,
         on_end_near: Callable[[float, Slot], None] = lambda seconds, slot: None,
     ) -> None:
         """Create the stage.
@@ -59,12 +61,13 @@ class RolloutStage:
             prefix: sends engines KV pages of their prompts.
             agents: processes of the agents in multi-turn rollouts.
             drafter: a draft model that is trained on the responses.
+            kept: KV pages of responses that continue in the next step.
             on_end_near: called with the seconds until the rollout ends and a slot that will be free then.
         """
         self.context, self.pool, self.publisher, self.on_end_near = context, pool, publisher, on_end_near
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
-        self.prefix, self.agents, self.drafter = prefix, agents, drafter
+        self.prefix, self.agents, self.drafter, self.kept = prefix, agents, drafter, kept
         self.traffic = WeightTraffic()
         self.drafts = SharedDrafts() if context.recipe.rollout.speculation != "off" else None
         rollout = context.recipe.rollout
@@ -240,6 +243,7 @@ class RolloutStage:
         optional: dict[str, Any] = {}
         if partial_batch is not None:
             optional = {"before": partial_batch.before(), "is_enough": lambda finished: partial_batch.is_enough(finished) or until()}
+            optional["kept"] = self.kept
         if self.drafts is not None and self.drafter is not None:
             self.drafts.weights = self.drafter.version, self.drafter.weights
         shared = optional["shared"] = self._shared_slots() if migration is not None else None

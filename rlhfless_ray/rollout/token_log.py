@@ -22,9 +22,14 @@ class TokenLog:
     NO_ENGINE.
     """
 
-    def __init__(self, requests: list[Request], before: Sequence[Completion] = ()) -> None:
-        """`before`: completions of earlier rollouts for some of the requests, finished or not."""
-        self.requests = requests
+    def __init__(self, requests: list[Request], before: Sequence[Completion] = (), keeps_kv: bool = False) -> None:
+        """Create the record.
+
+        Args:
+            before: completions of earlier rollouts for some of the requests, finished or not.
+            keeps_kv: whether a response keeps the KV of the weights under which it began.
+        """
+        self.requests, self.keeps_kv = requests, keeps_kv
         keys = np.array([request.key for request in requests], np.int64)
         order = np.argsort(keys, kind="stable")
         columns = {
@@ -103,7 +108,8 @@ class TokenLog:
         """Return the request with its tokens so far."""
         if not self.length[i]:
             return self.requests[i]
-        return replace(self.requests[i], generated=tuple(self._joined(i)[0].tolist()))
+        began_under = self._versions[i][0][0] if self.keeps_kv else None
+        return replace(self.requests[i], generated=tuple(self._joined(i)[0].tolist()), cache_version=began_under)
 
     def accept(self, engine: int, name: str, deltas: TokenDeltas) -> tuple[np.ndarray, np.ndarray]:
         """Record an engine's deltas. `name`: the engine's name in messages.

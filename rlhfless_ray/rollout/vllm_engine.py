@@ -238,7 +238,7 @@ class VllmEngine:
             self.pages.request_save(names)
         self.engine.abort_request([str(number) for number in self.live.cut(command.cut)])
         if self.pages is not None and keep:
-            self.kept[command.ticket] = self.pages.take_saved(names)
+            self.kept.setdefault(command.ticket, {}).update(self.pages.take_saved(names))  # a cut may be sent twice
         if command.copy and self.pages is not None:
             self.kept[command.ticket] = self._copy_pages(command.copy)
         added = self._add(command.add)
@@ -291,8 +291,9 @@ class VllmEngine:
                 extra_args=extra,
             )
             tokens = [*request.token_ids, *request.generated]
+            version = self.version if request.cache_version is None else request.cache_version
             # the form that vLLM's renderer returns, which would process every prompt again
-            prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.version or 0)}
+            prompt: Any = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(version or 0)}
             self.engine.add_request(str(number), prompt, params, lora_request=self.adapter_request)
             added.add(number)
         return added

@@ -79,12 +79,19 @@ class PartialRollouts:
         none = Completion(sample.completion.key, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, version)
         return Sample(sample.prompt, sample.sample, none)
 
-    def count(self, batch: PartialBatch, samples: list[Sample], ahead: bool) -> None:
-        """Count continued responses for the metrics. `samples`: of all groups, by key. `ahead`: the rollout was beside an update."""
+    def count(self, batch: PartialBatch, samples: list[Sample], ahead: bool, kept_tokens: int = 0) -> None:
+        """Count continued responses for the metrics.
+
+        Args:
+            samples: of all groups, by key.
+            ahead: whether the rollout was beside an update.
+            kept_tokens: tokens of their contexts whose KV was kept.
+        """
         continued = batch.unfinished & (batch.made > 0)
         prompts = np.repeat([len(group.prompt.token_ids) for group in batch.groups], batch.count)
         self.counts["continued"] += int(continued.sum())
-        self.counts["recomputed_tokens"] += int((prompts + batch.made)[continued].sum())
+        self.counts["recomputed_tokens"] += int((prompts + batch.made)[continued].sum()) - kept_tokens
+        self.counts["kept_tokens"] += kept_tokens
         if ahead:
             self.counts["ahead_tokens"] += sum(len(sample.completion.token_ids) for sample in samples) - int(batch.made.sum())
 
@@ -125,9 +132,13 @@ class PartialRollouts:
             "partial/oversample_reason": self.reason,
             "partial/in_flight_groups": len(self.in_flight),
             "partial/in_flight_tokens": sum(len(s.completion.token_ids) for group in self.in_flight for s in group.samples),
-            **{f"partial/{name}": self.counts[name] for name in COUNTS + ("ahead_tokens",) * self.rollout.ahead},
+            **{f"partial/{name}": self.counts[name] for name in self._names()},
         }
         return trained, metrics
+
+    def _names(self) -> tuple[str, ...]:
+        keeps = self.rollout.partial_kv == "keep"
+        return COUNTS + ("kept_tokens",) * keeps + ("ahead_tokens",) * self.rollout.ahead
 
     @staticmethod
     def state(groups: list[Group]) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, create_worker_pools
+from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, check_kept_kv, create_worker_pools
 from rlhfless_ray.types import Step
 from rlhfless_ray.weights.load_policy import (
     cache_policy,
@@ -115,6 +115,7 @@ class Runtime(StepOperations):
         if recipe.policy.path and self.actor_classes().computes:
             check_family(self.files)
         check_adapter(recipe, self.files)
+        check_kept_kv(recipe, self.files)
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
         check_routers(recipe, config_of(self.files))
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None

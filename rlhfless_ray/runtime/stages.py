@@ -13,9 +13,11 @@ from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.prefix.prefix_stage import PrefixStage
+from rlhfless_ray.prefix.supported_models import page_bytes
 from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.reward.source import Source
+from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
@@ -68,6 +70,7 @@ class Stages:
             prefix=prefix,
             agents=agents,
             drafter=TrainedDrafter(context, worker_pools.drafter) if worker_pools.drafter is not None else None,
+            kept=_kept_pages(context, files) if context.recipe.rollout.partial_kv == "keep" else None,
             on_end_near=score.prepare,
         )
         return cls(faults, prefix, rollout, score, learn, agents)
@@ -113,22 +116,34 @@ def _agents(context: RunContext, source: AgentSource, files: Files, longest_prom
     return agents
 
 
-def _prefix(context: RunContext, worker_pools: WorkerPools, files: Files, private: bool) -> PrefixStage | None:
+def _kept_pages(context: RunContext, files: Files) -> KeptPages:
+    rollout = context.recipe.rollout
+    return KeptPages(rollout.samples_per_prompt, rollout.block_size, _page_bytes(context, files), _store_bytes())
+
+
+def _page_bytes(context: RunContext, files: Files) -> int:
+    recipe = context.recipe
+    return page_bytes(config_of(files), VALUE_BYTES[recipe.policy.dtype], recipe.rollout.block_size)
+
+
+def _store_bytes() -> int:
     import ray
 
-    from rlhfless_ray.prefix.supported_models import page_bytes
+    return int(ray.cluster_resources().get("object_store_memory", 0))
 
+
+def _prefix(context: RunContext, worker_pools: WorkerPools, files: Files, private: bool) -> PrefixStage | None:
     if worker_pools.prefill is None:
         return None
-    rollout, size = context.recipe.rollout, VALUE_BYTES[context.recipe.policy.dtype]
+    rollout = context.recipe.rollout
     return PrefixStage(
         context,
         worker_pools.prefill,
         rollout.prefix_kv,
         run_id=context.leases.run_id,
         block_size=rollout.block_size,
-        page_bytes=page_bytes(config_of(files), size, rollout.block_size),
-        store_bytes=int(ray.cluster_resources().get("object_store_memory", 0)),
+        page_bytes=_page_bytes(context, files),
+        store_bytes=_store_bytes(),
         blocked=worker_pools.prefix_blocked,
         max_instances=context.max_actors,
         private=private,

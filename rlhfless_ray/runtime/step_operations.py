@@ -198,7 +198,8 @@ class StepOperations(CheckpointedRun):
         Returns nothing if the rollout was beside an update that ended before enough groups were complete. It continues then.
         """
         self.record.completion_order(self.partial_rollouts.rollout_name(step.number, self.in_update), batch, samples)
-        self.partial_rollouts.count(batch, samples, self.in_update)
+        kept = self.rollout_stage.kept.take_tokens() if self.rollout_stage.kept is not None else 0
+        self.partial_rollouts.count(batch, samples, self.in_update, kept)
         if self.in_update:
             self.begun_ahead, self.cursor_after = batch.with_samples(samples), self.cursor.state()
         if batch.chosen is None:

@@ -97,7 +97,8 @@ def create_worker_pools(
         recipe = with_publish(recipe, files, resource)
     shares_kv = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
     unshared = _no_pages(recipe, files) if shares_kv else None
-    engine = engine_settings(recipe, longest_prompt_tokens, resource, shares_kv and unshared is None)
+    keeps_pages = (shares_kv and unshared is None) or recipe.rollout.partial_kv == "keep"
+    engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages)
     config = ray.put(without_weights(files))
     drafter = [ray.put(drafter_files)] if drafter_files else []
     make = PoolMaker(recipe, resource, files, ledger, folder, say, source)
@@ -125,7 +126,7 @@ def _no_pages(recipe: Recipe, files: Files) -> str | None:
 def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
     """Return the recipe with `lora.publish` resolved to `merged` or `adapter`."""
     lora = recipe.lora
-    served = why_not_served(recipe, files) is None
+    served = why_not_served(recipe, files) is None and recipe.rollout.partial_kv != "keep"
     publish = choose_publish(lora.publish, served, resource, parameter_count(files), recipe.rollout.max_tokens)
     return recipe.model_copy(update={"lora": lora.model_copy(update={"publish": publish})})
 
@@ -136,8 +137,11 @@ def check_adapter(recipe: Recipe, files: Files) -> None:
         raise UserError(f"lora.publish: {reason}; set merged or auto")
 
 
+def check_kept_kv(recipe: Recipe, files: Files) -> None:
+    """Raise UserError if `rollout.partial_kv: keep` asks for KV pages that the policy's layers cannot have."""
+    if recipe.rollout.partial_kv == "keep" and (reason := unsupported(config_of(files))):
+        raise UserError(f"rollout.partial_kv: the KV of this policy cannot be kept, because {reason}; set recompute")
+
+
 def why_not_served(recipe: Recipe, files: Files) -> str | None:
-    width = recipe.rollout.tensor_parallel
-    if width != 1 and (width != "auto" or recipe.lora.publish == "auto"):  # with a set `adapter`, an automatic width stays at 1
-        return f"engines of rollout.tensor_parallel = {width} cannot hold adapters"
     return not_served(config_of(files).get("model_type", ""), recipe.lora.rank, recipe.lora.target_modules)

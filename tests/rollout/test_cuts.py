@@ -181,7 +181,7 @@ def test_what_ends_or_changes_a_response_does_so_across_cuts(
 
 def test_every_setting_of_a_request_is_seen_across_a_cut() -> None:
     """A field that is added needs a case above, or must not be one: what counts tokens or looks back at them would begin anew."""
-    not_settings = {"key", "token_ids", "seed", "generated", "awaited"}
+    not_settings = {"key", "token_ids", "seed", "generated", "awaited", "cache_version"}
     assert {f.name for f in fields(Request)} - not_settings == {
         "max_tokens",
         "stop",
