@@ -309,7 +309,8 @@ def day(folder: Path, options: Any) -> tuple[dict[str, Any], list[Target]]:
     bad = [one.name for one, fate in zip(processes, fates, strict=True) if fate == "ends" and codes[one.name] != 0]
     if bad:
         raise RuntimeError(f"{bad[0]}: {(folder / f'{bad[0]}.log').read_text()[-1500:]}")
-    whole = [folder / "runs" / one.name for one in processes if (folder / "runs" / one.name / RUN_FILE).exists()]
+    folders = [folder / "runs" / one.name for one in processes]  # a run that was ended at its start has no ledger
+    whole = [one for one in folders if (one / RUN_FILE).exists() and (one / "ledger.csv").exists()]
     found = audit(whole, {**status, "past": [past for past in status["past"] if fates[int(past["name"][3:])] != "killed"]})
     content = {
         "runs": count,

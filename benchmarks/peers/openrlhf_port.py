@@ -1,7 +1,7 @@
-"""OpenRLHF 0.11.2 on CPU cores: an environment of its own, with changes in seven of its files and a stand-in for `flash_attn`.
+"""OpenRLHF 0.11.2 on CPU cores: an environment of its own, with changes in eight of its files and a stand-in for `flash_attn`.
 
 OpenRLHF needs GPUs. The changes replace calls of `torch.cuda`, the kind of the device mesh, and the transport of weights from the
-learner to the engines. Nothing that decides what is learned is changed.
+learner to the engines. One repairs a fault that decides what is learned, see `NORMALIZED`. Nothing else that does is changed.
 """
 
 from __future__ import annotations
@@ -63,9 +63,16 @@ LOAD = """        if not hasattr(self, "_received"):
                 seen.add(id(held))
 """
 
+# Transformers 5 builds a model without memory, and then allocates buffers that no file contains. The mean and standard deviation of a
+# reward model, which its constructor reads from config.json, are whatever that memory held: rewards of -5e15 were measured.
+NORMALIZED = """    set_z3_leaf_modules(model, detect_hybrid=False)
+    model.mean[0], model.std[0] = getattr(config, "mean", 0.0), getattr(config, "std", 1.0)
+"""
+
 # file of the package: (text, replacement) of each change; "" is the end of the file
 CHANGES: dict[str, list[tuple[str, str]]] = {
     "__init__.py": [("", DEVICE)],
+    "models/model.py": [("    set_z3_leaf_modules(model, detect_hybrid=False)\n", NORMALIZED)],
     "utils/deepspeed/deepspeed.py": [('"cuda", (dp_size,', '"cpu", (dp_size,')],
     "trainer/ppo_utils/replay_buffer.py": [('torch.device(f"cuda:{torch.cuda.current_device()}")', "torch.cuda.current_device()")],
     "utils/distributed_util.py": [("", PROCESS_GROUP)],
