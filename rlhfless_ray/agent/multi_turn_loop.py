@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfless_ray.reward.values import unwrap
@@ -65,38 +66,22 @@ async def play(
     Raises AgentError for a first observation that leaves no room (it is never truncated), an invalid result, and sampling
     parameters that change the distribution that is trained.
     """
-    reset = await _await_with_limit(agent.reset({"observation": prompt, "label": label}), step_timeout_s, "reset")
-    if not isinstance(reset, Mapping) or not isinstance(reset.get("observation"), str):
-        raise AgentError("`reset` must return a dict with the text `observation`")
-    text: str = reset["observation"]
-    tokens: list[int] = _tokens(tokenizer, text)
+    text = await _first_observation(agent, prompt, label, step_timeout_s)
+    tokens = _tokens(tokenizer, text)
     if not 0 < len(tokens) < max_length:
         raise AgentError(f"the first observation has {len(tokens)} tokens, which leaves no room for an action within {max_length}")
     given, sampling_params = sampling_params, deepcopy(sampling_params)
-    ranges: list[tuple[int, int]] = []
-    logprobs: list[float] | None = None if sampling_params.logprobs is None else [0.0] * len(tokens)
-    logs: Any = {}
-    reward, score, truncated = 0.0, None, False
-    while len(tokens) < max_length and (max_turns is None or len(ranges) < max_turns):
-        sampling_params.max_tokens = max_length - len(tokens)
-        answer = await llm_engine.generate(tokens, deepcopy(sampling_params))
+    transcript = _Transcript(text, tokens, logprobs=None if sampling_params.logprobs is None else [0.0] * len(tokens))
+    while len(transcript.tokens) < max_length and (max_turns is None or len(transcript.ranges) < max_turns):
+        turn = f"turn {len(transcript.ranges) + 1}"
+        sampling_params.max_tokens = max_length - len(transcript.tokens)
+        answer = await llm_engine.generate(transcript.tokens, deepcopy(sampling_params))
         action = answer.outputs[0]
-        written = [int(token) for token in action.token_ids]
-        truncated = action.finish_reason == "length"
-        ranges.append((len(tokens), len(tokens) + len(written)))
-        turn = f"turn {len(ranges)}"
-        state = {"observation_text": text, "action_text": action.text, "label": label, "sampling_params": sampling_params}
+        state = {"observation_text": transcript.text, "action_text": action.text, "label": label, "sampling_params": sampling_params}
         result = await _await_with_limit(agent.step(state), step_timeout_s, turn)
         feedback, done = _check_result(result, turn)
-        reward += _number(result["rewards"], "rewards", turn)
-        score = reward if result.get("scores") is None else _number(result["scores"], "scores", turn)
-        logs = result.get("extra_logs") or {}
-        feedback_ids = _tokens(tokenizer, feedback) if feedback else []
-        text = text + action.text + feedback
-        tokens = [*tokens, *written, *feedback_ids]
-        if logprobs is not None:
-            logprobs += [at[token].logprob for token, at in zip(written, action.logprobs, strict=True)]
-            logprobs += [0.0] * len(feedback_ids)
+        transcript.add_rewards(result, turn)
+        transcript.add_turn(action, feedback, _tokens(tokenizer, feedback) if feedback else [])
         if result.get("sampling_params") is not None:
             sampling_params = deepcopy(result["sampling_params"])
         _check_distribution(given, sampling_params, turn)
@@ -106,14 +91,50 @@ async def play(
     return {
         "prompt": prompt,
         "label": label,
-        "observation_tokens": tokens,
-        "action_ranges": ranges,
-        "rollout_log_probs": logprobs,
-        "truncated": truncated,
-        "reward": reward,
-        "scores": score,
-        "extra_logs": logs,
+        "observation_tokens": transcript.tokens,
+        "action_ranges": transcript.ranges,
+        "rollout_log_probs": transcript.logprobs,
+        "truncated": transcript.truncated,
+        "reward": transcript.reward,
+        "scores": transcript.score,
+        "extra_logs": transcript.logs,
     }
+
+
+@dataclass
+class _Transcript:
+    """The text and tokens of an episode so far, and what the agent said of them."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float] | None  # of every token, 0 for those that the policy has not written
+    ranges: list[tuple[int, int]] = field(default_factory=list)  # of each action's tokens
+    reward: float = 0.0
+    score: float | None = None
+    logs: Any = field(default_factory=dict)
+    truncated: bool = False
+
+    def add_rewards(self, result: Mapping[str, Any], turn: str) -> None:
+        self.reward += _number(result["rewards"], "rewards", turn)
+        self.score = self.reward if result.get("scores") is None else _number(result["scores"], "scores", turn)
+        self.logs = result.get("extra_logs") or {}
+
+    def add_turn(self, action: Any, feedback: str, feedback_ids: list[int]) -> None:
+        written = [int(token) for token in action.token_ids]
+        self.ranges.append((len(self.tokens), len(self.tokens) + len(written)))
+        self.truncated = action.finish_reason == "length"
+        self.text = self.text + action.text + feedback
+        self.tokens = [*self.tokens, *written, *feedback_ids]  # another list, because the engine may still hold the last one
+        if self.logprobs is not None:
+            self.logprobs += [at[token].logprob for token, at in zip(written, action.logprobs, strict=True)]
+            self.logprobs += [0.0] * len(feedback_ids)
+
+
+async def _first_observation(agent: Any, prompt: str, label: Any, timeout_s: float | None) -> str:
+    reset = await _await_with_limit(agent.reset({"observation": prompt, "label": label}), timeout_s, "reset")
+    if not isinstance(reset, Mapping) or not isinstance(reset.get("observation"), str):
+        raise AgentError("`reset` must return a dict with the text `observation`")
+    return reset["observation"]
 
 
 async def _await_with_limit(result: Any, seconds: float | None, what: str) -> Any:

@@ -76,24 +76,38 @@ class TrainerRank:
         Raises:
             ValueError: `state` is of another model.
         """
-        import deepspeed
-
         model: Any = wrapped.model
         self.lora = lora
         if state is not None:
-            missing, unexpected = model.load_state_dict(state["weights"], strict=False)  # not strict: a tied head is stored once
-            if lora is not None:
-                missing = sorted(set(missing) & set(trained(model)))  # the base's weights come from the model's files
-            if unexpected or set(missing) - {"lm_head.weight"}:
-                raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
+            self._load_weights(model, state["weights"])
         self.is_large = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) >= LARGE_PARAMETERS
         model.train()
         if self.section.recomputes_activations:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        parallel: dict[str, Any] = {}
+        self._build_engine(wrapped)
+        if self.settings.ema_beta is not None:
+            self._average({} if state is None else state["average"])
+        if state is not None:
+            self.optimizer_steps = int(state["optimizer_steps"])
+            restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps, self.slices)
+            torch.set_rng_state(state["rng"])
+
+    def _load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Load a checkpoint's weights. Raises ValueError if they are of another model."""
+        missing, unexpected = model.load_state_dict(weights, strict=False)  # not strict: a tied head is stored once
+        if self.lora is not None:
+            missing = sorted(set(missing) & set(trained(model)))  # the base's weights come from the model's files
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
+
+    def _build_engine(self, wrapped: nn.Module) -> None:
+        """Build DeepSpeed's engine. The optimizer has made no step yet."""
+        import deepspeed
+
+        model: Any = wrapped.model
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        if self.section.tensor_parallel > 1:
-            parallel = {"tensor_parallel": deepspeed_section(self.section.tensor_parallel)}
+        is_divided = self.section.tensor_parallel > 1
+        if is_divided:
             wrapped.config = model.config  # where DeepSpeed looks for the number of heads
         else:
             wrapped = wrapped.to(self.device)
@@ -105,44 +119,37 @@ class TrainerRank:
             weight_decay=self.section.weight_decay,
             fused=True,
         )
-        # accumulate gradients of bfloat16 weights in float32, which DeepSpeed's stage 1 does in another optimizer class only
-        shards = 2 if self.stage == 1 and self.dtype == "bfloat16" else self.stage
-        self.engine, *_ = deepspeed.initialize(
-            model=wrapped,
-            optimizer=optimizer,
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "managed_gradient_accumulation": False,  # the number of micro-batches is open: we call step()
-                "gradient_clipping": self.section.grad_clip if self.stage else 0.0,  # stage 0: see `step`
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "bf16": {"enabled": self.dtype == "bfloat16"},
-                "data_types": {"grad_accum_dtype": "fp32"},
-                "zero_optimization": {
-                    "stage": shards,
-                    "overlap_comm": False,
-                    "contiguous_gradients": True,
-                    "reduce_bucket_size": BUCKET_ELEMENTS,
-                    "allgather_bucket_size": BUCKET_ELEMENTS,
-                    "offload_optimizer": {"device": "cpu" if self.hosted else "none", "pin_memory": self.device.type == "cuda"},
-                },
-                "steps_per_print": 10**9,
-                **parallel,
-            },
-        )
-        if parallel:
+        self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=self._deepspeed_config())
+        if is_divided:
             self.slices = ModelSlices(shapes, model.state_dict().items(), self.device)
         if self.stage == 0:
             self.engine.enable_backward_allreduce = False  # `step` reduces, so that it can check gradients before it steps
         elif self.stage < 3:
             use_gradient_pieces(self.engine.optimizer)
         self._forget_trial_step()
-        if self.settings.ema_beta is not None:
-            self._average({} if state is None else state["average"])
-        if state is not None:
-            self.optimizer_steps = int(state["optimizer_steps"])
-            restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps, self.slices)
-            torch.set_rng_state(state["rng"])
+
+    def _deepspeed_config(self) -> dict[str, Any]:
+        parallel = self.section.tensor_parallel
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "managed_gradient_accumulation": False,  # the number of micro-batches is open: we call step()
+            "gradient_clipping": self.section.grad_clip if self.stage else 0.0,  # stage 0: see `step`
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": self.dtype == "bfloat16"},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "zero_optimization": {
+                # accumulate gradients of bfloat16 weights in float32, which DeepSpeed's stage 1 does in another optimizer class only
+                "stage": 2 if self.stage == 1 and self.dtype == "bfloat16" else self.stage,
+                "overlap_comm": False,
+                "contiguous_gradients": True,
+                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "allgather_bucket_size": BUCKET_ELEMENTS,
+                "offload_optimizer": {"device": "cpu" if self.hosted else "none", "pin_memory": self.device.type == "cuda"},
+            },
+            "steps_per_print": 10**9,
+            **({"tensor_parallel": deepspeed_section(parallel)} if parallel > 1 else {}),
+        }
 
     def join_gang(self, rendezvous: tuple[str, int] | None) -> None:
         """Connect the ranks. `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already."""

@@ -161,6 +161,33 @@ def evaluate(
         ...
         rlhfless_ray.common.errors.UserError: reward: an evaluation needs one; set reward.function, reward.url or reward.model_path
     """
+    root = _check(recipe, ks, resume)
+    recipes = {
+        label: _for_model(recipe, find_model(model, "--model", root / "models"), root, label)
+        for label, model in zip(labels or _labels(models), models, strict=True)
+    }
+    loaded = {label: _load(of_model, data) for label, of_model in recipes.items()}  # before Ray starts, which takes longer
+    ks = ks or sorted({1, recipe.evaluate.samples_per_prompt})
+    scores: list[ModelScore] = []
+    costs: dict[str, dict[str, float]] = {}
+    first: dict[str, np.ndarray] = {}  # data set → mean reward of each prompt, of the first model
+    with RayCluster.shared(recipe, max(parameter_count(initial_policy(of_model)[0]) for of_model in recipes.values())):
+        for label, of_model in recipes.items():
+            STOP.check()
+            prompts, parts = loaded[label]
+            groups = _generate(of_model, prompts, root / label)
+            for name, part in parts.items():
+                score, means = _score(label, name, groups[part], ks, first.get(name))
+                first.setdefault(name, means)
+                scores.append(score)
+            costs[label] = _costs(root / label)
+    evaluation = Evaluation(scores, costs)
+    replace_file(root / FILE, evaluation.to_json().encode())
+    return evaluation
+
+
+def _check(recipe: GenerationRecipe, ks: Sequence[int], resume: bool) -> Path:
+    """Return the evaluation's folder. Raises UserError if there can be none with these settings."""
     count = recipe.evaluate.samples_per_prompt
     if not recipe.scores:
         raise UserError("reward: an evaluation needs one; set reward.function, reward.url or reward.model_path")
@@ -169,30 +196,15 @@ def evaluate(
     root = Path(recipe.run.root) / recipe.run.name
     if root.is_dir() and not resume:
         raise UserError(f"{root} exists already; continue it with --resume, or set another run.name")
-    recipes = {
-        label: _for_model(recipe, find_model(model, "--model", root / "models"), root, label)
-        for label, model in zip(labels or _labels(models), models, strict=True)
-    }
-    loaded = {label: _load(one, data) for label, one in recipes.items()}  # before Ray starts, which takes longer
-    scores: list[ModelScore] = []
-    costs: dict[str, dict[str, float]] = {}
-    first: dict[str, np.ndarray] = {}  # data set → mean reward of each prompt, of the first model
-    with RayCluster.shared(recipe, max(parameter_count(initial_policy(one)[0]) for one in recipes.values())):
-        for label, one in recipes.items():
-            STOP.check()
-            prompts, parts = loaded[label]
-            with Generation(one, prompts=prompts, resume=(root / label / RECORD).is_file()) as run:
-                for _ in run:
-                    pass
-            rows = list(read_groups(root / label / RESPONSES))
-            for name, part in parts.items():
-                score, means = _score(label, name, rows[part], ks or sorted({1, count}), first.get(name))
-                first.setdefault(name, means)
-                scores.append(score)
-            costs[label] = _costs(root / label)
-    evaluation = Evaluation(scores, costs)
-    replace_file(root / FILE, evaluation.to_json().encode())
-    return evaluation
+    return root
+
+
+def _generate(recipe: GenerationRecipe, prompts: list[Prompt], folder: Path) -> list[list[dict[str, Any]]]:
+    """Generate a model's missing responses, and return the rows of all of them by prompt."""
+    with Generation(recipe, prompts=prompts, resume=(folder / RECORD).is_file()) as run:
+        for _ in run:
+            pass
+    return list(read_groups(folder / RESPONSES))
 
 
 def _labels(models: Sequence[str | Path]) -> list[str]:
