@@ -6,8 +6,12 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+import yaml
 
 from rlhfless_ray.common.disk_space import append, replace_file
 from rlhfless_ray.common.errors import one_line_with_type
@@ -55,6 +59,7 @@ class Metrics:
         self._owed = b""  # rows for which there was no space
         self._append()
         self._sinks: dict[str, Sink] = {}
+        run = _SinkRun(Path(run_folder), watch, watch.run_name or name, watch.wandb_group or name, resume_after_step, self._say)
         known = (
             ("TensorBoard", watch.tensorboard, _tensorboard),
             ("Weights & Biases", watch.wandb != "off", _wandb),
@@ -65,7 +70,7 @@ class Metrics:
         for label, is_on, make in known:
             if is_on:
                 try:
-                    self._sinks[label] = make(Path(run_folder), watch, name, resume_after_step, self._say)
+                    self._sinks[label] = make(run)
                 except Exception as error:  # network, login, a missing package, …: none of these may end a run
                     self._say(f"{label} is off for this run: {one_line_with_type(error, MAX_ERROR_CHARS)}")
 
@@ -199,26 +204,47 @@ def _clean(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
     return {key: plain(key, value) for key, value in row.items()}, bad
 
 
-def _tensorboard(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+@dataclass
+class _SinkRun:
+    """What sinks get to know of the run."""
+
+    folder: Path
+    watch: WatchConfig
+    name: str
+    group: str
+    resume_after_step: int | None
+    say: Callable[[str], None]
+
+    @cached_property
+    def recipe(self) -> dict[str, Any] | None:
+        """The recipe of the run folder, None if there is none."""
+        file = self.folder / "recipe.yaml"
+        return yaml.safe_load(file.read_text()) if file.is_file() else None
+
+
+def _tensorboard(run: _SinkRun) -> Sink:
     from rlhfless_ray.report.tensorboard_sink import TensorBoard
 
-    path = Path(watch.tensorboard_path) / (watch.run_name or name) if watch.tensorboard_path else folder / "tensorboard"
-    return TensorBoard(path, resume_after_step=resume_after_step)
+    root = run.watch.tensorboard_path
+    return TensorBoard(Path(root) / run.name if root else run.folder / "tensorboard", resume_after_step=run.resume_after_step)
 
 
-def _wandb(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+def _wandb(run: _SinkRun) -> Sink:
     from rlhfless_ray.report.wandb_sink import WandbRun
+
+    watch = run.watch
 
     def made(mode: Literal["auto", "online", "offline", "off"]) -> Sink:
         return WandbRun(
-            folder,
+            run.folder,
             mode=mode,
             project=watch.wandb_project,
-            name=watch.run_name or name,
+            name=run.name,
             entity=watch.wandb_entity,
-            group=watch.wandb_group or name,
+            group=run.group,
             openrlhf_names=watch.metric_names == "openrlhf",
-            say=say,
+            recipe=run.recipe,
+            say=run.say,
         )
 
     try:
@@ -226,26 +252,26 @@ def _wandb(folder: Path, watch: WatchConfig, name: str, resume_after_step: int |
     except Exception as error:  # no login or network: log offline instead
         if watch.wandb != "online":
             raise
-        say(f"cannot log to Weights & Biases online ({one_line_with_type(error, MAX_ERROR_CHARS)})")
+        run.say(f"cannot log to Weights & Biases online ({one_line_with_type(error, MAX_ERROR_CHARS)})")
         return made("offline")
 
 
-def _mlflow(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+def _mlflow(run: _SinkRun) -> Sink:
     from rlhfless_ray.report.mlflow_sink import MlflowRun
 
-    return MlflowRun(folder, uri=watch.mlflow, name=watch.run_name or name, experiment=watch.mlflow_experiment)
+    return MlflowRun(run.folder, uri=run.watch.mlflow, name=run.name, experiment=run.watch.mlflow_experiment, recipe=run.recipe)
 
 
-def _trackio(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+def _trackio(run: _SinkRun) -> Sink:
     from rlhfless_ray.report.trackio_sink import TrackioRun
 
-    return TrackioRun(folder, project=watch.trackio, name=watch.run_name or name)
+    return TrackioRun(project=run.watch.trackio, name=run.name, recipe=run.recipe)
 
 
-def _prometheus(folder: Path, watch: WatchConfig, name: str, resume_after_step: int | None, say: Callable[[str], None]) -> Sink:
+def _prometheus(run: _SinkRun) -> Sink:
     from rlhfless_ray.report.prometheus_sink import Prometheus
 
-    return Prometheus(watch.run_name or name)
+    return Prometheus(run.name)
 
 
 def _to_stderr(text: str) -> None:

@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 AT_ONCE, MOST_CHARACTERS = 100, 500  # MLflow's limits on parameters
 
 
@@ -20,9 +18,10 @@ class MlflowRun:
         uri: MLflow's tracking address, or a folder.
         name: Name of the run.
         experiment: Name of the experiment.
+        recipe: becomes the parameters.
     """
 
-    def __init__(self, folder: Path, *, uri: str, name: str, experiment: str) -> None:
+    def __init__(self, folder: Path, *, uri: str, name: str, experiment: str, recipe: dict[str, Any] | None) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refuse folders otherwise
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -38,9 +37,7 @@ class MlflowRun:
         number = existing.experiment_id if existing is not None else self._client.create_experiment(experiment)
         self._id = self._client.create_run(number, run_name=name).info.run_id
         file.write_text(self._id)
-        recipe = folder / "recipe.yaml"
-        flat = _flat(yaml.safe_load(recipe.read_text())) if recipe.is_file() else {}
-        parameters = [Param(key, str(value)[:MOST_CHARACTERS]) for key, value in flat.items()]
+        parameters = [Param(key, str(value)[:MOST_CHARACTERS]) for key, value in _flat(recipe or {}).items()]
         for first in range(0, len(parameters), AT_ONCE):
             self._client.log_batch(self._id, params=parameters[first : first + AT_ONCE])
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 
 class TrackioRun:
     """A run in trackio. Processes of a resumed run continue the run of the same name."""
 
-    def __init__(self, folder: Path, *, project: str, name: str) -> None:
+    def __init__(self, *, project: str, name: str, recipe: dict[str, Any] | None) -> None:
         import trackio
 
-        recipe = folder / "recipe.yaml"
-        config = yaml.safe_load(recipe.read_text()) if recipe.is_file() else None
-        self._run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
+        self._run = trackio.init(project=project, name=name, config=recipe, resume="allow", embed=False)
 
     def write(self, row: dict[str, Any]) -> None:
         values = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}

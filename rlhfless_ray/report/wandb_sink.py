@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from rlhfless_ray.report.openrlhf_names import Shown
 
 COLUMNS: list[str | int] = ["global_step", "text", "reward"]
@@ -22,7 +20,8 @@ class WandbRun:
     `eval/global_step`.
 
     Args:
-        folder: the run folder. Files go to its `wandb/`, and its `recipe.yaml` becomes the config.
+        folder: the run folder. Files go to its `wandb/`.
+        recipe: becomes the config.
         mode: `auto` is online if WANDB_API_KEY is set, else offline.
     """
 
@@ -36,13 +35,13 @@ class WandbRun:
         entity: str | None = None,
         group: str = "",
         openrlhf_names: bool = False,
+        recipe: dict[str, Any] | None,
         say: Callable[[str], None],
     ) -> None:
         import wandb
 
         if mode == "auto":
             mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-        recipe = folder / "recipe.yaml"
         settings = wandb.Settings(
             silent=True,
             console="off",  # do not capture the terminal's output
@@ -58,7 +57,7 @@ class WandbRun:
             entity=entity,
             dir=str(folder),
             mode="online" if mode == "online" else "offline",
-            config=yaml.safe_load(recipe.read_text()) if recipe.is_file() else None,
+            config=recipe,
             settings=settings,
         )
         # Steps of a resumed run start again from a checkpoint; wandb's own counter would refuse to go back.
