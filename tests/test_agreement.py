@@ -38,7 +38,7 @@ class Learner:
     def __init__(self, apart: float, moved: float = 1e-6) -> None:
         self.apart, self.moved, self.asked, self.working, self.ranks, self.slots = apart, moved, [], True, 1, 1
 
-    def passed(self, what: str, batch: Any, temperature: float, top_p: float, noisy: bool = False) -> dict[str, np.ndarray]:
+    def compute(self, what: str, batch: Any, temperature: float, top_p: float, noisy: bool = False) -> dict[str, np.ndarray]:
         if not noisy:
             self.asked.append((batch, temperature, top_p))
         return {what: batch.logprobs - np.float32(self.apart) + np.float32(noisy * self.moved)}

@@ -137,7 +137,7 @@ def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would
         found = of(self, samples, batch, turn)
         ahead[self.what] += len(self.known)
         turn(self.worker_group)
-        whole = self.worker_group.passed(self.what, batch, *self.arguments)
+        whole = self.worker_group.compute(self.what, batch, *self.arguments)
         for name in self.names:
             np.testing.assert_allclose(found[name], whole[name], rtol=1e-4, atol=2e-5, err_msg=name)
         return found

@@ -146,7 +146,7 @@ class Ended:
         run.rollout = run.reward = pool
         run.worker_group = SimpleNamespace(save=self.save, ask_save=lambda *_: [], skipped_in_a_row=0, pool=pool, ranks=1)
         run.worker_group.by_rank = [SimpleNamespace(leases=[None])]
-        run.worker_group.recovery, run.worker_group.forget, run.worker_group.keep = Recovery(1), lambda: None, lambda: None
+        run.worker_group.recovery, run.worker_group.forget, run.worker_group.start_snapshot = Recovery(1), lambda: None, lambda: None
         run.leases = SimpleNamespace(release_all=lambda: None)
         self.messages: list[str] = []
         run.record = SimpleNamespace(
@@ -249,15 +249,15 @@ def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learn
     assert ended.by(RunError("no")) == [], "nothing is asked of a learner that may be what failed"
     for whole, did in (("state", ["snapshot within 30.0"]), (None, [])):
         ended = Ended(tmp_path)
-        ended.run.worker_group.recovery.whole = whole
+        ended.run.worker_group.recovery.complete = whole
         assert ended.by(RunError("no")) == did
     ended = Ended(tmp_path)
-    ended.run.worker_group.recovery.whole = "state"
+    ended.run.worker_group.recovery.complete = "state"
     ended.by(RunError("no"))
     assert ended.driver()["step"] == 3 and ended.messages == ["step 3 is saved: --resume continues from there"]
     ended = Ended(tmp_path)
-    ended.run.worker_group.recovery.whole = "state"
-    ended.run.worker_group.recovery.did("update", None)
+    ended.run.worker_group.recovery.complete = "state"
+    ended.run.worker_group.recovery.record("update", None)
     assert ended.by(RunError("no")) == [], "the learner has gone on since"
 
 

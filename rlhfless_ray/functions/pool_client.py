@@ -42,7 +42,7 @@ class PoolClient:
         self.view = PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0)
         self.lock, self.closed = threading.RLock(), threading.Event()
         self.lost = ""  # why this run's slots are no longer its own
-        self.waits_said = False
+        self.has_said_that_it_waits = False
         self.handle = self._find()
         self._join_first()
         self.thread = threading.Thread(target=self._beat, name="slot pool heartbeat", daemon=True)
@@ -78,7 +78,7 @@ class PoolClient:
         if ids:
             with self.lock:
                 self.slots.end(ids)
-                self._said()  # if it is lost, the next heartbeat says the same
+                self._send_statement()  # if it is lost, the next heartbeat says the same
 
     def drop(self, ids: list[str]) -> None:
         """Release slots of nodes that are lost or leave. The pool may not know that yet, and would grant them again."""
@@ -98,8 +98,8 @@ class PoolClient:
         """Return whether a needed slot comes although its deadline is over: other runs hold slots, and give back what is this run's."""
         self._tell()
         others = self.view.others
-        if others and not self.waits_said:
-            self.waits_said = True
+        if others and not self.has_said_that_it_waits:
+            self.has_said_that_it_waits = True
             held = ", ".join(f"{name}: {count}" for name, count in sorted(others.items()))
             self.say(f"waits for its turn: the slots of the pool are held by other runs ({held})")
         return bool(others)
@@ -145,9 +145,9 @@ class PoolClient:
 
     def _tell(self, seconds: float = 0.0) -> None:
         """Tell the pool everything, and take what it has granted by now, or does within `seconds`."""
-        self._accept(self._call(lambda: self._said(seconds)))
+        self._accept(self._call(lambda: self._send_statement(seconds)))
 
-    def _said(self, *how: Any) -> Any:
+    def _send_statement(self, *how: Any) -> Any:
         with self.lock:
             return self.handle.tell.remote(self.slots.statement(), *how)
 
@@ -200,7 +200,7 @@ class PoolClient:
             time.sleep(TICK_S)
             self.handle = self._find()
             with suppress(UnknownRun):
-                ray.get(self._said(), timeout=ANSWER_S)
+                ray.get(self._send_statement(), timeout=ANSWER_S)
                 return  # another thread was quicker
             mine = self.slots.renew(), list(self.slots.held.values()), self.view.slot_s
             refused, gone = ray.get(self.handle.join.remote(self.info, *mine), timeout=ANSWER_S)
@@ -214,7 +214,7 @@ class PoolClient:
     def _beat(self) -> None:
         while not self.closed.is_set() and not self.lost:
             try:
-                self._accept(ray.get(self._said(BEAT_S, self.view.surplus), timeout=BEAT_S + ANSWER_S))
+                self._accept(ray.get(self._send_statement(BEAT_S, self.view.surplus), timeout=BEAT_S + ANSWER_S))
             except (RayActorError, GetTimeoutError, UnknownRun) as error:
                 self._rejoin(error)
             except Exception as error:  # the run's next call ends it with this sentence

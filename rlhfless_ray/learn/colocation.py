@@ -71,9 +71,9 @@ class ColocatedGroups:
 
     # ---- models and state -------------------------------------------------------------------------------------
 
-    def safe(self, weights: WeightVersion) -> WeightVersion:
-        """Return the version once engines cannot lose it, see `WorkerGroup.safe`. Call between phases: it may need leases."""
-        safe = self.learner.safe(weights)
+    def wait_for_copy(self, weights: WeightVersion) -> WeightVersion:
+        """Return the version once engines cannot lose it, see `WorkerGroup.wait_for_copy`. Call between phases: it may need leases."""
+        safe = self.learner.wait_for_copy(weights)
         if self.learner.working:
             self.context.broker.put(self.learner.park())
         return safe
@@ -118,10 +118,10 @@ class ColocatedGroups:
         """Whether every learning group has a snapshot of its current state, possibly a pending one."""
         return all(worker_group.recovery.has_now for worker_group in self.learners)
 
-    def keep(self) -> None:
+    def start_snapshots(self) -> None:
         """Start the snapshots that are due."""
         for worker_group in self.learners:
-            worker_group.keep()
+            worker_group.start_snapshot()
 
     def saved(self, load: Callable[[], StoredFiles]) -> None:
         """Remember that the current state is on disk, where `load` finds it."""

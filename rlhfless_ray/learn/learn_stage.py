@@ -100,7 +100,7 @@ class LearnStage:
         leases = self.passes.collect(wait)
         if not self.refs or (self.worker_group.pending(self.refs) and not wait):
             return leases
-        self.worker_group.accumulated(self.refs)
+        self.worker_group.wait_for_gradients(self.refs)
         self.refs = []
         return [*leases, *(self.worker_group.park() if self.context.leases.resource == "cpu" else [])]
 

@@ -91,7 +91,7 @@ class Passes:
         if not self.refs or (self.pending() and not wait):
             return []
         refs, self.refs = self.refs, []
-        if (answer := self.worker_group.answered(refs, self.what)) is not None:
+        if (answer := self.worker_group.wait_for_values(refs, self.what)) is not None:
             results, took_s = answer
             self.per_token_s = took_s / max(1, self.tokens)
             for sample, span in zip(self.in_pass, spans(self._batch(self.in_pass).response_lengths), strict=True):
@@ -115,7 +115,7 @@ class Passes:
         if len(later):
             turn(self.worker_group)
             part = batch if len(later) == len(batch) else batch.take(later)
-            results = self.worker_group.passed(self.what, part, *self.arguments)
+            results = self.worker_group.compute(self.what, part, *self.arguments)
             if part is batch:
                 return results
             for i, span in zip(later, spans(part.response_lengths), strict=True):

@@ -36,10 +36,10 @@ class Recovery:
         `every_steps`: updates between two in-memory snapshots; 0: only checkpoints on disk. `say`: callback for log messages.
         """
         self.every_steps, self.say = every_steps, say
-        self.whole: Snapshot = None  # the newest complete snapshot; None: the policy's files are the state
+        self.complete: Snapshot = None  # the newest complete snapshot; None: the policy's files are the state
         self.load: Callable[[], StoredFiles] | None = None  # finds the snapshot if it is on disk
         self.since: list[tuple[str, Batch]] = []  # "accumulate" and "update" calls after the snapshot
-        self.coming: tuple[int, list[Any], list[Any]] | None = None  # pending snapshot: calls before it, references to wait for, its state
+        self.pending: tuple[int, list[Any], list[Any]] | None = None  # pending snapshot: calls before it, references to wait for, its state
         self.restarts = self.redone = 0
         self.seconds = 0.0  # spent on restoring lost learners
         self.reported: tuple[float, ...] = 0, 0, 0.0  # the three values above at the last metrics
@@ -48,9 +48,9 @@ class Recovery:
     @property
     def updates(self) -> int:
         """Number of updates since the newest snapshot, pending ones included."""
-        return sum(what == "update" for what, _ in self.since[self.coming[0] if self.coming else 0 :])
+        return sum(what == "update" for what, _ in self.since[self.pending[0] if self.pending else 0 :])
 
-    def did(self, what: str, batch: Batch) -> None:
+    def record(self, what: str, batch: Batch) -> None:
         """Remember that the ranks got a batch to "accumulate", or finished an "update" with it."""
         self.since.append((what, batch))
 
@@ -61,45 +61,45 @@ class Recovery:
     @property
     def has_now(self) -> bool:
         """Whether there is a snapshot of the current state, possibly a pending one."""
-        return not self.updates and (self.coming is not None or self.whole is not None)
+        return not self.updates and (self.pending is not None or self.complete is not None)
 
     def take(self, replies: list[list[Any]], nodes: list[str]) -> None:
         """Begin to keep a snapshot. `replies`: (files, their cost) of each rank. `nodes`: the ranks' nodes, which hold the files."""
         self.settle(5.0)
         copies = [copy_to_driver_node(files, node) for (files, _), node in zip(replies, nodes, strict=True)]
         waits = [cost for _, cost in replies] + [done for _, there in copies for done in there]
-        self.coming = len(self.since), waits, [copy for copy, _ in copies]
+        self.pending = len(self.since), waits, [copy for copy, _ in copies]
 
     def settle(self, seconds: float = 0.0) -> None:
         """Make the pending snapshot the newest one if it is complete. Waits at most this many seconds for it."""
-        if self.coming is None:
+        if self.pending is None:
             return
-        calls, refs, state = self.coming
+        calls, refs, state = self.pending
         if len(ray.wait(refs, num_returns=len(refs), timeout=seconds, fetch_local=False)[0]) < len(refs):
             return
-        self.coming = None
+        self.pending = None
         try:
             costs = ray.get(refs)[: len(state)]
             self.snapshot_s, self.snapshot_bytes = max(seconds for seconds, _ in costs), sum(size for _, size in costs)
         except RayError:
             return  # a rank died before the snapshot was complete: the previous snapshot stays
-        self.whole = state
+        self.complete = state
         del self.since[:calls]
 
     def saved(self, load: Callable[[], StoredFiles]) -> None:
         """Restart from a checkpoint of the current state, which `load` finds, unless snapshots are kept in memory."""
         if not self.every_steps:
-            self.whole, self.load, self.since = None, load, []
+            self.complete, self.load, self.since = None, load, []
 
     def newest(self) -> Snapshot:
         """Return the newest complete snapshot, or None if training has not changed the initial weights."""
         self.settle(10.0)
-        return self.load() if self.load is not None else self.whole
+        return self.load() if self.load is not None else self.complete
 
     def current(self, seconds: float) -> list[Any] | None:
         """Return references to a snapshot of the current state in memory, or None. Waits this many seconds at most for a pending one."""
         self.settle(seconds)
-        return None if self.coming or self.updates or not isinstance(self.whole, list) else self.whole
+        return None if self.pending or self.updates or not isinstance(self.complete, list) else self.complete
 
     def take_metrics(self) -> dict[str, Any]:
         """Return metrics of the recoveries since the last call, and the cost of the newest snapshot."""

@@ -13,10 +13,10 @@ import numpy as np
 import ray
 
 from rlhfless_ray.common.deadlines import get
-from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureCause
-from rlhfless_ray.functions.instance import GONE, Instance, State, raised_at_start, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, State
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.replicate import copy_to_driver_node
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -24,6 +24,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.gang_scheduling import GangScheduler, homes_of
 from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.rank_actors import Source
+from rlhfless_ray.learn.rank_replies import wait_for_ranks
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
 from rlhfless_ray.learn.shares import Cutter, joined
 from rlhfless_ray.recipe import LearnerConfig, Recipe
@@ -33,7 +34,6 @@ from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles, receive
 from rlhfless_ray.weights.tensor_file import Files
 
 SETTLE_S = 10.0  # time for a pending snapshot before its node is drained
-DEATH_S = 15.0  # time until Ray knows that a rank died, after other ranks have failed because of it
 
 
 class WorkerGroup:
@@ -79,15 +79,15 @@ class WorkerGroup:
         self.cutter = Cutter()  # replaced by the ranks' own once they have loaded the model
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.update_s = 0.0  # seconds of the slowest rank's work in the last update
-        self.coming: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the last update
+        self.requested_weights: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the last update
         self.reads_published = False  # the first rank keeps no weights of its own between updates, see `TrainerRank.read_published`
-        self.reading: list[Any] = []  # reference of the pending `read_published` call
+        self.reading_published: list[Any] = []  # reference of the pending `read_published` call
 
     def assign_leases(self, spare: list[Lease]) -> list[Lease]:
         """Assign leases to the ranks, see `GangScheduler.take`, and restore lost ranks. Returns the leases that are left."""
         while True:
-            if self._ended:
-                self._end()
+            if self._were_ended:
+                self._end_ranks()
             if self.by_rank and set(homes_of(self.by_rank)) & self.pool.leases.nodes.draining():
                 self.recovery.settle(SETTLE_S)
                 self.handle_loss(LearnerLost(f"the {self.name}'s node is drained"), FailureCause.NODE_DRAINED)
@@ -95,8 +95,8 @@ class WorkerGroup:
             given, spare = spare, []  # leases that are not taken stay in `spare` for the next attempt if ranks turn out to be lost
             try:
                 shares, spare = self.scheduler.take(self.by_rank, given, self.slots // self.ranks)
-                self._hand(shares)
-                self._begin()
+                self._assign_shares(shares)
+                self._start_ranks()
             except LearnerLost as lost:
                 self.handle_loss(lost)
                 spare = self._living_leases(spare)
@@ -111,31 +111,31 @@ class WorkerGroup:
         """Return these and the broker's free leases, without those of lost or drained nodes."""
         return self.pool.leases.without_lost([*spare, *self.broker.take()])
 
-    def _hand(self, shares: list[list[Lease]]) -> None:
+    def _assign_shares(self, shares: list[list[Lease]]) -> None:
         staffed = [self.pool.assign_leases(share) for share in shares]
         if not self.by_rank:
             self.by_rank = staffed
         elif {id(i) for i in staffed} != {id(i) for i in self.by_rank}:  # ranks keep their state
             raise RunError(f"the {self.name}'s leases fit other processes than those that hold its state")
 
-    def _begin(self) -> None:
+    def _start_ranks(self) -> None:
         """Start the ranks, which hold their leases: restore lost ranks, or return parked ones to their devices."""
         starting = [i for i in self.by_rank if i.state is State.STARTING]
         if starting:
-            self._opened()
+            self._wait_until_open()
             if self.files is not None:
-                self._come_back()
+                self._restore()
         elif self.pool.leases.resource == "gpu":
             refs = [instance.actor.unpark.remote() for instance in self.by_rank]
-            self._book(self._all(refs, f"the {self.name}'s return to its device"))
+            self._record_spans(self._wait_for(refs, f"the {self.name}'s return to its device"))
         for instance in self.by_rank:
             instance.state = State.READY
 
-    def _opened(self) -> None:
+    def _wait_until_open(self) -> None:
         for instance in self.by_rank:
-            reply = self._all([instance.opened], f"the {self.name}'s start")[0]
+            reply = self._wait_for([instance.opened], f"the {self.name}'s start")[0]
             instance.memory_mb = reply["memory_mb"]
-            self._spans(instance, reply["spans"])
+            self._record_spans_of(instance, reply["spans"])
 
     def park(self) -> list[Lease]:
         return self.pool.park_all()
@@ -147,7 +147,9 @@ class WorkerGroup:
 
     def fits(self, leases: list[Lease]) -> bool:
         """Return whether these leases are enough for every rank, or the ranks have leases already."""
-        return self.working or (bool(self.by_rank) and not self._ended and len(self.scheduler.fit(self.by_rank, leases)[0]) == self.ranks)
+        if self.working:
+            return True
+        return bool(self.by_rank) and not self._were_ended and len(self.scheduler.fit(self.by_rank, leases)[0]) == self.ranks
 
     def prewarm(self, slot: Slot) -> None:
         """Start a process ahead of its lease, unless there are several ranks: their processes must start in order."""
@@ -167,49 +169,49 @@ class WorkerGroup:
         self.recovery.say(f"{lost}: the {self.name} restarts from its newest snapshot")
         leases = [lease for instance in self.by_rank for lease in instance.leases]
         slots = [instance.slot for instance in self.by_rank]
-        self._end()
+        self._end_ranks()
         self.broker.put(self.pool.leases.without_lost(leases))
         self.pool.faults.count(f"a {self.name} process", cause, f"{lost}; continue from the last checkpoint with --resume")
         if not cause.is_preemption:
             self.prewarm(slots[0])
 
     @property
-    def _ended(self) -> bool:
+    def _were_ended(self) -> bool:
         """Return whether idle processes were ended to free memory. This happens only to processes without state."""
         return any(instance.state is State.GONE for instance in self.by_rank)
 
-    def _end(self) -> None:
+    def _end_ranks(self) -> None:
         for instance in self.by_rank:
             self.pool.end(instance)
-        self.by_rank, self.coming, self.reading = [], [], []
+        self.by_rank, self.requested_weights, self.reading_published = [], [], []
 
-    def _come_back(self) -> None:
+    def _restore(self) -> None:
         """Give new processes the newest snapshot, and the batches that the lost ones got since."""
         began_s = time.monotonic()
         for instance in list(self.pool.parked):  # prewarmed on other slots than the leased ones
             self.pool.end(instance)
-        self._join(self.recovery.newest())
+        self._load_model(self.recovery.newest())
         for what, batch in self.recovery.since:
-            replies = self._all(self.ask(what, batch), f"the {self.name}'s lost work")
-            self._book(reply[1] if what == "update" else reply for reply in replies)
+            replies = self._wait_for(self.ask(what, batch), f"the {self.name}'s lost work")
+            self._record_spans(reply[1] if what == "update" else reply for reply in replies)
             if what == "update":
                 self._count(replies[0][0])
                 self.recovery.redone += 1
         self.recovery.seconds += time.monotonic() - began_s
 
-    def _surely(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
+    def _call_until_answered(self, ask: Callable[[], list[Any]], what: str) -> list[Any]:
         """Return the ranks' replies. If a rank is lost, restart all ranks and repeat the calls."""
-        return self._begun(ask, what).result()
+        return self._start_call(ask, what).result()
 
-    def _begun(self, ask: Callable[[], list[Any]], what: str) -> Pending[list[Any]]:
-        """Start the calls. `result` waits for the replies like `_surely`."""
+    def _start_call(self, ask: Callable[[], list[Any]], what: str) -> Pending[list[Any]]:
+        """Start the calls. `result` waits for the replies like `_call_until_answered`."""
         refs = ask()
         pending = [refs]
 
         def result() -> list[Any]:
             while True:
                 try:
-                    return self._all(pending.pop() if pending else ask(), what)
+                    return self._wait_for(pending.pop() if pending else ask(), what)
                 except LearnerLost as lost:
                     self.handle_loss(lost)
                     self._assign_free_leases()
@@ -222,27 +224,27 @@ class WorkerGroup:
         first = self.by_rank[0]
         ref = first.actor.warm_start.remote(files, recipe, len(first.leases))
         content, spans = get(ref, self.deadline_s, "the supervised warm start")
-        self._spans(first, spans)
+        self._record_spans_of(first, spans)
         return content
 
     def build(self, files: StoredFiles, loopback: bool, state: StoredFiles | None) -> None:
         """Load the model, and a checkpoint's `state`, into every rank and connect the ranks. `files`: the model folder's."""
-        self.files, self.loopback, self.recovery.whole = files, loopback, state
+        self.files, self.loopback, self.recovery.complete = files, loopback, state
         try:
-            self._join(state)
+            self._load_model(state)
         except LearnerLost as lost:
             self.handle_loss(lost)
             self._assign_free_leases()
 
-    def _join(self, state: Snapshot) -> None:
+    def _load_model(self, state: Snapshot) -> None:
         assert self.files is not None
-        place = self._all([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
+        place = self._wait_for([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
         if self.shares_base and self.base is None:
             self.base = ray.put(self.files.files)
         files, source = self._source(self.files), self._source(state)
         refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
-        opened = self._all(refs, f"the {self.name} to load its model")
-        self._book(one["spans"] for one in opened)
+        opened = self._wait_for(refs, f"the {self.name} to load its model")
+        self._record_spans(one["spans"] for one in opened)
         self.cutter = opened[0]["cutter"]
         self.reads_published = opened[0].get("reads_published", False)
         if self.cutter.sharing is not None and (obstacle := self.cutter.sharing.obstacle):
@@ -256,7 +258,7 @@ class WorkerGroup:
             return state
         if state.folder is not None:
             where = str(state.folder.resolve()), state.sizes
-            if all(self._all([i.actor.sees.remote(*where) for i in self.by_rank], f"the {self.name} to look for {state.folder}")):
+            if all(self._wait_for([i.actor.sees.remote(*where) for i in self.by_rank], f"the {self.name} to look for {state.folder}")):
                 return *where, state.prefix
         return [ray.put(state.files)]
 
@@ -272,18 +274,18 @@ class WorkerGroup:
 
         def ask() -> list[Any]:
             refs = self.ask("update", batch)
-            self.coming = self._weights() if publishes else []
+            self.requested_weights = self._weights() if publishes else []
             return refs
 
-        begun = self._begun(ask, f"the {self.name}'s update")
+        begun = self._start_call(ask, f"the {self.name}'s update")
         return replace(begun, result=lambda: self._updated(batch, begun.result()))
 
     def _updated(self, batch: Batch, replies: list[Any]) -> Any:
-        self.recovery.did("update", batch)
-        if self.reading:  # it ended before the update began
-            self._all(self.reading, f"the {self.name} to read its published weights")
-            self.reading = []
-        self._book(spans for _, spans in replies)
+        self.recovery.record("update", batch)
+        if self.reading_published:  # it ended before the update began
+            self._wait_for(self.reading_published, f"the {self.name} to read its published weights")
+            self.reading_published = []
+        self._record_spans(spans for _, spans in replies)
         self.update_s = max(sum(span.to_s - span.from_s for span in spans) for _, spans in replies)
         stats = replies[0][0]
         self._count(stats)
@@ -301,8 +303,8 @@ class WorkerGroup:
 
     def model(self) -> Files:
         """Return the files of the complete weights as a model folder has them, adapters merged. Needs leases."""
-        replies = self._surely(lambda: [i.actor.model.remote() for i in self.by_rank], f"the {self.name}'s weights")
-        self._book(spans for _, spans in replies)
+        replies = self._call_until_answered(lambda: [i.actor.model.remote() for i in self.by_rank], f"the {self.name}'s weights")
+        self._record_spans(spans for _, spans in replies)
         return replies[0][0]
 
     def save_model(self, folder: Path, *, trained: bool = False) -> dict[str, str]:
@@ -315,26 +317,26 @@ class WorkerGroup:
             self.pool.leases.release(self.assign_leases([]))
             self.pool.leases.release(self.park())
         ask = lambda: [i.actor.save_model.remote(str(folder.resolve()), trained) for i in self.by_rank]  # noqa: E731
-        replies = self._surely(ask, f"the {self.name}'s model files")
-        self._book(spans for _, spans in replies)
+        replies = self._call_until_answered(ask, f"the {self.name}'s model files")
+        self._record_spans(spans for _, spans in replies)
         return receive([delivery for delivery, _ in replies], folder)
 
     def config(self) -> bytes:
         """Return config.json of a critic's model."""
-        return self._surely(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
+        return self._call_until_answered(lambda: [self.by_rank[0].actor.config.remote()], "the critic's config")[0]
 
-    def passed(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
+    def compute(self, what: str, batch: Batch, *more: Any) -> dict[str, np.ndarray]:
         """Compute values per response token under the current weights, by name.
 
         `what`: `logprobs` of a learner (`more`: the names, see `overlap_rules.passes`), `reference` of a reference, or `values` of a
         critic.
         """
-        replies = self._surely(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
-        self._book(spans for *_, spans in replies)
+        replies = self._call_until_answered(lambda: self.ask(what, batch, *more), f"the {self.name}'s {what}")
+        self._record_spans(spans for *_, spans in replies)
         return self._joined(replies)
 
     def ask(self, what: str, batch: Batch, *more: Any) -> list[Any]:
-        """Call method `what` of every rank with its share of the batch. Returns references for `answered`."""
+        """Call method `what` of every rank with its share of the batch. Returns references for `wait_for_values`."""
         cut = {"update": self.cutter.of_update, "accumulate": self.cutter.of_gradients}.get(what, self.cutter.of_pass)
         shares = cut(batch)
         copies = [ray.put(share) for share in shares] if len(shares) < self.ranks else shares
@@ -348,30 +350,30 @@ class WorkerGroup:
         return joined([(values, places) for values, places, _ in replies[:: self.ranks // self.cutter.ranks]])
 
     def accumulate(self, batch: Batch) -> list[Any]:
-        """Accumulate gradients of a part of a step on every rank. Returns references for `accumulated`."""
-        self.recovery.did("accumulate", batch)
+        """Accumulate gradients of a part of a step on every rank. Returns references for `wait_for_gradients`."""
+        self.recovery.record("accumulate", batch)
         return self.ask("accumulate", batch)
 
     def pending(self, refs: list[Any]) -> list[Any]:
         """Return the references that are not ready yet."""
         return ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
 
-    def accumulated(self, refs: list[Any]) -> None:
+    def wait_for_gradients(self, refs: list[Any]) -> None:
         """Wait for gradients. The ranks keep their leases. The successor of a lost rank accumulates again when it gets leases."""
-        if replies := self._replies(refs, "gradients"):
-            self._book(replies)
+        if replies := self._replies_or_lost(refs, "gradients"):
+            self._record_spans(replies)
 
-    def answered(self, refs: list[Any], what: str) -> tuple[dict[str, np.ndarray], float] | None:
+    def wait_for_values(self, refs: list[Any], what: str) -> tuple[dict[str, np.ndarray], float] | None:
         """Wait for replies to `ask`. Returns them with the slowest rank's seconds, or None if a rank was lost: then call `ask` again."""
-        if not (replies := self._replies(refs, what)):
+        if not (replies := self._replies_or_lost(refs, what)):
             return None
-        self._book(spans for *_, spans in replies)
+        self._record_spans(spans for *_, spans in replies)
         return self._joined(replies), max(sum(span.to_s - span.from_s for span in spans) for *_, spans in replies)
 
-    def _replies(self, refs: list[Any], what: str) -> list[Any]:
+    def _replies_or_lost(self, refs: list[Any], what: str) -> list[Any]:
         """Return the replies, or an empty list if a rank was lost."""
         try:
-            return self._all(refs, f"the {self.name}'s {what}")
+            return self._wait_for(refs, f"the {self.name}'s {what}")
         except LearnerLost as lost:
             self.handle_loss(lost)
             return []
@@ -385,14 +387,14 @@ class WorkerGroup:
         weights: list[Any] = []
 
         def ask() -> list[Any]:
-            refs, self.coming = self.coming or self._weights(), []
+            refs, self.requested_weights = self.requested_weights or self._weights(), []
             weights[:] = [refs[0][0]]
             return [digests for _, digests in refs]
 
-        replies = self._surely(ask, "the learner to publish weights")
-        self._book(spans for _, spans in replies)
+        replies = self._call_until_answered(ask, "the learner to publish weights")
+        self._record_spans(spans for _, spans in replies)
         if self.reads_published:
-            self.reading = [self.by_rank[0].actor.read_published.remote(weights[0])]
+            self.reading_published = [self.by_rank[0].actor.read_published.remote(weights[0])]
         node = self.by_rank[0].slot.node
         copy, there = copy_to_driver_node(weights[0], node)
         digest_of = replies[0][0]  # a digest of each tensor; of a replayed learner one number
@@ -403,7 +405,7 @@ class WorkerGroup:
     def _weights(self) -> list[list[Any]]:
         return [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
 
-    def safe(self, weights: WeightVersion) -> WeightVersion:
+    def wait_for_copy(self, weights: WeightVersion) -> WeightVersion:
         """Return the version once its copy is on the driver's node, so that engines can load it even if its node is lost.
 
         If the node is lost already, the copy takes the place of the original. If it was lost before the copy was complete, the
@@ -425,7 +427,7 @@ class WorkerGroup:
                 weights = replace(weights, ref=weights.copy, copy=None)
         return weights
 
-    def keep(self) -> None:
+    def start_snapshot(self) -> None:
         """Start a snapshot of the current state if one is due. Does not wait, and needs no lease."""
         if self.recovery.is_due and self.by_rank:
             replies = [i.actor.keep.options(num_returns=2).remote() for i in self.by_rank]
@@ -454,7 +456,7 @@ class WorkerGroup:
                 if not self.by_rank:
                     self._assign_free_leases()
                 refs, asked = asked or self._start_save(folder, prefix), None
-                deliveries = self._all(refs, f"the {self.name}'s checkpoint", deadline_s)
+                deliveries = self._wait_for(refs, f"the {self.name}'s checkpoint", deadline_s)
             except LearnerLost as lost:
                 self.handle_loss(lost)
             else:
@@ -462,40 +464,13 @@ class WorkerGroup:
                     self.broker.put(self.park())
                 return receive(deliveries, folder)
 
-    def _all(self, refs: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
-        try:
-            return get(refs, deadline_s or self.deadline_s, what)
-        except ray.exceptions.RayTaskError as error:
-            if "EADDRINUSE" in f"{error.cause} {error}":  # taken after it was chosen; other ranks already wait at it
-                taken = f"{what} failed: another program has taken the rendezvous port of its processes"
-                raise LearnerLost(taken, FailureCause.DIED) from error
-            if self.ranks > 1 and (death := _death(refs)) is not None:  # other ranks fail because of it, possibly before it
-                raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(death)}") from death
-            if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from None
-            raise RunError(f"{what} failed: {reason_of(error)}") from error
-        except GONE as error:
-            if raised_at_start(error):
-                raise RunError(f"{what} failed: {reason_of(error)}") from error
-            raise LearnerLost(f"{what} failed: a {self.name} process died: {reason_of(error)}") from error
+    def _wait_for(self, refs: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
+        return wait_for_ranks(refs, deadline_s or self.deadline_s, what, self.name, self.ranks)
 
-    def _book(self, spans: Iterable[list[Any]]) -> None:
+    def _record_spans(self, spans: Iterable[list[Any]]) -> None:
         """Record the spans of every rank, in order of rank, in the ledger."""
         for instance, spans_of_rank in zip(self.by_rank, spans, strict=True):
-            self._spans(instance, spans_of_rank)
+            self._record_spans_of(instance, spans_of_rank)
 
-    def _spans(self, instance: Instance, spans: list[Any]) -> None:
+    def _record_spans_of(self, instance: Instance, spans: list[Any]) -> None:
         self.pool.ledger.spans([lease.id for lease in instance.leases], spans)
-
-
-def _death(refs: list[Any]) -> BaseException | None:
-    """Return the error of a call whose process died, if Ray reports that within a few seconds."""
-    end = time.monotonic() + DEATH_S
-    for ref in refs:
-        try:
-            ray.get(ref, timeout=max(0.0, end - time.monotonic()))
-        except GONE as error:
-            return error
-        except (ray.exceptions.RayTaskError, ray.exceptions.GetTimeoutError):
-            continue
-    return None

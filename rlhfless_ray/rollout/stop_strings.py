@@ -14,7 +14,7 @@ class StopStrings:
         self._load = load
         self._tokenizer: Any = None
 
-    def found(self, token_ids: Sequence[int], words: tuple[str, ...], before: Sequence[int] = (), min_tokens: int = 0) -> bool:
+    def has_completed(self, token_ids: Sequence[int], words: tuple[str, ...], before: Sequence[int] = (), min_tokens: int = 0) -> bool:
         """Return whether the newest tokens complete one of the words. `before`: the response's tokens before `token_ids`.
 
         A token has at least one byte of text. A word that the last token completes therefore has at most as many tokens as bytes,

@@ -66,7 +66,7 @@ class VllmEngine:
         self.adapter, self.has_base = settings.adapter, False
         self.adapter_request: Any = None  # vLLM's name of the adapter, for each request
         self.reference_engines: list[VllmEngine] = []  # see `differing`
-        self.words = StopStrings(tokenizer)
+        self.stop_strings = StopStrings(tokenizer)
         self.width = settings.tensor_parallel
         self.pages: PageStore | None = PageStore() if settings.prefix_kv else None
         self.kept: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
@@ -327,7 +327,7 @@ class VllmEngine:
                 length = lengths.get(number, len(tokens))
                 for count in range(row.searched + 1, length + 1):
                     response = tokens if count == len(tokens) else tokens[:count]  # without drafts a step copies no response
-                    if self.words.found(response, row.request.stop, row.request.generated, row.request.min_tokens):
+                    if self.stop_strings.has_completed(response, row.request.stop, row.request.generated, row.request.min_tokens):
                         self.live.end(number, response, ENDS.index("stop"))
                         ended.append(number)
                         break

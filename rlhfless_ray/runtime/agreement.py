@@ -89,10 +89,10 @@ class Agreement:
         if not learner.working:
             learner.slots = learner.ranks
             self.context.broker.staff(learner)
-        logprobs = learner.passed("agreement", batch, *drawn_from)["agreement"]
+        logprobs = learner.compute("agreement", batch, *drawn_from)["agreement"]
         apart = compute_distances(logprobs, batch.logprobs, drawn_from[1])
         if not apart.mean() <= self.tolerance:
-            moved = compute_distances(logprobs, learner.passed("agreement", batch, *drawn_from, True)["agreement"], drawn_from[1])
+            moved = compute_distances(logprobs, learner.compute("agreement", batch, *drawn_from, True)["agreement"], drawn_from[1])
             self.tolerance = float(np.nanmax([self.tolerance, ROUNDING * moved.mean()]))
         if not apart.mean() <= self.tolerance:
             message = (

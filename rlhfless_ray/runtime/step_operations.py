@@ -150,7 +150,7 @@ class StepOperations(CheckpointedRun):
         self.leases.waited_s = 0.0
         self.step = step
         assert self.weights is not None
-        self.weights = self.learn_stage.worker_groups.safe(self.weights)
+        self.weights = self.learn_stage.worker_groups.wait_for_copy(self.weights)
 
     @property
     def rolls_out_ahead(self) -> bool:
@@ -311,7 +311,7 @@ class StepOperations(CheckpointedRun):
 
     def evaluate(self) -> dict[str, float]:
         assert self.weights is not None
-        self.weights = self.learn_stage.worker_groups.safe(self.weights)
+        self.weights = self.learn_stage.worker_groups.wait_for_copy(self.weights)
         agreement, weights = self.agreement, self.weights
 
         def check(samples: list[Sample], temperature: float) -> None:
@@ -361,7 +361,7 @@ class StepOperations(CheckpointedRun):
         """Start the next step's engines under the free leases, without waiting until they have loaded the weights."""
         assert self.weights is not None
         self.first_row = self.ledger.count
-        self.weights = self.learn_stage.worker_groups.safe(self.weights)
+        self.weights = self.learn_stage.worker_groups.wait_for_copy(self.weights)
         self.rollout_stage.begin(upcoming, self.weights)
         self.rollout.expect(upcoming.plan.actors)
 
@@ -378,7 +378,7 @@ class StepOperations(CheckpointedRun):
         self.broker.check("the end of the step", self.stages.pools())
 
     def _write_row(self, step: Step) -> None:
-        self.learn_stage.worker_groups.keep()
+        self.learn_stage.worker_groups.start_snapshots()
         self.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
         self.partial_rollouts.observe(step)
         self.stages.faults.step_done()

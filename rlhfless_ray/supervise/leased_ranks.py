@@ -16,7 +16,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 
 GROW_S = 60.0  # time without a change after which a stage takes slots that are free; starting its ranks again takes about 10 s
-WAIT_S = 1.0  # longest wait for the slots of a rank that is not needed
+WAIT_S = 1.0  # longest wait for the slots of ranks that are not needed
 BID_S = 10.0  # interval of bids
 FIRST_GUESS_S = 600.0  # time left, as the first bid says it, before a step was measured
 
@@ -37,18 +37,20 @@ class LeasedRanks:
     def take(self) -> list[str]:
         """Lease slots for at least `min_ranks` ranks, and return the node of each rank. Raises RunError after the lease deadline."""
         self._bid()
+        spare = self.leases.collect(self.leases.ask(self.wanted * self.slots_per_rank), "learner", WAIT_S)
         while len(self.ranks) < self.wanted:
             needed = len(self.ranks) < self.min_ranks
-            leases, _ = self.leases.take_together(self.slots_per_rank, "learner", [], set(), {}, needed, WAIT_S)
+            leases, spare = self.leases.take_together(self.slots_per_rank, "learner", spare, set(), {}, needed, 0.0)
             if not leases:
                 break
             self.ranks.append(leases)
+        self.leases.release(spare)
         self.unassigned, self.changed_s, self.wanted = list(self.ranks), time.monotonic(), self.max_ranks
         return [leases[0].slot.node for leases in self.ranks]
 
     def assign(self, rank: int, node: str) -> list[str]:
         """Return the ids of the leases on which a rank works that has started on a node."""
-        leases = next(one for one in self.unassigned if one[0].slot.node == node)
+        leases = next(of_rank for of_rank in self.unassigned if of_rank[0].slot.node == node)
         self.unassigned.remove(leases)
         for lease in leases:
             self.leases.hand_over(lease, "learner", f"rank {rank}")

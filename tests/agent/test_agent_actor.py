@@ -175,7 +175,7 @@ def test_the_least_of_a_turn_is_the_recipes_or_what_the_agent_asks_for(made: Cal
 def test_words_in_what_was_generated(made: Callable[..., AgentActor], text: str, word: str, found: bool) -> None:
     actor = made()
     ids = actor.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert StopStrings(lambda: actor.tokenizer).found(ids, (word,)) == found
+    assert StopStrings(lambda: actor.tokenizer).has_completed(ids, (word,)) == found
 
 
 def test_log_probabilities_that_are_not_told_are_known(made: Callable[..., AgentActor]) -> None:

@@ -104,7 +104,7 @@ class Looking:
     def assign_leases(self, leases: list[Any]) -> list[Any]:
         return leases
 
-    def passed(self, what: str, batch: Any, *names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    def compute(self, what: str, batch: Any, *names: tuple[str, ...]) -> dict[str, np.ndarray]:
         assert len(self.kl) == len(batch.logprobs) and (what, names) in (("logprobs", (("old",),)), ("reference", ()))
         return {"old": -self.kl} if what == "logprobs" else {"reference": -2 * self.kl}
 
@@ -171,10 +171,10 @@ class Working:
         self.working, held = False, self.held
         return held
 
-    def keep(self) -> None:
+    def start_snapshot(self) -> None:
         assert not self.working
 
-    def passed(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
+    def compute(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
         assert self.working
         tokens = len(batch.logprobs)
         if what == "values":

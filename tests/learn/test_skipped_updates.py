@@ -37,9 +37,9 @@ def worker_group(monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
     made = WorkerGroup.__new__(WorkerGroup)
     made.by_rank, made.max_skipped, made.skipped_in_a_row = [SimpleNamespace(leases=[])], 3, 0
     made.by_rank[0].actor = SimpleNamespace(update=SimpleNamespace(remote=lambda batch, threads: batch))
-    made.name, made.recovery, made.ranks, made.cutter, made.reading = "learner", Recovery(1), 1, Whole(), []
-    made._all = lambda refs, what, deadline_s=None: [(refs[0], [])]
-    made._spans = lambda instance, spans: None
+    made.name, made.recovery, made.ranks, made.cutter, made.reading_published = "learner", Recovery(1), 1, Whole(), []
+    made._wait_for = lambda refs, what, deadline_s=None: [(refs[0], [])]
+    made._record_spans_of = lambda instance, spans: None
     return made
 
 

@@ -87,7 +87,7 @@ def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1) -> WorkerGroup:
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "learner": {"ranks": len(slots), "max_slots_per_rank": threads}}
     pool = WorkerPool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, cluster.ledger, 1e9)
     worker_group = WorkerGroup(pool, len(slots), Recipe.parse(tree).learner, SlotBroker(cluster))
-    worker_group._all = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
+    worker_group._wait_for = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
     for slot in slots:
         actor = SimpleNamespace(unpark=SimpleNamespace(remote=lambda: lambda: cluster.log.append("unpark") or []))
         worker_group.by_rank.append(Instance("learn", slot, actor, state=State.PARKED, opened="done"))
@@ -202,7 +202,7 @@ def test_a_users_mistake_that_a_rank_finds_stays_one(monkeypatch):
     monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
     with pytest.raises(UserError) as caught:
-        WorkerGroup._all(worker_group, [], "loading the policy", 1.0)
+        WorkerGroup._wait_for(worker_group, [], "loading the policy", 1.0)
     assert str(caught.value) == "lora.target_modules: the model has no such layers"
 
 
@@ -218,7 +218,7 @@ def test_a_port_that_is_taken_before_the_ranks_meet_there_makes_them_start_anew(
     with pytest.raises(
         LearnerLost, match=r"^loading the policy failed: another program has taken the rendezvous port of its processes$"
     ) as lost:
-        WorkerGroup._all(worker_group, [], "loading the policy", 1.0)
+        WorkerGroup._wait_for(worker_group, [], "loading the policy", 1.0)
     assert lost.value.cause is FailureCause.DIED
 
 
@@ -249,7 +249,7 @@ def test_an_update_is_asked_at_once_and_again_when_a_rank_was_lost(monkeypatch):
             raise reply
         return reply
 
-    monkeypatch.setattr(worker_group, "_all", all_of)
+    monkeypatch.setattr(worker_group, "_wait_for", all_of)
     update = worker_group.start_update(None)  # type: ignore[arg-type]
     assert asked == ["update"] and len(replies) == 3, "nobody waits yet"
     assert update.result() is stats
@@ -269,7 +269,7 @@ def test_free_leases_of_a_lost_node_are_not_given_to_new_ranks(monkeypatch):
 def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path):
     """They have it still."""
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
-    worker_group.recovery.whole = ["kept"]
+    worker_group.recovery.complete = ["kept"]
 
     def get(ref, deadline_s, what):
         assert ref == ["kept"]

@@ -74,18 +74,18 @@ class Gang:
     def pending(self, refs: list[Any]) -> list[Any]:
         return [] if self.done else refs
 
-    def accumulated(self, refs: list[Any]) -> None:
+    def wait_for_gradients(self, refs: list[Any]) -> None:
         self.done = False
 
     def ask(self, what: str, batch: Any, *names: Any) -> list[Any]:
-        self.answer = self.passed(what, batch, *names)
+        self.answer = self.compute(what, batch, *names)
         return [what]
 
-    def answered(self, refs: list[Any], what: str) -> Any:
+    def wait_for_values(self, refs: list[Any], what: str) -> Any:
         self.done = False
         return None if self.dies else (self.answer, 0.01)
 
-    def passed(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
+    def compute(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
         assert self.working
         self.passes.append((what, batch.groups.tolist()))
         return {name: np.float32(self.SAYS[name]) * batch.logprobs for name in (names[0] if names else (what,))}

@@ -33,7 +33,7 @@ def engines(new_engine: Callable[..., Any]) -> dict[str, Any]:
     version = next(VERSIONS)
     for engine in made.values():
         engine.load(version, weights_of(FILES["A"]))
-        engine.words = StopStrings(Words)
+        engine.stop_strings = StopStrings(Words)
     return made
 
 

@@ -20,19 +20,20 @@ def test_a_word_that_the_first_tokens_complete_ends_nothing() -> None:
     """As vLLM has it: also not when later tokens are looked at; a word that ends after them counts wherever it begins."""
     words = StopStrings(Letters)
     for count in range(1, 9):
-        assert not words.found([*b"endxxxxxx"][:count], ("end",), min_tokens=3)
-    assert words.found([*b"end"], ("end",), min_tokens=2) and words.found([*b"d"], ("end",), before=(*b"en",), min_tokens=2)
-    assert not words.found([*b"x"], ("end",), before=(*b"end",), min_tokens=3)
-    assert words.found([*b"xend"], ("end",), before=(*b"end",), min_tokens=3)
+        assert not words.has_completed([*b"endxxxxxx"][:count], ("end",), min_tokens=3)
+    assert words.has_completed([*b"end"], ("end",), min_tokens=2) and words.has_completed([*b"d"], ("end",), before=(*b"en",), min_tokens=2)
+    assert not words.has_completed([*b"x"], ("end",), before=(*b"end",), min_tokens=3)
+    assert words.has_completed([*b"xend"], ("end",), before=(*b"end",), min_tokens=3)
     long = [ord("x")] * 100
-    assert words.found([*long, *b"end"], ("end",), min_tokens=102) and not words.found([*long, *b"end"], ("end",), min_tokens=103)
+    assert words.has_completed([*long, *b"end"], ("end",), min_tokens=102)
+    assert not words.has_completed([*long, *b"end"], ("end",), min_tokens=103)
 
 
 def test_however_long_a_response_its_newest_tokens_are_looked_at() -> None:
     letters = Letters()
     words = StopStrings(lambda: letters)
     long = [ord("x")] * 10_000
-    assert words.found([*long, *b"end"], ("end", "no")) and not words.found([*b"end", *long], ("end",))
-    assert words.found([*b"nd"], ("end",), before=(*long, ord("e"))), "it began on another engine"
-    assert words.found([], ("end",), before=(*long, *b"end")) and not words.found([], ("end",))
+    assert words.has_completed([*long, *b"end"], ("end", "no")) and not words.has_completed([*b"end", *long], ("end",))
+    assert words.has_completed([*b"nd"], ("end",), before=(*long, ord("e"))), "it began on another engine"
+    assert words.has_completed([], ("end",), before=(*long, *b"end")) and not words.has_completed([], ("end",))
     assert max(letters.read) == len("end") + EXTRA_TOKENS
