@@ -96,13 +96,13 @@ def frontier(
         raise ValueError(f"thin is a share of at least 0 and below 1, got {thin}")
     if not work.known:
         return scenario_partitions(work, thin)
-    n, one = len(work.lengths), len(work.kinds) == 1
-    exact = n <= (PACKED if one else SMALL)  # few enough sequences to thin only at the end
+    n, on_one_type = len(work.lengths), len(work.kinds) == 1
+    exact = n <= (PACKED if on_one_type else SMALL)  # few enough sequences to thin only at the end
     share = 0.0 if exact else thin
-    found = sweep(work, work.kinds[0], share) if one else pool_partitions(work, share)
+    found = sweep(work, work.kinds[0], share) if on_one_type else pool_partitions(work, share)
     if n <= (SMALL if found else SMALL_UNBOUNDED):
         found = [*found, *all_partitions(work, pareto(found))]
-    elif n <= PACKED and one and work.held_tokens().sum() <= work.kinds[0].capacity:
+    elif n <= PACKED and on_one_type and work.held_tokens().sum() <= work.kinds[0].capacity:
         found = [*found, *best_fit(work, found)]
     # A thinned sweep's bounds are already `thin` apart: thinning again could leave gaps twice as wide.
     return [point.plan() for point in pareto(found or wave_partitions(work), thin if exact else 0.0)]

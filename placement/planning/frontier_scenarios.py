@@ -39,17 +39,17 @@ def scenario_partitions(work: RolloutWorkload, thin: float) -> list[Plan]:
     in every scenario. Where there are too few actors for that, the plans are those of `wave_partitions`.
     """
     found: list[Partition] = []
-    looked = work.lengths.shape[1]
+    min_scenarios = work.lengths.shape[1]
     room = sum(kind.capacity * kind.max_actors for kind in work.kinds)
     for order, key in sort_orders(work) if work.held_tokens().sum(0).max() <= room else []:
         if len(order) <= SMALL and (len(work.kinds) == 1 or mixture_count(work) <= MIXED):
             found += all_contiguous_partitions(work, order)
         else:
-            points, used = search(work, order, key, thin)
+            points, scenarios = search(work, order, key, thin)
             found += points
-            looked = min(looked, used)
+            min_scenarios = min(min_scenarios, scenarios)
     found = found or wave_partitions(work)
-    return [point.plan(looked) for point in pareto(found, thin)]
+    return [point.plan(min_scenarios) for point in pareto(found, thin)]
 
 
 def sort_orders(work: RolloutWorkload) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -139,7 +139,7 @@ def search(work: RolloutWorkload, order: np.ndarray, key: np.ndarray, thin: floa
     levels = _levels(work, order, float(alone_s.min()))
     fine = Blocks.from_workload(work, order, _edges(work, order, key, levels[-1]))
     points: list[Partition] = []
-    looked, exact = count, n <= FEW
+    min_used, exact = count, n <= FEW
     room = CELLS * min(1.0, LEVELS / len(levels))
     for low in levels:
         blocks = fine.merged(_edges(work, order, key, low))
@@ -147,7 +147,7 @@ def search(work: RolloutWorkload, order: np.ndarray, key: np.ndarray, thin: floa
         cells = int((stop - np.arange(len(stop))).sum()) * count * len(work.kinds)
         used = count if cells <= room else min(count, max(MIN_SCENARIOS, int(count * room / cells)))
         columns = np.linspace(0, count, used, endpoint=False).astype(int)
-        looked = min(looked, used)
+        min_used = min(min_used, used)
         exact = exact and used == count
         ranges = Ranges(blocks if used == count else blocks.columns(columns), stop, work.kinds, np.float64 if exact else np.float32)
         bounds = np.geomspace(low * RATIO, low, BOUNDS_FEW if n <= FEW else BOUNDS)
@@ -160,12 +160,14 @@ def search(work: RolloutWorkload, order: np.ndarray, key: np.ndarray, thin: floa
         if not found.found:
             break  # shorter bounds only need more actors
         points += [Partition(t, c, order, tuple(blocks.edges[list(path)].tolist()), pools) for t, c, (path, pools) in found.best()]
-    held = None if fine.held is None else fine.held.sum(0).max()
-    whole = [Partition(0.0, 0.0, order, (0, n), (q,)) for q, kind in enumerate(work.kinds) if held is None or held <= kind.capacity]
+    held_tokens = None if fine.held is None else fine.held.sum(0).max()
+    to_time = [
+        Partition(0.0, 0.0, order, (0, n), (q,)) for q, kind in enumerate(work.kinds) if held_tokens is None or held_tokens <= kind.capacity
+    ]
     if not exact:
         # Figures over fewer scenarios, or in single precision, only select the partitions to time exactly.
-        whole, points = [*whole, *pareto(points, thin if looked == count else max(thin, MIN_SPEEDUP))], []
-    return [*points, *fine.retime(whole, work)], looked
+        to_time, points = [*to_time, *pareto(points, thin if min_used == count else max(thin, MIN_SPEEDUP))], []
+    return [*points, *fine.retime(to_time, work)], min_used
 
 
 def longest_alone_s(work: RolloutWorkload) -> np.ndarray:
