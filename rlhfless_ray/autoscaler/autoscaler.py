@@ -18,7 +18,7 @@ from placement.planning.bounds import rollout_bounds
 from placement.planning.frontier import frontier
 from placement.planning.objective import Objective, choose_nearest
 from placement.planning.plan import Plan, Pool
-from placement.scaling.engine_width import WidthDecision, best_width, decide_width, scale_speed
+from placement.scaling.engine_width import WidthDecision, best_width, decide_width
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.resize_policy import (
@@ -35,7 +35,8 @@ from placement.scaling.resize_policy import (
     time_value,
 )
 from placement.speed.cost_terms import Term, Terms
-from placement.speed.decode_speed import Speed, SpeedFit
+from placement.speed.decode_speed import Speed
+from rlhfless_ray.autoscaler.engine_speeds import EngineSpeeds
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
@@ -59,14 +60,11 @@ class Autoscaler:
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
         self.recipe = recipe
         self.samples = recipe.rollout.samples_per_prompt
-        self.width = recipe.rollout.least_width  # slots of an engine
-        self.engines: dict[int, ExpectedEngine] = {}  # by width, if the planner chooses it
-        self.speeds: dict[int, SpeedFit] = {}  # of widths that engines had before
+        self.engines = EngineSpeeds(recipe.rollout.least_width, first_speed)
         self.width_history = ResizeHistory()
         self.width_note = ""  # why `rollout.tensor_parallel: auto` leaves no choice; "" once a plan's reason includes it
         limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
-        self.speed, self.capacity = SpeedFit(first_speed), math.inf
         self.objective = _objective(recipe)
         self.terms, self.around, self.outside = Terms(), Term(OVERHEAD_S), Term(OUTSIDE_S)
         self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
@@ -82,16 +80,10 @@ class Autoscaler:
         self.troubles: list[str] = []  # failures since the last report
         self.bids: MarketBids | None = None  # on a pool that the run shares with others
 
-    def expect(self, engine: ExpectedEngine) -> None:
-        """Set the speed and capacity expected of an engine before one has run."""
-        self.speed = SpeedFit(engine.speed)
-        self.capacity = engine.capacity or math.inf
-
-    def expect_widths(self, engines: dict[int, ExpectedEngine], note: str) -> None:
-        """Set what is expected of an engine by width, the narrowest first. `note`: why there is one width only."""
-        self.width, self.width_note = next(iter(engines)), note
-        self.engines = engines if len(engines) > 1 else {}
-        self.expect(engines[self.width])
+    def expect(self, engines: dict[int, ExpectedEngine], note: str) -> None:
+        """Set what is expected of an engine by width before one has run, the narrowest first. `note`: why there is one width only."""
+        self.engines.expect(engines)
+        self.width_note = note
 
     def set_objective(self, objective: ObjectiveConfig) -> None:
         """Choose plans by another objective from now on."""
@@ -142,23 +134,24 @@ class Autoscaler:
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
         self.learn()
-        min_actors, limits = self.recipe.rollout.min_actors, {self.width: (max_actors, warm), **(others or {})}
+        min_actors, limits = self.recipe.rollout.min_actors, {self.engines.width: (max_actors, warm), **(others or {})}
         plans: list[Plan] = []
 
         def make() -> Decision:
             frontiers = {width: self._frontier(scenarios.lengths, prompts, count, width) for width, (count, _) in limits.items()}
             frontiers, note = self._shared(frontiers)
             if not others:
-                plans.extend(frontiers[self.width])
+                plans.extend(frontiers[self.engines.width])
                 decision = self._decide(plans, step, warm)
                 return replace(decision, reason=f"{note}; {decision.reason}") if note else decision
             chosen = self._decide_width(frontiers, {width: count for width, (_, count) in limits.items()}, step)
             plans.extend(frontiers[chosen.width])
             reason = f"{note}; {chosen.reason}" if note else chosen.reason
-            if chosen.width == self.width:
+            if chosen.width == self.engines.width:
                 decision = self._decide(plans, step, warm)
                 return replace(decision, reason=f"{reason}; {decision.reason}")
-            self._use_width(chosen.width)
+            self.engines.use(chosen.width)
+            self.actors = 0
             return self._decide(plans, step, limits[chosen.width][1], urgent=reason)
 
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, min_actors), max_actors))
@@ -171,10 +164,11 @@ class Autoscaler:
             decision, self.width_note = replace(decision, reason=f"{self.width_note}; {decision.reason}"), ""
         predicted = self.safely(
             "predicting the step",
-            lambda: self._predict_step(decision, scenarios.lengths, prompts, limits[self.width][1]),
+            lambda: self._predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1]),
             lambda: (0.0, 0.0, 0.0),
         )
-        return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=self.width if self.engines else None)
+        width = self.engines.width if self.engines.expected else None
+        return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=width)
 
     def _shared(self, frontiers: dict[int, list[Plan]]) -> tuple[dict[int, list[Plan]], str]:
         """Return the plans that a pool shared with other runs has slots for, by width, and why others were left out."""
@@ -227,16 +221,17 @@ class Autoscaler:
 
         Slots are counted as held for the learner if that is cheaper than releasing and requesting them again.
         """
-        overhead_s, slowdown = self.around.predict() + before_s, 1 + self.speed.overhead
+        overhead_s, slowdown = self.around.predict() + before_s, 1 + self.engines.fit.overhead
         phase_s = decision.time_s * slowdown + overhead_s
         if decision.plan is None:
-            return phase_s, self.width * decision.actors * phase_s
+            return phase_s, self.engines.width * decision.actors * phase_s
         speed, slot_s = self.engine_speed, 0.0
+        needed_next = self.engines.width * decision.actors <= self.learner_slots * self.recipe.learner.ranks
         for group in decision.plan.groups:
             own_s = speed.rollout_s(lengths[group].astype(float), prompt_tokens[group]) * slowdown + overhead_s
             tail_s = max(0.0, phase_s - own_s)
-            held = self.drained(tail_s, self.width * decision.actors <= self.learner_slots * self.recipe.learner.ranks).action == "Hold"
-            slot_s += self.width * (phase_s if held else min(own_s, phase_s))
+            held = self.drained(tail_s, needed_next).action == "Hold"
+            slot_s += self.engines.width * (phase_s if held else min(own_s, phase_s))
         return phase_s, slot_s
 
     def drained(self, tail_s: float, needed_next: bool) -> Decision:
@@ -257,7 +252,7 @@ class Autoscaler:
         """
 
         def weigh() -> float:
-            start = start_cost(self.terms.cold_start.predict(), self.width, self.value_per_s)
+            start = start_cost(self.terms.cold_start.predict(), self.engines.width, self.value_per_s)
             decision = keep_alive(gaps_s, hold_price, start)
             return KEEP_WARM_FACTOR * decision.keep_s if isinstance(decision, Park) else 0.0
 
@@ -265,7 +260,7 @@ class Autoscaler:
 
     def prewarm_now(self, phase_left_s: float, start_s: float, hold_price: float) -> bool:
         """Return whether to start the process of the next phase now."""
-        spread = self.speed.spread * phase_left_s
+        spread = self.engines.fit.spread * phase_left_s
         return self.safely(
             "timing a start ahead",
             lambda: prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.value_per_s).at_s <= 0,
@@ -274,43 +269,29 @@ class Autoscaler:
 
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int, width: int | None = None) -> list[Plan]:
         """Return the frontier's plans for `lengths`: (n,) known, or (n, S) scenarios. `width`: of the engines, if not the present one."""
-        width = width or self.width
+        width = width or self.engines.width
         tokens = self._prompt_tokens(prompts)
         longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine can hold every single sequence
-        holds = self.capacity if width == self.width else self.engines[width].capacity or math.inf
+        holds = self.engines.capacity_of(width)
         capacity = math.ceil(max(holds, longest)) if math.isfinite(holds) else None
-        speed = replace(self._speed_fit(width).speed, prefill_s=self.terms.prefill.per_unit_s)
+        speed = replace(self.engines.fit_of(width).speed, prefill_s=self.terms.prefill.per_unit_s)
         pool = Pool(speed, max_actors=max_actors, capacity=capacity, devices=width)
         return frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
 
     @property
     def engine_speed(self) -> Speed:
         """Speed fitted to decode steps, with the prefill time of a prompt token."""
-        return replace(self.speed.speed, prefill_s=self.terms.prefill.per_unit_s)
-
-    def _speed_fit(self, width: int) -> SpeedFit:
-        """Return the speed at a width. For a width never used, scale the current speed by the roofline's estimates for both."""
-        if width == self.width:
-            return self.speed
-        seeds = self.engines[self.width].speed, self.engines[width].speed
-        return self.speeds.get(width) or SpeedFit(scale_speed(self.speed.speed, *seeds))
-
-    def _use_width(self, width: int) -> None:
-        """Plan for engines of another width from now on. No such engine works yet."""
-        fit = self._speed_fit(width)
-        self.speeds[self.width] = self.speed
-        self.speed, self.width, self.actors = fit, width, 0
-        self.capacity = self.engines[width].capacity or math.inf
+        return replace(self.engines.fit.speed, prefill_s=self.terms.prefill.per_unit_s)
 
     def _decide_width(self, frontiers: dict[int, list[Plan]], warm: dict[int, int], step: int) -> WidthDecision:
         """Decide about the engines' width. `warm`: processes of each width without a cold start."""
         adjusted = {width: self._with_overhead(plans, width) for width, plans in frontiers.items()}
         width, best = best_width(adjusted, self.objective)
-        now = choose_nearest(adjusted[self.width], self.objective)
+        now = choose_nearest(adjusted[self.engines.width], self.objective)
         self.width_history = self.width_history.record(step, width)
         start = self.terms.warm_start if best.plan.actors <= warm[width] else self.terms.cold_start
         return decide_width(
-            self.width,
+            self.engines.width,
             now.plan if now.met or not best.met else None,
             width,
             best.plan,
@@ -325,7 +306,7 @@ class Autoscaler:
         return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
 
     def _decide(self, plans: list[Plan], step: int, warm: int, urgent: str = "") -> Decision:
-        adjusted = self._with_overhead(plans, self.width)
+        adjusted = self._with_overhead(plans, self.engines.width)
         choice = choose_nearest(adjusted, self.objective)
         chosen = plans[choice.index]
         self.value_per_s = max(time_value(self.objective, plans), MIN_SECOND_VALUE)
@@ -340,7 +321,7 @@ class Autoscaler:
             step=step,
             history=self.history,
             value_per_s=self.value_per_s,
-            transition=Transition(start.predict(), restart_s=self.terms.warm_start.predict(), price=self.width),
+            transition=Transition(start.predict(), restart_s=self.terms.warm_start.predict(), price=self.engines.width),
             steps_left=self.recipe.run.steps - step + 1,
             gamma=self.recipe.objective.payback,
             urgent=urgent,
@@ -353,7 +334,7 @@ class Autoscaler:
         """Add the overhead besides decoding to plans, for objectives with a deadline or budget, which cover it too."""
         if self.objective.deadline_s is None and self.objective.budget is None:
             return plans
-        overhead_s, slowdown = self.around.predict(), 1 + self.speed.overhead
+        overhead_s, slowdown = self.around.predict(), 1 + self.engines.fit.overhead
         return [
             replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * width)
             for plan in plans
@@ -383,7 +364,7 @@ class Autoscaler:
         running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
         seconds = np.array([s.token_s for s in steps])
         context, prefill = np.array([s.context_tokens for s in steps]), new > running
-        self.safely("fitting the speed", lambda: self.speed.observe(running, seconds, context, new), lambda: None)
+        self.safely("fitting the speed", lambda: self.engines.fit.observe(running, seconds, context, new), lambda: None)
         self.terms.prefill.observe(new[prefill], seconds[prefill])
 
     def observe_load(self, weight_bytes: int, seconds: float, away: bool = False) -> None:
@@ -432,24 +413,26 @@ class Autoscaler:
         row = {f"forecast/{name}": value for name, value in quality.items() if name not in ("responses", "pit_deciles")}
         known = self._frontier(lengths, prompts, max_actors)
         best = choose_nearest(known, self.objective).plan
-        bounds = rollout_bounds(lengths, self.engine_speed, max_actors, prompts=self._prompt_tokens(prompts), price=float(self.width))
+        bounds = rollout_bounds(
+            lengths, self.engine_speed, max_actors, prompts=self._prompt_tokens(prompts), price=float(self.engines.width)
+        )
         return row | {
             "plan/clairvoyant_s": best.time_s,
             "plan/clairvoyant_cost_slot_s": best.cost,
             "plan/bound_s": bounds.time_s,
             "plan/bound_cost_slot_s": bounds.cost,
-            "plan/speed_spread": self.speed.spread,
+            "plan/speed_spread": self.engines.fit.spread,
         }
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         self.learn()
-        chosen = {"width": self.width, "width_history": asdict(self.width_history)}
+        widths = self.engines.state()
         return {
-            **(chosen | {"speeds": {width: fit.state() for width, fit in self.speeds.items()}} if self.engines else {}),
+            **(widths | {"width_history": asdict(self.width_history)} if widths else {}),
             "forecaster": self.forecaster.state(),
-            "speed": self.speed.state(),
+            "speed": self.engines.fit.state(),
             "actors": self.actors,
             "terms": self.terms.state(),
             "history": asdict(self.history),
@@ -462,13 +445,10 @@ class Autoscaler:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.forecaster.restore(state["forecaster"])
-        if state.get("width") in self.engines:
-            self.speeds = {width: self._speed_fit(width) for width in state["speeds"] if width in self.engines}
-            for width, fit in self.speeds.items():
-                fit.restore(state["speeds"][width])
-            self._use_width(state["width"])
+        if state.get("width") in self.engines.expected:
+            self.engines.restore(state)
             self.width_history = ResizeHistory(**state["width_history"])
-        self.speed.restore(state["speed"])
+        self.engines.fit.restore(state["speed"])
         self.actors = state["actors"]
         self.terms.restore(state["terms"])
         self.history = ResizeHistory(**state["history"])

@@ -33,7 +33,7 @@ class StaleCost:
 def choose_oversample(autoscaler: Autoscaler, step: Step, stale_cost: float) -> Oversample | None:
     """Choose from the forecasts of `step`, the newest planned step. Returns None before the first measurement."""
     recipe = autoscaler.recipe
-    if not autoscaler.speed.records or step.forecast is None or not autoscaler.actors:
+    if not autoscaler.engines.fit.records or step.forecast is None or not autoscaler.actors:
         return None
     count, lengths = recipe.rollout.samples_per_prompt, step.forecast.lengths
     groups = lengths.reshape(-1, count, lengths.shape[1]).transpose(2, 0, 1).reshape(-1, count)
@@ -41,7 +41,7 @@ def choose_oversample(autoscaler: Autoscaler, step: Step, stale_cost: float) -> 
     learn_s = autoscaler.learner.predict(autoscaler.learner_slots, tokens)
     learn_s += autoscaler.terms.passes.predict(tokens) if autoscaler.terms.passes.records else 0.0
     costs = StepCosts(
-        autoscaler.speed.speed,
+        autoscaler.engines.fit.speed,
         autoscaler.actors,
         float(np.mean([len(prompt.token_ids) for prompt in step.prompts])),
         learn_s,

@@ -171,7 +171,7 @@ class RolloutStage:
             autoscaler, elastic = self.context.autoscaler, self.context.recipe.functions.elastic
             second = autoscaler.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
             prefill, limit = autoscaler.terms.prefill.per_unit_s, self.context.recipe.rollout.max_tokens
-            self.migration.begin(lengths, autoscaler.speed.speed, second, prefill, count, limit)
+            self.migration.begin(lengths, autoscaler.engines.fit.speed, second, prefill, count, limit)
         shares = self._shares(step, len(self.pool.working))
         self._order_engines(step, shares, weights)
         if self.prefix is not None and step.prefixes is not None:

@@ -284,8 +284,8 @@ class Runtime(StepOperations):
             self.shared_pool,
             self.drafter_files,
         )
-        self.autoscaler.expect_widths(engines, note)
-        worker_pools.rollout.set_width(self.autoscaler.width)
+        self.autoscaler.expect(engines, note)
+        worker_pools.rollout.set_width(self.autoscaler.engines.width)
         for message in {engine.note: 0 for engine in engines.values() if engine.note}:
             self.record.progress.message(message)
         self.broker, self.leases, self.rollout, self.reward, self.worker_group = (
@@ -306,7 +306,7 @@ class Runtime(StepOperations):
             self.phases,
             self.record,
             self.autoscaler,
-            most[self.autoscaler.width],
+            most[self.autoscaler.engines.width],
             most if len(most) > 1 else {},
         )
         self.stages = Stages.of(

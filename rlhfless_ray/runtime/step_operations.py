@@ -112,7 +112,7 @@ class StepOperations(CheckpointedRun):
         return self.autoscaler.safely("the forecast", lambda: batch.forecast_work(forecast), lambda: None)
 
     def plan(self, step: Step) -> RolloutPlan:
-        now = self.autoscaler.width
+        now = self.autoscaler.engines.width
         limits = {width: self.context.most_engines(width) for width in {now: 0, **self.context.most_by_width}}
         if self.in_update and self.rolls_out_ahead:  # engines get the slots that the learner leaves
             learner = [lease for rank in self.worker_group.by_rank for lease in rank.leases]
@@ -282,7 +282,9 @@ class StepOperations(CheckpointedRun):
         self.record.samples(step.number, step.samples)
         self.quality = self.record.summarize_samples(step.samples)
         self.autoscaler.observe_samples(step.prompts, step.answers)
-        self.quality |= self.autoscaler.quality(step.forecast, step.answers, step.prompts, self.context.most_engines(self.autoscaler.width))
+        self.quality |= self.autoscaler.quality(
+            step.forecast, step.answers, step.prompts, self.context.most_engines(self.autoscaler.engines.width)
+        )
         self.quality["epoch"] = self.cursor.epoch
         if self.recipe.prompts.overlong == "cut_left":
             self.quality["prompts/cut"] = sum(prompt.cut_tokens > 0 for prompt in step.prompts)

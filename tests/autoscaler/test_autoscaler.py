@@ -110,12 +110,12 @@ def test_what_does_not_fit_an_engine_waits_for_room_or_gets_another_engine():
     plans = {}
     for capacity in (None, 400):
         auto = Autoscaler(recipe(objective={"prefer": 0.0}), SPEED)
-        auto.expect(ExpectedEngine(SPEED, capacity))
+        auto.expect({1: ExpectedEngine(SPEED, capacity)}, "")
         trained(auto)
         plans[capacity] = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4).decision
     free, tight = plans[None], plans[400]
     assert free.actors == 1 and tight.time_s * tight.actors > 1.3 * free.time_s, "one engine cannot hold all of it at once"
-    auto.expect(ExpectedEngine(SPEED, 1))  # less than any sequence: a forecast beyond the cache must not end the planning
+    auto.expect({1: ExpectedEngine(SPEED, 1)}, "")  # less than any sequence: a forecast beyond the cache must not end the planning
     assert "the planner failed" not in auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4).reason
 
 
@@ -169,7 +169,7 @@ def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_le
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}, learner={"max_slots_per_rank": 4}), SPEED))
     plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
     assert auto.engine_speed.prefill_s > 0, "and prompts are part of the plan's own time"
-    assert plan.predicted_s == pytest.approx(plan.decision.time_s * (1 + auto.speed.overhead) + auto.around.predict())
+    assert plan.predicted_s == pytest.approx(plan.decision.time_s * (1 + auto.engines.fit.overhead) + auto.around.predict())
     assert plan.predicted_step_s > plan.predicted_s
     assert plan.predicted_slot_s == pytest.approx(plan.actors * plan.predicted_s)  # all are wanted next: nobody lets go
 
@@ -195,7 +195,7 @@ def test_nothing_that_concerns_planning_only_ends_a_run(monkeypatch):
     auto = Autoscaler(recipe(), SPEED)
     for broken in ("predict", "forecast", "observe"):
         monkeypatch.setattr(auto.forecaster, broken, lambda *_: 1 / 0)
-    monkeypatch.setattr(auto.speed, "observe", lambda *_: 1 / 0)
+    monkeypatch.setattr(auto.engines.fit, "observe", lambda *_: 1 / 0)
     monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.forecast_quality", lambda *_: 1 / 0)
     for broken in ("predict", "decide", "settle"):
         monkeypatch.setattr(auto.learner, broken, lambda *_, **__: 1 / 0)
@@ -227,32 +227,36 @@ OTHERS = {2: (2, 2), 4: (1, 1)}  # (engines, warm ones) on four slots
 
 def test_the_width_that_is_faster_is_taken_named_and_kept_by_a_checkpoint():
     auto = Autoscaler(recipe(objective={"prefer": 0.9}, rollout={"tensor_parallel": "auto"}, run={"steps": 50}), SPEED)
-    auto.expect_widths(WIDTHS, "")
+    auto.expect(WIDTHS, "")
     trained(auto)
     widths = []
     for step in range(7, 12):
         most = {1: (4, 4), **OTHERS}
-        others = {width: one for width, one in most.items() if width != auto.width}
-        plan = auto.plan(auto.forecast(prompts(), step), prompts(), *most[auto.width][:1], step=step, warm=4, others=others)
+        others = {width: one for width, one in most.items() if width != auto.engines.width}
+        plan = auto.plan(auto.forecast(prompts(), step), prompts(), *most[auto.engines.width][:1], step=step, warm=4, others=others)
         if not widths:
             assert plan.width != 1 and f"engines of {plan.width} slots instead of 1" in plan.reason and "once" in plan.reason
-            assert auto.speed.speed.base_s == pytest.approx(WIDTHS[plan.width].speed.base_s, rel=0.05), "measured where it was 1"
+            assert auto.engines.fit.speed.base_s == pytest.approx(WIDTHS[plan.width].speed.base_s, rel=0.05), "measured where it was 1"
         else:
             assert f"engines of {plan.width} slots;" in plan.reason
         widths.append(plan.width)
         auto.actors = plan.actors
     assert len(set(widths)) == 1 and plan.metrics()["plan/width"] == widths[0]
     again = Autoscaler(auto.recipe, SPEED)
-    again.expect_widths(WIDTHS, "")
+    again.expect(WIDTHS, "")
     again.restore(auto.state())
-    assert again.width == auto.width and again.speed.state() == auto.speed.state() and again.state().keys() == auto.state().keys()
+    assert (
+        again.engines.width == auto.engines.width
+        and again.engines.fit.state() == auto.engines.fit.state()
+        and again.state().keys() == auto.state().keys()
+    )
 
 
 def test_a_fixed_width_plans_and_saves_as_before():
     found = []
     for width in (1, "auto"):
         auto = trained(Autoscaler(recipe(rollout={"tensor_parallel": width}), SPEED))
-        auto.expect_widths({1: WIDTHS[1]}, "" if width == 1 else "auto takes 1")
+        auto.expect({1: WIDTHS[1]}, "" if width == 1 else "auto takes 1")
         plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
         assert plan.width is None and "plan/width" not in plan.metrics() and "width" not in auto.state()
         found.append(plan)

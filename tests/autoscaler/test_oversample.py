@@ -36,7 +36,7 @@ def test_a_long_tail_begins_more_groups_once_speeds_are_known_and_stale_tokens_d
     run.resize(autoscaler, step)
     assert run.at_work == 12 and not run.reason, "nothing is measured yet"
     running = np.arange(1, 32)
-    autoscaler.speed.observe(running, 5e-3 + 1e-5 * running)
+    autoscaler.engines.fit.observe(running, 5e-3 + 1e-5 * running)
     autoscaler.actors = 2
     run.resize(autoscaler, step)
     assert run.at_work > 8 and "against a synchronous step, bound 1: 0." in run.reason

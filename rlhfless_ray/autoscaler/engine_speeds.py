@@ -1,0 +1,54 @@
+"""How fast an engine decodes and what it holds, by its width in slots."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from placement.scaling.engine_width import scale_speed
+from placement.speed.decode_speed import Speed, SpeedFit
+from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
+
+
+class EngineSpeeds:
+    """The speed that is fitted at the present width, and what is known of the other widths that engines may have."""
+
+    def __init__(self, width: int, speed: Speed) -> None:
+        self.width = width  # slots of an engine
+        self.fit, self.capacity = SpeedFit(speed), math.inf
+        self.expected: dict[int, ExpectedEngine] = {}  # by width, if the planner chooses it
+        self.fits: dict[int, SpeedFit] = {}  # of widths that engines had before
+
+    def expect(self, engines: dict[int, ExpectedEngine]) -> None:
+        """Set what is expected of an engine by width before one has run, the narrowest first."""
+        self.width, engine = next(iter(engines.items()))
+        self.expected = engines if len(engines) > 1 else {}
+        self.fit, self.capacity = SpeedFit(engine.speed), engine.capacity or math.inf
+
+    def fit_of(self, width: int) -> SpeedFit:
+        """Return the speed at a width. For a width never used, scale the current speed by the roofline's estimates for both."""
+        if width == self.width:
+            return self.fit
+        seeds = self.expected[self.width].speed, self.expected[width].speed
+        return self.fits.get(width) or SpeedFit(scale_speed(self.fit.speed, *seeds))
+
+    def capacity_of(self, width: int) -> float:
+        """Return the KV tokens that an engine of a width holds."""
+        return self.capacity if width == self.width else self.expected[width].capacity or math.inf
+
+    def use(self, width: int) -> None:
+        """Fit the speed at another width from now on. No such engine works yet."""
+        fit = self.fit_of(width)
+        self.fits[self.width] = self.fit
+        self.fit, self.width = fit, width
+        self.capacity = self.expected[width].capacity or math.inf
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of a run whose planner chooses the width, else an empty one: `fit` has its own."""
+        return {"width": self.width, "speeds": {width: fit.state() for width, fit in self.fits.items()}} if self.expected else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.fits = {width: self.fit_of(width) for width in state["speeds"] if width in self.expected}
+        for width, fit in self.fits.items():
+            fit.restore(state["speeds"][width])
+        self.use(state["width"])
