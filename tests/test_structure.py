@@ -108,6 +108,16 @@ def test_nothing_that_trains_loads_the_simulator() -> None:
     assert told.stdout.strip() == "[]"
 
 
+def test_only_engines_import_vllm() -> None:
+    found = set()
+    for name, path in modules("rlhfless_ray").items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+            if any(one.partition(".")[0] == "vllm" for one in imported):
+                found.add(name)
+    assert {name for name in found if not name.startswith("rlhfless_ray.rollout.")} == {"rlhfless_ray.prefix.connector"}
+
+
 def test_every_name_that_the_planner_exports_is_there() -> None:
     import placement
 
