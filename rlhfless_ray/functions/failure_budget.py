@@ -31,7 +31,7 @@ class FailureBudget:
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = self.left = limit
+        self.limit = self.remaining = limit
         self.counts: Counter[FailureCause] = Counter()
         self.recent_failures: list[str] = []  # faults of programs since the budget was last full
         self.failures_in_step = 0
@@ -44,17 +44,17 @@ class FailureBudget:
             return
         self.failures_in_step += 1
         self.recent_failures.append(f"{who} {cause.value}")
-        if self.left <= 0:
+        if self.remaining <= 0:
             raise RunError(
                 f"{who} {cause.value}, and functions.max_replacements = {self.limit} is used up: {why or 'the reason is unknown'}"
                 f"{self._earlier_failures()}"
             )
-        self.left -= 1
+        self.remaining -= 1
 
     @property
     def used(self) -> int:
         """Number of failures that the budget is charged with."""
-        return self.limit - self.left
+        return self.limit - self.remaining
 
     def _earlier_failures(self) -> str:
         before = self.recent_failures[:-1]
@@ -65,8 +65,8 @@ class FailureBudget:
 
     def step_done(self) -> None:
         if not self.failures_in_step:
-            self.left = min(self.limit, self.left + 1)
-            if self.left == self.limit:
+            self.remaining = min(self.limit, self.remaining + 1)
+            if self.remaining == self.limit:
                 self.recent_failures = []
         self.failures_in_step = 0
 
@@ -80,5 +80,5 @@ class FailureBudget:
             "faults/preempted": preempted,
             "faults/hung": new[FailureCause.HUNG],
             "faults/out_of_memory": new[FailureCause.MEMORY],
-            "faults/budget_left": self.left,
+            "faults/budget_left": self.remaining,
         }

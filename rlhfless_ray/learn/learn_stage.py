@@ -49,7 +49,7 @@ class LearnStage:
             self.controller = AdaptiveKL(section.coefficient, section.target, section.horizon)
         self.kl_in_reward = section.coefficient > 0 and section.place == "reward"
         self.carries = context.recipe.algorithm.remainder == "carry"
-        self.left: Batch | None = None  # samples of finished steps that filled no optimizer step
+        self.leftover: Batch | None = None  # samples of finished steps that filled no optimizer step
         self.kl = 0.0  # mean over the step's samples, if the KL is part of the reward
         self.passes = StepPasses(context, worker_group, critic, reference, with_gradients=self.obstacle is None)
 
@@ -237,7 +237,7 @@ class LearnStage:
                 stats = replace(stats, kl=self.kl)
             if stats.applied:
                 self.controller = self.controller.after(stats.kl, len(samples))
-            self.left = left
+            self.leftover = left
         if stats.skipped:
             self.context.record.progress.message(f"optimizer step skipped: {stats.reason}")
         metrics |= {"pool/learn_slots": self._slots() * self.worker_group.ranks, "pool/learn_reason": self.plan.reason}
@@ -250,7 +250,7 @@ class LearnStage:
         section = self.context.recipe.algorithm
         assert section.batch_samples is not None
         rng = np.random.default_rng([self.context.recipe.run.seed % 2**63, self.number])
-        return carried(self.left, batch, section.batch_samples, section.epochs, rng)
+        return carried(self.leftover, batch, section.batch_samples, section.epochs, rng)
 
     def _slots(self) -> int:
         """Return the slots of each rank of the learner."""
@@ -267,13 +267,13 @@ class LearnStage:
 
     def files(self) -> Files:
         """Return the state that is too large for JSON, as files."""
-        return {} if self.left is None else {FILE: as_bytes(self.left)}
+        return {} if self.leftover is None else {FILE: as_bytes(self.leftover)}
 
     def restore_files(self, files: Files) -> None:
         if FILE not in files:
             return
         if self.carries:
-            self.left = of_bytes(bytes(files[FILE]))
+            self.leftover = of_bytes(bytes(files[FILE]))
         else:
             self.context.record.progress.message(
                 "samples that the checkpoint carries over are not trained on, because algorithm.remainder changed"

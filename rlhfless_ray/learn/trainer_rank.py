@@ -59,9 +59,9 @@ class TrainerRank:
         self.is_large = False  # whether memory is released after each step
         self.linked = False  # whether ZeRO 1 and 2 know the moments of all parameters
         self.as_published: set[str] = set()  # names of weights that were published unchanged under the same name
-        self.away = False  # whether the state is parked in the GPU's host memory
-        self.kept: dict[str, Any] = {}  # `_state` while parked, if it needs collectives on the devices
-        self.kept_weights: dict[str, Tensor] = {}  # `_trained_weights` while parked, likewise
+        self.is_parked = False  # whether the state is parked in the GPU's host memory
+        self.parked_state: dict[str, Any] = {}  # `_state` while parked, if it needs collectives on the devices
+        self.parked_weights: dict[str, Tensor] = {}  # `_trained_weights` while parked, likewise
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class TrainerRank:
 
     def _trained_weights(self) -> dict[str, Tensor]:
         """Return all weights that are trained, by their names in the model, from rank 0. Every rank must call it."""
-        return self.kept_weights if self.away and self.stage else self._weights_of(dict.fromkeys(self._stored(), 0))
+        return self.parked_weights if self.is_parked and self.stage else self._weights_of(dict.fromkeys(self._stored(), 0))
 
     def _state(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint. The parts of all ranks together are complete.
@@ -364,8 +364,8 @@ class TrainerRank:
         Tensors are views of the live state if it is on the host. If adapters are trained, the weights are the adapters', from rank 0:
         the base is in the run's initial files.
         """
-        if self.away and self.stage:
-            return self.kept
+        if self.is_parked and self.stage:
+            return self.parked_state
         adapters = self.lora is not None
         return {
             "weights": self._trained_weights() if adapters else self._weights_of(whole_tensors(self._stored(), self.ranks)),
@@ -409,25 +409,25 @@ class TrainerRank:
         Parts of several ranks can be gathered on their devices only, so the state for a checkpoint before the next update is gathered
         now.
         """
-        if self.away:
+        if self.is_parked:
             return []
         start = time.time()
         if self.stage:
-            self.kept = copy.deepcopy(self._state())
-            self.kept_weights = self.kept["weights"] if self.ranks == 1 else copy.deepcopy(self._trained_weights())
+            self.parked_state = copy.deepcopy(self._state())
+            self.parked_weights = self.parked_state["weights"] if self.ranks == 1 else copy.deepcopy(self._trained_weights())
         leave_device(self.engine, self.stage, self.hosted)
-        self.away = True
+        self.is_parked = True
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return [Span("transfer", "leave device", start, time.time())]
 
     def return_to_device(self) -> list[Span]:
-        if not self.away:
+        if not self.is_parked:
             return []
         start = time.time()
         return_to_device(self.engine, self.stage, self.device, self.hosted)
-        self.away, self.kept, self.kept_weights = False, {}, {}
+        self.is_parked, self.parked_state, self.parked_weights = False, {}, {}
         return [Span("transfer", "return to device", start, time.time())]
 
 

@@ -62,7 +62,7 @@ class Drafter:
         self.model = None if model is None else self._load(model)
         self.pass_s = 0.0  # seconds of a pass of the model, for one token of each sequence
         self.offered: dict[str, Draft] = {}  # by vLLM's request id: the draft whose first tokens the next step verifies
-        self.most = 0  # sequences for which the step looks up drafts
+        self.max_sequences = 0  # sequences for which the step looks up drafts
         self.verified: dict[str, Draft] = {}  # likewise, for the step that has just ended
         self.draft_s = 0.0  # seconds that the step spent on drafts
         self.running = self.context_tokens = 0  # of the last step
@@ -88,8 +88,8 @@ class Drafter:
         A step that neither looks up nor verifies drafts uses vLLM's faster path without a speculative configuration.
         """
         self.running, self.context_tokens, self.draft_s = running, context_tokens, 0.0
-        self.most = ALL if self.always else self.attempts.begin_step(running, context_tokens)
-        self.runner.speculative_config = self.config if self.most or self.offered else None
+        self.max_sequences = ALL if self.always else self.attempts.begin_step(running, context_tokens)
+        self.runner.speculative_config = self.config if self.max_sequences or self.offered else None
 
     def count_by_model(self, tried: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
         """Return how many of a step's verified and accepted tokens the drafter model had drafted."""
@@ -144,7 +144,7 @@ class Drafter:
         if self.runner is None:
             return drafted
         self.verified, self.offered = self.offered, {}
-        if not self.most:
+        if not self.max_sequences:
             return drafted
         begin = time.thread_time()
         batch = self.runner.input_batch
@@ -154,7 +154,7 @@ class Drafter:
         self.attempts.forget_all_but([*names, MODEL])
         rows = [row for row, new in enumerate(sampled) if new]
         running, context_tokens = len(rows), int(lengths[rows].sum())
-        tries = rows if self.always else [rows[i] for i in self.attempts.due([names[row] for row in rows], self.most)]
+        tries = rows if self.always else [rows[i] for i in self.attempts.due([names[row] for row in rows], self.max_sequences)]
         due = [self._sequence(batch, row, keys[row], token_ids[row, : lengths[row]]) for row in tries]
         drafts = [self.text.propose(one.key, one.prompt_tokens, one.tokens, one.most) for one in due]
         if self.model is not None and due:

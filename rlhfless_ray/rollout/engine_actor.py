@@ -138,8 +138,8 @@ class RolloutActor:
         """
         self._set_threads(threads)
         for ticket in self.old_tickets:  # pages that were not fetched during a whole call
-            self.engine.kept.pop(ticket, None)
-        self.old_tickets = set(self.engine.kept)
+            self.engine.kept_pages.pop(ticket, None)
+        self.old_tickets = set(self.engine.kept_pages)
         self._fetch(pages)
         self.engine.update_drafts(fetch_drafter(drafts))
         self.control_queue.open(epoch)
@@ -163,9 +163,9 @@ class RolloutActor:
     def hand_over(self, ticket: int, wait_s: float = 0.0) -> Bundle | None:
         """Return the KV pages kept under a ticket, once, or None if there are none within `wait_s`. Runs beside `rollout`."""
         end = time.monotonic() + wait_s
-        while ticket not in self.engine.kept and time.monotonic() < end:
+        while ticket not in self.engine.kept_pages and time.monotonic() < end:
             time.sleep(POLL_S)
-        pages = self.engine.kept.pop(ticket, None)
+        pages = self.engine.kept_pages.pop(ticket, None)
         if not pages:
             return None
         return Bundle.seal(self.engine.pages.layout.start(ANY_VERSION), list(pages), np.stack(list(pages.values())))

@@ -28,11 +28,11 @@ class ArrivingWeights:
 
     def __init__(self, reader: BinaryIO) -> None:
         self.reader = reader
-        self.left: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = pickle.load(reader)
+        self.headers: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = pickle.load(reader)  # of those that have not arrived
 
     def items(self) -> Iterator[tuple[str, np.ndarray]]:
-        while self.left:
-            name, dtype, shape = self.left.pop(0)
+        while self.headers:
+            name, dtype, shape = self.headers.pop(0)
             array = np.empty(shape, dtype)
             self.reader.readinto(bytes_of(array))  # type: ignore[attr-defined]
             yield name, array
@@ -95,7 +95,7 @@ def serve(connection: socket.socket) -> None:
     reader, writer = connection.makefile("rb"), connection.makefile("wb")
     member = MemberWorker(reader)
     while True:
-        method, args, kwargs = pickle.load(reader)
+        method, args, kwargs = pickle.load(reader)  # of those that have not arrived
         if method in STEP_CALLS:
             member.step(method, args, kwargs)
             continue

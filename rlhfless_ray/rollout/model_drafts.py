@@ -130,17 +130,17 @@ class _SlotCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, longest: int) -> None:
         super().__init__()
         self.longest = longest
-        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
+        self.states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
 
     def place(self, slots: torch.Tensor, positions: torch.Tensor, width: int) -> None:
         """Set the slots and positions of the next pass. `width`: number of positions that it attends to."""
         self.at, self.positions, self.width = slots, positions, width
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        if layer_idx not in self.kept:
-            self.kept[layer_idx] = (self._empty(key_states), self._empty(value_states))
+        if layer_idx not in self.states:
+            self.states[layer_idx] = (self._empty(key_states), self._empty(value_states))
         attended = []
-        for kept, states in zip(self.kept[layer_idx], (key_states, value_states), strict=True):
+        for kept, states in zip(self.states[layer_idx], (key_states, value_states), strict=True):
             kept[self.at[:, None], :, self.positions] = states.transpose(1, 2)
             attended.append(kept[self.at, :, : self.width])
         return tuple(attended)

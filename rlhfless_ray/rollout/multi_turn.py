@@ -59,8 +59,8 @@ class MultiTurnRollout(RolloutDriver):
         self.written = np.zeros(len(requests), np.int64)
         for one in before:
             self.written[one.key] = len(one.token_ids)
-        self.over = np.zeros(len(requests), bool)
-        self.over[self.ended_keys] = True
+        self.is_over = np.zeros(len(requests), bool)
+        self.is_over[self.ended_keys] = True
         self.home = np.full(len(requests), -1)  # number of each episode's engine
         self.waiting: dict[int, tuple[int, TurnRequest]] = {}  # by request: the agent call's epoch, and the turn it requested
 
@@ -78,7 +78,7 @@ class MultiTurnRollout(RolloutDriver):
     def unfinished(self) -> list[Completion]:
         """Return the finished turns of the unfinished episodes. A cut turn begins again in the next step."""
         self.result.cut_tokens = int(self.token_log.length[~self.token_log.finished].sum())
-        return [unfinished_episode(key, self.drawn_by(key), self.weights.version) for key in np.flatnonzero(~self.over).tolist()]
+        return [unfinished_episode(key, self.drawn_by(key), self.weights.version) for key in np.flatnonzero(~self.is_over).tolist()]
 
     def drawn_by(self, key: int) -> Drawn:
         """Return an episode's turns of the policy with their versions. Turns of this rollout have the newest version."""
@@ -93,7 +93,7 @@ class MultiTurnRollout(RolloutDriver):
 
     @property
     def has_work(self) -> bool:
-        return not self.over.all() and not self.stopping
+        return not self.is_over.all() and not self.stopping
 
     def sources(self) -> list[Any]:
         return self.agents.refs()
@@ -110,11 +110,11 @@ class MultiTurnRollout(RolloutDriver):
     @property
     def awaited(self) -> str:
         turns = f"{len(self.waiting)} turns of the policy in progress"
-        return f"{int((~self.over).sum())} of {self.total} episodes ({turns})"
+        return f"{int((~self.is_over).sum())} of {self.total} episodes ({turns})"
 
     @property
     def done(self) -> int:
-        return int(self.over.sum())
+        return int(self.is_over.sum())
 
     @property
     def total(self) -> int:
@@ -125,7 +125,7 @@ class MultiTurnRollout(RolloutDriver):
     def handle_event(self, epoch: int, event: TurnRequest | EpisodeEnd) -> None:
         """Send a requested turn to an engine, or record the end of an episode."""
         if isinstance(event, EpisodeEnd):
-            self.over[event.key] = True
+            self.is_over[event.key] = True
             self.ended_keys.append(event.key)
             if self.listener is not None:
                 self.listener.add([replace(event, drawn=self.drawn_by(event.key))])
@@ -160,7 +160,7 @@ class MultiTurnRollout(RolloutDriver):
         stay = [number for number in working if self.calls.engines[number].slot.node not in self.draining] or working
         if self.home[key] not in stay:
             available = [number for number in self.calls.available() if number in stay] or stay
-            held = {number: int(((self.home == number) & ~self.over).sum()) for number in available}
+            held = {number: int(((self.home == number) & ~self.is_over).sum()) for number in available}
             self.home[key] = min(available, key=lambda number: (held[number], number))
         return int(self.home[key])
 
@@ -179,12 +179,12 @@ class MultiTurnRollout(RolloutDriver):
     # ---- engines --------------------------------------------------------------------------------------------------
 
     def drain_if_idle(self, number: int) -> None:
-        if not ((self.home == number) & ~self.over).any():
+        if not ((self.home == number) & ~self.is_over).any():
             super().drain_if_idle(number)
 
     def tail_s(self) -> float:
         left = np.maximum(self.tokens, OUTLIVES * self.written) - self.written
-        return float(left[~self.over].max(initial=0.0)) * median_step_s(self.result.steps)
+        return float(left[~self.is_over].max(initial=0.0)) * median_step_s(self.result.steps)
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -46,9 +46,9 @@ class SharedSlots:
     The rollout grows when another run releases a slot, and shrinks when another run waits for its own. Requests move between engines.
     """
 
-    def __init__(self, leases: LeaseManager, source: PoolClient, most: int, start_s: float) -> None:
-        """`most`: maximum number of engines, of one slot each. `start_s`: time until a warm engine works on a slot."""
-        self.leases, self.source, self.most, self.start_s = leases, source, most, start_s
+    def __init__(self, leases: LeaseManager, source: PoolClient, max_engines: int, start_s: float) -> None:
+        """`max_engines`: maximum number of engines, of one slot each. `start_s`: time until a warm engine works on a slot."""
+        self.leases, self.source, self.max_engines, self.start_s = leases, source, max_engines, start_s
         self.request: LeaseRequest | None = None
         self.answer: Any = None  # resolves when the request is granted
         self.leaving: set[int] = set()  # engines that give up their slots
@@ -66,7 +66,7 @@ class SharedSlots:
         self._give(driver)
         if self.answer is not None and ray.wait([self.answer], timeout=0)[0]:
             self._take(driver)
-        wanted = not self.leaving and len(driver.pool.working) < self.most and driver.tail_s() > self._wait_s(driver)
+        wanted = not self.leaving and len(driver.pool.working) < self.max_engines and driver.tail_s() > self._wait_s(driver)
         if not wanted:
             self.close()
         elif self.request is None:

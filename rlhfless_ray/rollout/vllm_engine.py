@@ -69,7 +69,7 @@ class VllmEngine:
         self.stop_strings = StopStrings(tokenizer)
         self.width = settings.tensor_parallel
         self.pages: PageStore | None = PageStore() if settings.prefix_kv else None
-        self.kept: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
+        self.kept_pages: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
         self.steps: list[EngineStep] = []
         self.spans: list[Span] = []  # spans of commands
         self.stop_token_ids = read_stop_tokens(folder)
@@ -238,9 +238,9 @@ class VllmEngine:
             self.pages.request_save(names)
         self.engine.abort_request([str(number) for number in self.live.cut(command.cut)])
         if self.pages is not None and keep:
-            self.kept.setdefault(command.ticket, {}).update(self.pages.take_saved(names))  # a cut may be sent twice
+            self.kept_pages.setdefault(command.ticket, {}).update(self.pages.take_saved(names))  # a cut may be sent twice
         if command.copy and self.pages is not None:
-            self.kept[command.ticket] = self._copy_pages(command.copy)
+            self.kept_pages[command.ticket] = self._copy_pages(command.copy)
         added = self._add(command.add)
         self.update_drafts(command.drafts)
         if command.what:

@@ -171,7 +171,7 @@ def test_carried_samples_are_told_of_where_they_are_not_wanted_any_more() -> Non
     learn(stage, [1])
     other, _ = stage_of(told, algorithm={"remainder": "short"})
     other.restore_files(stage.files())
-    assert other.left is None and len(told) == 1 and "algorithm.remainder" in told[0]
+    assert other.leftover is None and len(told) == 1 and "algorithm.remainder" in told[0]
 
 
 def test_steps_of_the_whole_run_are_counted_for_the_schedule() -> None:

@@ -66,7 +66,7 @@ def shared(monkeypatch) -> SharedSlots:
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in ready], []))
     monkeypatch.setattr(module, "fetch_weights", lambda pool, weights: None)
     source = SimpleNamespace(surplus=0, arrival=lambda request: request.id, ready=ready)
-    return SharedSlots(Leases(), source, most=3, start_s=0.1)  # type: ignore[arg-type]
+    return SharedSlots(Leases(), source, max_engines=3, start_s=0.1)  # type: ignore[arg-type]
 
 
 def test_a_slot_that_is_granted_becomes_an_engine_and_the_next_is_asked_for(shared):
