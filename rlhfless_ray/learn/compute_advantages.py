@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlhfless_ray.learn.batch import counts_of, spans_of
-from rlhfless_ray.learn.estimators import advantages_of, estimator_of, normalise, shaped_rewards
+from rlhfless_ray.learn.estimators import advantages_of, estimator_of, shaped_rewards
 from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
+from rlhfless_ray.learn.whiten import whiten
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig, RewardConfig
@@ -51,7 +52,7 @@ def compute_advantages(
     earned = shaped_rewards(name, shaped, lengths, kl=kl, kl_coefficient=kl_coefficient, clip_range=reward.clip_range, mask=mask)
     advantages, returns = advantages_of(name, earned, lengths, values=values, gamma=section.gamma, lambd=section.lambd, mask=mask)
     sums = np.bincount(np.repeat(np.arange(len(lengths)), lengths), earned, len(lengths))
-    return normalise(name, advantages, mask, divide=section.normalize_std, whitens=section.whitens), returns, sums
+    return whiten(advantages, mask, section.normalize_std) if section.whitens else advantages, returns, sums
 
 
 def penalized(

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlhfless_ray.common.estimators import ESTIMATORS
-from rlhfless_ray.learn.estimators import estimate, estimator_of, normalise
-from rlhfless_ray.learn.whiten import Moments
+from rlhfless_ray.learn.estimators import advantages_of, estimator_of, shaped_rewards
+from rlhfless_ray.learn.whiten import whiten
 
 PROMPTS, SAMPLES = 5, 4
+
+
+def estimate(name: str, rewards: np.ndarray, lengths: np.ndarray, *, mask: np.ndarray | None = None, **how: Any) -> Any:
+    """Advantages before whitening, and returns."""
+    later = {key: how.pop(key) for key in ("values", "gamma", "lambd") if key in how}
+    return advantages_of(name, shaped_rewards(name, rewards, lengths, mask=mask, **how), lengths, mask=mask, **later)
 
 
 class Case:
@@ -95,26 +102,23 @@ def by_hand(name: str, case: Case, gamma: float, lambd: float, divide: bool) -> 
 def test_equals_the_loops(name: str, seed: int, gamma: float, lambd: float, divide: bool) -> None:
     case = Case(seed)
     advantages, _ = estimate(name, case.rewards, case.lengths, values=case.values, gamma=gamma, lambd=lambd, **case.arguments)
-    found = normalise(name, advantages, case.mask, divide=divide)
+    found = whiten(advantages, case.mask, divide) if ESTIMATORS[name].whitens else advantages
     expected = [a for row in by_hand(name, case, gamma, lambd, divide) for a in row]
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name, estimator in ESTIMATORS.items() if not estimator.whole_batch])
 def test_parts_make_the_whole(name: str) -> None:
-    """Groups dealt to two ranks; what must be known of the whole batch are three sums. (The estimator left out needs the mean
-    reward too, see `batch_centred`.)"""
+    """Groups do not see one another until advantages are whitened. (The estimator left out needs the mean reward, see `batch_centred`.)"""
     case = Case(7)
-    whole = normalise(name, estimate(name, case.rewards, case.lengths, values=case.values, **case.arguments)[0], case.mask)
+    whole = estimate(name, case.rewards, case.lengths, values=case.values, **case.arguments)[0]
     cut = 2 * SAMPLES
     at = int(case.lengths[:cut].sum())
     parts = []
     for groups, samples, tokens in ((slice(0, 2), slice(0, cut), slice(0, at)), (slice(2, None), slice(cut, None), slice(at, None))):
         arguments = {**case.arguments, "kl": case.kl[tokens], "mask": case.mask[tokens]}
         parts.append(estimate(name, case.rewards[groups], case.lengths[samples], values=case.values[tokens], **arguments)[0])
-    moments = Moments.of(parts[0], case.mask[:at]) + Moments.of(parts[1], case.mask[at:])
-    joined = [normalise(name, p, m, moments) for p, m in zip(parts, (case.mask[:at], case.mask[at:]), strict=True)]
-    np.testing.assert_allclose(np.concatenate(joined), whole, atol=1e-10)
+    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-10)
 
 
 def test_returns_are_what_the_critic_learns() -> None:
@@ -132,7 +136,7 @@ def test_a_missing_reward_is_missing_in_its_own_tokens_only(name: str) -> None:
     case.rewards[2, 1] = np.nan
     lengths = case.lengths
     advantages, _ = estimate(name, case.rewards, lengths, values=np.zeros(int(lengths.sum())))
-    found = normalise(name, advantages)
+    found = whiten(advantages) if ESTIMATORS[name].whitens else advantages
     owner = np.repeat(np.arange(len(lengths)), lengths)
     np.testing.assert_array_equal(np.isnan(found), owner == 2 * SAMPLES + 1)
 
