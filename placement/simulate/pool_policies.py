@@ -17,7 +17,7 @@ class OwnDevices:
     """Each run pays for what it holds."""
 
     def billed(self, runs: Sequence[Progress]) -> Mapping[str, float]:
-        return {one.run.name: float(one.slots) for one in runs}
+        return {progress.run.name: float(progress.slots) for progress in runs}
 
 
 @dataclass
@@ -39,14 +39,14 @@ class Market(OwnDevices):
         since, held_before, entitled = self.last
         if now_s > since and entitled:
             self.credits = self.credits.after(now_s - since, held_before, entitled, self.devices)
-        there = {one.run.name: one for one in runs}
+        there = {progress.run.name: progress for progress in runs}
         self.let_in = [name for name in self.let_in if name in there]
         room = self.devices - sum(there[name].run.least_slots for name in self.let_in)
-        for name, one in there.items():
+        for name, progress in there.items():
             if name not in self.let_in:
-                if one.run.least_slots > room:
+                if progress.run.least_slots > room:
                     break  # nobody overtakes: a large run would wait for ever
-                room -= one.run.least_slots
+                room -= progress.run.least_slots
                 self.let_in.append(name)
         bids = [
             bid_of(name, [(slots, seconds * there[name].left) for slots, seconds in _expected(there[name])], Objective(prefer=self.prefer))
@@ -57,13 +57,13 @@ class Market(OwnDevices):
         self.last = now_s, slots, entitled_slots(self.devices, bids)
         return slots
 
-    def setup_s(self, one: Progress, slots: int) -> float:
-        return one.stage.setup_on(slots)
+    def setup_s(self, progress: Progress, slots: int) -> float:
+        return progress.stage.setup_on(slots)
 
 
-def _expected(one: Progress) -> list[tuple[int, float]]:
+def _expected(progress: Progress) -> list[tuple[int, float]]:
     """Return what a run expects of its stage: devices and seconds. How many hold it is known."""
-    stage, least = one.expected, max(one.stage.slots[0], one.expected.slots[0])
+    stage, least = progress.expected, max(progress.stage.slots[0], progress.expected.slots[0])
     return [(slots, stage.seconds_on(slots)) for slots in sorted({least, *(s for s in stage.slots if s >= least)})]
 
 
@@ -87,7 +87,7 @@ class Partitions(OwnDevices):
         return self.devices // self.parts
 
     def allocate(self, now_s: float, runs: Sequence[Progress]) -> Mapping[str, int]:
-        there = {one.run.name: one for one in runs}
+        there = {progress.run.name: progress for progress in runs}
         self.places = [name if name in there else None for name in self.places]
         waiting = [name for name in there if name not in self.places]
         self.places = [name or (waiting.pop(0) if waiting else None) for name in self.places]
@@ -98,9 +98,9 @@ class Partitions(OwnDevices):
             return self.size
         return self.trainers if stage.kind == "learn" else self.size - self.trainers
 
-    def setup_s(self, one: Progress, slots: int) -> float:
+    def setup_s(self, progress: Progress, slots: int) -> float:
         """Engines wake and get weights; the learner's state stays where it is."""
-        return 0.0 if one.stage.kind == "learn" else one.stage.setup_on(slots)
+        return 0.0 if progress.stage.kind == "learn" else progress.stage.setup_on(slots)
 
     def billed(self, runs: Sequence[Progress]) -> Mapping[str, float]:
         return {name: float(self.size) for name in self.places if name}
@@ -133,32 +133,32 @@ class Interleaved:
     def engines(self) -> int:
         return self.size - self.trainers
 
-    def _phases(self, one: Progress) -> tuple[float, float]:
+    def _phases(self, progress: Progress) -> tuple[float, float]:
         """Return the seconds of a run's rollout and learning, alone in a group."""
-        stages = one.run.forecast[one.step]
+        stages = progress.run.forecast[progress.step]
         learn = sum(s.seconds_on(self.trainers) for s in stages if s.kind == "learn")
         return sum(s.seconds_on(self.engines) for s in stages if s.kind != "learn"), learn
 
     def _slowed(self, group: list[Progress]) -> float:
         """Return by how much the group's cycle is longer than the shortest iteration of a member alone."""
-        phases = [self._phases(one) for one in group]
-        cycle = max(sum(rollout for rollout, _ in phases), sum(learn for _, learn in phases), *(sum(one) for one in phases))
-        return cycle / min(sum(one) for one in phases)
+        phases = [self._phases(progress) for progress in group]
+        cycle = max(sum(rollout for rollout, _ in phases), sum(learn for _, learn in phases), *map(sum, phases))
+        return cycle / min(map(sum, phases))
 
     def allocate(self, now_s: float, runs: Sequence[Progress]) -> Mapping[str, int]:
-        there = {one.run.name: one for one in runs}
+        there = {progress.run.name: progress for progress in runs}
         self.members = [[name for name in group if name in there] for group in self.members]
         placed = {name for group in self.members for name in group}
-        for name, one in there.items():
-            if name not in placed and not self._place(name, one, there):
+        for name, progress in there.items():
+            if name not in placed and not self._place(name, progress, there):
                 break
         given: dict[str, int] = {}
         for group in self.members:
             given |= self._take_turns([there[name] for name in group])
         return given
 
-    def _place(self, name: str, one: Progress, there: Mapping[str, Progress]) -> bool:
-        slowed = [(self._slowed([one, *(there[other] for other in group)]), i) for i, group in enumerate(self.members) if group]
+    def _place(self, name: str, progress: Progress, there: Mapping[str, Progress]) -> bool:
+        slowed = [(self._slowed([progress, *(there[other] for other in group)]), i) for i, group in enumerate(self.members) if group]
         empty = [i for i, group in enumerate(self.members) if not group]
         best = min(slowed, default=(float("inf"), 0))
         if best[0] > self.slowdown and not empty:
@@ -167,16 +167,16 @@ class Interleaved:
         return True
 
     def _take_turns(self, group: list[Progress]) -> dict[str, int]:
-        turns = sorted(group, key=lambda one: (one.entered_s if one.stage.kind != "tail" else -1.0, one.run.name))
-        learning = [one for one in turns if one.stage.kind == "learn"]
-        given = {one.run.name: self.trainers for one in _first(learning)}
+        turns = sorted(group, key=lambda progress: (progress.entered_s if progress.stage.kind != "tail" else -1.0, progress.run.name))
+        learning = [progress for progress in turns if progress.stage.kind == "learn"]
+        given = {progress.run.name: self.trainers for progress in _first(learning)}
         free = self.engines
-        for one in (one for one in turns if one.stage.kind == "tail"):
-            few = self._tail_slots(one.expected, one.stage.slots[0])
+        for progress in (progress for progress in turns if progress.stage.kind == "tail"):
+            few = self._tail_slots(progress.expected, progress.stage.slots[0])
             if few <= free:
-                given[one.run.name] = few
+                given[progress.run.name] = few
                 free -= few
-        rolling = _first([one for one in turns if one.stage.kind == "rollout"])
+        rolling = _first([progress for progress in turns if progress.stage.kind == "rollout"])
         if rolling and free >= rolling[0].stage.slots[0]:
             given[rolling[0].run.name] = free
         elif not rolling and len(turns) == 1 and turns[0].stage.kind == "tail":
@@ -187,10 +187,10 @@ class Interleaved:
         limit = SLOW_TAIL * stage.seconds_on(self.engines)
         return max(least, next(slots for slots in stage.slots if stage.seconds_on(slots) <= limit))
 
-    def setup_s(self, one: Progress, slots: int) -> float:
+    def setup_s(self, progress: Progress, slots: int) -> float:
         """Engines wake with new weights. The learner's state is exchanged if the group has several runs."""
-        alone = any(group == [one.run.name] for group in self.members)
-        return 0.0 if one.stage.kind == "learn" and alone else one.stage.setup_on(slots)
+        alone = any(group == [progress.run.name] for group in self.members)
+        return 0.0 if progress.stage.kind == "learn" and alone else progress.stage.setup_on(slots)
 
     def billed(self, runs: Sequence[Progress]) -> Mapping[str, float]:
         return {name: self.size / len(group) for group in self.members for name in group}
@@ -198,4 +198,4 @@ class Interleaved:
 
 def _first(runs: list[Progress]) -> list[Progress]:
     """Return the run whose turn it is: the one that works, else the first to come."""
-    return sorted(runs, key=lambda one: not one.slots)[:1]
+    return sorted(runs, key=lambda progress: not progress.slots)[:1]

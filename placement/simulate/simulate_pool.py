@@ -48,7 +48,7 @@ class PoolPolicy(Protocol):
     def allocate(self, now_s: float, runs: Sequence[Progress]) -> Mapping[str, int]:
         """Return the devices of each run, those that have arrived in order. Runs that are left out have none."""
 
-    def setup_s(self, one: Progress, slots: int) -> float:
+    def setup_s(self, progress: Progress, slots: int) -> float:
         """Return the seconds until devices that a run takes for its stage work."""
 
     def billed(self, runs: Sequence[Progress]) -> Mapping[str, float]:
@@ -113,53 +113,53 @@ def simulate_pool(runs: Sequence[PoolRun], devices: int, policy: PoolPolicy) -> 
         given = policy.allocate(now, active)
         if sum(given.values()) > devices:
             raise RuntimeError(f"{sum(given.values())} devices were given at {now:.3f} s, but the pool has {devices}")
-        for one in active:
-            _hand(one, given.get(one.run.name, 0), now, policy)
-        events = [run.arrival_s for run in arriving[:1]] + [one.ready_s for one in active if one.ready_s > now + CLOSE]
-        until = min([*events, *(now + one.ends_in_s for one in active)])
+        for progress in active:
+            _hand(progress, given.get(progress.run.name, 0), now, policy)
+        events = [run.arrival_s for run in arriving[:1]] + [progress.ready_s for progress in active if progress.ready_s > now + CLOSE]
+        until = min([*events, *(now + progress.ends_in_s for progress in active)])
         if math.isinf(until):
             raise RuntimeError(f"at {now:.3f} s {len(active)} runs wait for devices, and none works")
         for name, billed in policy.billed(active).items():
             outcome.cost[name] += billed * (until - now)
-        for one in active:
-            if one.slots:
-                outcome.holds.append(PoolHold(one.run.name, one.slots, now, until))
-            if one.working:
-                one.left -= (until - now) / one.stage.seconds_on(one.working)
+        for progress in active:
+            if progress.slots:
+                outcome.holds.append(PoolHold(progress.run.name, progress.slots, now, until))
+            if progress.working:
+                progress.left -= (until - now) / progress.stage.seconds_on(progress.working)
         now = until
-        for one in list(active):
-            if one.left <= CLOSE and not _advance(one, now):
-                active.remove(one)
-                outcome.end_s[one.run.name] = now
-                outcome.begun_s[one.run.name] = one.begun_s if one.begun_s is not None else now
+        for progress in list(active):
+            if progress.left <= CLOSE and not _advance(progress, now):
+                active.remove(progress)
+                outcome.end_s[progress.run.name] = now
+                outcome.begun_s[progress.run.name] = progress.begun_s if progress.begun_s is not None else now
     return outcome
 
 
-def _hand(one: Progress, slots: int, now: float, policy: PoolPolicy) -> None:
+def _hand(progress: Progress, slots: int, now: float, policy: PoolPolicy) -> None:
     """Give a run its devices. Those that are new to it work after their set-up, while the others go on."""
-    if 0 < slots < one.stage.slots[0]:
-        raise ValueError(f"{one.run.name} needs {one.stage.slots[0]} devices for its {one.stage.kind} stage, got {slots}")
-    if slots and one.begun_s is None:
-        one.begun_s = now
-    if slots > one.slots or (slots and not one.slots):
-        one.ready_s = now + policy.setup_s(one, slots)
-    elif slots < one.slots:
-        one.working = min(one.working, slots)
-    one.slots = slots
-    if one.ready_s <= now + CLOSE:
-        one.working = slots
-    if one.working < one.stage.slots[0]:
-        one.working = 0  # too few go on; all begin once the others are ready
+    if 0 < slots < progress.stage.slots[0]:
+        raise ValueError(f"{progress.run.name} needs {progress.stage.slots[0]} devices for its {progress.stage.kind} stage, got {slots}")
+    if slots and progress.begun_s is None:
+        progress.begun_s = now
+    if slots > progress.slots or (slots and not progress.slots):
+        progress.ready_s = now + policy.setup_s(progress, slots)
+    elif slots < progress.slots:
+        progress.working = min(progress.working, slots)
+    progress.slots = slots
+    if progress.ready_s <= now + CLOSE:
+        progress.working = slots
+    if progress.working < progress.stage.slots[0]:
+        progress.working = 0  # too few go on; all begin once the others are ready
 
 
-def _advance(one: Progress, now: float) -> bool:
+def _advance(progress: Progress, now: float) -> bool:
     """Go on to the next stage. Returns whether there is one. Devices change their work between a rollout and learning."""
-    before = one.stage.kind
-    one.left, one.entered_s, one.part = 1.0, now, one.part + 1
-    if one.part == len(one.run.steps[one.step]):
-        one.step, one.part = one.step + 1, 0
-        if one.step == len(one.run.steps):
+    before = progress.stage.kind
+    progress.left, progress.entered_s, progress.part = 1.0, now, progress.part + 1
+    if progress.part == len(progress.run.steps[progress.step]):
+        progress.step, progress.part = progress.step + 1, 0
+        if progress.step == len(progress.run.steps):
             return False
-    if (before == "learn") != (one.stage.kind == "learn"):
-        one.slots = one.working = 0  # they are taken anew, with their set-up
+    if (before == "learn") != (progress.stage.kind == "learn"):
+        progress.slots = progress.working = 0  # they are taken anew, with their set-up
     return True

@@ -91,7 +91,7 @@ class AgentProcesses:
     # ---- a rollout --------------------------------------------------------------------------------------------
 
     def begin(self, openings: list[EpisodeStart]) -> None:
-        self.replies = {one.key: list(one.earlier_replies) for one in openings}
+        self.replies = {opening.key: list(opening.earlier_replies) for opening in openings}
         for k, process in enumerate(self.processes):
             process.batches = [part] if (part := openings[k :: len(self.processes)]) else []
             self._play_next_batch(process)
@@ -145,13 +145,13 @@ class AgentProcesses:
         """Deliver (context, turn) pairs to the call that requested them. Turns of a finished call are only kept."""
         process = next((p for p in self.processes if p.epoch == epoch), None)
         delivered = []
-        for context, one in answers:
-            replies = self.replies[one.key]
-            if one.turn == len(replies):
-                replies.append((context, one.reply))
-            delivered.append(one)
-            if process is not None and one.key in process.playing:
-                process.with_agent.add(one.key)
+        for context, answer in answers:
+            replies = self.replies[answer.key]
+            if answer.turn == len(replies):
+                replies.append((context, answer.reply))
+            delivered.append(answer)
+            if process is not None and answer.key in process.playing:
+                process.with_agent.add(answer.key)
         if process is not None and delivered:
             process.last_event_s = time.monotonic()
             process.actor.answer.options(concurrency_group="control").remote(epoch, delivered)
@@ -176,7 +176,7 @@ class AgentProcesses:
         if not process.batches:
             return
         batch = process.batches.pop(0)
-        process.playing, process.epoch, process.is_single = {one.key: one for one in batch}, next(_epochs), len(batch) == 1
+        process.playing, process.epoch, process.is_single = {start.key: start for start in batch}, next(_epochs), len(batch) == 1
         process.unbooked_since_s = time.time() if process.booked_cpu_s else process.unbooked_since_s
         process.with_agent = set(process.playing)
         process.last_event_s = time.monotonic() + self.deadline_s  # the process may have to start first
@@ -189,8 +189,8 @@ class AgentProcesses:
         self.replaced += 1
         if process.is_single and key is None:
             key = next(iter(process.playing), None)
-        left = [self._with_replies(one) for one in process.playing.values() if one.key != key]
-        suspects = [] if key is not None else [one for one in left if one.key in process.with_agent]
+        left = [self._with_replies(start) for start in process.playing.values() if start.key != key]
+        suspects = [] if key is not None else [start for start in left if start.key in process.with_agent]
         fresh = self._start_process()
         fresh.batches = [b for b in ([o for o in left if o not in suspects], *([o] for o in suspects)) if b] + process.batches
         self.processes[self.processes.index(process)] = fresh

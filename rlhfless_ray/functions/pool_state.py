@@ -99,7 +99,7 @@ class PoolState:
         known = self.runs.pop(run, None)
         if known is None:
             return
-        self.requests = {id: one for id, one in self.requests.items() if one.run != run}
+        self.requests = {id: request for id, request in self.requests.items() if request.run != run}
         for slot in self.slots.values():
             if slot.holder == run:
                 _free(slot, now_s)
@@ -115,9 +115,9 @@ class PoolState:
             return
         run.number, run.holds, run.avoids = statement.number, frozenset(statement.holds), statement.avoids
         run.parked_mb = statement.parked_mb
-        known = [one.id for one in self.requests.values() if one.run == statement.run]
+        known = [request.id for request in self.requests.values() if request.run == statement.run]
         known += [slot.request for slot in self.slots.values() if slot.holder == statement.run]
-        self.release(set(known) - run.holds - {one.id for one in statement.wants}, now_s)
+        self.release(set(known) - run.holds - {request.id for request in statement.wants}, now_s)
         for request in statement.wants:
             self.ask(request, now_s)
         if statement.bid is not None:
@@ -182,7 +182,7 @@ class PoolState:
         if not free or not self.requests:
             return granted
         targets, held = self.clearing().slots, self._held()
-        asking = {one.run for one in self.requests.values()}
+        asking = {request.run for request in self.requests.values()}
 
         def below(run: str) -> bool:
             return held[run] < targets[run]
@@ -194,12 +194,12 @@ class PoolState:
                 if name not in asking and now_s - run.withdrew_s <= RECENT_S
             )
             slot = None
-            for request in sorted(self.requests.values(), key=lambda one: not below(one.run)):
+            for request in sorted(self.requests.values(), key=lambda request: not below(request.run)):
                 if not below(request.run) and len(free) <= pausing:
                     continue
-                fitting = [one for one in free if self._fits(request, one)]
+                fitting = [slot for slot in free if self._fits(request, slot)]
                 # prefer the slot that the run held before, where its processes are
-                slot = min(fitting, key=lambda one: one.last != request.run, default=None)
+                slot = min(fitting, key=lambda slot: slot.last != request.run, default=None)
                 if slot is not None:
                     break
             if slot is None:
@@ -281,7 +281,7 @@ class PoolState:
     def waiting(self, now_s: float) -> dict[str, int]:
         """Return {run: slots} of the runs below their target that want slots, or wanted some a moment ago."""
         targets, held = self.clearing().slots, self._held()
-        asking = Counter(one.run for one in self.requests.values())
+        asking = Counter(request.run for request in self.requests.values())
         return {
             name: missing
             for name, run in self.runs.items()

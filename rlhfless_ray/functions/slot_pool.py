@@ -77,11 +77,11 @@ class SlotPool:
         self.look()
         if refused := self.state.refusal(info):
             return refused, []
-        there = [one for one in held if placement_group_table(one.group)["state"] == "CREATED"]
-        for one in there:
-            self.orphans.pop(one.id, None)
-        taken = self.state.join(info, time.monotonic(), [replace(one) for one in there], paid_slot_s, session)
-        removed = [one.id for one in held if one not in there and one.node in self.state.nodes]
+        there = [slot for slot in held if placement_group_table(slot.group)["state"] == "CREATED"]
+        for slot in there:
+            self.orphans.pop(slot.id, None)
+        taken = self.state.join(info, time.monotonic(), [replace(slot) for slot in there], paid_slot_s, session)
+        removed = [slot.id for slot in held if slot not in there and slot.node in self.state.nodes]
         return "", [*taken, *removed]
 
     async def leave(self, run: str) -> bool:

@@ -153,37 +153,37 @@ class StepPasses:
 
     @property
     def each(self) -> list[Passes]:
-        return [one for one in (self.reference, self.logprobs, self.values) if one is not None]
+        return [kind for kind in (self.reference, self.logprobs, self.values) if kind is not None]
 
     def has_inputs_of(self, samples: list[Sample]) -> bool:
         """Return whether the results of other worker groups that these samples' gradients need are there."""
         return self.reference is None or all(sample.completion.key in self.reference.known for sample in samples)
 
     def begin(self, samples: int) -> None:
-        for one in self.each:
-            one.begin(samples)
+        for kind in self.each:
+            kind.begin(samples)
 
     def add_samples(self, samples: list[Sample]) -> None:
-        for one in self.each:
-            one.add_samples(samples)
+        for kind in self.each:
+            kind.add_samples(samples)
 
     @property
     def waiting(self) -> bool:
         """Whether samples are queued."""
-        return any(one.waiting for one in self.each)
+        return any(kind.waiting for kind in self.each)
 
     def start_ahead(self, leases: list[Lease], seconds: float) -> list[Lease]:
-        for one in self.each:
-            leases = one.start_ahead(leases, seconds)
+        for kind in self.each:
+            leases = kind.start_ahead(leases, seconds)
         return leases
 
     def pending(self) -> list[Any]:
-        return [ref for one in self.each for ref in one.pending()]
+        return [ref for kind in self.each for ref in kind.pending()]
 
     def collect(self, wait: bool = False) -> list[Lease]:
-        return [lease for one in self.each for lease in one.collect(wait)]
+        return [lease for kind in self.each for lease in kind.collect(wait)]
 
     def metrics(self) -> dict[str, Any]:
         """Return the number of samples computed ahead, and the reason if none may be."""
-        counts: dict[str, Any] = {f"overlap/{one.what}": len(one.known) + len(one.in_pass) for one in self.each}
+        counts: dict[str, Any] = {f"overlap/{kind.what}": len(kind.known) + len(kind.in_pass) for kind in self.each}
         return {**counts, "overlap/passes_obstacle": self.obstacle or ""} if counts else {}

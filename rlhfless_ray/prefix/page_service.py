@@ -110,16 +110,16 @@ class PrefixApp:
         outcomes = await asyncio.gather(*running)
         available, positions = self.index.bundles_of(trie)
         return Prepared(
-            [held.ref for held in available], positions, [one for one in outcomes if not isinstance(one, str)],
-            refused + [one for one in outcomes if isinstance(one, str)], self.index.counts["no_room"] - no_room,
+            [held.ref for held in available], positions, [outcome for outcome in outcomes if not isinstance(outcome, str)],
+            refused + [outcome for outcome in outcomes if isinstance(outcome, str)], self.index.counts["no_room"] - no_room,
         )  # fmt: skip
 
     async def _matching_producers(self, producers: Sequence[Producer], within_s: float) -> tuple[PageLayout | None, list[int], list[str]]:
         """Return the page layout, the positions of the producers that have it, and why others do not."""
-        replies = await asyncio.gather(*(self._layout(one.actor, within_s) for one in producers), return_exceptions=True)
-        refused = [_describe(one) for one in replies if isinstance(one, BaseException)]
-        kind = next((one for one in replies if isinstance(one, PageLayout)), None)
-        matching = [i for i, one in enumerate(replies) if one == kind]
+        replies = await asyncio.gather(*(self._layout(producer.actor, within_s) for producer in producers), return_exceptions=True)
+        refused = [_describe(reply) for reply in replies if isinstance(reply, BaseException)]
+        kind = next((reply for reply in replies if isinstance(reply, PageLayout)), None)
+        matching = [i for i, reply in enumerate(replies) if reply == kind]
         others = len(producers) - len(matching) - len(refused)
         if others:
             refused.append(f"{others} of {len(producers)} prefill instances have another page layout than the first")
@@ -136,8 +136,8 @@ class PrefixApp:
         try:
             return producer, await asyncio.wait_for(_value(done), within_s)
         except Exception as error:
-            for one in held:
-                self.index.drop(one)
+            for page in held:
+                self.index.drop(page)
             return _describe(error)
 
     def _delete_when_orphaned(self) -> None:

@@ -47,18 +47,18 @@ class MultiTurnRollout(RolloutDriver):
         before: Sequence[Completion] = options.pop("before", ())
         super().__init__(pool, [], np.zeros(0), weights, **{**options, "migration": None})
         self.agents, self.episodes = agents, requests
-        self.ended_keys = [one.key for one in before if one.finish_reason != UNFINISHED]
-        earlier = {one.key: replies_of(one) for one in before}
+        self.ended_keys = [completion.key for completion in before if completion.finish_reason != UNFINISHED]
+        earlier = {completion.key: replies_of(completion) for completion in before}
         self.openings = [
-            EpisodeStart(one.key, prompt, label, one.temperature, one.top_p, one.min_tokens, earlier.get(one.key, ()))
-            for one, (prompt, label) in zip(requests, labels, strict=True)
-            if one.key not in self.ended_keys
+            EpisodeStart(request.key, prompt, label, request.temperature, request.top_p, request.min_tokens, earlier.get(request.key, ()))
+            for request, (prompt, label) in zip(requests, labels, strict=True)
+            if request.key not in self.ended_keys
         ]
-        self.versions = {one.key: list(versions_of_turns(one)) for one in before}  # of the turns so far, by key
+        self.versions = {completion.key: list(versions_of_turns(completion)) for completion in before}  # of the turns so far, by key
         self.tokens, self.turns = expected, GrowableArray(np.zeros(0))
         self.written = np.zeros(len(requests), np.int64)
-        for one in before:
-            self.written[one.key] = len(one.token_ids)
+        for completion in before:
+            self.written[completion.key] = len(completion.token_ids)
         self.is_over = np.zeros(len(requests), bool)
         self.is_over[self.ended_keys] = True
         self.home = np.full(len(requests), -1)  # number of each episode's engine

@@ -33,12 +33,12 @@ class RolloutResult:
 
     def metrics(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return metrics of moves and lost engines for the step's row. `before`: metrics of the step's earlier rollout."""
-        seconds = [one.seconds for one in self.moved]
+        seconds = [move.seconds for move in self.moved]
         sums = {
             "rollout/moved": len(seconds),
-            "rollout/moved_context_tokens": sum(one.context_tokens for one in self.moved),
-            "rollout/moved_by_pages": sum(one.how == "pages" for one in self.moved),
-            "rollout/move_fallbacks": sum(one.fell_back for one in self.moved),
+            "rollout/moved_context_tokens": sum(move.context_tokens for move in self.moved),
+            "rollout/moved_by_pages": sum(move.how == "pages" for move in self.moved),
+            "rollout/move_fallbacks": sum(move.fell_back for move in self.moved),
             "rollout/move_decisions": len(self.decisions),
             "rollout/drafted": sum(step.drafted for step in self.steps),
             "rollout/drafts_accepted": sum(step.accepted for step in self.steps),
@@ -52,7 +52,7 @@ class RolloutResult:
         return {
             **{name: value + (before or {}).get(name, 0) for name, value in sums.items()},
             "rollout/move_p50_s": float(np.median(seconds)) if seconds else None,
-            "rollout/move_pause_p50_s": float(np.median([one.pause_s for one in self.moved])) if seconds else None,
+            "rollout/move_pause_p50_s": float(np.median([move.pause_s for move in self.moved])) if seconds else None,
             "rollout/move_reason": self.decisions[-1] if self.decisions else "",
         }
 

@@ -84,7 +84,7 @@ class TrainedDrafter:
         """Train under one of the leases, if the tail of `seconds` has time for two updates. Returns the leases that are not used."""
         if not leases or not self.wants_slot or seconds < 2 * self.update_s:
             return leases
-        parked = [one for one in self.pool.parked if any(self.pool.fits(one, lease.slot) for lease in leases)]
+        parked = [instance for instance in self.pool.parked if any(self.pool.fits(instance, lease.slot) for lease in leases)]
         if not parked:
             self.prewarm(leases[0].slot)
         if not any(map(self._is_ready, parked)):
@@ -149,12 +149,12 @@ class TrainedDrafter:
     def metrics(self) -> dict[str, Any]:
         """Return metrics since the last call."""
         done, self.done = self.done, []
-        updates = sum(one.updates for one in done)
+        updates = sum(report.updates for report in done)
         metrics: dict[str, Any] = {"drafter/version": self.version, "drafter/updates": updates, "drafter/failures": self.failures}
-        metrics["drafter/train_s"] = sum(span.to_s - span.from_s for one in done for span in one.spans)
+        metrics["drafter/train_s"] = sum(span.to_s - span.from_s for report in done for span in report.spans)
         if updates:
-            metrics["drafter/loss"] = sum(one.updates * one.loss for one in done) / updates
-            metrics["drafter/kl"] = sum(one.updates * one.kl for one in done) / updates
+            metrics["drafter/loss"] = sum(report.updates * report.loss for report in done) / updates
+            metrics["drafter/kl"] = sum(report.updates * report.kl for report in done) / updates
         return metrics
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------

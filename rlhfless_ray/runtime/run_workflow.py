@@ -67,8 +67,8 @@ def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str
             try:
                 _run(folder / stage.name, stage)
             finally:
-                write_workflow_report(folder, [(one.name, one.kind) for one in stages])
-    write_workflow_report(folder, [(one.name, one.kind) for one in stages])
+                write_workflow_report(folder, [(stage.name, stage.kind) for stage in stages])
+    write_workflow_report(folder, [(stage.name, stage.kind) for stage in stages])
     return folder
 
 
@@ -87,7 +87,7 @@ def is_done(folder: Path, stage: PlannedStage) -> bool:
 def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:
     """Raise UserError if a finished or running stage had another recipe."""
     try:
-        before: dict[str, Any] = {one["name"]: one["recipe"] for one in json.loads((folder / PLAN).read_text())}
+        before: dict[str, Any] = {stage["name"]: stage["recipe"] for stage in json.loads((folder / PLAN).read_text())}
     except FileNotFoundError:
         return
     for stage in stages:

@@ -45,19 +45,19 @@ class Examples:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Example]], extras: Sequence[float]) -> Examples:
-        sequences = [one for row in rows for one in row]
+        sequences = [sequence for row in rows for sequence in row]
         masks = []
-        for one in sequences:
-            trained = np.zeros(len(one.tokens), bool)
-            trained[one.context_tokens :] = True if one.mask is None else one.mask
+        for sequence in sequences:
+            trained = np.zeros(len(sequence.tokens), bool)
+            trained[sequence.context_tokens :] = True if sequence.mask is None else sequence.mask
             masks.append(trained)
         return cls(
-            tokens=np.concatenate([np.asarray(one.tokens, np.int32) for one in sequences] or [np.empty(0, np.int32)]),
-            context_lengths=np.array([one.context_tokens for one in sequences], np.int64),
-            lengths=np.array([len(one.tokens) for one in sequences], np.int64),
+            tokens=np.concatenate([np.asarray(sequence.tokens, np.int32) for sequence in sequences] or [np.empty(0, np.int32)]),
+            context_lengths=np.array([sequence.context_tokens for sequence in sequences], np.int64),
+            lengths=np.array([len(sequence.tokens) for sequence in sequences], np.int64),
             mask=np.concatenate(masks or [np.empty(0, bool)]),
             extras=np.asarray(extras, np.float32),
-            labels=np.concatenate([np.asarray(one.labels, np.float32) for one in sequences] or [np.empty(0, np.float32)]),
+            labels=np.concatenate([np.asarray(sequence.labels, np.float32) for sequence in sequences] or [np.empty(0, np.float32)]),
             per_row=len(rows[0]) if rows else 1,
         )
 

@@ -104,8 +104,8 @@ class SweepRunner:
                 self._start_runs()
                 time.sleep(POLL_S)
                 STOP.check()
-                for one in list(self.running):
-                    self._look_at(one)
+                for running in list(self.running):
+                    self._look_at(running)
                 self._write("running")
         failed = [state.name for state in self.folder.states if state.state == "failed"]
         if failed:
@@ -137,7 +137,7 @@ class SweepRunner:
 
         keys = {run.policy_key for run in self.sweep.runs if run.policy_key}
         made = {key: (cache_folder() / "policies" / key).is_dir() for key in keys}
-        for run in next_runs(self.waiting, [one.run for one in self.running], self.sweep.file.at_most, made):
+        for run in next_runs(self.waiting, [running.run for running in self.running], self.sweep.file.at_most, made):
             self.waiting.remove(run)
             self._start(run)
 
@@ -172,25 +172,25 @@ class SweepRunner:
         behind = [int(row["step"]) for row in rows if self.halving is not None and self.halving.ends(name, row)]
         return behind[0] if behind else None
 
-    def _look_at(self, one: RunningRun) -> None:
+    def _look_at(self, running: RunningRun) -> None:
         """Read what a run has written, end it if it has fallen behind, and take it from the running ones if it has ended."""
-        code, path, state = one.process.poll(), self._metrics(one.run.name), one.state
+        code, path, state = running.process.poll(), self._metrics(running.run.name), running.state
         size = path.stat().st_size if path.is_file() else 0
-        if size != one.bytes_read:
-            one.bytes_read, behind = size, self._read(one.run.name)
-            if behind is not None and code is None and one.asked is None:
+        if size != running.bytes_read:
+            running.bytes_read, behind = size, self._read(running.run.name)
+            if behind is not None and code is None and running.asked is None:
                 state.reason = f"it fell behind at step {behind}"
-                self._ask(one, "ended early", signal.SIGINT)
+                self._ask(running, "ended early", signal.SIGINT)
         if code is None:
             return
-        self.running.remove(one)
+        self.running.remove(running)
         if code == 0:
             state.state, state.reason = "done", ""
-        elif one.asked is not None and code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            state.state = one.asked
+        elif running.asked is not None and code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            state.state = running.asked
         else:
-            state.state, state.reason = "failed", self._failure(one.run.name, code)
-        self.display.message(f"{one.run.name}: {state.state}{f': {state.reason}' if state.reason else f' after {state.step} steps'}")
+            state.state, state.reason = "failed", self._failure(running.run.name, code)
+        self.display.message(f"{running.run.name}: {state.state}{f': {state.reason}' if state.reason else f' after {state.step} steps'}")
 
     def _failure(self, name: str, code: int) -> str:
         """Return the last line that a run printed: the sentence that `rlhfless train` ends with."""
@@ -198,10 +198,10 @@ class SweepRunner:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return last[:300] if code > 0 and last else f"ended by signal {-code}" if code < 0 else f"exit code {code}"
 
-    def _ask(self, one: RunningRun, state: State, number: int) -> None:
-        one.asked = state
-        if one.process.poll() is None:
-            one.process.send_signal(number)
+    def _ask(self, running: RunningRun, state: State, number: int) -> None:
+        running.asked = state
+        if running.process.poll() is None:
+            running.process.send_signal(number)
 
     def _close(self, kind: Any, error: Any, trace: Any) -> None:
         """Ask running runs to save and end, wait for them, and write table, file and report."""
@@ -210,21 +210,21 @@ class SweepRunner:
         if self.running:
             self.display.message(f"stopping {len(self.running)} runs, which save first; press Ctrl-C again to wait for nothing")
         STOP.acknowledge()
-        for one in self.running:
-            self._ask(one, "stopped", number)
+        for running in self.running:
+            self._ask(running, "stopped", number)
         until = time.monotonic() + END_S
         while self.running and time.monotonic() < until:
             time.sleep(POLL_S / 5)
-            for one in list(self.running):
-                self._look_at(one)
+            for running in list(self.running):
+                self._look_at(running)
             if STOP.acknowledge() is not None:  # a second Ctrl-C, which ends each run at once
                 until = min(until, time.monotonic() + HURRY_S)
-                for one in self.running:
-                    self._ask(one, "stopped", signal.SIGINT)
-        for one in list(self.running):
-            one.process.kill()
-            one.process.wait(10)
-            self._look_at(one)
+                for running in self.running:
+                    self._ask(running, "stopped", signal.SIGINT)
+        for running in list(self.running):
+            running.process.kill()
+            running.process.wait(10)
+            self._look_at(running)
         states = [state.state for state in self.folder.states]
         whole = all(state in FINISHED for state in states)
         self._write("done" if whole else "stopped" if stopped else "failed")
