@@ -21,15 +21,16 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.estimate import estimate
 from benchmarks.common.peak_rss import added_peak_bytes
 from benchmarks.common.results import Target, make_console, save, show_targets
 from benchmarks.learning import estimator_agreement as agreement
 from benchmarks.learning.estimator_speed import Inputs, Timing, timings
 from benchmarks.learning.logprob_memory import Heads, LogprobPeak, logprob_peaks
 from benchmarks.peers.peer_env import peer_python
-from rlhfless_ray.learn.estimators import estimate, normalise
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios
 from rlhfless_ray.learn.packing import padded, padding_share
+from rlhfless_ray.learn.whiten import whiten
 
 LENGTHS = Path(__file__).resolve().parent.parent / "placement" / "catalog" / "data" / "lengths.yaml"
 SAME_TOKENS = ((4096, 1024), (1024, 4096), (256, 16_384))
@@ -98,7 +99,7 @@ def peak_per_token(shapes: tuple[tuple[int, int], ...]) -> dict[str, list[float]
 
         def advantages(x: Inputs = x) -> None:
             values = x.array("values")
-            normalise("gae", estimate("gae", x.scores, x.lengths, kl=values, kl_coefficient=0.1, values=values, lambd=0.95)[0])
+            whiten(estimate("gae", x.scores, x.lengths, kl=values, kl_coefficient=0.1, values=values, lambd=0.95)[0])
 
         def loss(x: Inputs = x) -> None:
             t = x.flat("logprobs").detach().requires_grad_()

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.common.estimate import estimate
 from benchmarks.peers.peer_functions import openrlhf_advantages
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.learn.advantage import gae, group_advantages, leave_one_out
-from rlhfless_ray.learn.estimators import estimate, normalise
 from rlhfless_ray.learn.importance import Correction, correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
 from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
+from rlhfless_ray.learn.whiten import whiten
 
 SHARED = [name for name, estimator in ESTIMATORS.items() if not estimator.pairs]  # OpenRLHF's loop has no DPO
 PROMPTS, SAMPLES, LENGTH = 16, 8, 60
@@ -103,7 +104,7 @@ def advantages_differ(openrlhf: SimpleNamespace, seeds: int) -> dict[str, float]
                     lambd=lambd,
                     mask=action,
                 )
-                found = normalise(name, found, action, divide=divide)
+                found = whiten(found, action, divide) if ESTIMATORS[name].whitens else found
                 for mine, their in zip((found, returns), theirs, strict=True):
                     worst[name] = max(worst[name], float(np.abs(mine[action] - their.numpy()[case.mask]).max()))
     return worst

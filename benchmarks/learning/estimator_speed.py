@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.common.estimate import estimate
 from benchmarks.common.results import Spread
 from rlhfless_ray.learn.advantage import discounted_returns, gae, group_advantages
-from rlhfless_ray.learn.estimators import estimate, normalise
 from rlhfless_ray.learn.importance import Correction, correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
-from rlhfless_ray.learn.whiten import Moments, whiten
+from rlhfless_ray.learn.whiten import whiten
 
 GROUP = 8
 GAMMA, LAMBDA = 0.99, 0.95
@@ -84,8 +84,7 @@ def timings(x: Inputs, verl: Any, openrlhf: SimpleNamespace | None, repeats: int
         return Timing(what, spread(ours, repeats), *peers, loop_ms)
 
     def whitened() -> np.ndarray:
-        found = gae(x.array("rewards"), x.array("values"), x.lengths, GAMMA, LAMBDA)[0]
-        return whiten(found, Moments.of(found))
+        return whiten(gae(x.array("rewards"), x.array("values"), x.lengths, GAMMA, LAMBDA)[0])
 
     def learn(name: str, loss: Callable[[Tensor], Tensor], flat: bool) -> Tensor:
         tensor = (x.flat(name) if flat else getattr(x, name)).detach().requires_grad_()
@@ -134,8 +133,7 @@ def timings(x: Inputs, verl: Any, openrlhf: SimpleNamespace | None, repeats: int
         ),
         measured(
             "rewards with KL → GAE → whitened",
-            lambda: normalise(
-                "gae",
+            lambda: whiten(
                 estimate(
                     "gae",
                     x.scores,
@@ -146,7 +144,7 @@ def timings(x: Inputs, verl: Any, openrlhf: SimpleNamespace | None, repeats: int
                     values=x.array("values"),
                     gamma=GAMMA,
                     lambd=LAMBDA,
-                )[0],
+                )[0]
             ),
             None,
             None,

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.common.estimate import estimate
 from rlhfless_ray.common.estimators import ESTIMATORS
-from rlhfless_ray.learn.estimators import advantages_of, estimator_of, shaped_rewards
+from rlhfless_ray.learn.estimators import estimator_of
 from rlhfless_ray.learn.whiten import whiten
 
 PROMPTS, SAMPLES = 5, 4
-
-
-def estimate(name: str, rewards: np.ndarray, lengths: np.ndarray, *, mask: np.ndarray | None = None, **how: Any) -> Any:
-    """Advantages before whitening, and returns."""
-    later = {key: how.pop(key) for key in ("values", "gamma", "lambd") if key in how}
-    return advantages_of(name, shaped_rewards(name, rewards, lengths, mask=mask, **how), lengths, mask=mask, **later)
 
 
 class Case:
