@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -58,3 +60,18 @@ def test_auto_that_is_a_private_ray_is_refused_at_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:9")
     with pytest.raises(UserError, match=r"^--address auto, which is 127.0.0.1:9: no Ray cluster answers there: .*; a private Ray cannot"):
         connect("auto", "--address")
+
+
+def test_an_address_where_another_program_listens_is_refused_at_once() -> None:
+    """Ray itself would try for more than a minute, with warnings."""
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        connection.recv(100)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(UserError, match=r"^cluster.address 127.0.0.1:\d+: .* there: another program listens at this port"):
+            connect(f"127.0.0.1:{listener.getsockname()[1]}")

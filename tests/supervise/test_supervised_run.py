@@ -107,6 +107,7 @@ def test_a_run_writes_model_metrics_ledger_and_report(whole: Path) -> None:
     with (whole / "ledger.csv").open() as file:
         ledger = list(csv.DictReader(file))
     worked = [row for row in ledger if row["activity"] == "work" and row["what"] == "update"]
+    assert max(int(row["step"]) for row in ledger) == found[-1]["step"], "what follows the last step is no further one"
     assert len({row["step"] for row in worked}) == 60
     assert sum(float(row["money"]) for row in ledger) == pytest.approx(found[-1]["cost/total_money"], rel=0.5)
     for before, after in itertools.pairwise(ledger):  # each second of the lease once
