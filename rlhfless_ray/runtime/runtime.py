@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
-from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, expected_widths
+from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, ExpectedEngine, expected_widths
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
@@ -68,6 +68,7 @@ from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_f
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 
 if TYPE_CHECKING:
+    from rlhfless_ray.functions.lease import Slot
     from rlhfless_ray.functions.pool_client import PoolClient
 
 Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's files, the driver's state
@@ -260,17 +261,11 @@ class Runtime(StepOperations):
         return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, say)
 
     def _create_stages(self, resource: str) -> None:
-        longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
-        from rlhfless_ray.functions.cluster_nodes import node_slots
         from rlhfless_ray.functions.lease import most_instances
 
-        rollout, asks = self.recipe.rollout, self.recipe.rollout.tensor_parallel
-        by_node = node_slots(resource, rollout.nodes)
-        device, tokens = self.cluster.device(resource), self.recipe.longest_tokens(longest)
-        engines, note = expected_widths(self.recipe, self.files, device, max(by_node.values(), default=0), tokens)
-        if asks == "auto" and len(engines) == 1:
-            rollout = rollout.model_copy(update={"tensor_parallel": next(iter(engines))})
-            self.recipe = self.recipe.model_copy(update={"rollout": rollout})
+        longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
+        chooses_width = self.recipe.rollout.tensor_parallel == "auto"
+        engines, note = self._expect_engines(resource, longest)
         worker_pools = create_worker_pools(
             self.recipe,
             resource,
@@ -297,8 +292,9 @@ class Runtime(StepOperations):
         )
         if self.shared_pool is not None:
             self.autoscaler.bids = MarketBids(self.shared_pool, self.autoscaler.objective, self.recipe.learner.ranks)
+        rollout = self.recipe.rollout
         slots = self.leases.nodes.slots(rollout.nodes)
-        most = {width: min(rollout.max_actors // (width if asks == "auto" else 1), most_instances(slots, width)) for width in engines}
+        most = {width: min(rollout.max_actors // (width if chooses_width else 1), most_instances(slots, width)) for width in engines}
         self.context = RunContext(
             self.recipe,
             self.ledger,
@@ -316,26 +312,26 @@ class Runtime(StepOperations):
         self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
         self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
 
+    def _expect_engines(self, resource: str, longest_prompt_tokens: int) -> tuple[dict[int, ExpectedEngine], str]:
+        """Return what is expected of engines by width, and why there is one width only. An automatic width without a choice is set."""
+        from rlhfless_ray.functions.cluster_nodes import node_slots
+
+        rollout = self.recipe.rollout
+        largest_node = max(node_slots(resource, rollout.nodes).values(), default=0)
+        device, tokens = self.cluster.device(resource), self.recipe.longest_tokens(longest_prompt_tokens)
+        engines, note = expected_widths(self.recipe, self.files, device, largest_node, tokens)
+        if rollout.tensor_parallel == "auto" and len(engines) == 1:
+            rollout = rollout.model_copy(update={"tensor_parallel": next(iter(engines))})
+            self.recipe = self.recipe.model_copy(update={"rollout": rollout})
+        return engines, note
+
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Start the learner and the engines' processes, and publish the first weights."""
         import ray
 
-        from rlhfless_ray.functions.lease import places
-
         with self.phases.phase("start", "starting the learner"):
             self.broker.staff(self.worker_group)
-            home = self.worker_group.by_rank[0].slot
-            if self.leases.resource == "cpu":  # on GPU the device is unknown until there is a lease
-                nodes = self.leases.nodes.slots(self.recipe.rollout.nodes)
-                engines = {node: slots // self.rollout.width for node, slots in nodes.items()}
-                for slot in places(engines, home.node, self.context.max_actors):
-                    self.rollout.prewarm(slot)
-                if self.learn_stage.worker_groups.reference is not None:
-                    self.learn_stage.worker_groups.reference.prewarm(home)
-                if self.rollout_stage.drafter is not None:
-                    self.rollout_stage.drafter.prewarm(home)
-            if self.stages.agents is None:
-                self.reward.prewarm(home)
+            self._prewarm(self.worker_group.by_rank[0].slot)
             if self.owes_warm_start and checkpoint is None:
                 self.record.progress.phase("supervised warm start (cached afterwards)")
                 self.record.progress.message(f"supervised warm start first: {self.recipe.warm_start.steps} steps, cached afterwards")
@@ -366,6 +362,22 @@ class Runtime(StepOperations):
                 self.stages.agents.check()
         if checkpoint is None:
             self._save(learned=not self.recipe.policy.path)  # so that a stop at any later moment can be resumed
+
+    def _prewarm(self, home: Slot) -> None:
+        """Start processes ahead of their leases, on the learner's node first."""
+        from rlhfless_ray.functions.lease import places
+
+        if self.leases.resource == "cpu":  # on GPU the device is unknown until there is a lease
+            nodes = self.leases.nodes.slots(self.recipe.rollout.nodes)
+            engines = {node: slots // self.rollout.width for node, slots in nodes.items()}
+            for slot in places(engines, home.node, self.context.max_actors):
+                self.rollout.prewarm(slot)
+            if self.learn_stage.worker_groups.reference is not None:
+                self.learn_stage.worker_groups.reference.prewarm(home)
+            if self.rollout_stage.drafter is not None:
+                self.rollout_stage.drafter.prewarm(home)
+        if self.stages.agents is None:
+            self.reward.prewarm(home)
 
     def _policy_folder(self) -> Path | None:
         """Return the folder that the initial policy's files are in, if they are on disk."""

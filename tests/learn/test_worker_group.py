@@ -199,7 +199,7 @@ def test_a_users_mistake_that_a_rank_finds_stays_one(monkeypatch):
     def get(refs, deadline_s, what):
         raise RayTaskError("build", "a traceback", UserError("lora.target_modules: the model has no such layers")).as_instanceof_cause()
 
-    monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
+    monkeypatch.setattr("rlhfless_ray.learn.rank_replies.get", get)
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
     with pytest.raises(UserError) as caught:
         WorkerGroup._wait_for(worker_group, [], "loading the policy", 1.0)
@@ -213,7 +213,7 @@ def test_a_port_that_is_taken_before_the_ranks_meet_there_makes_them_start_anew(
         error = RuntimeError("The server socket has failed to listen on any local network address. port: 4711, EADDRINUSE")
         raise RayTaskError("build", "a traceback", error).as_instanceof_cause()
 
-    monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
+    monkeypatch.setattr("rlhfless_ray.learn.rank_replies.get", get)
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
     with pytest.raises(
         LearnerLost, match=r"^loading the policy failed: another program has taken the rendezvous port of its processes$"
