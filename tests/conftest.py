@@ -153,6 +153,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks[item.path])
 
 
+# Files whose tests read what one process makes in minutes, by folder and names: another process would only wait for it.
+TOGETHER = {"tests/learn/": ("test_critic.py", "test_learner.py", "test_lora.py")}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process whole files, and those of `TOGETHER` to the same one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder, slash, name = super()._split_scope(nodeid).rpartition("/")
+            return folder + slash + ("" if name in TOGETHER.get(folder + slash, ()) else name)
+
+    return Together(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keep what test files import out of garbage collections: each would look through torch and transformers for a second."""

@@ -26,23 +26,36 @@ from tests.conftest import command, samples, small_recipe, write_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("no_ray")]
 
-LAG = {"rollout__max_lag_steps": 1, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
+LAG = {"rollout__max_lag_steps": 1, "rollout__stream_interval_s": 0.02, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
 
 
 def rows(run: Path) -> list[dict[str, float]]:
     return [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line)).get("step")]
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(tmp_path: Path, lag: int) -> None:
-    """Checkpoints hold the weights of each version, under which every response is computed again."""
-    recipe = Recipe.parse(small_recipe(tmp_path, **{**LAG, "rollout__max_lag_steps": lag, "run__steps": 3}))
+Ran = tuple[Recipe, list[Step], Path]
+
+
+def ran(folder: Path, lag: int) -> Ran:
+    """Run four steps. Returns the recipe, the steps and the run's folder."""
+    recipe = Recipe.parse(small_recipe(folder, **LAG | {"rollout__max_lag_steps": lag}))
     with Runtime(recipe) as run:
-        steps: list[Step] = list(run)
-    folder = tmp_path / "runs" / "small"
+        return recipe, list(run), folder / "runs" / "small"
+
+
+@pytest.fixture(scope="module")
+def lagging(no_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """An undisturbed run with a lag, which several tests look at."""
+    return ran(tmp_path_factory.mktemp("lagging"), 1)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(tmp_path: Path, lagging: Ran, lag: int) -> None:
+    """Checkpoints hold the weights of each version, under which every response is computed again."""
+    recipe, steps, folder = lagging if lag else ran(tmp_path, 0)
     files, _ = initial_policy(recipe)
     drawn_by = {step.number: {version for s in step.samples for version, _ in s.completion.versions} for step in steps}
-    assert drawn_by == ({1: {0}, 2: {1}, 3: {2}} if lag == 0 else {1: {0}, 2: {0}, 3: {1}})
+    assert drawn_by == {1: {0}, **{number: {number - 1 - lag} for number in (2, 3, 4)}}
     with as_folder(files) as initial:
         model = load_model(initial, "float32", False)
 
@@ -67,21 +80,17 @@ def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(tmp_pat
             assert row["lag/kl_1"] == pytest.approx(np.mean(np.exp(change) - 1 - change), rel=0.02) and "lag/kl_0" not in row
     if lag:
         told = [(row["lag/mean"], row["lag/max"]) for row in rows(folder)]
-        assert told == [(0, 0), (1, 1), (1, 1)]
+        assert told == [(0, 0), (1, 1), (1, 1), (1, 1)]
         shares = [row["learn/effective_share"] for row in rows(folder)]
         assert shares[0] == pytest.approx(1, abs=1e-4) and 0 < shares[1] < 1 - 1e-5
     else:
         assert not any("lag" in name or "effective" in name for row in rows(folder) for name in row)
 
 
-def test_engines_and_learner_hold_slots_at_once_and_the_run_repeats_and_resumes(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, **LAG)
-    done = command("train", recipe)
+def test_engines_and_learner_hold_slots_at_once_and_the_run_repeats_and_resumes(tmp_path: Path, lagging: Ran) -> None:
+    recipe, one, other = write_recipe(tmp_path, **LAG), lagging[2], tmp_path / "runs" / "small"
+    done = command("train", recipe)  # the same again
     assert done.returncode == 0, done.stderr
-    other = tmp_path / "runs" / "small"
-    one = Path(shutil.copytree(other, tmp_path / "whole"))
-    shutil.rmtree(other)
-    assert command("train", recipe).returncode == 0  # the same again
     for step in (1, 2, 3, 4):
         assert samples(one, step) == samples(other, step)
     for step in (3, 4):  # as if it had been stopped after step 2
@@ -128,22 +137,17 @@ class Struck(Runtime):
             record.progress.phase = phase  # type: ignore[method-assign]
 
 
-def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path) -> None:
-    found = []
-    for kind, name in ((Runtime, "plain"), (Struck, "struck")):
-        recipe = Recipe.parse(small_recipe(tmp_path, **LAG, run__name=name, rollout__stream_interval_s=0.02))
-        with kind(recipe) as run:
-            if isinstance(run, Struck):
-                run.struck = set()
-            steps = list(run)
-        if isinstance(run, Struck):
-            assert run.struck == {"2", "3"}
-            told = rows(tmp_path / "runs" / name)
-            assert sum(row["rollout/orphans"] for row in told) > 0 and sum(row["faults/learner_restarts"] for row in told) == 1
-        weights = load_file(tmp_path / "runs" / name / "checkpoints" / "step_4" / "model.safetensors")
-        found.append(([[s.completion.token_ids.tolist() for s in step.samples] for step in steps], weights))
-    (tokens, weights), (same_tokens, same_weights) = found
-    assert tokens == same_tokens
+def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path, lagging: Ran) -> None:
+    with Struck(Recipe.parse(small_recipe(tmp_path, **LAG))) as run:
+        run.struck = set()
+        steps = list(run)
+    folder = tmp_path / "runs" / "small"
+    assert run.struck == {"2", "3"}
+    told = rows(folder)
+    assert sum(row["rollout/orphans"] for row in told) > 0 and sum(row["faults/learner_restarts"] for row in told) == 1
+    tokens, same_tokens = ([[s.completion.token_ids.tolist() for s in step.samples] for step in of] for of in (lagging[1], steps))
+    weights, same_weights = (load_file(of / "checkpoints" / "step_4" / "model.safetensors") for of in (lagging[2], folder))
+    assert len(tokens) == 4 and tokens == same_tokens
     for key, value in weights.items():
         np.testing.assert_array_equal(value, same_weights[key])
 

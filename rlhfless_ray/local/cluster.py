@@ -281,6 +281,14 @@ def connect(address: str, key: str = "cluster.address") -> None:
         raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
 
 
+def has_dashboard() -> bool:
+    """Return whether the cluster that this process is connected to has a dashboard."""
+    from ray._private import worker
+
+    node = worker._global_node
+    return node is None or bool(node.webui_url)
+
+
 def _check_address(address: str, key: str) -> None:
     """Raise UserError if nothing listens at the address, or something else than Ray. Ray itself would retry for minutes, with warnings."""
     found = _resolve_auto() if address == "auto" else address

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.common.deadlines import fetch
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, UserError, one_line
+from rlhfless_ray.local.cluster import has_dashboard
 from rlhfless_ray.supervise.inbox import INBOX, Inbox
 
 if TYPE_CHECKING:
@@ -75,12 +76,14 @@ class RankRun:
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
+        asks_dashboard = not private and has_dashboard()
+
         class Trainer(TorchTrainer):
-            """Without Ray Train's manager of Ray Data's sets, which are none here. On a private Ray also without its cleaner of placement
-            groups: it asks the dashboard, which is not there, and its end would be waited for 12 s. The groups end with that Ray."""
+            """Without Ray Train's manager of Ray Data's sets, which are none here. Where there is no dashboard, also without its cleaner of
+            placement groups: it asks the dashboard whether this run is alive, learns nothing, and its end would be waited for 12 s."""
 
             def _create_default_callbacks(inner) -> Any:
-                unused = ("DatasetsCallback", *(("PlacementGroupCleanerCallback",) if private else ()))
+                unused = ("DatasetsCallback", *(() if asks_dashboard else ("PlacementGroupCleanerCallback",)))
                 callbacks = super()._create_default_callbacks()  # type: ignore[misc]
                 return [callback for callback in callbacks if type(callback).__name__ not in unused]
 
