@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.local.local_ray import WORKER_PREFIX
 from rlhfless_ray.recipe import Recipe
 from tests.conftest import ROOT, command_here, environment
 
@@ -120,35 +121,28 @@ def test_a_run_writes_model_metrics_ledger_and_report(whole: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.learner
-def test_a_killed_rank_changes_nothing(folder: Path, whole: Path, cold_workers: None) -> None:
-    process = start(recipe(folder, "killed"))
-    run = folder / "runs" / "killed"
-    wait_for_steps(run, process)
-    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if "RayTrainWorker" in "".join(p.cmdline())]
-    assert len(ranks) == 1
-    ranks[0].kill()
-    said = finish(process)
-    assert "a rank was lost: 1 of them start again from the last checkpoint" in said and "the ranks go on after step" in said
-    assert same(weights(run), weights(whole))
-    assert sum(row.get("faults/replaced", 0) for row in rows(run)) == 1
-    assert {row["step"]: row["learn/loss"] for row in rows(run)[1:]} == {row["step"]: row["learn/loss"] for row in rows(whole)[1:]}
-
-
-@pytest.mark.ray
-@pytest.mark.learner
-def test_a_stopped_run_goes_on(folder: Path, whole: Path) -> None:
-    path = recipe(folder, "stopped")
+def test_a_stopped_run_goes_on_and_a_killed_rank_changes_nothing(folder: Path, whole: Path) -> None:
+    path, run = recipe(folder, "disturbed"), folder / "runs" / "disturbed"
     process = start(path)
-    run = folder / "runs" / "stopped"
     wait_for_steps(run, process)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 130 and "continue with --resume" in said, said
     stopped = json.loads((run / "status.json").read_text())
     assert stopped["status"] == "stopped" and DONE_AT_LEAST <= stopped["steps_done"] < 60
-    finish(start(path, "--resume"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv(WORKER_PREFIX, raising=False)  # its workers are children of its processes, as a user's are
+        process = start(path, "--resume")
+    wait_for_steps(run, process, stopped["steps_done"] + 4)  # with the row of step 0, three more
+    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if "RayTrainWorker" in "".join(p.cmdline())]
+    assert len(ranks) == 1
+    ranks[0].kill()
+    said = finish(process)
+    assert "a rank was lost: 1 of them start again from the last checkpoint" in said and "the ranks go on after step" in said
     assert same(weights(run), weights(whole))
     assert [row["step"] for row in rows(run)] == list(range(61))
+    assert sum(row.get("faults/replaced", 0) for row in rows(run)) == 1
+    assert [row["learn/loss"] for row in rows(run)[1:]] == [row["learn/loss"] for row in rows(whole)[1:]]
 
 
 @pytest.mark.parametrize(
