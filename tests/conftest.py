@@ -157,6 +157,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 TOGETHER = {"tests/learn/": ("test_critic.py", "test_learner.py", "test_lora.py")}
 
 
+def unit_of(file: str) -> str:
+    """What a process of pytest is given at once: the file, or the folder's files in `TOGETHER`."""
+    folder, slash, name = file.rpartition("/")
+    return folder + slash + ("" if name in TOGETHER.get(folder + slash, ()) else name)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each process whole files, and those of `TOGETHER` to the same one."""
@@ -164,8 +170,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Together(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder, slash, name = super()._split_scope(nodeid).rpartition("/")
-            return folder + slash + ("" if name in TOGETHER.get(folder + slash, ()) else name)
+            return unit_of(super()._split_scope(nodeid))
 
     return Together(config, log) if config.getoption("dist") == "loadfile" else None
 
