@@ -138,7 +138,7 @@ def failed_examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("examples")
     code = "import json; from docs.check import *; found = dict(public_examples()); "
     code += f"told = {{name: run_examples(found[name]) for name in {NEEDS_RAY}}}; Path('told.json').write_text(json.dumps(told))"
-    said = run([str(folder / "bin" / "python"), "-c", code], folder, make_scratch(folder))
+    said = run([str(folder / "bin" / "python"), "-c", code], folder, make_scratch(folder), timeout_s=800)
     assert said == ""
     return json.loads((folder / "told.json").read_text())
 
