@@ -155,7 +155,7 @@ def test_what_ends_or_changes_a_response_does_so_across_cuts(
 ) -> None:
     """Cut before each token: a stop word is also cut within, with its first token or its first two told by another engine."""
     for engine in engines[:2]:
-        monkeypatch.setattr(engine, "words", StopStrings(Spelled))
+        monkeypatch.setattr(engine, "stop_strings", StopStrings(Spelled))
     plain = next(r for r in requests(96, seed=31) if whole([r])[r.key].finish_reason == "length")
     before = whole([plain])[plain.key].token_ids.tolist()
     asked = replace(plain, **bent(name, before))
