@@ -161,5 +161,5 @@ def _advance(progress: Progress, now: float) -> bool:
         if progress.step == len(progress.run.steps):
             return False
     if (before == "learn") != (progress.stage.kind == "learn"):
-        progress.slots = progress.working = 0  # they are taken anew, with their set-up
+        progress.slots = progress.working = 0  # the next stage takes them again, with its set-up
     return True

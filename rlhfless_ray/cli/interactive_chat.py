@@ -83,7 +83,7 @@ def _talk(settings: dict[str, Any]) -> None:
         ids = tokenizer(conversation.ask(prompt), return_tensors="pt", add_special_tokens=False)["input_ids"].to(device)
         if ids.shape[1] >= max_tokens:
             print(
-                f"the conversation has {ids.shape[1]} tokens of at most {max_tokens} (--max_len, or the model's); type clear to begin anew"
+                f"the conversation has {ids.shape[1]} tokens of at most {max_tokens} (--max_len, or the model's); type clear to start again"
             )
             continue
         with torch.inference_mode():

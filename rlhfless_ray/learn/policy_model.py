@@ -180,24 +180,34 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str =
     from transformers import AutoModelForCausalLM
 
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        model, missing, mismatched = _load(AutoModelForCausalLM, folder, dtype, trust_remote_code)
     except (MemoryError, RuntimeError):
         raise
     except Exception as error:  # libraries raise many types for folders that they cannot read
         raise UserError(f"{setting}: it cannot be loaded as a causal language model: {one_line(error, 300)}") from None
-    if wrong := sorted(key if isinstance(key, str) else key[0] for key in (*loading["missing_keys"], *loading["mismatched_keys"])):
+    if wrong := sorted(missing | mismatched):
         raise UserError(
             f"{setting}: its weights do not fit its config.json: {wrong[0]} is missing or has another shape for "
             f"{type(model).__name__}; take the folder of a causal language model"
         )
     return as_sampled(model)
+
+
+def _load(kind: Any, folder: Path, dtype: str, trust_remote_code: bool, **options: Any) -> tuple[Any, set[str], set[str]]:
+    """Return a model of one of transformers' Auto classes, and the names of its weights that the folder lacks or has in another shape."""
+    model, loading = kind.from_pretrained(
+        folder,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=trust_remote_code,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
+    )
+    missing, mismatched = (
+        {key if isinstance(key, str) else key[0] for key in loading[f"{which}_keys"]} for which in ("missing", "mismatched")
+    )
+    return model, missing, mismatched
 
 
 def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: str, seed: int, setting: str = "critic.path") -> Any:
@@ -211,15 +221,7 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
     from transformers import AutoModelForSequenceClassification
 
     try:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            num_labels=1,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        model, missing, mismatched = _load(AutoModelForSequenceClassification, folder, dtype, trust_remote_code, num_labels=1)
     except (MemoryError, RuntimeError):
         raise
     except Exception as error:  # libraries raise many types for folders that they cannot read
@@ -227,13 +229,12 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
     if not isinstance(getattr(model, "score", None), nn.Module):
         raise UserError(f"{setting}: {type(model).__name__} has no scalar head called `score`, so it cannot be a critic yet")
     value_head = getattr(model.config, "value_head_prefix", None) or value_head
-    mismatched = {key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]}
     if "score.weight" in mismatched:
         raise UserError(f"{setting}: its head `score` gives several values, but a critic or reward model has one; take another folder")
-    others = mismatched | set(loading["missing_keys"]) - {"score.weight", "score.bias"}
+    others = mismatched | missing - {"score.weight", "score.bias"}
     if others:
         raise UserError(f"{setting}: the folder has no weights for {sorted(others)[0]}, or in another shape than its config.json says")
-    if value_head != "score" or "score.weight" in loading["missing_keys"]:
+    if value_head != "score" or "score.weight" in missing:
         weight = _stored(folder, f"{value_head}.weight")
         with torch.no_grad():
             if weight is None:

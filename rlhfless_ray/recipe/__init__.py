@@ -88,7 +88,7 @@ class Recipe(RecipeFile):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Recipe:
-        for mistakes in (  # later rules may rely on earlier ones
+        raise_first(
             self._mistakes_in_prompts,
             self._mistakes_in_groups,
             self._mistakes_in_models,
@@ -100,8 +100,7 @@ class Recipe(RecipeFile):
             self._mistakes_in_partial_rollouts,
             self._mistakes_in_training,
             self._mistakes_in_rewards,
-        ):
-            raise_first(mistakes())
+        )
         return self
 
     def _mistakes_in_prompts(self) -> Iterator[str]:

@@ -139,8 +139,7 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> AlgorithmConfig:
-        for mistakes in (self._mistakes_in_advantages, self._mistakes_in_losses, self._mistakes_in_batches):
-            raise_first(mistakes())
+        raise_first(self._mistakes_in_advantages, self._mistakes_in_losses, self._mistakes_in_batches)
         return self
 
     def _mistakes_in_advantages(self) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -28,13 +28,14 @@ class Section(BaseModel):
         return value
 
 
-def raise_first(mistakes: Iterator[str]) -> None:
-    """Raise ValueError with the first of these sentences, if there is one. Each names the key to change.
+def raise_first(*checks: Callable[[], Iterator[str]]) -> None:
+    """Raise ValueError with the first sentence that these checks yield, if there is one. Each names the key to change.
 
-    The sentences come from a generator, so that a later check may rely on the earlier ones.
+    A check runs only if the earlier ones found nothing, so it may rely on them.
     """
-    for mistake in mistakes:
-        raise ValueError(mistake)
+    for check in checks:
+        for mistake in check():
+            raise ValueError(mistake)
 
 
 def _yaml_word(value: Any) -> Any:

@@ -203,14 +203,13 @@ class SupervisedRecipe(RecipeFile):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SupervisedRecipe:
-        for mistakes in (
+        raise_first(
             self._mistakes_in_data,
             self._mistakes_in_templates,
             self._mistakes_in_steps,
             self._mistakes_in_losses,
             self._mistakes_in_learner,
-        ):
-            raise_first(mistakes())
+        )
         return self
 
     def _mistakes_in_data(self) -> Iterator[str]:

@@ -62,7 +62,7 @@ class KeptPages:
         by_ticket: dict[int, list[int]] = {}
         contexts = token_log.prompt[indices] + token_log.length[indices]
         for i, context in sorted(zip(indices.tolist(), contexts.tolist(), strict=True), key=lambda one: -one[1]):
-            place = engine, token_log.requests[i].key // self.count
+            place = self._place(engine, i, token_log)
             if place not in self._tickets:
                 wanted = -(-context // self.block_size) * self.page_bytes * self.count
                 fits = self._bytes + wanted <= self.limit_bytes
@@ -71,11 +71,15 @@ class KeptPages:
             by_ticket.setdefault(self._tickets[place], []).append(i)
         return by_ticket
 
+    def _place(self, engine: int, i: int, token_log: TokenLog) -> tuple[int, int]:
+        """Return the engine and the group of a request, whose pages go together."""
+        return engine, token_log.requests[i].key // self.count
+
     def receive(self, engine: int, actor: Any, cut: np.ndarray, token_log: TokenLog) -> None:
         """Fetch the pages of requests that an engine has just cut into the object store. `actor`: the engine's process."""
         by_ticket: dict[int, list[int]] = {}
         for i in cut[token_log.length[cut] > 0].tolist():
-            if ticket := self._tickets.get((engine, token_log.requests[i].key // self.count)):
+            if ticket := self._tickets.get(self._place(engine, i, token_log)):
                 by_ticket.setdefault(ticket, []).append(i)
         for ticket, indices in by_ticket.items():
             ref = actor.hand_over.options(concurrency_group="pages").remote(ticket)
