@@ -19,6 +19,7 @@ import logging
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from benchmarks.common.run_process import run_process
 from benchmarks.elastic import Mode, check_same_work
 from benchmarks.peers.shared_work import HALF_BILLION
 from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.weights.tensor_file import Files
 
 RULES = ("off", "tau", "auto")
 WAYS = ("prefill", "pages", "copied")
@@ -69,6 +71,12 @@ class Shuttle:
         pass
 
 
+def _half_billion(folder: Path, context_tokens: int) -> Files:
+    from rlhfless_ray.weights.model_folder import read_folder
+
+    return read_folder(replace(HALF_BILLION, context_tokens=context_tokens).write(folder).policy)
+
+
 def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Path) -> dict[int, dict[str, list[float]]]:
     """Pauses of the moves in seconds by context tokens and way; each engine decodes `others` responses of `tokens` tokens besides."""
     import ray
@@ -82,11 +90,11 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     from rlhfless_ray.rollout.engine_actor import RolloutActor
     from rlhfless_ray.types import Request, WeightVersion
     from rlhfless_ray.weights.checksum import checksum
-    from rlhfless_ray.weights.model_folder import read_folder, stored_weights, without_weights
+    from rlhfless_ray.weights.model_folder import stored_weights, without_weights
     from rlhfless_ray.weights.tensor_file import as_numpy
 
     longs = 12 if size == "small" else 6
-    files = policy(ends=False) if size == "small" else read_folder(HALF_BILLION.write(folder).policy)
+    files = policy(ends=False) if size == "small" else _half_billion(folder, max(contexts) + tokens)
     weights = {name: as_numpy(tensor) for name, tensor in stored_weights(files)}
     settings = EngineSettings(
         device="cpu",

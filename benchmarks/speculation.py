@@ -1,11 +1,13 @@
-"""What drafting gains by batch and temperature. `python -m benchmarks.speculation [--only CASE …] [--rounds N]`.
+"""What drafting gains by batch and temperature. `python -m benchmarks.speculation [--only CASE …] [--rounds N] [--texts FILE]`.
 
 Engines of one policy, without drafts and with them, answer the same requests in turn, in one process on one core. Times are of the
 processor, so that other work does not count. `chain` is the quickstart's policy after its warm start: groups of 8 responses, other
 prompts in each round, and responses that repeat themselves. `random` has as many parameters and random weights: there is little to draft
 from but at temperature 0. `27M` says what `chain` says and computes as much as 27 M parameters (`common/widen.py`). It is drafted for
 from text, by `chain`'s own policy, and by a drafter of 1 M parameters that starts from random weights and has learned from 8 steps'
-responses. The first rounds, in which drafts have nothing to go by, do not count. Cases that are left out keep their rows of the last run.
+responses. `texts` needs a JSONL file with the columns `question` and `answer`: a policy of 2 M parameters learns 32 of them until the loss
+is 0.3 nats a token, and is made to compute as much as 27 M. Its prompts return from round to round, as in epochs. The first rounds, in
+which drafts have nothing to go by, do not count. Cases that are left out keep their rows of the last run.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,12 +26,14 @@ from rich.table import Table
 
 from benchmarks.common.results import FOLDER, Target, make_console, save, show_targets
 from benchmarks.peers.shared_work import HALF_BILLION, SMALL
+from rlhfless_ray.weights.tensor_file import Files
 
-CASES = ("chain", "random", "27M", "494M")
-BATCHES = {"chain": (1, 4, 16, 64), "random": (1, 4, 16, 64), "27M": (1, 4), "494M": (1, 4)}
-TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0,), "494M": (1.0, 0.0)}
+CASES = ("chain", "random", "27M", "texts", "494M")
+BATCHES = {"chain": (1, 4, 16, 64), "random": (1, 4, 16, 64), "27M": (1, 4), "texts": (64, 16, 4, 1), "494M": (1, 4)}
+TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0,), "texts": (1.0, 0.5), "494M": (1.0, 0.0)}
 GROUP, WARM = 8, 2
-TOKENS = {"chain": 160, "random": 96, "27M": 160, "494M": 32}
+TOKENS = {"chain": 160, "random": 96, "27M": 160, "texts": 150, "494M": 32}
+LARGER = 512, 8  # hidden size and layers of 27 M parameters
 LEARNED_STEPS, STEP_PROMPTS = 8, 32  # of the quickstart, from whose responses the drafter of `27M` has learned
 DRAFTER_HIDDEN, DRAFTER_LAYERS = 192, 2
 
@@ -40,7 +45,7 @@ def kinds_of(case: str) -> dict[str, str]:
     return {kind: kind for kind in ("off", "on", "auto")}
 
 
-def files_of(case: str, scratch: Path) -> dict[str, bytes]:
+def files_of(case: str, scratch: Path) -> Files:
     from benchmarks.common.widen import widened
     from rlhfless_ray import Recipe
     from rlhfless_ray.weights.load_policy import initial_policy
@@ -48,11 +53,14 @@ def files_of(case: str, scratch: Path) -> dict[str, bytes]:
 
     if case in ("chain", "27M"):
         files = initial_policy(Recipe.load("recipes/quickstart.yaml"))[0]
-        return files if case == "chain" else widened(files, 512, 8)
+        return files if case == "chain" else widened(files, *LARGER)
     return read_folder((SMALL if case == "random" else HALF_BILLION).write(scratch / case).policy)
 
 
-def prompts_of(case: str, files: dict[str, bytes], count: int, number: int) -> list[tuple[int, ...]]:
+def prompts_of(case: str, files: Files, count: int, number: int, pool: Sequence[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
+    """Return the prompts of a round. `pool`: the prompts of `texts`, which return."""
+    if pool:
+        return [pool[(number * count + i) % len(pool)] for i in range(count)]
     if case not in ("chain", "27M"):
         rng = np.random.default_rng(number)
         return [tuple(rng.integers(2, 60, 24).tolist()) for _ in range(count)]
@@ -79,7 +87,7 @@ def drafters_of(case: str, scratch: Path) -> dict[str, Path]:
     return {"own": write_folder(scratch / "own", policy), "trained": write_folder(scratch / "trained", untrained)}
 
 
-def engine(case: str, name: str, kind: str, files: dict[str, Any], scratch: Path, drafter: Path | None = None) -> Any:
+def engine(case: str, name: str, kind: str, files: Files, scratch: Path, drafter: Path | None = None) -> Any:
     """Build an engine with its weights."""
     import torch
 
@@ -137,12 +145,22 @@ def trained(folder: Path, scratch: Path) -> dict[str, np.ndarray]:
     return trainer.weights()
 
 
-def measure(case: str, rounds: int, scratch: Path) -> list[dict[str, Any]]:
+def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[dict[str, Any]]:
     """Return a row for each temperature and batch: tokens per second by engine, and what became of the drafts."""
+    from benchmarks.common.learned_texts import learned_texts
+    from benchmarks.common.widen import widened
     from rlhfless_ray.rollout.control_queue import DraftNews
     from rlhfless_ray.types import Request
 
-    files, rows, kinds, drafters = files_of(case, scratch), [], kinds_of(case), drafters_of(case, scratch)
+    rows, kinds, drafters = [], kinds_of(case), drafters_of(case, scratch)
+    pool: list[tuple[int, ...]] = []
+    if case == "texts":
+        assert texts is not None
+        small, pool, loss = learned_texts(texts)
+        print(f"the policy has learned {len(pool)} texts to {loss:.2f} nats a token", flush=True)
+        files = widened(small, *LARGER)
+    else:
+        files = files_of(case, scratch)
     weights = trained(drafters["trained"], scratch) if "trained" in drafters else None
     engines = {name: engine(case, name, kind, files, scratch, drafters.get(name)) for name, kind in kinds.items()}
     if weights is not None:
@@ -155,7 +173,7 @@ def measure(case: str, rounds: int, scratch: Path) -> list[dict[str, Any]]:
         for one in engines.values():
             one.take_steps()
         for round_number in range(WARM + rounds):
-            prompts = prompts_of(case, files, max(1, batch // GROUP), next(numbers))
+            prompts = prompts_of(case, files, max(1, batch // GROUP), next(numbers), pool)
             asked = [
                 Request(key, prompts[key // GROUP % len(prompts)], 1000 * round_number + key, TOKENS[case], temperature)
                 for key in range(batch)
@@ -189,12 +207,16 @@ def measure(case: str, rounds: int, scratch: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="some of the cases")
+    parser.add_argument("--only", nargs="+", choices=CASES, help="some of the cases (default: all, `texts` with --texts)")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--texts", type=Path, help="JSONL file with the columns question and answer")
     options = parser.parse_args()
+    options.only = options.only or [case for case in CASES if case != "texts" or options.texts]
+    if "texts" in options.only and not options.texts:
+        parser.error("the case texts needs --texts FILE")
     console = make_console()
     with TemporaryDirectory(prefix="speculation-") as scratch:
-        rows = [row for case in options.only for row in measure(case, options.rounds, Path(scratch))]
+        rows = [row for case in options.only for row in measure(case, options.rounds, Path(scratch), options.texts)]
     before = FOLDER / "speculation.json"
     kept = json.loads(before.read_text())["rows"] if before.exists() else []
     rows = [row for case in CASES for row in (rows if case in options.only else kept) if row["case"] == case]
@@ -210,13 +232,14 @@ def main() -> None:
             f"{row['same_responses']:.1%}",
         )
     console.print(table)
-    small = [row["over_off"]["auto"] for row in rows if row["case"] == "chain" and row["batch"] <= 4 and row["temperature"] <= 0.5]
+    few = [row for row in rows if row["batch"] <= 4 and row["temperature"] <= 0.5]
     decided = [(row, name) for row in rows for name in row["over_off"] if kinds_of(row["case"])[name] == "auto"]
     targets = [Target("auto over off, anywhere", min(row["over_off"][name] for row, name in decided), least=0.98, unit="×")]
     if drafted := [row["over_off"]["trained"] for row in rows if row["case"] == "27M" and row["batch"] <= 4]:
         targets.append(Target("a trained drafter over off, 27 M, at most 4 responses", min(drafted), least=1.5, unit="×"))
-    if small:
-        targets.append(Target("auto over off, chain, at most 4 responses and temperature 0.5", min(small), least=1.8, unit="×"))
+    for case in ("chain", "texts"):
+        if small := [row["over_off"]["auto"] for row in few if row["case"] == case]:
+            targets.append(Target(f"auto over off, {case}, at most 4 responses and temperature 0.5", min(small), least=1.8, unit="×"))
     show_targets(console, targets)
     save("speculation", {"rounds": options.rounds, "rows": rows}, targets, console=console)
 

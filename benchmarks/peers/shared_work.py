@@ -16,7 +16,6 @@ import numpy as np
 
 SYMBOLS = string.ascii_letters + string.digits + string.punctuation
 HEAD_WIDTH = 32
-CONTEXT_TOKENS = 512
 
 REWARD = '''"""Share of the characters that are letters a to m: dense, so that no group of random responses is all alike."""
 
@@ -49,6 +48,7 @@ class SharedWork:
     kv_heads: int = 0  # 0: as many as heads
     tied: bool = False
     dtype: str = "float32"  # of the weights in the folder
+    context_tokens: int = 512
 
     @property
     def samples(self) -> int:
@@ -124,7 +124,7 @@ def _write_policy(work: SharedWork, folder: Path) -> int:
         num_hidden_layers=work.layers,
         num_attention_heads=work.heads or work.hidden // HEAD_WIDTH,
         num_key_value_heads=work.kv_heads or work.heads or work.hidden // HEAD_WIDTH,
-        max_position_embeddings=CONTEXT_TOKENS,
+        max_position_embeddings=work.context_tokens,
         use_sliding_window=False,
         tie_word_embeddings=work.tied,
         initializer_range=0.5 * work.hidden**-0.5,
