@@ -435,9 +435,3 @@ def test_engines_in_8_bits_need_importance_weights_and_a_device_that_has_them() 
         check_quantization(Recipe.parse(merged(("rollout.quantization", "fp8"))), "cpu")
     assert "`rollout.quantization`: input should be" in refused(("rollout.quantization", "int4"))
     assert Recipe.parse(merged(("rollout.quantization", False))).rollout.quantization == "off"
-
-
-@pytest.mark.parametrize("set_too", [("rollout.prefix_kv", "on"), ("rollout.partial_kv", "keep")])
-def test_what_engines_of_several_slots_cannot_do_is_named(set_too: tuple[str, Any]) -> None:
-    said = refused(("rollout.tensor_parallel", 2), ("rollout.partial", "continue"), ("rollout.max_lag_steps", 1), set_too)
-    assert f"{set_too[0]}: {set_too[1]} needs engines of one slot" in said and "rollout.tensor_parallel to 1" in said

@@ -66,8 +66,6 @@ def expected_widths(
         return {rollout.tensor_parallel: expected_engine(recipe, files, device_name, rollout.tensor_parallel)}, ""
     narrow = expected_engine(recipe, files, device_name)
     stays = "rollout.tensor_parallel: auto stays at 1, because"
-    for key, (value, _) in recipe.needs_one_slot.items():
-        return {1: narrow}, f"{stays} {key}: {value} needs engines of one slot"
     if narrow.speed == ANY_SPEED:
         return {1: narrow}, f"{stays} the speed of wider engines cannot be estimated for this policy"
     config, widest = text_config(files), min(node_slots, rollout.max_actors // rollout.min_actors)

@@ -2,7 +2,8 @@
 
 The store is filled before generation, so nothing here waits. Loads are synchronous: pages of the requests that a step admits are
 copied in before its forward pass. Saves happen when a request ends or is cut, while its blocks are still its own. Engine and
-worker are one process (executor `uni`, no overlapping steps), so both are plain copies.
+worker are one process (no overlapping steps), so both are plain copies. Further members of an engine get whole pages with each step's
+metadata and take their parts of them; the engine's process calls them to read theirs (`read_part`).
 
 Names of vLLM used here, the same from 0.24 to 0.32: `KVConnectorBase_V1` and its abstract methods, `KVConnectorMetadata`,
 `register_kv_caches`, `request_finished`, `blocks.get_block_ids()`; of a request `all_token_ids`, `num_computed_tokens`,
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from rlhfless_ray.prefix.block_hash import chain
 from rlhfless_ray.prefix.block_hasher import is_identified_by_tokens
+from rlhfless_ray.prefix.page_parts import LayerPart, PageParts
 from rlhfless_ray.prefix.pages import PageLayout, PageStore
 
 FULL_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -64,6 +66,7 @@ class PageConnector(KVConnectorBase_V1):
         self.matched: dict[str, tuple[int, list[np.ndarray]]] = {}  # requests being admitted → first block, pages
         self.loads = PageLoads()
         self.layers: list[_Layer] = []
+        self.width, self.rank = vllm_config.parallel_config.tensor_parallel_size, 0
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -143,6 +146,7 @@ class PageConnector(KVConnectorBase_V1):
         self.layers = []
         if self.store.refused:
             return
+        heads = self.config.model_config.get_num_kv_heads(self.config.parallel_config) if self.width > 1 else 0
         seen: set[int] = set()
         for name, cache in kv_caches.items():
             if cache.data_ptr() in seen:  # layers that share one cache
@@ -151,11 +155,20 @@ class PageConnector(KVConnectorBase_V1):
             if self.cache.num_blocks not in cache.shape[:2]:
                 self.store.refused = f"the KV cache of {name} has shape {tuple(cache.shape)}, not one entry for each of its blocks"
                 return
-            self.layers.append(_Layer(name, cache, cache.shape.index(self.cache.num_blocks)))
+            layer = _Layer(name, cache, cache.shape.index(self.cache.num_blocks), self.width, heads)
+            if self.width > 1 and layer.heads_dim is None:
+                self.store.refused = f"the KV cache of {name} has shape {tuple(cache.shape)}, in which its {heads} heads cannot be told"
+                return
+            self.layers.append(layer)
+        if self.width > 1:
+            from vllm.distributed import get_tensor_model_parallel_rank
+
+            self.rank = get_tensor_model_parallel_rank()
+        self.parts = PageParts(tuple(layer.part for layer in self.layers), self.width)
         described = [_model_description(self.config), *(layer.description() for layer in self.layers)]
         fingerprint = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16).digest()
-        self.store.kind = PageLayout(fingerprint, self.block_size, sum(layer.bytes for layer in self.layers))
-        self.store.copy_out = self._copy_out
+        self.store.kind = PageLayout(fingerprint, self.block_size, self.parts.page_bytes)
+        self.store.copy_out = self.read_part  # replaced in an engine of several members, see `join_parts`
 
     def start_load_kv(self, forward_context: Any, **options: Any) -> None:
         loads = self._get_connector_metadata()
@@ -163,20 +176,19 @@ class PageConnector(KVConnectorBase_V1):
         if not loads.blocks:
             return
         start = time.perf_counter()
-        at = 0
-        for layer in self.layers:
-            layer.write(loads.blocks, [page[at : at + layer.bytes] for page in loads.pages])
-            at += layer.bytes
+        for number, layer in enumerate(self.layers):
+            layer.write(loads.blocks, [self.parts.of_layer(page, number, self.rank) for page in loads.pages])
         self.store.counts["loaded"] += len(loads.blocks)
         self.store.seconds["load"] += time.perf_counter() - start
 
-    def _copy_out(self, blocks: Sequence[int]) -> np.ndarray:
-        pages = np.empty((len(blocks), sum(layer.bytes for layer in self.layers)), np.uint8)
+    def read_part(self, blocks: Sequence[int]) -> np.ndarray:
+        """Return this member's part of the pages in these blocks: (blocks, bytes) uint8."""
+        part = np.empty((len(blocks), sum(layer.bytes for layer in self.layers)), np.uint8)
         at = 0
         for layer in self.layers:
-            layer.read(blocks, pages[:, at : at + layer.bytes])
+            layer.read(blocks, part[:, at : at + layer.bytes])
             at += layer.bytes
-        return pages
+        return part
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: all layers are loaded before the forward pass."""
@@ -188,20 +200,44 @@ class PageConnector(KVConnectorBase_V1):
         """Nothing to wait for: saving is synchronous."""
 
 
-class _Layer:
-    """One layer's cache. `dim`: the dimension that counts blocks."""
+def join_parts(store: PageStore, call_members: Callable[..., list[np.ndarray]]) -> None:
+    """Make the store of an engine of several members copy out whole pages. `call_members`: calls a function with each member's worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    def __init__(self, name: str, cache: torch.Tensor, dim: int) -> None:
-        self.name, self.cache, self.dim = name, cache, dim
+    connector: Any = get_kv_transfer_group()
+    store.copy_out = lambda blocks: connector.parts.join(call_members(_read_part, list(blocks)))
+
+
+def _read_part(worker: Any, blocks: list[int]) -> np.ndarray:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    part: np.ndarray = connector.read_part(blocks)
+    return part
+
+
+class _Layer:
+    """One layer's cache. `dim`: the dimension that counts blocks. `heads`: KV heads of each of `width` members, if there are several."""
+
+    def __init__(self, name: str, cache: torch.Tensor, dim: int, width: int = 1, heads: int = 0) -> None:
+        self.name, self.cache, self.dim, self.width = name, cache, dim, width
         self.shape = tuple(size for d, size in enumerate(cache.shape) if d != dim)  # of one block
         self.bytes = int(np.prod(self.shape)) * cache.element_size()
+        self.heads_dim = _heads_dim(self.shape, heads) if width > 1 else None
         by_block = cache.movedim(dim, 0)
         # contiguous host memory is copied block by block with numpy, without a torch call
         self.rows = by_block.flatten(1).view(torch.uint8).numpy() if cache.device.type == "cpu" and by_block.is_contiguous() else None
 
+    @property
+    def part(self) -> LayerPart:
+        outer = int(np.prod(self.shape[: self.heads_dim or 0]))
+        return LayerPart(outer, self.bytes // outer)
+
     def description(self) -> list[Any]:
+        """Describe a block of all members, so that engines of different widths have the same description."""
         order = sorted(range(self.cache.dim()), key=lambda d: -self.cache.stride()[d])
-        return [self.name, self.shape, self.dim, order, str(self.cache.dtype)]
+        shape = tuple(size * self.width if d == self.heads_dim else size for d, size in enumerate(self.shape))
+        return [self.name, shape, self.dim, order, str(self.cache.dtype)]
 
     def read(self, blocks: Sequence[int], into: np.ndarray) -> None:
         """Copy blocks into (blocks, bytes) uint8 in host memory."""
@@ -221,6 +257,17 @@ class _Layer:
         index = torch.tensor(blocks, dtype=torch.long, device=self.cache.device)
         values = torch.from_numpy(np.stack(pages)).to(self.cache.device).view(self.cache.dtype).reshape(len(blocks), *self.shape)
         self.cache.movedim(self.dim, 0)[index] = values
+
+
+def _heads_dim(shape: Sequence[int], heads: int) -> int | None:
+    """Return which dimension of a block counts heads, or None if that is unclear.
+
+    vLLM's blocks are (heads, tokens, content) since 0.32. Before, backends had shapes of their own.
+    """
+    if len(shape) == 3 and shape[0] == heads:
+        return 0
+    found = [d for d, size in enumerate(shape) if size == heads]
+    return found[0] if len(found) == 1 else None
 
 
 def _model_description(config: Any) -> list[Any]:
@@ -244,8 +291,9 @@ def _model_description(config: Any) -> list[Any]:
 
 def _unsupported_reason(config: Any, cache: Any) -> str:
     """Return why this engine's KV cannot be stored as pages, or "" if it can."""
-    if config.parallel_config.world_size > 1:
-        return f"the engine runs on {config.parallel_config.world_size} devices, which hold a part of each page each"
+    width, heads = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
+    if width > 1 and (heads % width or config.model_config.use_mla):  # latent attention has no heads in its KV
+        return f"the engine's {width} members do not divide its KV by heads"
     if config.scheduler_config.async_scheduling:
         return "the engine's steps overlap (async_scheduling)"
     if getattr(config.cache_config, "calculate_kv_scales", False):

@@ -95,8 +95,8 @@ class PrefixStage:
             }
         return step
 
-    def prefill(self, step: StepPrefixes, prompts: Sequence[Sequence[int]], weights: WeightVersion) -> StepPrefixes:
-        """Compute the pages of the prompts, if that pays.
+    def prefill(self, step: StepPrefixes, prompts: Sequence[Sequence[int]], weights: WeightVersion, width: int = 1) -> StepPrefixes:
+        """Compute the pages of the prompts, if that pays, with instances of `width` slots.
 
         Instances take spare leases or request some, and have returned all of them when this returns.
         """
@@ -114,6 +114,7 @@ class PrefixStage:
                     self.block(str(error))
                     step.metrics["prefix/on"] = 0.0
                     return step
+            self.pool.set_width(width)
             context.broker.resize(self.pool, choice.instances, need=0, wait_s=0.2)
             not_ready = self._wait_until_ready(weights)
             producers = [Producer(instance.actor, len(instance.leases)) for instance in self.pool.working]

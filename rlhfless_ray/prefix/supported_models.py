@@ -7,8 +7,8 @@ from typing import Any
 ATTENTION = ("full_attention", "attention", "global")
 
 
-def unsupported(config: dict[str, Any]) -> str | None:
-    """Return why a policy with this config.json cannot use prefix KV, or None if it can.
+def unsupported(config: dict[str, Any], width: int = 1) -> str | None:
+    """Return why engines of `width` slots cannot store the KV of a policy with this config.json as pages, or None if they can.
 
     A page holds one block of every layer and is valid for all requests with the same tokens before it. This fails for layers
     that forget tokens (sliding windows, chunks), keep a running state (Mamba and other recurrences), or depend on more than
@@ -32,6 +32,9 @@ def unsupported(config: dict[str, Any]) -> str | None:
     states = [name for name in ("ssm_cfg", "mamba_d_state", "ssm_state_size", "state_size", "rwkv_hidden_size") if text.get(name)]
     if states:
         return f"it keeps a recurrent state ({states[0]}), not KV alone"
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
+    if heads and heads % width:
+        return f"its KV heads ({heads}) are not divided evenly among the {width} slots of an engine"
     return None
 
 

@@ -165,9 +165,6 @@ class Recipe(RecipeFile):
         """Check engines, and ranks that share a model."""
         if self.rollout.min_actors > self.rollout.max_actors:
             yield "rollout.min_actors: must not exceed rollout.max_actors"
-        if self.rollout.least_width > 1:
-            for key, (value, instead) in self.needs_one_slot.items():
-                yield f"{key}: {value} needs engines of one slot; {instead}, or set rollout.tensor_parallel to 1"
         for key, width in (("learner", self.learner.tensor_parallel), ("critic", self.critic.tensor_parallel)):
             if width > 1 and self.lora.rank:
                 yield f"{key}.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0"
@@ -267,16 +264,6 @@ class Recipe(RecipeFile):
             yield "reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path"
         if len(sources) > 1:
             yield f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}"
-
-    @property
-    def needs_one_slot(self) -> dict[str, tuple[str, str]]:
-        """Keys whose value engines of several slots do not support yet: (value, what to set instead)."""
-        rollout, values = self.rollout, {}
-        if rollout.prefix_kv == "on":
-            values["rollout.prefix_kv"] = ("on", "leave it out")
-        if rollout.partial_kv == "keep":
-            values["rollout.partial_kv"] = ("keep", "leave it out")
-        return values
 
     @property
     def answer_column(self) -> str:

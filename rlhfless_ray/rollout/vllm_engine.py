@@ -83,6 +83,10 @@ class VllmEngine:
         core.scheduler.num_spec_tokens = 0
         self.live = RunningRequests(self.sampler)
         self.on_cpu = on_cpu
+        if self.width > 1 and self.pages is not None and self.pages.kind is not None:
+            from rlhfless_ray.prefix.connector import join_parts
+
+            join_parts(self.pages, self._call_workers)
         self._name_blocks()
 
     def _name_blocks(self) -> None:

@@ -91,7 +91,7 @@ def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room
 
 def _with_fitting_width(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> Recipe:
     """Return the recipe with the narrowest engines that fit, if their width is automatic."""
-    if recipe.rollout.tensor_parallel != "auto" or recipe.needs_one_slot or room.resource != GPU or "policy" not in models:
+    if recipe.rollout.tensor_parallel != "auto" or room.resource != GPU or "policy" not in models:
         return recipe
     widths = memory.engine_widths(models["policy"].config, room.slots) or [1]
     changed = [with_settings(recipe, {"rollout.tensor_parallel": width}) for width in widths]

@@ -69,22 +69,22 @@ class PoolMaker:
 
         `config`: reference to the policy's files without weights. `drafter`: of the drafter's files, if there is one.
         """
+        return self._engine_pool("rollout", cls, engine, config, drafter, labels=self.recipe.rollout.nodes)
 
+    def prefill(self, cls: type, config: Any, engine: EngineSettings) -> WorkerPool:
+        return self._engine_pool("prefill", cls, replace(engine, speculation="off"), config, [])
+
+    def _engine_pool(self, kind: str, cls: type, engine: EngineSettings, config: Any, drafter: list[Any], **options: Any) -> WorkerPool:
         def start(slot: Any) -> Any:
             return start_actor(cls, slot, self.resource, {}, config, replace(engine, tensor_parallel=pool.width), *drafter)
 
-        rollout = self.recipe.rollout
-        pool = self._pool("rollout", start, labels=rollout.nodes, width=rollout.least_width, give_back_after_s=GIVE_BACK_AFTER_S)
+        pool = self._pool(kind, start, width=engine.tensor_parallel, give_back_after_s=GIVE_BACK_AFTER_S, **options)
         return pool
 
     def reward(self, cls: type, source: Any) -> WorkerPool:
         source_ref = ray.put(source)  # may contain a reward model's weights
         start = self._starter(cls, source_ref, self.recipe.reward.timeout_s, self.resource)
         return self._pool(source.pool_kind, start, on_device=source.on_device)
-
-    def prefill(self, cls: type | None, config: Any, engine: EngineSettings) -> WorkerPool:
-        start = self._starter(cls, config, replace(engine, speculation="off"))
-        return self._pool("prefill", start, give_back_after_s=GIVE_BACK_AFTER_S)
 
     def drafter(self, cls: type, drafter: list[Any]) -> WorkerPool:
         """Make the pool of the process that trains the drafter."""

@@ -169,7 +169,8 @@ class StepOperations(CheckpointedRun):
         assert self.weights is not None
         if self.stages.prefix is None or step.prefixes is None:
             return None
-        return self.stages.prefix.prefill(step.prefixes, [p.token_ids for p in step.prompts], self.weights)
+        prompts = [p.token_ids for p in step.prompts]
+        return self.stages.prefix.prefill(step.prefixes, prompts, self.weights, step.plan.width or self.rollout_stage.pool.width)
 
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
         assert self.weights is not None

@@ -95,9 +95,9 @@ def create_worker_pools(
         check_kv_cache(recipe, files, longest_prompt_tokens)
     if recipe.lora.rank:
         recipe = with_publish(recipe, files, resource)
-    shares_kv = recipe.rollout.prefix_kv != "off" and actors.prefill is not None
-    unshared = _no_pages(recipe, files) if shares_kv else None
-    keeps_pages = (shares_kv and unshared is None) or recipe.rollout.partial_kv == "keep"
+    prefill = actors.prefill if recipe.rollout.prefix_kv != "off" else None
+    unshared = unsupported(config_of(files), recipe.rollout.least_width) if prefill is not None else None
+    keeps_pages = (prefill is not None and unshared is None) or recipe.rollout.partial_kv == "keep"
     engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages)
     config = ray.put(without_weights(files))
     drafter = [ray.put(drafter_files)] if drafter_files else []
@@ -108,19 +108,12 @@ def create_worker_pools(
         make.engines(actors.rollout, config, engine, drafter),
         make.reward(actors.reward, reward_source),
         make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
-        make.prefill(actors.prefill, config, engine) if shares_kv else None,
+        make.prefill(prefill, config, engine) if prefill is not None else None,
         make.worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks) if recipe.algorithm.has_critic else None,
         make.worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks) if recipe.has_reference else None,
         f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
         make.drafter(actors.drafter, drafter) if drafter and recipe.rollout.drafter_train == "on" and actors.drafter else None,
     )
-
-
-def _no_pages(recipe: Recipe, files: Files) -> str | None:
-    """Return why engines cannot exchange KV pages, or None if they can."""
-    if recipe.rollout.tensor_parallel != 1:
-        return f"engines of rollout.tensor_parallel = {recipe.rollout.tensor_parallel} keep no pages"
-    return unsupported(config_of(files))
 
 
 def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
@@ -138,8 +131,8 @@ def check_adapter(recipe: Recipe, files: Files) -> None:
 
 
 def check_kept_kv(recipe: Recipe, files: Files) -> None:
-    """Raise UserError if `rollout.partial_kv: keep` asks for KV pages that the policy's layers cannot have."""
-    if recipe.rollout.partial_kv == "keep" and (reason := unsupported(config_of(files))):
+    """Raise UserError if `rollout.partial_kv: keep` asks for KV pages that engines cannot have."""
+    if recipe.rollout.partial_kv == "keep" and (reason := unsupported(config_of(files), recipe.rollout.least_width)):
         raise UserError(f"rollout.partial_kv: the KV of this policy cannot be kept, because {reason}; set recompute")
 
 

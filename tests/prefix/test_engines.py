@@ -90,11 +90,11 @@ def engine_class() -> type:
 class World:
     """Engines of one policy, opened on demand, and weights by version."""
 
-    def __init__(self) -> None:
+    def __init__(self, **policy: Any) -> None:
         from safetensors.torch import load as load_tensors
         from tiny_policy import tiny_policy
 
-        self.files = [tiny_policy(seed, spread=0.15) for seed in range(2)]
+        self.files = [tiny_policy(seed, spread=0.15, **policy) for seed in range(2)]
         self.weights = [
             {name: tensor.float().numpy() for name, tensor in load_tensors(files["model.safetensors"]).items()} for files in self.files
         ]
@@ -122,9 +122,18 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(ray_cluster: None) -> Iterator[World]:
+    yield from opened(World())
+
+
+@pytest.fixture(scope="module")
+def wide_world(ray_cluster: None) -> Iterator[World]:
+    """A policy whose KV heads two members divide."""
+    yield from opened(World(kv_heads=2))
+
+
+def opened(made: World) -> Iterator[World]:
     import ray
 
-    made = World()
     yield made
     for actor in made.engines.values():
         ray.kill(actor)
@@ -289,14 +298,11 @@ def test_vllms_example_connector_uses_old_pages_after_a_weight_update(world: Wor
         ray.kill(theirs)
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_a_cut_sequence_goes_on_elsewhere_with_its_pages(world: World, drafts: bool) -> None:
-    """The other engine computes one token of what was there before, and the response is the uncut one. With drafts too: those that
-    were refused are overwritten before a page is whole."""
-    asked = requests(0.0 if drafts else 1.0, seed=3)
-    user, maker = (world.engine(f"{name} that drafts", speculation="on") if drafts else world.engine(name) for name in ("user", "prefill"))
-    whole = call(world.engine("plain", prefix_kv=False).answer, asked)
-    for cut_after in (1, 7, 15):
+def go_on_elsewhere(world: World, maker: Any, user: Any, asked: list[Any], cuts: tuple[int, ...]) -> int:
+    """Cut each response in one engine, continue it in another with the pages, and compare it with the uncut one. Return how many tokens
+    the other engine computed beside those that it drew."""
+    whole, beside = call(world.engine("plain", prefix_kv=False).answer, asked), 0
+    for cut_after in cuts:
         call(maker.forget)
         first = call(maker.answer, asked, cut_after)
         going = [r for r in asked if len(first[r.key][0]) < len(whole[r.key][0])]
@@ -308,10 +314,35 @@ def test_a_cut_sequence_goes_on_elsewhere_with_its_pages(world: World, drafts: b
         second = call(user.answer, rest)
         joined = {key: tuple(np.concatenate([a, b]) for a, b in zip(first[key], second[key], strict=True)) for key in second}
         assert_same(joined, {key: whole[key] for key in joined})
-        if not drafts:  # those are computed too
-            assert call(user.counts)["computed_tokens"] - before == sum(len(second[r.key][0]) for r in going)
-    if drafts:
+        beside += call(user.counts)["computed_tokens"] - before - sum(len(second[r.key][0]) for r in going)
+    return beside
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_cut_sequence_goes_on_elsewhere_with_its_pages(world: World, drafts: bool) -> None:
+    """The other engine computes one token of what was there before, and the response is the uncut one. With drafts too: those that
+    were refused are overwritten before a page is whole."""
+    asked = requests(0.0 if drafts else 1.0, seed=3)
+    user, maker = (world.engine(f"{name} that drafts", speculation="on") if drafts else world.engine(name) for name in ("user", "prefill"))
+    beside = go_on_elsewhere(world, maker, user, asked, (1, 7, 15))
+    if drafts:  # those are computed too
         assert call(user.counts)["loaded"] > 0 and call(maker.drafted) > 0
+    else:
+        assert beside == 0
+
+
+def test_engines_of_different_widths_use_each_others_pages(wide_world: World) -> None:
+    """A page of an engine of two members has the bytes of one of a single member, whose heads they divide."""
+    narrow, wide = wide_world.engine("narrow"), wide_world.engine("wide", tensor_parallel=2)
+    assert call(narrow.kind) == call(wide.kind)
+    asked = requests(1.0, seed=3)
+    for maker, user in ((narrow, wide), (wide, narrow), (wide, wide)):
+        assert go_on_elsewhere(wide_world, maker, user, asked, (7,)) == 0
+        assert call(user.counts)["loaded"] > 0
+
+
+def test_members_that_do_not_divide_the_heads_keep_no_pages(world: World) -> None:
+    assert "do not divide its KV by heads" in call(world.engine("two of one head", tensor_parallel=2).refused)
 
 
 def test_pages_of_another_dtype_or_block_size_are_refused(world: World) -> None:
