@@ -107,7 +107,7 @@ class World:
 
         if name not in self.engines:
             actor = ray.remote(engine_class()).options(num_cpus=0).remote(without_weights(self.files[0]), settings(**changes))
-            ray.get(actor.open.remote(1), timeout=240)
+            ray.get(actor.open.remote(changes.get("tensor_parallel", 1)), timeout=240)
             self.engines[name] = actor
             self.load(actor, 1, 0)
         return self.engines[name]
