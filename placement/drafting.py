@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +116,17 @@ class Acceptance:
 
 
 def choose_lengths(
-    survivals: np.ndarray, step_s: float, verify_s: float, overhead_s: float = 0.0, sequences: int | None = None
+    survivals: np.ndarray,
+    step_s: float,
+    verify_s: Callable[[np.ndarray], np.ndarray],
+    overhead_s: float = 0.0,
+    sequences: int | None = None,
 ) -> list[int]:
     """Return how many tokens of each draft to verify, for the most tokens per second.
 
     survivals: (drafts, tokens), the probabilities of `Acceptance.survival`, which do not increase along a row. step_s: seconds of the
-    step without drafts. verify_s: seconds that each drafted token adds. overhead_s: seconds that verifying at all adds. sequences: of
-    the step, if some have no draft.
+    step without drafts. verify_s: numbers of drafted tokens (n,) → seconds that so many add. overhead_s: seconds that verifying at all
+    adds. sequences: of the step, if some have no draft.
 
     The expected tokens of a step are its sequences and the sum of the survivals that are chosen. The k greatest survivals are the
     best k tokens, and they are prefixes of the drafts, so the search over k is exact. Of equal rates the smallest k is taken.
@@ -133,7 +137,7 @@ def choose_lengths(
     order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
     if not len(order):
         return [0] * rows
-    rates = (sequences + np.cumsum(flat[order])) / (step_s + overhead_s + verify_s * np.arange(1, len(order) + 1))
+    rates = (sequences + np.cumsum(flat[order])) / (step_s + overhead_s + verify_s(np.arange(1, len(order) + 1)))
     best = int(np.argmax(rates))
     if rates[best] <= sequences / step_s:
         return [0] * rows
@@ -141,9 +145,15 @@ def choose_lengths(
 
 
 class StepTimes:
-    """The time of an engine's decode step in seconds, learned as a + b · sequences + c · context tokens + v · drafted tokens + f. The
-    term f applies to steps that verify or look up drafts."""
+    """The time of an engine's decode step in seconds, learned from the steps.
 
+    It is a + b · sequences + c · context tokens + v · drafted tokens + f + Σ h · max(0, rows - knot). The term f applies to steps that
+    verify or look up drafts. `rows` are sequences and drafted tokens together. A step with few rows takes as long as reading the weights;
+    beyond the knots it computes longer, which the terms h add. Without them the cheap drafts of a tail would make those of full steps
+    look cheap.
+    """
+
+    KNOTS = (8, 128)  # rows: about where cores and GPUs begin to compute longer than they read
     FIRST, EVERY = 32, 128  # steps before the first fit, and between two later ones
     KEPT = 256  # newest steps of each kind, with and without drafts, that a fit uses
 
@@ -164,9 +174,11 @@ class StepTimes:
     def add(self, sequences: int, context_tokens: int, drafted: int, seconds: float, verifies: bool | None = None) -> None:
         """Add a step without a fit."""
         self.trials += drafted > 0
-        self.steps[drafted > 0].append(
-            (1.0, sequences, context_tokens, drafted, float(drafted > 0 if verifies is None else verifies), seconds)
-        )
+        path = float(drafted > 0 if verifies is None else verifies)
+        self.steps[drafted > 0].append((1.0, sequences, context_tokens, drafted, path, *self._beyond(sequences + drafted), seconds))
+
+    def _beyond(self, rows: int) -> list[float]:
+        return [max(0.0, rows - knot) for knot in self.KNOTS]
 
     def fit(self) -> None:
         """Fit the terms to the newest steps. Without steps, leave them as they are."""
@@ -191,12 +203,19 @@ class StepTimes:
 
     def step_s(self, sequences: int, context_tokens: int) -> float | None:
         """Return the expected seconds of a step without drafts, None before the first fit."""
-        return None if self.terms is None else max(float(self.terms[:3] @ (1.0, sequences, context_tokens)), 1e-6)
+        return (
+            None if self.terms is None else max(float(self.terms @ (1.0, sequences, context_tokens, 0, 0, *self._beyond(sequences))), 1e-6)
+        )
 
-    @property
-    def verify_s(self) -> float:
-        """Seconds that each drafted token adds to a step."""
-        return 0.0 if self.terms is None else float(self.terms[3])
+    def verify_s(self, sequences: int, drafted: np.ndarray) -> np.ndarray:
+        """Return the seconds (n,) that these numbers of drafted tokens (n,) add to a step, without `path_s`."""
+        drafted = np.asarray(drafted, float)
+        if self.terms is None:
+            return np.zeros_like(drafted)
+        seconds = self.terms[3] * drafted
+        for knot, term in zip(self.KNOTS, self.terms[5:], strict=True):
+            seconds = seconds + term * (np.maximum(0, sequences + drafted - knot) - max(0, sequences - knot))
+        return seconds
 
     @property
     def path_s(self) -> float:
@@ -208,7 +227,7 @@ class StepTimes:
         step_s = self.step_s(running, context_tokens)
         if step_s is None or not (drafted or draft_s):
             return 0.0
-        return step_s * accepted / max(running, 1) - self.verify_s * drafted - self.path_s - draft_s
+        return step_s * accepted / max(running, 1) - float(self.verify_s(running, np.array(drafted))) - self.path_s - draft_s
 
 
 class Learned:
@@ -235,7 +254,8 @@ class Learned:
         self.acceptance.tried[:] = self.acceptance.accepted[:] = 0.0
         self.acceptance.tried[state["cells"]], self.acceptance.accepted[state["cells"]] = state["tried"], state["accepted"]
         if state["terms"] is not None:
-            self.times.terms, self.times.trials = np.array(state["terms"]), state["trials"]
+            known = np.array(state["terms"])  # fewer in older checkpoints
+            self.times.terms, self.times.trials = np.pad(known, (0, 5 + len(StepTimes.KNOTS) - len(known))), state["trials"]
 
 
 class Attempts:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +181,7 @@ class Drafter:
         step_s = times.step_s(running, context_tokens)
         if step_s is None or not times.is_known:
             return [min(TRIAL_TOKENS, len(draft.tokens)) for draft in drafts]
-        return choose_lengths(self.learned.acceptance.survival(drafts), step_s, times.verify_s, times.path_s, running)
+        return choose_lengths(self.learned.acceptance.survival(drafts), step_s, partial(times.verify_s, running), times.path_s, running)
 
     def _sequence(self, batch: Any, row: int, key: int, tokens: np.ndarray) -> _Sequence:
         request = self.runner.requests[batch.req_ids[row]]
@@ -207,7 +208,8 @@ class Drafter:
             if self.always or not token_s or not self.pass_s:
                 return passes < TRIAL_PASSES
             # The next token survives no more often than this one.
-            return float(acceptance.survival(by_model)[:, passes - 1].sum()) * token_s > self.pass_s + len(places) * times.verify_s
+            verified_s = np.diff(times.verify_s(running, len(places) * np.array([passes, passes + 1])))[0]
+            return float(acceptance.survival(by_model)[:, passes - 1].sum() * token_s) > self.pass_s + verified_s
 
         try:
             by_model = model.propose([self._ask(due[i]) for i in places], goes_on)
