@@ -46,19 +46,26 @@ SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "engines", "moved", "move_p5
 
 
 class Shuttle:
-    """In place of a Migration: at every look one response goes to the other engine, another one each time, by each way in turn."""
+    """In place of a Migration: one response after another goes to the other engine, by each way in turn.
+
+    It begins when no prompt is left to compute, and each move waits until the last one's response has a token. Otherwise a pause would
+    be that of other work.
+    """
 
     def __init__(self, count: int) -> None:
         self.count, self.next = count, 0
+        self.moved, self.tokens = -1, 0  # the last moved response, and its tokens at that time
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> Any:
         from rlhfless_ray.rollout import inflight_migrations
         from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
 
         live = [i for i in range(self.count) if not token_log.finished[i]]
-        if len(engines) < 2 or not live or not token_log.length.any():
+        under_way = self.moved in live and token_log.length[self.moved] <= self.tokens
+        if len(engines) < 2 or not live or not token_log.length.all() or under_way:
             return MigrationRequests()
         i = live[self.next % len(live)]
+        self.moved, self.tokens = i, token_log.length[i]
         self.next += 1
         source = int(token_log.owner[i])
         target = next(number for number in engines if number != source)
@@ -310,7 +317,7 @@ def main() -> None:
     try:
         if options.only in (None, "latency"):
             large = options.size != "small"
-            tokens, others = (60, 1) if large else (40 * (5 if options.quick else 20), 8)
+            tokens, others = (200, 1) if large else (40 * (5 if options.quick else 20), 8)
             moves = latency(options.contexts, tokens, others, options.size, scratch / "policy")
             spreads = {
                 context: {way: Spread.of(1e3 * s for s in seconds) for way, seconds in ways.items()} for context, ways in moves.items()
