@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from safetensors.numpy import save as save_file
 
 from rlhfless_ray.common import disk_space as disk
 from rlhfless_ray.common.disk_space import DiskFull, append, replace_file
@@ -33,6 +35,8 @@ from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.run.responses import ResponseRecord
 from rlhfless_ray.runtime.export import put_files
 from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.supervise import train_loop
+from rlhfless_ray.supervise.find_checkpoints import SNAPSHOT, remove_torn, steps_saved
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun
 from rlhfless_ray.supervise.run_supervised import SupervisedStage
@@ -281,14 +285,49 @@ def test_responses_are_recorded_whole_or_not_at_all(tmp_path: Path, full: Disk, 
     assert {path.name for path in tmp_path.iterdir()} == {"responses.part.jsonl"}
 
 
-def test_a_rank_that_finds_no_space_is_a_full_disk(folder: RunFolder) -> None:
+def test_a_rank_that_finds_no_space_is_a_full_disk() -> None:
     class Failed(Exception):
         worker_failures: ClassVar = {0: OSError(errno.ENOSPC, "No space left on device", "/somewhere/checkpoint")}
 
-    ranks = RankRun.__new__(RankRun)
-    ranks.failure = Failed()
-    with pytest.raises(DiskFull, match="/somewhere/checkpoint cannot be written"):
-        ranks.raise_failure(Path("/run"))
+    class OfController(Exception):
+        controller_failure = OSError(errno.ENOSPC, "Error writing bytes to file")
+
+    for failure, path in (Failed(), "/somewhere/checkpoint"), (OfController(), "/checkpoints"):
+        ranks = RankRun.__new__(RankRun)
+        ranks.failure = failure
+        with pytest.raises(DiskFull, match=f"^{path} cannot be written"):
+            ranks.raise_failure(Path("/checkpoints"))
+
+
+@pytest.mark.parametrize(("free", "fits"), [(80_000, True), (50_000, False)])
+def test_a_checkpoint_without_space_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
+    (tmp_path / "made" / "model").mkdir(parents=True)
+    (tmp_path / "made" / "model" / "x").write_bytes(bytes(10_000))
+    loop = train_loop._Loop.__new__(train_loop._Loop)
+    loop.start = SimpleNamespace(storage=tmp_path / "ckpt" / "run")  # type: ignore[assignment]
+    loop.work, loop.ranks = SimpleNamespace(device="cpu"), 1  # type: ignore[assignment]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free if path == tmp_path else 0))
+    with nullcontext() if fits else pytest.raises(DiskFull, match=f"^{tmp_path}/ckpt/run cannot be written"):
+        loop._check_space(tmp_path / "made")
+
+
+@pytest.mark.parametrize("tears", ["optimizer-00002-of-00002.safetensors", "optimizer-00001-of-00002.safetensors", "progress.json"])
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_torn_checkpoint_is_removed_and_the_one_before_it_is_taken(tmp_path: Path, tears: str, is_missing: bool) -> None:
+    """Ray Train copies the files of a checkpoint in any order, and truncates its list before it writes it."""
+    weights = save_file({"a": np.zeros(100)})
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint_2026-01-01_00-00-0{step}"
+        folder.mkdir()
+        (folder / "progress.json").write_text(f'{{"steps": {step}}}')
+        for rank in (1, 2):
+            (folder / f"optimizer-0000{rank}-of-00002.safetensors").write_bytes(weights)
+    assert steps_saved(tmp_path) == 4
+    (folder / tears).unlink() if is_missing else (folder / tears).write_bytes(b"" if tears == "progress.json" else weights[:-1])
+    (tmp_path / SNAPSHOT).write_text("")
+    assert steps_saved(tmp_path) == 2
+    remove_torn(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2026-01-01_00-00-02"]
 
 
 def test_after_a_full_disk_only_a_checkpoint_that_may_find_space_is_tried(tmp_path: Path) -> None:

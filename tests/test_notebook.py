@@ -16,10 +16,8 @@ from tests.conftest import ROOT
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the recipes and a cache of its own, in which a policy made from scratch is warm-started once."""
-    folder = tmp_path_factory.mktemp("notebooks")
-    shutil.copytree(ROOT / "recipes", folder / "recipes")
-    return folder
+    """A copy of the recipes, where Jupyter starts their notebooks, with a cache in which a policy from scratch is warm-started once."""
+    return Path(shutil.copytree(ROOT / "recipes", tmp_path_factory.mktemp("notebooks") / "recipes"))
 
 
 def execute(name: str, folder: Path, replaced: dict[str, str] | None = None) -> list[Any]:

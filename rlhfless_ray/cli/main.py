@@ -59,7 +59,8 @@ def train(
         from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
         from rlhfless_ray.supervise.run_supervised import run_supervised
 
-        print_results(run_supervised(SupervisedRecipe.load(recipe, overrides or []), resume=resume).path)
+        stage = SupervisedRecipe.load(recipe, overrides or [])
+        print_results(run_supervised(stage, resume=resume).path, stage.save.path)
         return
     parsed = Recipe.load(recipe, overrides or [])
     from rlhfless_ray.runtime.runtime import Runtime
@@ -67,7 +68,7 @@ def train(
     with Runtime(parsed, resume=resume) as run:
         for _ in run:
             pass
-    print_results(run.folder.path)
+    print_results(run.folder.path, parsed.save.path)
 
 
 @app.command()
@@ -87,8 +88,11 @@ def sweep(
     SweepRunner(planned, resume=resume).run()
 
 
-def print_results(folder: Path) -> None:
+def print_results(folder: Path, saved: str = "") -> None:
+    """Print where the results of a run are. `saved`: `save.path` of its recipe."""
     print(f"model:  {folder / 'model'}")
+    if saved:
+        print(f"saved:  {saved}")
     print(f"report: {(folder / 'report.html').resolve()}")
 
 

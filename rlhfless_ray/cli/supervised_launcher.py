@@ -37,6 +37,8 @@ def start(action: Callable[[list[str]], None], arguments: Sequence[str] | None =
 
 def _train(launcher: str, tokens: Sequence[str]) -> None:
     from rlhfless_ray.cli.main import print_results
+    from rlhfless_ray.common.disk_space import DiskFull
+    from rlhfless_ray.common.errors import Stopped
     from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
     from rlhfless_ray.local.machine_memory import visible_gpus
 
@@ -45,8 +47,19 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
     recipe = translation.recipe()
     for name in [name for name in os.environ if STARTERS_OWN.fullmatch(name)]:
         del os.environ[name]  # the ranks get their own from Ray Train; with torchrun's they would wait for its store
-    from rlhfless_ray.supervise.find_checkpoints import has_checkpoint
+    from rlhfless_ray.supervise.find_checkpoints import has_checkpoint, newest_folder
     from rlhfless_ray.supervise.run_supervised import run_supervised
 
-    with translation.flags_in_errors():
-        print_results(run_supervised(recipe, resume=translation.resumes and has_checkpoint(recipe)).path)
+    resumes = translation.resumes and has_checkpoint(recipe)
+    if resumes and not recipe.checkpoint.every_steps:  # OpenRLHF keeps no checkpoint at the end of such a run, which would be found here
+        resumes = not newest_folder(recipe).is_done
+    try:
+        with translation.flags_in_errors():
+            run = run_supervised(recipe, resume=resumes)
+    except (Stopped, DiskFull) as stop:
+        if recipe.checkpoint.path:
+            stop.continue_with = translation.load_flag
+        elif stop.resumable:
+            stop.continue_with = f"rlhfless train {newest_folder(recipe).path / 'recipe.yaml'} --resume"
+        raise
+    print_results(run.path, recipe.save.path)

@@ -42,6 +42,7 @@ def _train(tokens: Sequence[str]) -> None:
 
 def train_translated(translation: Translation) -> None:
     """Train with the recipe that a command line was translated to."""
+    from rlhfless_ray.cli.main import print_results
     from rlhfless_ray.compat.openrlhf.explain_report import summary
     from rlhfless_ray.compat.openrlhf.resources import fit
     from rlhfless_ray.compat.openrlhf.translate import by_flag, recipe_of, refusals
@@ -69,8 +70,7 @@ def train_translated(translation: Translation) -> None:
         elif stop.resumable:
             stop.continue_with = f"rlhfless train {run.folder.path / 'recipe.yaml'} --resume"
         raise
-    print(f"model:  {run.folder.path / 'model'}")
-    print(f"report: {(run.folder.path / 'report.html').resolve()}")
+    print_results(run.folder.path, recipe.save.path)
 
 
 def _find_dialect(tokens: Sequence[str]) -> str:

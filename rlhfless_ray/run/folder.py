@@ -40,11 +40,16 @@ class RunFolder:
         self.reserve = Reserve(path / ".reserve")
 
     @classmethod
-    def create(cls, recipe: Recipe | SupervisedRecipe) -> RunFolder:
-        """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists: runs never overwrite each other. Raises DiskFull."""
+    def create(cls, recipe: Recipe | SupervisedRecipe, elsewhere: Path | None = None) -> RunFolder:
+        """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists: runs never overwrite each other. Raises DiskFull.
+
+        `elsewhere`: a folder in which no run may have the name either.
+        """
         root = Path(recipe.run.root)
         for number in range(1, 10_000):
             path = root / (recipe.run.name + (f"-{number}" if number > 1 else ""))
+            if elsewhere is not None and (elsewhere / path.name).exists():
+                continue
             try:
                 path.mkdir(parents=True)
             except FileExistsError:
@@ -202,6 +207,11 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
         return status if isinstance(status, dict) else {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has come to its end."""
+        return self._read_status().get("status") == "done"
 
     def write_status(self, **changes: Any) -> None:
         self.status.update(changes)

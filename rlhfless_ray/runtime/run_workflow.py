@@ -18,6 +18,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.workflow_file import PAIRS, PlannedStage, Workflow
 from rlhfless_ray.report.workflow_report import write_workflow_report
 from rlhfless_ray.run.checkpoints import Checkpoints
+from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.responses import RECORD, preference_pairs, write_rows
 from rlhfless_ray.runtime.evaluate_models import FILE, evaluate
 from rlhfless_ray.runtime.generation import generate
@@ -77,11 +78,7 @@ def is_done(folder: Path, stage: PlannedStage) -> bool:
     path = folder / stage.name
     if stage.kind == "evaluate":
         return (path / FILE).is_file()
-    try:
-        status = json.loads((path / "status.json").read_text())["status"]
-    except (OSError, ValueError, KeyError):
-        return False
-    return status == "done" and (stage.kind == "train" or not _makes_pairs(stage) or (path / PAIRS).is_file())
+    return RunFolder(path).is_done and (stage.kind == "train" or not _makes_pairs(stage) or (path / PAIRS).is_file())
 
 
 def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:

@@ -61,7 +61,7 @@ class RankRun:
         fetch(self.inbox.stop.remote(), INBOX_S, INBOX)
 
     def raise_failure(self, folder: Path) -> None:
-        """Raise what ended the ranks, if they have failed. `folder`: of the run, for a full disk that names no file."""
+        """Raise what ended the ranks, if they have failed. `folder`: of their checkpoints, for a full disk that names no file."""
         if self.failure is None:
             return
         root = _root(self.failure)
@@ -126,6 +126,6 @@ class RankRun:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return the error that a rank raised, of those that Ray Train wraps around it."""
+    """Return the error that a rank or Ray Train's controller raised, of those that are wrapped around it."""
     failures = getattr(error, "worker_failures", None)
-    return next(iter(failures.values())) if failures else error
+    return next(iter(failures.values())) if failures else getattr(error, "controller_failure", error)

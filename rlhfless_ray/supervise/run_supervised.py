@@ -22,7 +22,7 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
 from rlhfless_ray.supervise.examples import RowOrder
-from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, steps_saved
+from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, remove_torn, steps_saved
 from rlhfless_ray.supervise.load_rows import load_rows
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun, RanksFailed
@@ -110,15 +110,16 @@ class SupervisedStage:
     def run(self) -> RunFolder:
         with ExitStack() as stack:
             self.folder = newest_folder(self.recipe) if self.resume else RunFolder(Path())
-            if self.resume:
+            is_new = not self.resume or not self.folder.path.is_dir()
+            if not is_new:
                 stack.enter_context(self.folder.locked())
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
             slots = self._check_size(resource)
             if resource == "gpu" and not self.cluster.private and (key := self.recipe.cluster.market_key):
                 raise UserError(f"{key}: ranks of a supervised stage take GPUs from Ray's queue, not from the pool; leave it out")
-            if not self.resume:
-                self.folder = RunFolder.create(self.recipe)
+            if is_new:
+                self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
             shares = self._join_pool(resource, stack)
             self.folder.begin(self.recipe, f"{platform.machine()}, {slots} {resource} slots", 0)
@@ -133,6 +134,13 @@ class SupervisedStage:
             self._train(resource)
             self._write_model()
         return self.folder
+
+    def _new_folder(self) -> RunFolder:
+        """Create a folder whose name no run with checkpoints in `checkpoint.path` has, or else the one of the run to resume."""
+        if self.resume:
+            run = self.recipe.run.model_copy(update={"name": self.folder.path.name})
+            return RunFolder.create(self.recipe.model_copy(update={"run": run}))
+        return RunFolder.create(self.recipe, Path(self.recipe.checkpoint.path) if self.recipe.checkpoint.path else None)
 
     # ---- training -----------------------------------------------------------------------------------------------------
 
@@ -182,6 +190,7 @@ class SupervisedStage:
 
         from rlhfless_ray.supervise.train_loop import RankStart
 
+        remove_torn(self.storage)
         self.recorder.open(steps_saved(self.storage))
         start = RankStart(
             recipe=self.recipe,
@@ -248,7 +257,7 @@ class SupervisedStage:
         if stopped is not None and self.recorder.done < (self.recipe.run.steps or 0):
             stopped.resumable = steps_saved(self.storage) is not None
             raise stopped
-        ranks.raise_failure(self.folder.path)
+        ranks.raise_failure(self.storage)
         return changes
 
     # ---- the end ------------------------------------------------------------------------------------------------------
@@ -285,6 +294,7 @@ class SupervisedStage:
         """Write the last rows, the status, the timeline and the report, however the run ended."""
         stopped = isinstance(error, (Stopped, KeyboardInterrupt))
         if isinstance(error, DiskFull):
+            remove_torn(self.storage)  # what it takes is needed for what follows
             error.resumable = steps_saved(self.storage) is not None
         status = "done" if error is None else "stopped" if stopped else "failed"
         close_folder(self.folder, self.progress, self.recorder.last_works(), status, "" if error is None else str(error))

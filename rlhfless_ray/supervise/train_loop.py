@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,11 +21,12 @@ import ray.train
 import torch
 
 from rlhfless_ray.common.deadlines import fetch
+from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples, RowOrder
-from rlhfless_ray.supervise.find_checkpoints import PROGRESS
+from rlhfless_ray.supervise.find_checkpoints import PROGRESS, newest_checkpoint
 from rlhfless_ray.supervise.inbox import INBOX
 from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
@@ -32,6 +34,7 @@ from rlhfless_ray.weights.model_folder import read_content, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 MODEL, REFERENCES = "model", "reference_logprobs.npz"
+SPARE_BYTES = 2**16  # for each rank, beside its files: folders, blocks that are not full, Ray Train's list of checkpoints
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ class _Loop:
             known = [stored[str(number)] for number in range(len(data))]
         with ExitStack() as stack:
             checkpoint = ray.train.get_checkpoint()
+            if checkpoint is None and (newest := newest_checkpoint(self.start.storage)):  # Ray Train's list of them was torn
+                checkpoint = ray.train.Checkpoint.from_directory(str(newest))
             if checkpoint is not None:
                 folder = Path(stack.enter_context(checkpoint.as_directory()))
                 state = read_state({file.name: read_content(file) for file in sorted(folder.iterdir()) if file.is_file()})
@@ -149,10 +154,7 @@ class _Loop:
                 "step_s": seconds,
             }
             stops = self.post("step", (done, row, result.skipped, end_s))
-        flag = torch.tensor([float(stops)], device=self.work.device)
-        if self.ranks > 1:
-            torch.distributed.all_reduce(flag)
-        return bool(flag.item())
+        return bool(self._sum(float(stops)))
 
     def _evaluate(self, heldout: Examples, done: int) -> None:
         begin = time.time()
@@ -176,11 +178,30 @@ class _Loop:
                     self._write(lambda: trainer.model_files(trained=True), folder / "adapter")
             if self.rank == 0:
                 (folder / PROGRESS).write_text(json.dumps({"steps": done}))
+            self._check_space(folder)
             ray.train.report({"steps": done}, checkpoint=ray.train.Checkpoint.from_directory(name))
         self.saved = done
         self._span("work", "checkpoint", begin)
         if self.rank == 0:
             self.post("saved", done)
+
+    def _check_space(self, folder: Path) -> None:
+        """Raise DiskFull on all ranks if the files of a checkpoint have no space at its place.
+
+        Ray Train would stop in the middle of its copy, and tear its list of checkpoints too.
+        """
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        needed = self._sum(float(size + SPARE_BYTES))
+        there = next(path for path in (self.start.storage, *self.start.storage.parents) if path.is_dir())
+        if self._sum(float(needed > shutil.disk_usage(there).free)):
+            raise DiskFull(self.start.storage)
+
+    def _sum(self, number: float) -> float:
+        """Return the sum of the ranks' numbers."""
+        total = torch.tensor([number], dtype=torch.float64, device=self.work.device)
+        if self.ranks > 1:
+            torch.distributed.all_reduce(total)
+        return float(total.item())
 
     def _write(self, files_of: Callable[[], Files], folder: Path) -> None:
         """Write the files that rank 0 gets. Every rank takes part in gathering them."""

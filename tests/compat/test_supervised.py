@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless_ray.cli.supervised_launcher import start
-from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.cli.supervised_launcher import _train, start
+from rlhfless_ray.common.errors import Stopped, UserError
 from rlhfless_ray.compat.openrlhf.command import find, replaced
 from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher
 from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
@@ -20,6 +20,8 @@ from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervise
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, PROGRESS
 from tests.conftest import command_here
 
 VERSIONS = versions_data()["versions"]
@@ -243,6 +245,44 @@ def test_explain_shows_the_recipe(tmp_path: Path) -> None:
     assert found["runs"] and {"flag": "--packing_samples", "status": "no effect"}.items() <= found["flags"][-1].items()
     script.write_text(script.read_text().replace("--packing_samples", "--load_in_4bit"))
     assert command_here("explain", "--", "bash", str(script)).returncode == 2
+
+
+@pytest.mark.parametrize("signal_number", [None, 15])
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("status", ["done", "stopped"])
+def test_a_run_is_continued_as_in_openrlhf(
+    signal_number: int | None, saves: bool, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was finished without --save_steps has left no checkpoint in OpenRLHF: the next one begins anew."""
+    run, resumed = RunFolder(tmp_path / "runs" / "train_sft"), []
+    for folder in (run.path, tmp_path / "ckpt" / "train_sft" / "checkpoint_1", run.path / CHECKPOINTS / "checkpoint_1"):
+        folder.mkdir(parents=True)
+        (folder / PROGRESS).write_text('{"steps": 4}')
+    (run.path / "status.json").write_text(json.dumps({"status": status}))
+
+    def run_supervised(recipe: SupervisedRecipe, *, resume: bool) -> RunFolder:
+        resumed.append(resume)
+        if signal_number is not None:
+            stop = Stopped(signal_number)
+            stop.resumable = True
+            raise stop
+        return run
+
+    monkeypatch.setattr("rlhfless_ray.supervise.run_supervised.run_supervised", run_supervised)
+    monkeypatch.chdir(tmp_path)
+    line = [*LEAST, "--output_key", "a", "--ckpt_path", "ckpt", "--save_path", "saved", *(["--save_steps", "2"] if saves else [])]
+    for flags, resumes, said in (
+        (["--load_checkpoint"], saves or status == "stopped", "--load_checkpoint"),
+        ([], False, "--load_checkpoint" if saves else "rlhfless train runs/train_sft/recipe.yaml --resume"),
+    ):
+        if signal_number is None:
+            _train("train_sft", [*line, *flags])
+            assert "model:  runs/train_sft/model\nsaved:  saved\n" in capsys.readouterr().out.replace(f"{tmp_path}/", "")
+        else:
+            with pytest.raises(Stopped) as caught:
+                _train("train_sft", [*line, *flags])
+            assert caught.value.continue_with == said
+        assert resumed.pop() == resumes
 
 
 def test_the_launcher_refuses_in_one_sentence() -> None:

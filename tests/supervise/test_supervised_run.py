@@ -200,3 +200,20 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     said = command_here("train", str(recipe(tmp_path, "none")), "--resume")
     assert said.returncode == 2 and "--resume: no run with a checkpoint" in said.stderr
     assert os.listdir(tmp_path) == ["none.yaml"]
+
+
+def test_checkpoints_elsewhere_outlive_the_run_folder(tmp_path: Path) -> None:
+    """The newest run with a checkpoint goes on in a folder of its name. A new run takes a name that none of them has."""
+    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+    from rlhfless_ray.supervise.find_checkpoints import newest_folder
+    from rlhfless_ray.supervise.run_supervised import SupervisedStage
+
+    for name in ("kept/checkpoint_1", "kept-2/checkpoint_2", "kept-3"):
+        (tmp_path / "elsewhere" / name).mkdir(parents=True)
+        (tmp_path / "elsewhere" / name / "progress.json").write_text('{"steps": 4}')
+    tree = yaml.safe_load(recipe(tmp_path, "kept", checkpoint={"every_steps": 8, "path": str(tmp_path / "elsewhere")}).read_text())
+    stage = SupervisedStage.__new__(SupervisedStage)
+    stage.recipe = SupervisedRecipe.parse(tree)
+    for stage.resume, name in (True, "kept-2"), (False, "kept-4"):
+        stage.folder = newest_folder(stage.recipe)
+        assert stage._new_folder().path == tmp_path / "runs" / name

@@ -21,7 +21,10 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 class SupervisedTranslation(LauncherTranslation):
     """A command line as a recipe."""
 
+    load_flag: str = ""
+    """The flag that continues a run, as the dialect spells it."""
     resumes: bool = False
+    """Whether the flag is given."""
 
     @property
     def tree(self) -> dict[str, Any]:
@@ -66,7 +69,9 @@ def translate_supervised(
     if "lr_scheduler" not in values:  # likewise
         settings["learner.schedule"] = "cosine_with_min_lr"
         values["lr_scheduler"] = None
-    translation = SupervisedTranslation(launcher, version, settings, resumes=bool(values.get("ckpt.load_enable")))
+    translation = SupervisedTranslation(
+        launcher, version, settings, load_flag=spelled["ckpt.load_enable"], resumes=bool(values["ckpt.load_enable"])
+    )
     rules = {rule.name: rule for rule in RULES}
     for name, value in values.items():
         if name not in spelled:

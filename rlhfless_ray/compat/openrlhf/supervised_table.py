@@ -84,7 +84,13 @@ RULES: tuple[FlagRule, ...] = (
     # checkpoints and evaluation
     row("ckpt.output_dir", "save_path", "exact", "save.path"),
     row("ckpt.save_steps", "save_steps", "exact", "checkpoint.every_steps", _checkpoints),
-    row("ckpt.path", "ckpt_path", "exact", "checkpoint.path", lambda x, v: {"checkpoint.path": x} if v["ckpt.save_steps"] > 0 else {}),
+    row(
+        "ckpt.path",
+        "ckpt_path",
+        "exact",
+        "checkpoint.path",
+        lambda x, v: {"checkpoint.path": x} if v["ckpt.save_steps"] > 0 or v["ckpt.load_enable"] else {},
+    ),
     row("ckpt.max_num", "max_ckpt_num", "exact", "checkpoint.keep"),
     row("ckpt.max_mem", "max_ckpt_mem", "hint", reading="checkpoints are limited by their number"),
     row(
@@ -95,7 +101,7 @@ RULES: tuple[FlagRule, ...] = (
         reading="no checkpoints are requested",
     ),
     row("ckpt.disable_ds", "disable_ds_ckpt", "noop", refuses=only(False, NOT_HERE), reading="the default"),
-    row("ckpt.load_enable", "load_checkpoint", "hint", reading="continue the newest run of this name if it has a checkpoint"),
+    row("ckpt.load_enable", "load_checkpoint", "hint", reading="continue the newest run of this name with a checkpoint there, if any"),
     row("ds.use_universal_ckpt", "use_ds_universal_ckpt", "noop", reading="every checkpoint is read at any number of ranks"),
     row("eval.steps", "eval_steps", "exact", "evaluate.every_steps evaluate.each_epoch", lambda x, v: _evaluations(x)),
     row("eval.dataset", "eval_dataset", "exact", "evaluate.path", lambda x, v: {"evaluate.path": x or ""}),
