@@ -46,6 +46,7 @@ def test_a_training_recipe_is_read_without_what_only_learning_needs(tmp_path: Pa
         (["generate", "prompts.task=chain", "run.name=never", "--resume"], "no run with responses"),
         (["generate", "prompts.task=chain", "--out", "docs"], "--out docs: it is a folder; name a file"),
         (["evaluate", "prompts.task=chain", "reward.function=task"], "name a model or run folder"),
+        (["evaluate", "reward.function=task", "--model", "docs"], "--data: name a data set, or give a recipe"),
         (["evaluate", "prompts.task=chain", "--model", "docs"], "an evaluation needs one"),
         (["evaluate", "prompts.task=chain", "reward.function=task", "--model", "docs"], "neither a model folder nor a run folder"),
         (["evaluate", "prompts.task=chain", "reward.function=task", "--model", "docs", "--k", "2"], "of 1 responses"),

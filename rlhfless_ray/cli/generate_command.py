@@ -57,6 +57,8 @@ def evaluate(
     path, overrides = split_arguments(arguments)
     if not model and not any(one.startswith("policy.path=") for one in overrides):
         raise UserError("--model: name a model or run folder")
+    if path is None and not data and not any(one.startswith("prompts.") for one in overrides):
+        raise UserError("--data: name a data set, or give a recipe with held-out prompts")
     models = model or [one.partition("=")[2] for one in overrides if one.startswith("policy.path=")][-1:]
     task_or_data = (
         [f"prompts.path={data[0]}"] if data and path is None else []

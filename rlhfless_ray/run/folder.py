@@ -40,16 +40,10 @@ class RunFolder:
         self.reserve = Reserve(path / ".reserve")
 
     @classmethod
-    def create(cls, recipe: Recipe | SupervisedRecipe, elsewhere: Path | None = None) -> RunFolder:
-        """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists: runs never overwrite each other. Raises DiskFull.
-
-        `elsewhere`: a folder in which no run may have the name either.
-        """
+    def create(cls, recipe: Recipe | SupervisedRecipe) -> RunFolder:
+        """Create `<root>/<name>`, or `<name>-2`, `-3`, … if it exists: runs never overwrite each other. Raises DiskFull."""
         root = Path(recipe.run.root)
-        for number in range(1, 10_000):
-            path = root / (recipe.run.name + (f"-{number}" if number > 1 else ""))
-            if elsewhere is not None and (elsewhere / path.name).exists():
-                continue
+        for path in cls.candidates(recipe):
             try:
                 path.mkdir(parents=True)
             except FileExistsError:
@@ -65,6 +59,12 @@ class RunFolder:
                 raise
             return folder
         raise UserError(f"run.root {root}: too many runs are called {recipe.run.name}; set run.name")
+
+    @staticmethod
+    def candidates(recipe: Recipe | SupervisedRecipe) -> Iterator[Path]:
+        """Yield `<root>/<name>`, `<name>-2`, `-3`, …; a new run takes the first that does not exist."""
+        root, name = Path(recipe.run.root), recipe.run.name
+        return (root / (name + (f"-{number}" if number > 1 else "")) for number in range(1, 10_000))
 
     @staticmethod
     def check_root(recipe: Recipe | SupervisedRecipe) -> None:

@@ -79,6 +79,8 @@ class SupervisedStage:
         for setting, path in (("save.path", recipe.save.path), ("checkpoint.path", recipe.checkpoint.path)):
             if path:
                 check_writable(Path(path), setting)
+        if not resume:
+            _check_no_checkpoints(recipe)
         self.model_path, self.files = _initial_model(recipe)
         tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         check_width("learner", recipe.learner.tensor_parallel, config_of(self.files))
@@ -136,11 +138,11 @@ class SupervisedStage:
         return self.folder
 
     def _new_folder(self) -> RunFolder:
-        """Create a folder whose name no run with checkpoints in `checkpoint.path` has, or else the one of the run to resume."""
-        if self.resume:
-            run = self.recipe.run.model_copy(update={"name": self.folder.path.name})
-            return RunFolder.create(self.recipe.model_copy(update={"run": run}))
-        return RunFolder.create(self.recipe, Path(self.recipe.checkpoint.path) if self.recipe.checkpoint.path else None)
+        """Create the run's folder. A resumed run gets its old one again, if only its checkpoints are left."""
+        if not self.resume:
+            return RunFolder.create(self.recipe)
+        run = self.recipe.run.model_copy(update={"name": self.folder.path.name})
+        return RunFolder.create(self.recipe.model_copy(update={"run": run}))
 
     # ---- training -----------------------------------------------------------------------------------------------------
 
@@ -298,6 +300,18 @@ class SupervisedStage:
             error.resumable = steps_saved(self.storage) is not None
         status = "done" if error is None else "stopped" if stopped else "failed"
         close_folder(self.folder, self.progress, self.recorder.last_works(), status, "" if error is None else str(error))
+
+
+def _check_no_checkpoints(recipe: SupervisedRecipe) -> None:
+    """Raise UserError if another run's checkpoints lie where those of a new run will be: Ray Train would continue them."""
+    if not recipe.checkpoint.path:
+        return
+    name = next((path.name for path in RunFolder.candidates(recipe) if not path.exists()), recipe.run.name)
+    there = Path(recipe.checkpoint.path) / name
+    if newest_checkpoint(there):
+        raise UserError(
+            f"checkpoint.path: {there} has the checkpoints of another run; resume that run, remove them, or set another path or run.name"
+        )
 
 
 def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:

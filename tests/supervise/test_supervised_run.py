@@ -203,7 +203,7 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_checkpoints_elsewhere_outlive_the_run_folder(tmp_path: Path) -> None:
-    """The newest run with a checkpoint goes on in a folder of its name. A new run takes a name that none of them has."""
+    """The newest run with a checkpoint goes on in a folder of its name. A new run of such a name is refused."""
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
     from rlhfless_ray.supervise.find_checkpoints import newest_folder
     from rlhfless_ray.supervise.run_supervised import SupervisedStage
@@ -213,7 +213,10 @@ def test_checkpoints_elsewhere_outlive_the_run_folder(tmp_path: Path) -> None:
         (tmp_path / "elsewhere" / name / "progress.json").write_text('{"steps": 4}')
     tree = yaml.safe_load(recipe(tmp_path, "kept", checkpoint={"every_steps": 8, "path": str(tmp_path / "elsewhere")}).read_text())
     stage = SupervisedStage.__new__(SupervisedStage)
-    stage.recipe = SupervisedRecipe.parse(tree)
-    for stage.resume, name in (True, "kept-2"), (False, "kept-4"):
-        stage.folder = newest_folder(stage.recipe)
-        assert stage._new_folder().path == tmp_path / "runs" / name
+    stage.recipe, stage.resume = SupervisedRecipe.parse(tree), True
+    stage.folder = newest_folder(stage.recipe)
+    assert stage._new_folder().path == tmp_path / "runs" / "kept-2"
+    with pytest.raises(UserError, match=f"checkpoint.path: {tmp_path}/elsewhere/kept has the checkpoints of another run"):
+        SupervisedStage(stage.recipe)
+    (tmp_path / "runs" / "kept").mkdir()
+    SupervisedStage(stage.recipe)  # the name of the next one is free
