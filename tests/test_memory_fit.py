@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,28 @@ def test_overlap_ends_where_no_update_fits_beside_engines(tmp_path):
     tight = fitted(node(20), wanted)
     assert chosen(tight) == (1024, False, False) and tight.recipe.learner.overlap == "off" and "learner.overlap=off (auto:" in tight.reason
     lagging = wanted.model_copy(update={"rollout": wanted.rollout.model_copy(update={"max_lag_steps": 1})})
-    sizes = [
-        next(need.bytes for need in predicted_needs(one, models_of(one), LENGTHS, LAPTOP) if need.who == "the learner's update")
-        for one in (tight.recipe, wanted, lagging)
-    ]
-    assert sizes[0] < sizes[1] < sizes[2], "no engine, one, and two work beside the update"
+    cases = [(tight.recipe, 2), (wanted, 2), (lagging, 2), (lagging, 3)]
+    assert [_engines_in_update(one, slots) for one, slots in cases] == [0, 1, 1, 2], "with a lag the learner holds one of the slots"
+
+
+def _engines_in_update(wanted: Recipe, slots: int) -> float:
+    """The number of engines that a predicted update has beside it."""
+    needs = predicted_needs(wanted, models_of(wanted), LENGTHS, replace(LAPTOP, slots=slots))
+    update = next(need for need in needs if need.who == "the learner's update")
+    return dict(update.parts)["in engines"] / next(need.bytes for need in needs if need.who == "an engine")
+
+
+def test_an_engine_counts_its_members_and_its_drafter(tmp_path):
+    model = folder(tmp_path / "05b", QWEN_05B)
+
+    def parts(**rollout: Any) -> dict[str, int]:
+        wanted = recipe(model, rollout=rollout)
+        return dict(next(n for n in predicted_needs(wanted, models_of(wanted), LENGTHS, LAPTOP) if n.who == "an engine").parts)
+
+    plain, wide = parts(), parts(tensor_parallel=2)
+    assert wide == {**plain, "imports": 2 * plain["imports"]}
+    drafting = parts(speculation="on", drafter_train="on")
+    assert drafting == {**plain, "drafter weights": drafting["drafter weights"]} and drafting["drafter weights"] > 2 * 151_936 * 64
 
 
 def test_what_a_recipe_sets_stays_and_what_it_may_cost_is_said(tmp_path):

@@ -91,9 +91,11 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
         idle[name], updates[name] = ranks * peak_memory.idle_bytes(group.rank), needs[-1]
     if on_gpu:
         return needs
-    engine = peak_memory.engine_parts(policy.parameters, width, recipe.rollout.kv_cache_mb * 2**20)
+    members, drafter = recipe.rollout.least_width, models.get("drafter")
+    drafter_bytes = drafter.parameters * width if drafter else 0
+    engine = peak_memory.engine_parts(policy.parameters, width, recipe.rollout.kv_cache_mb * 2**20, members, drafter_bytes)
     needs.append(Need("an engine", policy.key, engine, True, predicted=True, function="engines"))
-    engine_bytes, engines = needs[-1].bytes, min(recipe.rollout.max_actors, room.slots)
+    engine_bytes, engines = needs[-1].bytes, min(recipe.rollout.max_actors, max(1, room.slots // members))
     others = [("in driver and object store", peak_memory.DRIVER_BYTES + policy.parameters * width + _kept_bytes(recipe, policy))]
     if recipe.has_reference:
         batch = micro_batch(recipe, lengths, recipe.reference.ranks)
@@ -102,8 +104,8 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
         ranks = recipe.reference.ranks
         needs.append(Need("a reference rank", model.key, parts, True, predicted=True, function="reference", processes=ranks))
         others.append(("in the parked reference", ranks * peak_memory.PASS_BYTES))
-    at_work = _engines_beside_update(recipe, engines)
-    waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (engines - at_work) * peak_memory.ENGINE_BYTES))
+    at_work = _engines_beside_update(recipe, engines, room.slots)
+    waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (engines - at_work) * members * peak_memory.ENGINE_BYTES))
     for name, rank in updates.items():
         beside = [(f"in the {other}", kept) for other, kept in idle.items() if other != name]
         parts = (*((what, rank.processes * size) for what, size in rank.parts), *beside, *waiting, *others)
@@ -114,11 +116,12 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
     return needs
 
 
-def _engines_beside_update(recipe: Recipe, engines: int) -> int:
+def _engines_beside_update(recipe: Recipe, engines: int, slots: int) -> int:
     """Return how many of `engines` engines may work while gradients are computed."""
-    if recipe.rollout.rolls_out_ahead:
-        return engines
-    return 0 if obstacle(recipe) else max(0, engines - recipe.learner.ranks)  # a rank takes the slot of an engine that has finished
+    ranks, rollout = recipe.learner.ranks, recipe.rollout
+    if rollout.rolls_out_ahead:  # the learner holds at least one slot per rank at the same time
+        return min(engines, max(rollout.min_actors, (slots - ranks) // rollout.least_width))
+    return 0 if obstacle(recipe) else max(0, engines - ranks)  # a rank takes the slot of an engine that has finished
 
 
 def micro_batch(recipe: Recipe, lengths: Lengths, ranks: int, *, has_logits: bool = True) -> MicroBatch:
@@ -148,7 +151,8 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     """
     auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
     whole = _with_choice(recipe, auto, Choice())
-    needs = predicted_needs(whole, models, lengths, Room(CPU, recipe.rollout.max_actors, None))
+    slots = recipe.rollout.max_actors * recipe.rollout.least_width + recipe.learner.ranks
+    needs = predicted_needs(whole, models, lengths, Room(CPU, slots, None))
     if all(need.bytes <= SMALL_BYTES for need in needs):
         return Fit(whole, needs)
     room = find_room()
