@@ -189,7 +189,7 @@ class WeightVersion:
     node: str = ""  # id of the node that holds them, if it is not the driver's
     copy: Any = None  # ray.ObjectRef of a copy on the driver's node, which survives the loss of `node`
     digests: Any = None  # ray.ObjectRef of {name: digest}, by which a receiver names a damaged tensor
-    base: Any = None  # ray.ObjectRef of the files of the model that the weights are an adapter of; None: they are whole
+    base: Any = None  # ray.ObjectRef of the files of the model that the weights adapt, or of where to map them; None: they are whole
 
 
 @dataclass

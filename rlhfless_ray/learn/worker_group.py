@@ -74,7 +74,7 @@ class WorkerGroup:
         self.recovery = Recovery(1) if recovery is None else recovery
         self.files: StoredFiles | None = None  # of the model, once the ranks have loaded it
         self.shares_base = shares_base
-        self.base: Any = None  # if shared, a reference to the model's files
+        self.base: Any = None  # if shared, a reference to the model's files, or to the arguments of `map_files`
         self.loopback = False
         self.cutter = Cutter()  # replaced by the ranks' own once they have loaded the model
         self.scheduler = GangScheduler(pool, ranks, broker, name)
@@ -240,7 +240,9 @@ class WorkerGroup:
         assert self.files is not None
         place = self._wait_for([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
         if self.shares_base and self.base is None:
-            self.base = ray.put(self.files.files)
+            # On one machine engines map the folder's files. Reading them here would make the driver hold the whole model.
+            source = self._source(self.files) if self.loopback else None
+            self.base = ray.put(source if isinstance(source, tuple) else self.files.files)
         files, source = self._source(self.files), self._source(state)
         refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
         opened = self._wait_for(refs, f"the {self.name} to load its model")

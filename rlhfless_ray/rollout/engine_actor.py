@@ -20,6 +20,7 @@ from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.checksum import combined, damaged, digests, listed
 from rlhfless_ray.weights.model_folder import stored_weights, write_folder
+from rlhfless_ray.weights.remote_folder import map_files
 from rlhfless_ray.weights.tensor_file import Files
 
 PAGES_S = 5.0  # timeout for the KV pages of a moved request; computing them again takes no longer
@@ -82,9 +83,15 @@ class RolloutActor:
         return load_tokenizer(self.files, self.settings.trust_remote_code)
 
     def load(
-        self, version: int, weights: dict[str, np.ndarray], expected: int | Mapping[str, int], base: Files | None = None
+        self,
+        version: int,
+        weights: dict[str, np.ndarray],
+        expected: int | Mapping[str, int],
+        base: Files | tuple[str, Mapping[str, int], str] | None = None,
     ) -> list[Span]:
-        """Load a weight version. `expected`: the digest of each tensor, or one checksum. `base`: see `VllmEngine.load`.
+        """Load a weight version.
+
+        `expected`: the digest of each tensor, or one checksum. `base`: see `VllmEngine.load`, or the arguments of `map_files`.
 
         Raises ValueError, with the tensors' names if they are known, if the bytes differ from the published ones.
         """
@@ -95,7 +102,7 @@ class RolloutActor:
             which = f": {listed(wrong)} differ from the published tensors" if wrong else ": its checksum is not the published one"
             raise ValueError(f"weight version {version} arrived damaged{which}")
         self.engine.unpark()
-        self.engine.load(version, weights, base)
+        self.engine.load(version, weights, map_files(*base) if isinstance(base, tuple) else base)
         return [Span("transfer", f"load version {version}", start, time.time())]
 
     def differing(self, version: int, model: Files, published: Mapping[str, int] | None) -> tuple[list[str], list[str]]:

@@ -23,7 +23,8 @@ from rlhfless_ray.learn.recovery import LearnerLost
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.remote_folder import Delivery
+from rlhfless_ray.weights.model_folder import read_files
+from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles
 
 
 class Nodes(ClusterNodes):
@@ -281,3 +282,19 @@ def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path)
     assert worker_group.recovery.has_now and worker_group.ask_save(tmp_path) == []
     assert worker_group.save(tmp_path, 1.0).keys() == {"model.safetensors"}
     assert (tmp_path / "model.safetensors").read_bytes() == b"w"
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+def test_the_driver_reads_a_shared_base_only_for_other_machines(monkeypatch, tmp_path, loopback):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    worker_group = gang_on(Cluster("cpu", {"here": []}), Slot("here", 0))
+    worker_group.shares_base = True
+    put: list[Any] = []
+    monkeypatch.setattr("rlhfless_ray.learn.worker_group.ray.put", lambda one: put.append(one) or "ref")
+    loaded = {"memory_mb": 700.0, "spans": [], "cutter": Cutter()}
+    answers = {"sees": True, "rendezvous": ("", 0), "build": loaded}
+    calls = {name: SimpleNamespace(remote=lambda *given, answer=answer: lambda: answer) for name, answer in answers.items()}
+    worker_group.by_rank[0].actor = SimpleNamespace(**calls)
+    files = StoredFiles(tmp_path, read_files(tmp_path))
+    worker_group.build(files, loopback, None)
+    assert put == [(str(tmp_path), {"model.safetensors": 7}, "") if loopback else files.files] and worker_group.base == "ref"
