@@ -1,5 +1,7 @@
 """Errors that end a run, grouped by cause."""
 
+import traceback
+
 
 class UserError(Exception):
     """An error in the user's input. The message says what is wrong, where and what to do. Exit code 2."""
@@ -26,8 +28,14 @@ def one_line(error: object, max_chars: int | None = None) -> str:
 
 
 def one_line_with_type(error: BaseException, max_chars: int | None = None) -> str:
-    """Format an exception as one line that begins with its type, for errors raised by other libraries."""
-    return f"{type(error).__name__}: {one_line(error, max_chars)}"
+    """Format an exception as one line that begins with its type, for errors raised by other libraries.
+
+    An exception without a message, such as a failed assertion, is described by the line of code that raised it.
+    """
+    text: object = error
+    if not str(error) and (frames := traceback.extract_tb(error.__traceback__)):
+        text = frames[-1].line or ""
+    return f"{type(error).__name__}: {one_line(text, max_chars)}"
 
 
 def describe_failure(action: str, error: Exception) -> str:

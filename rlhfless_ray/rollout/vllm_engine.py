@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,8 +59,9 @@ class VllmEngine:
             load_format: as in vLLM; "auto" loads the folder's weights.
             drafter: folder of a model that drafts.
         """
-        on_cpu = settings.device == "cpu"
-        prepare(on_cpu, json.loads((folder / "config.json").read_bytes()).get("architectures") or ())
+        self.on_cpu = on_cpu = settings.device == "cpu"
+        architectures = json.loads((folder / "config.json").read_bytes()).get("architectures") or ()
+        prepare(on_cpu, architectures)
         from vllm import LLMEngine
 
         self.version: int | None = None
@@ -74,7 +76,8 @@ class VllmEngine:
         self.spans: list[Span] = []  # spans of commands
         self.stop_token_ids = read_stop_tokens(folder)
         self.max_model_len = settings.max_model_len
-        self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format))
+        with self._naming(architectures, "build"):
+            self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format))
         core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         self.core = core
         self.sampler = install_sampler(core.model_executor.driver_worker)
@@ -82,7 +85,6 @@ class VllmEngine:
         # Otherwise vLLM fills up requests whose prompt is cached with drafts of -1, for CUDA graphs. A step that reads none would fail.
         core.scheduler.num_spec_tokens = 0
         self.live = RunningRequests(self.sampler)
-        self.on_cpu = on_cpu
         if self.width > 1 and self.pages is not None and self.pages.kind is not None:
             from rlhfless_ray.prefix.connector import join_parts
 
@@ -117,12 +119,14 @@ class VllmEngine:
 
     def _replace_weights(self, version: int, weights: dict[str, np.ndarray]) -> None:
         if self.width > 1:
-            missing_by_member = self.core.model_executor.load(reload_weights, weights, self.on_cpu)
+            by_member = self.core.model_executor.load(reload_weights, weights, self.on_cpu)
         else:
-            missing_by_member = self._call_workers(reload_weights, weights, self.on_cpu)
-        missing = set().union(*missing_by_member)
+            by_member = self._call_workers(reload_weights, weights, self.on_cpu)
+        missing, unused = (set().union(*found) for found in zip(*by_member, strict=True))
         if missing:
             raise ValueError(f"weight version {version} lacks {len(missing)} of the engine's weights, {min(missing)} first")
+        if unused:
+            raise ValueError(f"vLLM does not use {len(unused)} biases of weight version {version}, {min(unused)} first; use another model")
 
     def _call_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what `function(worker, *args)` returns in every member's vLLM worker."""
@@ -215,14 +219,21 @@ class VllmEngine:
         self.steps.append(step)
 
     def _step(self) -> list[Any]:
-        try:
+        with self._naming(self.engine.model_config.architectures, "compute"):
             return self.engine.step()
+
+    @contextmanager
+    def _naming(self, architectures: Sequence[str], action: str) -> Iterator[None]:
+        """Raise what vLLM raises as a RuntimeError that names the model. vLLM's own may not be picklable."""
+        try:
+            yield
         except Exception as error:
             import vllm
 
-            names = ", ".join(self.engine.model_config.architectures)
             where = "CPU" if self.on_cpu else "this GPU"
-            raise RuntimeError(f"vLLM {vllm.__version__} cannot compute {names} on {where} ({one_line_with_type(error, 300)})") from error
+            raise RuntimeError(
+                f"vLLM {vllm.__version__} cannot {action} {', '.join(architectures)} on {where} ({one_line_with_type(error, 300)})"
+            ) from error
 
     def _take_deltas(self, version: int) -> TokenDeltas:
         deltas = self.live.take_deltas(version)

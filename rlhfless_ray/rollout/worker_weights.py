@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,23 @@ from rlhfless_ray.local.process_memory import release_pages
 from rlhfless_ray.weights.tensor_file import as_tensor
 
 
-def reload_weights(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> set[str]:
-    """Load the weights, and return the names of parameters that got none."""
+def reload_weights(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> tuple[set[str], set[str]]:
+    """Load the weights.
+
+    Returns the names of parameters that got none, and of the biases among the weights that the model does not use, see `unused_biases`.
+    """
     model = worker.get_model()
     once, every = ({name for name, _ in model.named_parameters(remove_duplicate=which)} for which in (True, False))
     missing: set[str] = set()
+    held: set[str] = set()
+    published: list[str] = []
     load = model.load_weights
 
     def load_and_record(named: Any) -> Any:
         # Only during a load does the model have exactly the weights of a file. Later vLLM computes others from them, such as latent
         # attention's W_UK_T, and may drop those that it has packed. Tied weights are then apart.
-        names = {name for name, _ in model.named_parameters()} - (every - once)
+        held.update(name for name, _ in model.named_parameters())
+        names = held - (every - once)
         missing.update(name.replace(".base_layer.", ".") for name in names)
         loaded = load(named)
         missing.difference_update(missing if loaded is None else loaded)  # vLLM itself only warns
@@ -30,9 +37,14 @@ def reload_weights(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) ->
     model.load_weights = load_and_record
     if on_cpu:
         _forget_packed_experts(model)
+
+    def named() -> Iterator[tuple[str, Any]]:
+        for name, array in weights.items():  # a further member of an engine gets them once
+            published.append(name)
+            yield name, as_tensor(np.asarray(array))
+
     try:
-        named = ((name, as_tensor(np.asarray(array))) for name, array in weights.items())
-        worker.reload_weights(weights_iterator=named)
+        worker.reload_weights(weights_iterator=named())
     finally:
         del model.load_weights
     if on_cpu:  # a head tied to the embeddings has its own packed copy, which a reload does not update
@@ -43,7 +55,24 @@ def reload_weights(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) ->
                 module.quant_method.process_weights_after_loading(module)
             seen.add(id(weight))
         _drop_packed_embeddings(model)
-    return missing
+    return missing, unused_biases(published, held, fused_modules(worker))
+
+
+def unused_biases(published: Iterable[str], parameters: Iterable[str], fused: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the published biases of layers that have none in the engine. vLLM's loaders skip them without a word.
+
+    `parameters`: names in the engine. `fused`: its {fused module: parts}. Layers that have other names in the engine are left out.
+    """
+    held = {name.replace(".base_layer.", ".") for name in parameters}
+    fused_of = {part: module for module, parts in fused.items() for part in parts}
+    unused = set()
+    for name in published:
+        layer, _, kind = name.rpartition(".")
+        above, _, part = layer.rpartition(".")
+        places = (layer, f"{above}.{fused_of.get(part, part)}")
+        if kind == "bias" and any(f"{place}.weight" in held for place in places) and not any(f"{place}.bias" in held for place in places):
+            unused.add(name)
+    return unused
 
 
 def _drop_packed_embeddings(model: Any) -> None:

@@ -55,6 +55,7 @@ from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, check_kept_kv, create_worker_pools
 from rlhfless_ray.types import Step
+from rlhfless_ray.weights.known_differences import check_differences
 from rlhfless_ray.weights.load_policy import (
     cache_policy,
     cached_folder,
@@ -144,6 +145,8 @@ class Runtime(StepOperations):
             run = recipe.run.model_copy(update={"steps": steps})
             recipe = recipe.model_copy(update={"run": run})
         self.lengths = lengths_of(self.prompts.train, self.prompts.heldout)
+        if self.actor_classes().computes:
+            check_differences(recipe, config_of(self.files), self.lengths.longest_prompt)
         models = models_with(recipe, config_of(self.files), parameter_count(self.files))
         self.memory_fit = fit(recipe, models, find_room, self.lengths)
         self.recipe = recipe = self.memory_fit.recipe

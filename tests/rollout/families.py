@@ -16,6 +16,7 @@ from rlhfless_ray.weights.tensor_file import load_tensors
 VOCABULARY, EOS = 96, 1
 ORDER = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "llama", "gemma3")  # a mixture first: vLLM makes the groups it needs only then
 DENSE = ("mistral", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite", "smollm3", "gpt2", "gpt_neox")
+DENSE += ("gemma", "cohere", "ernie4_5", "exaone4", "falcon", "glm4", "gptj", "nemotron", "olmo", "olmo3", "opt", "stablelm", "starcoder2")
 
 
 def config(family: str, kv_heads: int = 1) -> Any:
@@ -65,6 +66,32 @@ def config(family: str, kv_heads: int = 1) -> Any:
             vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=EOS, pad_token_id=EOS
         ),
         "gpt_neox": lambda: t.GPTNeoXConfig(**{k: v for k, v in shape.items() if k != "num_key_value_heads"}),
+    }
+    small = {key: value for key, value in shape.items() if key not in ("num_key_value_heads", "intermediate_size")}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    made |= {  # with options that the ones above lack: partial rotation, biases, three queries per key, a head wider than its share, YaRN
+        "gemma": lambda: t.GemmaConfig(**tied, head_dim=64),
+        "cohere": lambda: t.CohereConfig(**tied, logit_scale=0.5, use_qk_norm=True),
+        "ernie4_5": lambda: t.Ernie4_5Config(**shape),
+        "exaone4": lambda: t.Exaone4Config(**shape, sliding_window=16, sliding_window_pattern=2),
+        "falcon": lambda: t.FalconConfig(
+            **small | {"tie_word_embeddings": True}, alibi=True, parallel_attn=False, multi_query=False, bias=True
+        ),
+        "glm4": lambda: t.Glm4Config(**shape, head_dim=32, attention_bias=True),
+        "gptj": lambda: t.GPTJConfig(
+            **{"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "rotary_dim": 16},
+            **{"bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": EOS, "tie_word_embeddings": False},
+        ),
+        "nemotron": lambda: t.NemotronConfig(**shape, head_dim=32),
+        "olmo": lambda: t.OlmoConfig(**shape, clip_qkv=0.5),
+        "olmo3": lambda: t.Olmo3Config(
+            **{**shape, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2},
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        "opt": lambda: t.OPTConfig(**small | {"tie_word_embeddings": True}, ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False),
+        "stablelm": lambda: t.StableLmConfig(**shape, use_qkv_bias=True, partial_rotary_factor=0.25),
+        "starcoder2": lambda: t.Starcoder2Config(**tied, sliding_window=16, rope_parameters=yarn),
     }
     return made[family]()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -323,6 +324,16 @@ def test_tokens_are_streamed(engine: Any, answers: dict[int, Completion]) -> Non
     rest = list(engine.generate(asked))
     assert [len(part) for part in rest] == [len(asked)] and (rest[0].ends > 0).all()
     assert [part for part in engine.generate([])] == []
+
+
+def test_a_model_that_vllm_cannot_build_is_named(new_engine: Callable[..., Any]) -> None:
+    """vLLM raises a pydantic error, which no process can send to another."""
+    from transformers import MptConfig
+
+    config = MptConfig(d_model=64, n_heads=2, n_layers=2, max_seq_len=320, vocab_size=VOCABULARY, architectures=["MptForCausalLM"])
+    with pytest.raises(RuntimeError, match=r"vLLM \S+ cannot build MptForCausalLM on CPU .*not supported") as error:
+        new_engine({"config.json": config.to_json_string(use_diff=False).encode()})
+    assert "\n" not in str(pickle.loads(pickle.dumps(error.value)))
 
 
 def test_step_records(engine: Any) -> None:

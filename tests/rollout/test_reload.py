@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfless_ray.rollout.worker_weights import reload_weights
+from rlhfless_ray.rollout.worker_weights import reload_weights, unused_biases
 
 
 class LatentAttention(torch.nn.Module):
@@ -47,6 +47,18 @@ class Worker:
 
 def test_what_vllm_makes_of_the_weights_is_not_missing() -> None:
     worker, weights = Worker(), {name: np.full((2, 2), k, np.float32) for k, name in enumerate(("kv_b_proj", "o_proj"), 1)}
-    assert reload_weights(worker, weights, False) == set()
+    assert reload_weights(worker, weights, False) == (set(), set())
     assert worker.model.W_UK_T.min() == 1
-    assert reload_weights(worker, {"kv_b_proj": weights["kv_b_proj"]}, False) == {"o_proj"}
+    assert reload_weights(worker, {"kv_b_proj": weights["kv_b_proj"]}, False) == ({"o_proj"}, set())
+
+
+def test_biases_that_the_engine_s_layers_lack_are_found() -> None:
+    """As vLLM's Qwen3, which has no bias at the attention's output."""
+    names = [f"layers.0.{layer}_proj.{kind}" for layer in "qkvo" for kind in ("weight", "bias")]
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    held = ["layers.0.qkv_proj.weight", "layers.0.qkv_proj.bias", "layers.0.o_proj.weight"]
+    assert unused_biases([*names, "elsewhere.bias", "norm.weight"], held, fused) == {"layers.0.o_proj.bias"}
+    with_adapters = [name.replace("_proj.", "_proj.base_layer.") for name in held]
+    assert unused_biases(names, with_adapters, fused) == {"layers.0.o_proj.bias"}
+    assert unused_biases(names, ["layers.0.qkv_proj.weight", "layers.0.o_proj.weight"], fused) == set(names[1::2])
+    assert unused_biases(names, [*held, "layers.0.o_proj.bias"], fused) == set()
