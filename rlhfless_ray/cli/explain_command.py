@@ -12,6 +12,7 @@ from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
+    from rlhfless_ray.compat.openrlhf.outcomes import CommandTranslation
 
 
 def explain(ctx: typer.Context) -> None:
@@ -23,18 +24,15 @@ def explain(ctx: typer.Context) -> None:
     Exit code 0 if the command would run, 2 if not.
     """
     chosen, argv = split_options(ctx.args, "--json", "--flags")
-    from rlhfless_ray.compat.openrlhf.command import MOLT, find, is_submission
-    from rlhfless_ray.compat.openrlhf.dialect import Unreadable
+    from rlhfless_ray.compat.openrlhf.command import find, is_submission
     from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation, flags_of_launcher, flags_today
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
-    from rlhfless_ray.compat.openrlhf.inference import translate_inference
     from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
+    from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
     from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
-    from rlhfless_ray.compat.openrlhf.molt import translate_molt
     from rlhfless_ray.compat.openrlhf.resources import fit
-    from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
     from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
-    from rlhfless_ray.compat.openrlhf.translate import problem, translate
+    from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 
     if "--flags" in chosen:
         name = argv[0].rpartition(".")[2] if argv else LAUNCHER
@@ -43,21 +41,17 @@ def explain(ctx: typer.Context) -> None:
         print(flags_today() if name == LAUNCHER else flags_of_launcher(name))
         return
     launch = find(argv)
-    if launch.launcher in (*TASKS, *LAUNCHERS):
-        translate_other = translate_supervised if launch.launcher in TASKS else translate_inference
-        _explain_other(translate_other(launch.launcher, launch.flags), as_json="--json" in chosen)
-        return
-    if launch.launcher not in (LAUNCHER, MOLT):
+    translation = translate_launch(launch)
+    if translation is None:
         raise UserError(f"openrlhf.cli.{launch.launcher}: `explain` reads launchers that train; start this one with `rlhfless run`")
-    try:
-        translation = translate_molt(launch.flags) if launch.launcher == MOLT else translate(launch.flags)
-    except Unreadable as error:
-        raise UserError(f"{error} (read as OpenRLHF {error.version})") from None
+    if isinstance(translation, LauncherTranslation):
+        _explain_other(translation, as_json="--json" in chosen)
+        return
     fewer = "" if is_submission(argv) else fit(translation)  # a job runs on another machine
     if fewer:
         translation.notes.append(fewer)
     translation.notes += width_note(translation)
-    wrong = None if translation.refused else problem(translation)
+    wrong = _problem(translation)
     if not translation.refused and wrong is None and not is_submission(argv):
         wrong = too_large_here(translation)
     if "--json" in chosen:
@@ -70,14 +64,19 @@ def explain(ctx: typer.Context) -> None:
         raise typer.Exit(2)
 
 
+def _problem(translation: CommandTranslation) -> str | None:
+    """Return why the recipe is invalid. None if it is valid, or lacks refused flags."""
+    error = None if translation.refused else translation.problem()
+    return str(error) if error else None
+
+
 def _explain_other(translation: LauncherTranslation, as_json: bool) -> None:
     """Explain a command of a launcher beside PPO's."""
-    error = None if translation.refusal() else translation.problem()
-    wrong = str(error) if error else ""
-    runs = not wrong and translation.refusal() is None
+    wrong = _problem(translation)
+    runs = not translation.refused and wrong is None
     if as_json:
         outcomes = [{"flag": flag, "status": status, "why": why} for flag, status, why in translation.outcomes]
-        described = {"dialect": translation.version, "runs": runs, "flags": outcomes, "problem": wrong or None, "recipe": translation.tree}
+        described = {"dialect": translation.version, "runs": runs, "flags": outcomes, "problem": wrong, "recipe": translation.tree}
         print(json.dumps(described, indent=2))
     else:
         print(translation.explanation())

@@ -81,30 +81,13 @@ def _check_address(options: list[str]) -> None:
 
 def _check_flags(argv: list[str]) -> None:
     """Raise UserError for a command line with which the job would end at once."""
-    from rlhfless_ray.compat.openrlhf.command import INSIDE, MOLT, find
-    from rlhfless_ray.compat.openrlhf.dialect import Unreadable
-    from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
-    from rlhfless_ray.compat.openrlhf.inference import translate_inference
-    from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
-    from rlhfless_ray.compat.openrlhf.molt import translate_molt
-    from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
-    from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
-    from rlhfless_ray.compat.openrlhf.translate import refusals, translate
+    from rlhfless_ray.compat.openrlhf.command import INSIDE, find
+    from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 
     if not any(INSIDE.search(token) for token in argv):
         return  # the launcher is in a script
-    launch = find(argv)
-    if launch.launcher in (*TASKS, *LAUNCHERS):
-        translate_other = translate_supervised if launch.launcher in TASKS else translate_inference
-        if other := translate_other(launch.launcher, launch.flags).refusal():
-            raise other
-    if launch.launcher not in (LAUNCHER, MOLT):
-        return
-    try:
-        refused = refusals(translate_molt(launch.flags) if launch.launcher == MOLT else translate(launch.flags))
-    except Unreadable as error:
-        raise UserError(f"{error} (read as OpenRLHF {error.version})") from None
-    if refused:
+    translation = translate_launch(find(argv))
+    if translation is not None and (refused := translation.refusal()):
         raise refused
 
 

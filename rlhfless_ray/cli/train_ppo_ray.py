@@ -45,12 +45,11 @@ def train_translated(translation: Translation) -> None:
     from rlhfless_ray.cli.main import print_results
     from rlhfless_ray.compat.openrlhf.explain_report import summary
     from rlhfless_ray.compat.openrlhf.resources import fit
-    from rlhfless_ray.compat.openrlhf.translate import by_flag, recipe_of, refusals
 
     fewer = fit(translation)
-    if refused := refusals(translation):
+    if refused := translation.refusal():
         raise refused
-    recipe = recipe_of(translation)
+    recipe = translation.recipe()
     for line in [*summary(translation), *([fewer] if fewer else [])]:
         print(f"[rlhfless] {line}", flush=True)
     for name, value in translation.secrets.items():
@@ -63,7 +62,7 @@ def train_translated(translation: Translation) -> None:
             for _ in run:
                 pass
     except UserError as error:
-        raise by_flag(translation, error) from None
+        raise translation.by_flag(error) from None
     except (Stopped, DiskFull) as stop:
         if recipe.checkpoint.path:
             stop.continue_with = translation.values.named("ckpt.load_enable")

@@ -14,13 +14,13 @@ from benchmarks.common.run_process import MeasuredProcess
 from benchmarks.peers.openrlhf_port import CHANGES, port
 from benchmarks.supervised import SIZES, check_same_work
 from benchmarks.vs_openrlhf import CASES, OPENRLHF, OURS, SystemRun, Work, flags, targets
-from rlhfless_ray.compat.openrlhf.translate import recipe_of, translate
+from rlhfless_ray.compat.openrlhf.translate import translate
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_this_launcher_reads_each_command_as_0_11_2(case: str, tmp_path: Path) -> None:
     found = translate(flags(case, Work(tmp_path, 1, 32, 8, 160, 192, 3e-4, True), tmp_path / "out", 3), {})
-    recipe = recipe_of(found)
+    recipe = found.recipe()
     assert not found.refused and found.line.version == "0.11.2"
     assert recipe.run.seed == 3 and recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt == 256
     assert recipe.learner.learning_rate == 3e-4 and recipe.algorithm.advantage.estimator == ("gae" if case == "ppo" else "group_norm")

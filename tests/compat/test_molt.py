@@ -8,8 +8,9 @@ import pytest
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.command import find, replaced
-from rlhfless_ray.compat.openrlhf.molt import HINTS, IDLE, REFUSES, RENAMED, SETTING, _openrlhf_flags, flags, translate_molt
-from rlhfless_ray.compat.openrlhf.translate import HINT, HONOURED, REFUSED, recipe_of, refusals
+from rlhfless_ray.compat.openrlhf.flags import flags_of, newest
+from rlhfless_ray.compat.openrlhf.molt import HINTS, IDLE, REFUSES, RENAMED, SETTING, flags, translate_molt
+from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, REFUSED
 from tests.conftest import command_here
 
 LEAST = [
@@ -29,7 +30,7 @@ def settings(*more: str) -> dict[str, Any]:
 
 
 def test_every_flag_is_openrlhfs_or_has_a_meaning() -> None:
-    known = _openrlhf_flags()
+    known = flags_of(newest())
     own = {flag for flag in flags() if flag not in known}
     assert len(own) >= 50 and own == {*HINTS, *IDLE, *REFUSES, *SETTING, *RENAMED} - set(known)
     assert all(new in known for new in RENAMED.values())
@@ -37,8 +38,8 @@ def test_every_flag_is_openrlhfs_or_has_a_meaning() -> None:
 
 def test_defaults_are_molts() -> None:
     found = translate_molt(LEAST, {})
-    assert refusals(found) is None, str(refusals(found))
-    recipe = recipe_of(found)
+    assert found.refusal() is None, str(found.refusal())
+    recipe = found.recipe()
     assert recipe.algorithm.advantage.estimator == "reinforce" and recipe.algorithm.kl.coefficient == 0
     assert recipe.learner.schedule == "constant" and recipe.learner.gradient_checkpointing is True
     assert recipe.rollout.max_lag_steps == 0 and "take turns" in str(found.notes)
@@ -83,7 +84,7 @@ def test_what_becomes_of_each_is_told() -> None:
     assert set(status) == {token for token in (*LEAST, *more) if token.startswith("--")}
     assert status["--fsdp.tp_size"] == HINT and status["--train.routing_replay"] == REFUSED
     assert status["--actor.model_name_or_path"] == status["--train.agent_path"] == HONOURED
-    assert str(refusals(found)) == "--train.routing_replay: replay of routers' choices has no counterpart here yet"
+    assert str(found.refusal()) == "--train.routing_replay: replay of routers' choices has no counterpart here yet"
 
 
 def test_what_molt_would_not_accept_is_named() -> None:

@@ -18,7 +18,7 @@ from rlhfless_ray.compat.openrlhf.flags import newest
 from rlhfless_ray.compat.openrlhf.normalise import defaults, targets
 from rlhfless_ray.compat.openrlhf.recipe_keys import ABSENT_KEYS, Installed, nested
 from rlhfless_ray.compat.openrlhf.resources import fit, openrlhf_gpus, slots_of
-from rlhfless_ray.compat.openrlhf.translate import by_flag, problem, recipe_of, refusals, translate
+from rlhfless_ray.compat.openrlhf.translate import translate
 from rlhfless_ray.recipe import Recipe, known_keys
 from tests.compat.reference import VERSIONS, definitions, values_of
 
@@ -176,7 +176,7 @@ def test_what_the_recipe_cannot_say_is_refused_by_name_and_what_it_does_anyway_i
     assert "not supported yet" in batch and "`rollout.batch_prompts` = 4096" in batch and "--aux_loss_coef" in said
     assert status(found, "--temperature") == "honoured" and found.settings["rollout.temperature"] == 0.7
     assert status(of(BASE + " --vllm_generate_batch_size 8 --elastic.dialect 0.10.1"), "--vllm_generate_batch_size") == "honoured"
-    assert "--vllm_generate_batch_size" in str(refusals(found)) and "--aux_loss_coef" in str(refusals(found))
+    assert "--vllm_generate_batch_size" in str(found.refusal()) and "--aux_loss_coef" in str(found.refusal())
 
 
 def test_a_default_that_the_recipe_cannot_follow_is_refused_too(monkeypatch):
@@ -197,7 +197,7 @@ def test_a_default_that_the_recipe_cannot_follow_is_refused_too(monkeypatch):
 def test_a_hint_outside_its_range_is_refused_too():
     found = of(BASE + " --vllm_gpu_memory_utilization 7")
     assert status(found, "--vllm_gpu_memory_utilization") == "refused"
-    assert "`rollout.gpu_memory_share` does not take 7.0" in str(refusals(found))
+    assert "`rollout.gpu_memory_share` does not take 7.0" in str(found.refusal())
 
 
 @pytest.mark.parametrize("flag", ["--load_in_4bit", "--max_images_per_prompt 2 --packing_samples", "--freeze_visual_encoder"])
@@ -258,7 +258,7 @@ def test_gspo_corrects_by_its_ratio(line):
     found = of(line)
     correction = {key: value for key, value in found.settings.items() if "correction" in key or "ratio_to" in key}
     assert correction == {"algorithm.loss.ratio_to": "sampler"} and found.settings["algorithm.importance_cap"] == 0
-    assert not found.refused and problem(found) is None
+    assert not found.refused and found.problem() is None
 
 
 def test_evaluation_that_is_never_asked_for():
@@ -292,7 +292,7 @@ def test_samples_that_fill_no_optimizer_step(more, wanted):
     found = of(BASE + " --rollout_batch_size 64 --train_batch_size 256 " + more)
     keys = ("algorithm.updates_per_step", "algorithm.batch_samples", "algorithm.remainder")
     assert {key: found.settings[key] for key in keys if key in found.settings} == wanted
-    recipe = recipe_of(found)
+    recipe = found.recipe()
     told = [note for note in found.notes if "does not divide" in note]
     assert bool(told) == ("algorithm.remainder" in wanted)
     if "remainder" in str(wanted):
@@ -304,7 +304,7 @@ def test_samples_that_fill_no_optimizer_step(more, wanted):
 def test_a_batch_that_dynamic_batches_never_fill_is_refused():
     found = of(BASE + " --rollout_batch_size 64 --train_batch_size 640 --use_dynamic_batch")
     with pytest.raises(UserError, match="--train_batch_size"):
-        recipe_of(found)
+        found.recipe()
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_batch_that_dynamic_batches_never_fill_is_refused():
 def test_frozen_steps_are_counted_as_the_version_counts_them(base, version, steps, frozen):
     found = of(f"{base} --freezing_actor_steps {steps} --elastic.dialect {version}")
     assert found.settings.get("critic.freeze_policy_steps", 0) == frozen and status(found, "--freezing_actor_steps") == "honoured"
-    assert recipe_of(found).critic.freeze_policy_steps == frozen
+    assert found.recipe().critic.freeze_policy_steps == frozen
     (told,) = [note for note in found.notes if "never learns" in note] or [None]
     assert (told is None) == (frozen == 0)
     assert told is None or ("nothing else" in told) == (base == BASE)
@@ -336,7 +336,7 @@ def test_rewards_and_values_are_normalized_together(flags, rewarded, valued):
     found = of(base + flags)
     assert (found.settings.get("reward.normalize"), found.settings.get("critic.normalize")) == (rewarded, valued)
     assert status(found, "--normalize_reward") == "honoured"
-    recipe_of(found)
+    found.recipe()
 
 
 def test_normalizing_without_reward_model_and_critic_has_no_effect():
@@ -363,7 +363,7 @@ def test_old_versions_whiten_rloo_and_do_not_cut_the_kl(version, whitened, cut):
     found = of(f"{BASE} --no_advantage_std_norm --elastic.dialect {version}")
     assert found.settings.get("algorithm.advantage.whiten") == (True if whitened else None)
     assert status(found, "--no_advantage_std_norm") == ("honoured" if whitened else "no effect")
-    recipe = recipe_of(found)
+    recipe = found.recipe()
     assert (recipe.algorithm.advantage.whitens, recipe.algorithm.advantage.normalize_std) == (bool(whitened), not whitened)
     assert recipe.algorithm.kl.limit == (10.0 if cut else None)
 
@@ -388,12 +388,12 @@ def test_the_overlong_penalty_has_their_limit(flags, limit, feedback):
     found = of(f"{DOTTED} --reward.overlong_buffer_len 16 {flags}")
     keys = ("reward.overlong_limit_tokens", "reward.overlong_feedback")
     assert tuple(found.settings.get(key) for key in keys) == (limit, feedback)
-    assert recipe_of(found).reward.overlong_buffer_tokens == 16
+    assert found.recipe().reward.overlong_buffer_tokens == 16
 
 
 def test_the_first_token_ends_nothing_in_any_version():
-    assert recipe_of(of(BASE)).rollout.min_tokens == recipe_of(of(DOTTED)).rollout.min_tokens == 1
-    assert recipe_of(of(BASE + " --elastic.rollout.min_tokens 0")).rollout.min_tokens == 0
+    assert of(BASE).recipe().rollout.min_tokens == of(DOTTED).recipe().rollout.min_tokens == 1
+    assert of(BASE + " --elastic.rollout.min_tokens 0").recipe().rollout.min_tokens == 0
 
 
 def test_our_own_settings_go_to_the_recipe():
@@ -403,7 +403,7 @@ def test_our_own_settings_go_to_the_recipe():
     assert [outcome.flag for outcome in found.flags] == [t for t in BASE.split() if t.startswith("--")]
     assert of(BASE + " --elastic.knee").tree["objective"]["knee"] is True
     for word in ("on", "off"):  # which YAML takes for true and false
-        ours = recipe_of(of(BASE + f" --param_dtype bf16 --prefix.kv {word} --elastic.reference.ranks 3"))
+        ours = of(BASE + f" --param_dtype bf16 --prefix.kv {word} --elastic.reference.ranks 3").recipe()
         assert (ours.rollout.prefix_kv, ours.reference.ranks) == (word, 3)
     assert of(BASE + " --elastic.rollout.max_actors 3").tree["rollout"]["max_actors"] == 3  # a hint is not owned
 
@@ -516,7 +516,7 @@ def test_the_tokenizers_class_is_nobodys_choice():
 )
 def test_a_count_of_what_is_not_there_may_be_anything(flags):
     found = of(f"{BASE} {flags}")
-    assert not found.refused and problem(found) is None
+    assert not found.refused and found.problem() is None
 
 
 def test_the_dotted_validations():
@@ -584,19 +584,19 @@ def test_a_login_key_is_in_no_recipe_and_no_explanation():
 
 
 def test_a_setting_that_the_recipe_refuses_is_named_by_its_flag():
-    assert "--lr" not in (problem(of(BASE)) or "")
+    assert "--lr" not in str(of(BASE).problem())
     found = of(BASE + " --rollout_batch_size 8 --train_batch_size 64 --actor_num_gpus_per_node 1 --use_dynamic_batch")
-    assert problem(found).startswith("--rollout_batch_size, --train_batch_size, ")
+    assert str(found.problem()).startswith("--rollout_batch_size, --train_batch_size, ")
     found = of(BASE + " --temperature 0.5 --elastic.rollout.min_actors 9")
-    assert problem(found).startswith("--elastic.rollout.min_actors, --vllm_num_engines: ")
+    assert str(found.problem()).startswith("--elastic.rollout.min_actors, --vllm_num_engines: ")
     several = of(BASE + " --prompt_data /d.jsonl,/e.csv")
-    assert str(by_flag(several, UserError("prompts.path /e.csv: no such file"))).startswith("--prompt_data: prompts.path /e.csv")
+    assert str(several.by_flag(UserError("prompts.path /e.csv: no such file"))).startswith("--prompt_data: prompts.path /e.csv")
     resumed = UserError("run.steps: runs/x has done 3 steps already, more than 2; raise it, or start without --resume")
-    assert str(by_flag(translate([*BASE.split(), "--load_checkpoint"], {}), resumed)).startswith("--load_checkpoint: run.steps: ")
+    assert str(translate([*BASE.split(), "--load_checkpoint"], {}).by_flag(resumed)).startswith("--load_checkpoint: run.steps: ")
     small = UserError("rollout.kv_cache_mb: 64 hold no whole sequence")
-    assert str(by_flag(several, small)).startswith("--elastic.rollout.kv_cache_mb: rollout.kv_cache_mb: ")
+    assert str(several.by_flag(small)).startswith("--elastic.rollout.kv_cache_mb: rollout.kv_cache_mb: ")
     found = of(BASE + " --elastic.prefer 7")
-    assert "--elastic.objective.prefer" in problem(found)
+    assert "--elastic.objective.prefer" in str(found.problem())
 
 
 def test_other_versions_with_other_defaults_are_said():
@@ -638,20 +638,20 @@ def test_without_bf16_the_dtype_is_that_of_the_checkpoint(tmp_path, config, weig
 def test_the_optimizer_is_offloaded_in_every_dialect(flag, since):
     line = DOTTED if "." in flag else BASE
     found = of(f"{line} {flag} --elastic.dialect {since}")
-    assert found.settings["learner.optimizer_offload"] is True and problem(found) is None
+    assert found.settings["learner.optimizer_offload"] is True and found.problem() is None
     assert of(line).settings["learner.optimizer_offload"] is False
     (told,) = [outcome for outcome in found.flags if outcome.flag == flag]
     assert told.status == "hint" and "host memory" in told.why
     stage = "--ds.zero_stage" if "." in flag else "--zero_stage"
     assert of(f"{line} {flag} {stage} 0").settings["learner.zero_stage"] == 1, "DeepSpeed offloads shards only"
     with pytest.raises(UserError, match=r"optimizer_offload: needs a learner.zero_stage of 1, 2 or 3"):
-        recipe_of(of(f"{line} {flag} --elastic.learner.zero_stage 0"))
+        of(f"{line} {flag} --elastic.learner.zero_stage 0").recipe()
 
 
 @pytest.mark.parametrize(("line", "stage"), [("--bf16 --zero_stage 0", 1), ("--bf16 --zero_stage 3", 3), ("--bf16", 2)])
 def test_bfloat16_without_a_zero_stage_runs_at_stage_1(line, stage):
     found = of(f"{BASE} --flash_attn {line}")
-    assert found.settings["learner.zero_stage"] == stage and problem(found) is None
+    assert found.settings["learner.zero_stage"] == stage and found.problem() is None
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES
 from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, history, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
 from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of as other_flags
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.normalise import targets
+from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, Outcome, block, recipe_lines
 from rlhfless_ray.compat.openrlhf.resources import slots_of
 from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES as SUPERVISED_RULES
-from rlhfless_ray.compat.openrlhf.translate import HINT, HONOURED, NO_EFFECT, Outcome, Translation, supported_today
+from rlhfless_ray.compat.openrlhf.translate import Translation, supported_today
 
 
 def explanation(translation: Translation) -> str:
@@ -31,17 +30,16 @@ def explanation(translation: Translation) -> str:
         f"honoured    {len(translation.with_status(HONOURED))} of {len(translation.flags)} flags: "
         + (" ".join(outcome.flag for outcome in translation.with_status(HONOURED)) or "none"),
     ]
-    lines += _block("memory", memory_lines(translation))
-    lines += _block("hints", [f"{_as_given(translation, outcome.flag)}: {outcome.why}" for outcome in translation.with_status(HINT)])
+    lines += block("memory", memory_lines(translation))
+    lines += block("hints", [f"{_as_given(translation, outcome.flag)}: {outcome.why}" for outcome in translation.with_status(HINT)])
     idle = translation.with_status(NO_EFFECT)
     if idle:
         lines.append(f"no effect   {' '.join(outcome.flag for outcome in idle)}")
     if translation.own:
         lines.append("our own     " + ", ".join(f"{key} = {value}" for key, value in translation.own.items()))
-    lines += _block("notes", translation.notes)
-    lines += _block("refused", [f"{flags}: {why}" for flags, why in _grouped(translation.refused)])
-    lines.append("recipe" + (" (without the refused flags)" if translation.refused else ""))
-    lines += ["  " + line for line in yaml.safe_dump(translation.tree, sort_keys=False, allow_unicode=True).splitlines()]
+    lines += block("notes", translation.notes)
+    lines += block("refused", [f"{flags}: {why}" for flags, why in _grouped(translation.refused)])
+    lines += recipe_lines(translation.tree, bool(translation.refused))
     return "\n".join(lines)
 
 
@@ -93,10 +91,6 @@ def _grouped(outcomes: Iterable[Outcome]) -> list[tuple[str, str]]:
     for outcome in outcomes:
         by_reason.setdefault(outcome.why, []).append(outcome.flag)
     return [(" ".join(flags), why) for why, flags in by_reason.items()]
-
-
-def _block(title: str, entries: list[str]) -> list[str]:
-    return [f"{title:<12}{entry}" if not index else f"{'':<12}{entry}" for index, entry in enumerate(entries)]
 
 
 def _ranges(some: list[str]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.compat.openrlhf.flags import place
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, PROMPT_LIMIT, SAMPLE_BUFFER_SINCE, THRESHOLD, Values
+
+Make = Callable[[Any, Any], dict[str, Any]]  # a value and all values → settings
 
 PLACE_FREED_SINCE = "0.8.2"  # before, a batch kept its place in the asynchronous queue while it was trained
 RLOO_NOT_WHITENED_SINCE, KL_CUT_SINCE, STEPS_FROM_ZERO_SINCE = "0.8.5", "0.8.6", "0.9.1"
@@ -84,16 +87,33 @@ def lengths(x: Any, v: Values) -> dict[str, Any]:
     return settings
 
 
-def dataset(x: str | None, v: Values) -> dict[str, Any]:
-    if x is not None and ("," in x or "@" in x):
-        return {"prompts.paths": [part.strip() for part in x.split(",")]}
-    return {"prompts.path": x}
+def dataset(section: str) -> Make:
+    """Return a function that puts one data set, or a list of several, into a section."""
+
+    def make(x: str | None, v: Any) -> dict[str, Any]:
+        if x is not None and ("," in x or "@" in x):
+            return {f"{section}.paths": [part.strip() for part in x.split(",")]}
+        return {f"{section}.path": x}
+
+    return make
 
 
-def probabilities(v: Values) -> list[float] | None:
-    """Return the shares of several data sets. A single one is read in its order, so it has none."""
-    shares = [float(part) for part in (v["data.prompt_probs"] or "").split(",") if part]
-    return shares if len(shares) > 1 else None
+def probabilities(section: str) -> Make:
+    """Return a function that sets the shares of several data sets. A single one is read in its order, so it has none."""
+
+    def make(x: str | None, v: Any) -> dict[str, Any]:
+        shares = shares_of(x) or []
+        return {f"{section}.probabilities": shares if len(shares) > 1 else None}
+
+    return make
+
+
+def shares_of(text: str | None) -> list[float] | None:
+    """Return the numbers of a text such as `0.5,0.5`, or None for other text."""
+    try:
+        return [float(part) for part in (text or "").split(",") if part.strip()]
+    except ValueError:
+        return None
 
 
 def optimizer_steps(x: int, v: Values) -> dict[str, Any]:
@@ -107,6 +127,12 @@ def optimizer_steps(x: int, v: Values) -> dict[str, Any]:
 
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def switched_dtype(x: Any, folder: str | None) -> dict[str, Any]:
+    """Return the dtype of the other launchers, for which `--bf16` is a switch until 0.9.1. Without it the folder's own dtype is used."""
+    name = ("bf16" if x else stored_dtype(Path(folder or "")) or "float32") if isinstance(x, bool) else x
+    return {"policy.dtype": DTYPES.get(str(name), str(name))}
 
 
 def param_dtype(x: str, v: Values) -> dict[str, Any]:
@@ -257,6 +283,19 @@ def schedule(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]
     return make
 
 
+def wandb(x: str | None, v: Any) -> dict[str, Any]:
+    return {"watch.wandb": "online" if x else "off"}
+
+
+def tensorboard(x: str | None, v: Any) -> dict[str, Any]:
+    return {"watch.tensorboard": True, "watch.tensorboard_path": x} if x else {"watch.tensorboard": False}
+
+
+def folder_name(text: str) -> str:
+    """Return a text as the name of a run's folder."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")
+
+
 # ---------------------------------------------------------------- how hints are read
 
 
@@ -316,6 +355,7 @@ def generate_batch(prompts: int | None, v: Values) -> dict[str, Any]:
     return asynchronous(v) if v["train.partial_rollout_enable"] else {"rollout.batch_prompts": prompts}
 
 
+NOT_HERE = "has no counterpart here yet"
 SHARED = "functions pass slots to each other here, so models need not share a GPU"
 PARKED = "a process without work gives its device back in any case"
 DIVIDED = "divides the work on a sequence between GPUs, which changes no result; ranks divide the batch and ZeRO the state here"

@@ -345,8 +345,8 @@ RULES: tuple[Rule, ...] = (
     _row("reward.offload", "hint", "reward.offload", idle=m.no_reward_model, reading=m.PARKED),
     _row("train.agent_func_path", "exact", "agent.path agent.max_tokens", m.agent),
     # data
-    _row("data.prompt_dataset", "exact", "prompts.path prompts.paths", m.dataset),
-    _row("data.prompt_probs", "exact", "prompts.probabilities", lambda x, v: {"prompts.probabilities": m.probabilities(v)}),
+    _row("data.prompt_dataset", "exact", "prompts.path prompts.paths", m.dataset("prompts")),
+    _row("data.prompt_probs", "exact", "prompts.probabilities", m.probabilities("prompts")),
     _row("data.prompt_split", "exact", "prompts.split"),
     _row(
         "eval.dataset",
@@ -369,7 +369,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _row("data.apply_chat_template", "exact", "prompts.template", m.template),
     # sinks
-    _row("logger.wandb.key", "exact", "watch.wandb", lambda x, v: {"watch.wandb": "online" if x else "off"}),
+    _row("logger.wandb.key", "exact", "watch.wandb", m.wandb),
     *[
         _row(f"logger.wandb.{name}", "exact", key, idle=lambda v: "" if v["logger.wandb.key"] else "Weights & Biases is off")
         for name, key in [("org", "watch.wandb_entity"), ("group", "watch.wandb_group"), ("project", "watch.wandb_project")]
@@ -401,12 +401,7 @@ RULES: tuple[Rule, ...] = (
     _row("data.image_key", "error", reading="prompts with images are outside what this runtime trains"),
     _row("data.max_images_per_prompt", "error", reading="prompts with images are outside what this runtime trains"),
     _row("actor.freeze_visual_encoder", "error", reading="models with a vision tower are outside what this runtime trains"),
-    _row(
-        "logger.tensorboard_dir",
-        "exact",
-        "watch.tensorboard watch.tensorboard_path",
-        lambda x, v: {"watch.tensorboard": True, "watch.tensorboard_path": x} if x else {"watch.tensorboard": False},
-    ),
+    _row("logger.tensorboard_dir", "exact", "watch.tensorboard watch.tensorboard_path", m.tensorboard),
     _row("use_ms", "cond", "policy.hub", lambda x, v: {"policy.hub": "modelscope" if x else "huggingface"}),
 )
 

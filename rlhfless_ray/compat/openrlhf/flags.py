@@ -33,13 +33,14 @@ class Spec:
 
 
 @cache
-def _data(name: str) -> dict[str, Any]:
+def read_data(name: str) -> dict[str, Any]:
+    """Return the content of a file of the folder data/."""
     return json.loads(resources.files(__package__).joinpath("data", f"{name}.json").read_text(encoding="utf-8"))
 
 
 def versions() -> list[str]:
     """Return all versions, oldest first."""
-    return _data(LAUNCHER)["versions"]
+    return read_data(LAUNCHER)["versions"]
 
 
 def newest() -> str:
@@ -55,7 +56,7 @@ def place(version: str) -> int:
 @cache
 def history(flag: str) -> tuple[Spec, ...]:
     """Return every definition of a flag, oldest first; none if no version from 0.8.0 on has it."""
-    return tuple(_spec(flag, **span) for span in _data(LAUNCHER)["flags"].get(flag, ()))
+    return tuple(_spec(flag, **span) for span in read_data(LAUNCHER)["flags"].get(flag, ()))
 
 
 def _spec(flag: str, *, since: str, until: str, **entry: Any) -> Spec:
@@ -73,7 +74,7 @@ def _spec(flag: str, *, since: str, until: str, **entry: Any) -> Spec:
 def flags_of(version: str) -> dict[str, Spec]:
     """Return the flags of one version."""
     specs = {}
-    for flag in _data(LAUNCHER)["flags"]:
+    for flag in read_data(LAUNCHER)["flags"]:
         spec = spec_at(flag, version)
         if spec is not None:
             specs[flag] = spec
@@ -100,18 +101,18 @@ def nearest_spec(flag: str, version: str) -> Spec | None:
 
 def all_flags() -> list[str]:
     """Return the flags of all versions."""
-    return list(_data(LAUNCHER)["flags"])
+    return list(read_data(LAUNCHER)["flags"])
 
 
 def renamed(flag: str) -> tuple[str, ...]:
     """Return the names that 0.10.2 gave to an older flag; none for a flag that was removed."""
-    return tuple(_data(LAUNCHER)["dotted"].get(flag, ()))
+    return tuple(read_data(LAUNCHER)["dotted"].get(flag, ()))
 
 
 def other_launchers(flag: str) -> list[tuple[str, str, str]]:
     """Return (launcher, first version, last version) of other launchers that have a flag of this name."""
     launchers_with_flag = []
-    for launcher, spans in _data("other_launchers")["launchers"].items():
+    for launcher, spans in read_data("other_launchers")["launchers"].items():
         for span, names in spans.items():
             if flag in names:
                 since, until = span.split()
@@ -121,7 +122,7 @@ def other_launchers(flag: str) -> list[tuple[str, str, str]]:
 
 def launchers() -> list[str]:
     """Return the launcher modules of openrlhf.cli in all versions."""
-    return [LAUNCHER, *_data("other_launchers")["launchers"]]
+    return [LAUNCHER, *read_data("other_launchers")["launchers"]]
 
 
 def span_text(since: str, until: str) -> str:

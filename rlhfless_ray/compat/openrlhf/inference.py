@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.elastic_flags import own_value, separate
+from rlhfless_ray.compat.openrlhf.elastic_flags import separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import stored_dtype
 from rlhfless_ray.compat.openrlhf.inference_table import BATCH, BATCH_RULES, CHAT, CHAT_RULES, GENERATES, HF, VLLM
-from rlhfless_ray.compat.openrlhf.launcher_flags import NO_EFFECT, REFUSED, LauncherTranslation, Values, defaults, read
+from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, Values, defaults, read
+from rlhfless_ray.compat.openrlhf.outcomes import NO_EFFECT, REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.reading import known_keys
@@ -31,14 +31,12 @@ class InferenceTranslation(LauncherTranslation):
         return self.settings.get("batch_inference.task") in GENERATES
 
     def recipe(self) -> GenerationRecipe | None:
-        """Return the recipe of a generation, None for the others. Raises UserError, which names the flag of an invalid value."""
+        """Return the recipe of a generation, None for the others."""
         if not self.generates:
             return None
-        try:
-            of_recipe = {key: value for key, value in self.settings.items() if not key.startswith("batch_inference.")}
+        of_recipe = {key: value for key, value in self.settings.items() if not key.startswith("batch_inference.")}
+        with self.flags_in_errors():
             return GenerationRecipe.of(nested(of_recipe), BATCH)
-        except UserError as error:
-            raise self.by_flag(error) from None
 
 
 def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTranslation:
@@ -57,13 +55,13 @@ def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTransl
             translation.owners |= {key: flag for key in rule.keys if rule.kind == "exact"}
         if flag in given:
             unread = (NO_EFFECT, f"OpenRLHF's {values.get('eval_task')} does not read it")
-            translation.outcomes.append((flag, *(rule.outcome(value, values) if reads else unread)))
+            translation.outcomes.append(Outcome(flag, *(rule.outcome(value, values) if reads else unread)))
         elif reads and (why := rule.refuses(value, values)):
-            translation.outcomes.append((flag, REFUSED, why))
+            translation.outcomes.append(Outcome(flag, REFUSED, why))
     if translation.generates:
         translation.settings |= _always(values)
         translation.notes += _notes(values)
-    _apply_own(ours, translation)
+    translation.set_own(ours, known_keys(GenerationRecipe) if translation.generates else ())
     return translation
 
 
@@ -86,15 +84,3 @@ def _notes(values: Values) -> list[str]:
             "prompts above --prompt_max_len lose their first tokens; OpenRLHF cuts the last ones here",
         ]
     return []
-
-
-def _apply_own(ours: list[tuple[str, str | None]], translation: InferenceTranslation) -> None:
-    """Apply --elastic.SECTION.FIELD. Raises UserError for unknown keys, and for keys that a flag decides."""
-    keys = known_keys(GenerationRecipe) if translation.generates else ()
-    for flag, text in ours:
-        key = flag.removeprefix("--elastic.")
-        if key not in keys:
-            raise UserError(f"{flag}: {translation.launcher} has no such setting")
-        if key in translation.owners:
-            raise UserError(f"{flag}: OpenRLHF's {translation.owners[key]} sets this; use that flag")
-        translation.settings[key] = own_value(flag, text)

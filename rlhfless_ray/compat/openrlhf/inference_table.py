@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.compat.openrlhf.flag_semantics import DTYPES, stored_dtype
-from rlhfless_ray.compat.openrlhf.launcher_flags import NO_NUMBERS, FlagRule, Kind, Values, only, probabilities, row
-from rlhfless_ray.compat.openrlhf.supervised_table import ALL_ROWS, NOT_HERE, PLAIN_ATTENTION
+from rlhfless_ray.compat.openrlhf import flag_semantics as m
+from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Kind, Values, numbers, only, required, row
+from rlhfless_ray.compat.openrlhf.supervised_table import ALL_ROWS, PLAIN_ATTENTION
 
 BATCH, CHAT = "batch_inference", "interactive_chat"
 LAUNCHERS = (BATCH, CHAT)
@@ -26,23 +25,8 @@ def _flag(
     return rule if not of else replace(rule, reads=lambda v: v["eval_task"] in of)
 
 
-def _needed(what: str) -> Any:
-    return lambda x, v: "" if x else f"name {what}"
-
-
 def _dtype(x: Any, v: Values) -> dict[str, Any]:
-    """Return the dtype. `--bf16` is a switch until 0.9.1; without it the folder's own dtype is used."""
-    name = ("bf16" if x else stored_dtype(Path(v["pretrain"] or "")) or "float32") if isinstance(x, bool) else x
-    return {"policy.dtype": DTYPES.get(str(name), str(name))}
-
-
-def _dataset(x: str | None, v: Values) -> dict[str, Any]:
-    return {"prompts.paths": [part.strip() for part in x.split(",")]} if x and ("," in x or "@" in x) else {"prompts.path": x or ""}
-
-
-def _probabilities(x: str | None, v: Values) -> dict[str, Any]:
-    shares = probabilities(x) or []
-    return {"prompts.probabilities": shares} if len(shares) > 1 else {}
+    return m.switched_dtype(x, v["pretrain"])
 
 
 def _rows(x: int | None, v: Values) -> dict[str, Any]:
@@ -57,11 +41,11 @@ def _width(x: Any, v: Values) -> dict[str, Any]:
     return {"rollout.tensor_parallel": x} if isinstance(x, int) else {}
 
 
-NO_HUB = only(False, "the ModelScope hub " + NOT_HERE)
+NO_HUB = only(False, "the ModelScope hub " + m.NOT_HERE)
 SAME_TOKENS = "tokenizers give the same tokens"
 
 _COMMON: tuple[FlagRule, ...] = (
-    _flag("pretrain", "exact", "policy.path", lambda x, v: {"policy.path": x or ""}, refuses=_needed("the model")),
+    _flag("pretrain", "exact", "policy.path", lambda x, v: {"policy.path": x or ""}, refuses=required("name the model")),
     _flag("attn_implementation", "noop", reading=PLAIN_ATTENTION),
     _flag("flash_attn", "noop", reading=PLAIN_ATTENTION),
     _flag("disable_fast_tokenizer", "noop", reading=SAME_TOKENS),
@@ -82,14 +66,14 @@ BATCH_RULES: tuple[FlagRule, ...] = (
     _flag("micro_batch_size", "noop", reading="batches are cut to fit the memory, which changes no result"),
     _flag("seed", "exact", "run.seed"),
     _flag("full_determinism", "noop", reading="a run is repeatable anyway"),
-    _flag("dataset", "exact", "prompts.path prompts.paths", _dataset, refuses=_needed("the data set")),
     _flag(
-        "dataset_probs",
+        "dataset",
         "exact",
-        "prompts.probabilities",
-        _probabilities,
-        refuses=lambda x, v: NO_NUMBERS if probabilities(x) is None else "",
+        "prompts.path prompts.paths",
+        lambda x, v: m.dataset("prompts")(x or "", v),
+        refuses=required("name the data set"),
     ),
+    _flag("dataset_probs", "exact", "prompts.probabilities", m.probabilities("prompts"), refuses=numbers),
     _flag("input_key", "exact", "prompts.prompt_column"),
     _flag("apply_chat_template", "exact", "prompts.template", lambda x, v: {"prompts.template": "chat"} if x else {}),
     _flag(
@@ -99,7 +83,7 @@ BATCH_RULES: tuple[FlagRule, ...] = (
         lambda x, v: {"prompts.input_template": x} if x and "{}" in x and not v["apply_chat_template"] else {},
     ),
     _flag("max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": int(x)} if x < ALL_ROWS else {}),
-    _flag("output_path", "exact", "batch_inference.output", refuses=_needed("the file to write")),
+    _flag("output_path", "exact", "batch_inference.output", refuses=required("name the file to write")),
     # generation
     _flag("prompt_max_len", "exact", "prompts.max_prompt_tokens", of=GENERATES),
     _flag("max_new_tokens", "exact", "rollout.max_tokens", of=GENERATES),

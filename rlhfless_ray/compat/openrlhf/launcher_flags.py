@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
-import yaml
-
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.elastic_flags import own_value
+from rlhfless_ray.compat.openrlhf.flag_semantics import shares_of
+from rlhfless_ray.compat.openrlhf.flags import TYPES, read_data
+from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome, block, recipe_lines
 from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Refused
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
-
-NO_NUMBERS = "expected numbers separated by commas"
-HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
-CONVERTERS: dict[str | None, Any] = {"int": int, "float": float, None: None}
 
 Values = dict[str, Any]  # by the newest names
 Kind = Literal["exact", "hint", "noop"]
@@ -66,22 +61,24 @@ def only(value: Any, sentence: str) -> Callable[[Any, Values], str]:
     return lambda x, v: "" if x == value else sentence
 
 
-def probabilities(text: str | None) -> list[float] | None:
-    """Return the shares that a flag gives to data sets, or None if they are no numbers."""
-    try:
-        return [float(part) for part in str(text or "").split(",") if part.strip()]
-    except ValueError:
-        return None
+def required(sentence: str) -> Callable[[Any, Values], str]:
+    """Refuse an empty value."""
+    return lambda x, v: "" if x else sentence
+
+
+def numbers(x: str | None, v: Values) -> str:
+    """Refuse text that is not numbers separated by commas."""
+    return "expected numbers separated by commas" if shares_of(x) is None else ""
 
 
 @dataclass
-class LauncherTranslation:
-    """A command line as settings. `outcomes`: (flag as it was given, outcome, reason)."""
+class LauncherTranslation(CommandTranslation):
+    """A command line as settings."""
 
     launcher: str
     version: str
     settings: dict[str, Any]
-    outcomes: list[tuple[str, str, str]] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     owners: dict[str, str] = field(default_factory=dict)
     """Recipe key → the flag that decides it, as the dialect spells it."""
@@ -90,21 +87,11 @@ class LauncherTranslation:
     def tree(self) -> dict[str, Any]:
         return nested(self.settings)
 
-    def refusal(self) -> UserError | None:
-        """Return an error that names every refused flag, or None if the command can run."""
-        refused = [f"{flag}: {why}" for flag, status, why in self.outcomes if status == REFUSED]
-        return UserError("; ".join(refused)) if refused else None
-
-    def problem(self) -> UserError | None:
-        """Return the first error of the accepted settings, which names the flags, or None."""
-        try:
-            self.recipe()
-        except UserError as error:
-            return error
-        return None
+    @property
+    def refused(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.status == REFUSED]
 
     def recipe(self) -> Any:
-        """Return the recipe, or None if the launcher needs none. Raises UserError, which names the flag of an invalid value."""
         return None
 
     def check(self) -> None:
@@ -115,18 +102,22 @@ class LauncherTranslation:
         for note in [*(f"{flag} read as: {why}" for flag, status, why in self.outcomes if status == HINT), *self.notes]:
             print(f"[rlhfless] {note}", flush=True)
 
-    @contextmanager
-    def flags_in_errors(self) -> Iterator[None]:
-        """Make UserErrors name the flags that decide the keys they name."""
-        try:
-            yield
-        except UserError as error:
-            raise self.by_flag(error) from None
-
     def by_flag(self, error: UserError) -> UserError:
-        """Return the error with the flags that decide the keys it names."""
         named = [flag for key, flag in self.owners.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.[a-z])", str(error))]
         return UserError((f"{', '.join(dict.fromkeys(named))}: " if named else "") + str(error))
+
+    def set_own(self, ours: list[tuple[str, str | None]], keys: Collection[str]) -> None:
+        """Add the settings of --elastic.SECTION.FIELD.
+
+        `keys`: the recipe's. Raises UserError for another key, and for one that a flag decides.
+        """
+        for flag, text in ours:
+            key = flag.removeprefix("--elastic.")
+            if key not in keys:
+                raise UserError(f"{flag}: {self.launcher} has no such setting")
+            if key in self.owners:
+                raise UserError(f"{flag}: OpenRLHF's {self.owners[key]} sets this; use that flag")
+            self.settings[key] = own_value(flag, text)
 
     def explanation(self) -> str:
         """Describe the dialect, the outcomes of all flags, and the recipe, as `rlhfless explain` prints them."""
@@ -137,24 +128,20 @@ class LauncherTranslation:
         lines = [
             f"dialect     {self.launcher} of OpenRLHF {self.version}",
             f"honoured    {len(given[HONOURED])} of {len(self.outcomes)} flags: {' '.join(flag for flag, _ in given[HONOURED]) or 'none'}",
-            *_block("hints", [f"{flag}: {why}" for flag, why in given[HINT]]),
-            *_block("no effect", [f"{flag}: {why}" for flag, why in given[NO_EFFECT]]),
-            *_block("notes", self.notes),
-            *_block("refused", [f"{flag}: {why}" for flag, why in given[REFUSED]]),
-            "recipe" + (" (without the refused flags)" if given[REFUSED] else ""),
+            *block("hints", [f"{flag}: {why}" for flag, why in given[HINT]]),
+            *block("no effect", [f"{flag}: {why}" for flag, why in given[NO_EFFECT]]),
+            *block("notes", self.notes),
+            *block("refused", [f"{flag}: {why}" for flag, why in given[REFUSED]]),
+            *recipe_lines(self.tree, bool(given[REFUSED])),
         ]
-        lines += ["  " + line for line in yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True).splitlines()]
         return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- versions
 
 
-@cache
 def versions_data() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("data", "supervised.json").read_text(encoding="utf-8")
-    data: dict[str, Any] = json.loads(text)
-    return data
+    return read_data("supervised")
 
 
 @cache
@@ -190,9 +177,7 @@ def _parser(launcher: str, version: str, mixed: bool = False) -> FlagParser:
             flags = flags_of(launcher, other) | flags
     for flag, spec in flags.items():
         if spec.get("action", "store") == "store":
-            parser.add_argument(
-                f"--{flag}", dest=flag, type=CONVERTERS[spec.get("type")], nargs=spec.get("nargs"), choices=spec.get("choices")
-            )
+            parser.add_argument(f"--{flag}", dest=flag, type=TYPES[spec.get("type")], nargs=spec.get("nargs"), choices=spec.get("choices"))
         else:
             parser.add_argument(f"--{flag}", dest=flag, action=spec["action"])
     return parser
@@ -225,7 +210,3 @@ def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str,
 
 def _values(parser: FlagParser, tokens: Sequence[str]) -> dict[str, Any]:
     return {f"--{flag}": value for flag, value in vars(parser.parse_args(list(tokens))).items()}
-
-
-def _block(title: str, entries: list[str]) -> list[str]:
-    return [f"{title if not index else '':<12}{entry}" for index, entry in enumerate(entries)]

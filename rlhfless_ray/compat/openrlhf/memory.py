@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.resources import slots_here
-from rlhfless_ray.compat.openrlhf.translate import Translation, by_flag
+from rlhfless_ray.compat.openrlhf.translate import Translation
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -56,7 +56,7 @@ def too_large_here(translation: Translation, environment: Mapping[str, str] = os
     try:
         check_ahead(recipe, fetch=False)
     except UserError as error:
-        return str(by_flag(translation, error))
+        return str(translation.by_flag(error))
     return None
 
 

@@ -7,21 +7,19 @@ resource hints, or are refused by name.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.command import MOLT
 from rlhfless_ray.compat.openrlhf.elastic_flags import DIALECT, separate
-from rlhfless_ray.compat.openrlhf.flags import newest
-from rlhfless_ray.compat.openrlhf.launcher_flags import CONVERTERS
+from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE
+from rlhfless_ray.compat.openrlhf.flags import TYPES, flags_of, newest, read_data
+from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Refused
-from rlhfless_ray.compat.openrlhf.translate import HINT, HONOURED, NO_EFFECT, REFUSED, Outcome, Translation, translate
+from rlhfless_ray.compat.openrlhf.translate import Translation, translate
 
 DISTILLS = "on_policy_distill"
 
@@ -82,7 +80,6 @@ IDLE = {
     "--actor.muon.weight_decay": "the optimizer is adam",
     "--critic.muon.weight_decay": "the optimizer is adam",
 }
-NOT_HERE = "has no counterpart here yet"
 REFUSES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "--actor.freeze_moe_router": (bool, "frozen routers " + NOT_HERE),
     "--critic.freeze_moe_router": (bool, "frozen routers " + NOT_HERE),
@@ -111,10 +108,8 @@ SETTING = {
 """Flags of Molt's own that set a key, or a flag of OpenRLHF that does."""
 
 
-@cache
 def flags() -> dict[str, dict[str, Any]]:
-    table: dict[str, dict[str, Any]] = json.loads(resources.files(__package__).joinpath("data", "molt.json").read_text(encoding="utf-8"))
-    return table["flags"]
+    return read_data("molt")["flags"]
 
 
 @cache
@@ -123,7 +118,7 @@ def _parser() -> FlagParser:
     for flag, spec in flags().items():
         action = spec.get("action", "store")
         if action == "store":
-            kind = CONVERTERS[spec.get("type")]
+            kind = TYPES[spec.get("type")]
             extra: dict[str, Any] = {"const": "full"} if spec.get("nargs") == "?" else {}
             parser.add_argument(flag, dest=flag, type=kind, nargs=spec.get("nargs"), choices=spec.get("choices"), **extra)
         else:
@@ -144,7 +139,7 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
     translation = translate([*_as_openrlhf(given), *own_tokens, DIALECT, newest()], environment)
     outcomes = [outcome for flag, value in given.items() if (outcome := _outcome(flag, value)) is not None]
     back = {new: old for old, new in RENAMED.items()}
-    kept = [replace(one, flag=back.get(one.flag, one.flag)) for one in translation.flags if back.get(one.flag, one.flag) in given]
+    kept = [one._replace(flag=back.get(one.flag, one.flag)) for one in translation.flags if back.get(one.flag, one.flag) in given]
     translation.flags = [*kept, *outcomes]
     translation.settings |= (changes := _settings(given))
     translation.wanted |= changes
@@ -159,7 +154,7 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
 
 def _as_openrlhf(given: dict[str, Any]) -> list[str]:
     """Return the equivalent command line of OpenRLHF 0.11.2, without the parts that only recipe settings express."""
-    known = _openrlhf_flags()
+    known = {flag: spec.action for flag, spec in flags_of(newest()).items()}
     line: dict[str, list[str]] = {flag: list(values) for flag, values in DEFAULTS.items()}
     for flag, value in given.items():
         name = RENAMED.get(flag, flag)
@@ -187,13 +182,6 @@ def _as_openrlhf(given: dict[str, Any]) -> list[str]:
 def _runs_ahead(given: dict[str, Any]) -> bool:
     """Return whether rollouts overlap training, as in Molt by default. Here that needs importance weights."""
     return not given.get("--train.force_sync_mode") and given.get("--algo.advantage.is_correction_level", "off") != "off"
-
-
-def _openrlhf_flags() -> dict[str, str]:
-    """Return {flag of 0.11.2: its action}."""
-    from rlhfless_ray.compat.openrlhf.flags import flags_of
-
-    return {flag: spec.action for flag, spec in flags_of(newest()).items()}
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:

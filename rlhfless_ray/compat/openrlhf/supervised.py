@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.elastic_flags import own_value, separate
-from rlhfless_ray.compat.openrlhf.launcher_flags import REFUSED, LauncherTranslation, defaults, flags_of, read
+from rlhfless_ray.compat.openrlhf.elastic_flags import separate
+from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name
+from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, defaults, flags_of, read
+from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.compat.openrlhf.supervised_table import ALL_ROWS, ALWAYS, DPO, KD, KTO, OLDER_NAMES, RM, RULES, SFT, TASKS
 from rlhfless_ray.recipe.reading import known_keys
@@ -31,11 +32,8 @@ class SupervisedTranslation(LauncherTranslation):
         return nested({"task": TASKS[self.launcher], **self.settings})
 
     def recipe(self) -> SupervisedRecipe:
-        """Return the recipe. Raises UserError, which names the flag of an invalid value."""
-        try:
+        with self.flags_in_errors():
             return SupervisedRecipe.parse(self.tree)
-        except UserError as error:
-            raise self.by_flag(error) from None
 
 
 def translate_supervised(
@@ -81,13 +79,13 @@ def translate_supervised(
         translation.owners |= {key: spelled[name] for key in rule.keys if rule.kind == "exact"}
         why = rule.refuses(value, values)
         if why and spelled[name] not in given:
-            translation.outcomes.append((spelled[name], REFUSED, why))
+            translation.outcomes.append(Outcome(spelled[name], REFUSED, why))
     for flag, value in given.items():
-        translation.outcomes.append((flag, *rules[_newest(flag[2:])].outcome(value, values)))
-    settings |= _own(ours, translation)
+        translation.outcomes.append(Outcome(flag, *rules[_newest(flag[2:])].outcome(value, values)))
+    translation.set_own(ours, known_keys(SupervisedRecipe))
     translation.notes = _notes(launcher, values)
     if "watch.run_name" in settings:
-        settings["run.name"] = re.sub(r"[^\w.-]+", "-", str(settings["watch.run_name"])).strip("-.") or launcher
+        settings["run.name"] = folder_name(str(settings["watch.run_name"])) or launcher
     return translation
 
 
@@ -106,19 +104,6 @@ def _notes(launcher: str, v: dict[str, Any]) -> list[str]:
     if launcher == RM and not v["data.prompt_key"]:
         notes.append("both texts of a pair are computed whole, so their common prompt is computed twice")
     return notes
-
-
-def _own(ours: list[tuple[str, str | None]], translation: SupervisedTranslation) -> dict[str, Any]:
-    """Return {recipe key: value} of --elastic.SECTION.FIELD. Raises UserError for unknown keys, and for keys that a flag decides."""
-    keys, settings = known_keys(SupervisedRecipe), {}
-    for flag, text in ours:
-        key = flag.removeprefix("--elastic.")
-        if key not in keys:
-            raise UserError(f"{flag}: no such setting of a supervised stage")
-        if key in translation.owners:
-            raise UserError(f"{flag}: OpenRLHF's {translation.owners[key]} sets this; use that flag")
-        settings[key] = own_value(flag, text)
-    return settings
 
 
 def _newest(flag: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.compat.openrlhf.flag_semantics import BUDGET, DIVIDED, DTYPES, MATRICES, stored_dtype
-from rlhfless_ray.compat.openrlhf.launcher_flags import NO_NUMBERS, FlagRule, Values, only, probabilities, row
+from rlhfless_ray.compat.openrlhf import flag_semantics as m
+from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE
+from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Values, numbers, only, required, row
 
 SFT, RM, DPO, KTO, KD, PRM = "train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"
 TASKS = {SFT: "sft", RM: "rm", DPO: "dpo", KTO: "kto", KD: "kd", PRM: "prm"}
@@ -15,29 +15,12 @@ ALL_ROWS = 10**6  # the launchers' default for "all rows" is this or more
 
 
 def _dtype(x: Any, v: Values) -> dict[str, Any]:
-    """Return the dtype. `--bf16` is a switch until 0.9.1; without it the folder's own dtype is used."""
-    name = ("bf16" if x else stored_dtype(Path(v["model.model_name_or_path"] or "")) or "float32") if isinstance(x, bool) else x
-    return {"policy.dtype": DTYPES.get(str(name), str(name))}
+    return m.switched_dtype(x, v["model.model_name_or_path"])
 
 
 def _zero_stage(x: int, v: Values) -> dict[str, Any]:
     needs_one = v["ds.adam_offload"] or _dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
     return {"learner.zero_stage": max(1, x) if needs_one else x}
-
-
-def _dataset(x: str | None, v: Values) -> dict[str, Any]:
-    if x is not None and ("," in x or "@" in x):
-        return {"data.paths": [part.strip() for part in x.split(",")]}
-    return {"data.path": x}
-
-
-def _probabilities(x: str | None, v: Values) -> dict[str, Any]:
-    shares = probabilities(x) or []
-    return {"data.probabilities": shares if len(shares) > 1 else None}
-
-
-def _schedule(x: str, v: Values) -> dict[str, Any]:
-    return {"learner.schedule": "constant" if x == "constant" else x}
 
 
 def _warmup(x: float, v: Values) -> dict[str, Any]:
@@ -77,7 +60,6 @@ def _sink(key: str) -> Callable[[Any, Values], dict[str, Any]]:
     return lambda x, v: {key: x} if v["logger.wandb.key"] else {}
 
 
-NOT_HERE = "has no counterpart here yet"
 PLAIN_ATTENTION = "kernels of attention are torch's own, and change no result"
 
 RULES: tuple[FlagRule, ...] = (
@@ -108,7 +90,7 @@ RULES: tuple[FlagRule, ...] = (
     row("eval.split", "eval_split", "exact", "evaluate.split", lambda x, v: {"evaluate.split": x} if v["eval.dataset"] else {}),
     # batches
     row("train.batch_size", "train_batch_size", "exact", "data.batch_rows"),
-    row("train.micro_batch_size", "micro_train_batch_size", "hint", reading=BUDGET),
+    row("train.micro_batch_size", "micro_train_batch_size", "hint", reading=m.BUDGET),
     row("train.max_epochs", "max_epochs", "exact", "run.epochs"),
     row("train.seed", "seed", "exact", "run.seed"),
     row("train.full_determinism_enable", "full_determinism", "noop", reading="a run is repeatable anyway"),
@@ -120,7 +102,7 @@ RULES: tuple[FlagRule, ...] = (
         "exact",
         "policy.path",
         lambda x, v: {"policy.path": x or ""},
-        refuses=lambda x, v: "" if x else "name the model to train",
+        refuses=required("name the model to train"),
     ),
     row("ds.param_dtype", "param_dtype", "exact", "policy.dtype", _dtype),
     row("ds.zero_stage", "zero_stage", "exact", "learner.zero_stage", _zero_stage),
@@ -159,9 +141,9 @@ RULES: tuple[FlagRule, ...] = (
             ("ref.offload", "ref_offload", "the reference's log-probabilities are computed once, before the first step"),
         ]
     ],
-    row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "hint", reading=MATRICES),
-    row("ds.ring_attn_size", "ring_attn_size", "hint", reading=DIVIDED),
-    row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=DIVIDED),
+    row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "hint", reading=m.MATRICES),
+    row("ds.ring_attn_size", "ring_attn_size", "hint", reading=m.DIVIDED),
+    row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=m.DIVIDED),
     # optimizer
     row("optim", "optim", "noop", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
     *[
@@ -172,7 +154,7 @@ RULES: tuple[FlagRule, ...] = (
     row("adam.betas", "adam_betas", "exact", "learner.betas"),
     row("adam.eps", "adam_eps", "exact", "learner.adam_eps"),
     row("adam.weight_decay", "l2", "exact", "learner.weight_decay"),
-    row("lr_scheduler", "lr_scheduler", "exact", "learner.schedule", _schedule),
+    row("lr_scheduler", "lr_scheduler", "exact", "learner.schedule"),
     row("lr_warmup_ratio", "lr_warmup_ratio", "exact", "learner.warmup_share", _warmup),
     row("min_lr_ratio", "min_lr_ratio", "exact", "learner.min_rate_share"),
     row("max_norm", "max_norm", "exact", "learner.grad_clip"),
@@ -201,29 +183,18 @@ RULES: tuple[FlagRule, ...] = (
         "exact",
         "teacher.path",
         lambda x, v: {"teacher.path": x or ""},
-        refuses=lambda x, v: "" if x else "name the teacher",
+        refuses=required("name the teacher"),
     ),
     row("kd_coef", "kd_coef", "exact", "loss.teacher_weight"),
     row("teacher_offload", "teacher_offload", "hint", reading="the teacher stays on the ranks' devices"),
     # data
     row(
-        "placeholder_token",
-        "placeholder_token",
-        "exact",
-        "data.placeholder_token",
-        refuses=lambda x, v: "" if x else "name the token that ends each step",
+        "placeholder_token", "placeholder_token", "exact", "data.placeholder_token", refuses=required("name the token that ends each step")
     ),
     row("reward_tokens", "reward_tokens", "exact", "data.reward_tokens"),
     row("label_key", "label_key", "exact", "data.label_column"),
-    row("data.dataset", "dataset", "exact", "data.path data.paths", _dataset, refuses=lambda x, v: "" if x else "name the data set"),
-    row(
-        "data.dataset_probs",
-        "dataset_probs",
-        "exact",
-        "data.probabilities",
-        _probabilities,
-        refuses=lambda x, v: NO_NUMBERS if probabilities(x) is None else "",
-    ),
+    row("data.dataset", "dataset", "exact", "data.path data.paths", m.dataset("data"), refuses=required("name the data set")),
+    row("data.dataset_probs", "dataset_probs", "exact", "data.probabilities", m.probabilities("data"), refuses=numbers),
     row("data.dataset_split", "dataset_split", "exact", "data.split"),
     row("data.max_samples", "max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x) if x < ALL_ROWS else None}),
     row("data.multiturn", "multiturn", "exact", "data.train_on", lambda x, v: {}),
@@ -250,20 +221,14 @@ RULES: tuple[FlagRule, ...] = (
     row("data.max_len", "max_len", "exact", "data.max_tokens"),
     # sinks
     row("logger.logging_steps", "logging_steps", "exact", "watch.every_steps"),
-    row("logger.wandb.key", "use_wandb", "exact", "watch.wandb", lambda x, v: {"watch.wandb": "online" if x else "off"}),
+    row("logger.wandb.key", "use_wandb", "exact", "watch.wandb", m.wandb),
     row("logger.wandb.org", "wandb_org", "exact", "watch.wandb_entity", _sink("watch.wandb_entity")),
     row("logger.wandb.group", "wandb_group", "exact", "watch.wandb_group", _sink("watch.wandb_group")),
     row("logger.wandb.project", "wandb_project", "exact", "watch.wandb_project", _sink("watch.wandb_project")),
     row(
         "logger.wandb.run_name", "wandb_run_name", "exact", "watch.run_name", lambda x, v: {} if "<prefix>" in x else {"watch.run_name": x}
     ),
-    row(
-        "logger.tensorboard_dir",
-        "use_tensorboard",
-        "exact",
-        "watch.tensorboard watch.tensorboard_path",
-        lambda x, v: {"watch.tensorboard": True, "watch.tensorboard_path": x} if x else {"watch.tensorboard": False},
-    ),
+    row("logger.tensorboard_dir", "use_tensorboard", "exact", "watch.tensorboard watch.tensorboard_path", m.tensorboard),
     row("use_ms", "use_ms", "noop", refuses=only(False, "the ModelScope hub has no counterpart here yet"), reading="the default"),
 )
 

@@ -6,33 +6,28 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.checks import check
 from rlhfless_ray.compat.openrlhf.departures import departures, other_meanings
 from rlhfless_ray.compat.openrlhf.dialect import CommandLine, instead_of, read
 from rlhfless_ray.compat.openrlhf.elastic_flags import own_settings, separate
+from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name
 from rlhfless_ray.compat.openrlhf.flag_table import ALWAYS, RULES, Rule, owned_keys, rule_of
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, newest, span_text
 from rlhfless_ray.compat.openrlhf.normalise import LOGIN, STAMPED, Values, canonical, defaults, shown
+from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import Installed, names, nested
 
-HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import Recipe
+
 RANK = (NO_EFFECT, HINT, HONOURED, REFUSED)  # a flag that decides several names gets the last of their outcomes
 
 
 @dataclass
-class Outcome:
-    """Outcome of one flag, spelled as in the command line or, for a default, as in its dialect."""
-
-    flag: str
-    status: str
-    why: str = ""
-
-
-@dataclass
-class Translation:
+class Translation(CommandTranslation):
     line: CommandLine
     values: Values
     settings: dict[str, Any] = field(default_factory=dict)
@@ -58,8 +53,28 @@ class Translation:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The settings as a nested dict for Recipe.parse."""
         return nested(self.settings)
+
+    def recipe(self) -> Recipe:
+        from rlhfless_ray.recipe import Recipe
+
+        with self.flags_in_errors():
+            return Recipe.parse(self.tree)
+
+    def by_flag(self, error: UserError) -> UserError:
+        """Return the error with the flags that set the recipe keys it names, or with the flag that could set them."""
+        text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in self.settings else str(error)
+        keys = [key for key in self.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
+        if re.search(r"--resume\b", text):  # the option of `rlhfless train` for checkpoint.resume
+            keys.append("checkpoint.resume")
+        flags = [f"--elastic.{key}" for key in keys if key in self.own]
+        for rule in RULES:
+            if not rule.idle(self.values) and (set(keys) - set(self.own)) & set(rule.settings(self.values)):
+                flags += self.values.spelled(rule.name).split(" and ")
+        subject = re.match(r"[a-z]+\.[a-z_.]+[a-z]", text)
+        if not flags and subject and Installed().knows(subject[0]):
+            flags = [owned_keys().get(subject[0], f"--elastic.{subject[0]}")]
+        return UserError((f"{', '.join(dict.fromkeys(flags))}: " if flags else "") + str(error))
 
 
 def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ) -> Translation:
@@ -174,7 +189,7 @@ def _run_name(v: Values) -> str:
     """Return the run folder's name: the Weights & Biases run name if the command gives one, else the launcher's name."""
     if "logger.wandb.run_name" not in v.set_by:
         return LAUNCHER
-    return re.sub(r"[^\w.-]+", "-", v["logger.wandb.run_name"]).strip("-.") or LAUNCHER
+    return folder_name(v["logger.wandb.run_name"]) or LAUNCHER
 
 
 def _keep_secrets(translation: Translation) -> None:
@@ -187,45 +202,3 @@ def supported_today() -> dict[str, str]:
     """Return {newest name: the recipe keys it needs that the installed recipe lacks, or an empty string}."""
     installed = Installed()
     return {rule.name: ", ".join(key for key in rule.keys if not installed.knows(key)) for rule in RULES}
-
-
-def refusals(translation: Translation) -> UserError | None:
-    """Return an error that names every refused flag, or None if the command can run."""
-    if not translation.refused:
-        return None
-    return UserError("; ".join(f"{outcome.flag}: {outcome.why}" for outcome in translation.refused))
-
-
-def recipe_of(translation: Translation) -> Any:
-    """Return the recipe of a translation without refusals. Raises UserError, which names the flag of an invalid value."""
-    from rlhfless_ray.recipe import Recipe
-
-    try:
-        return Recipe.parse(translation.tree)
-    except UserError as error:
-        raise by_flag(translation, error) from None
-
-
-def by_flag(translation: Translation, error: UserError) -> UserError:
-    """Return the error with the flags that set the recipe keys it names, or with the flag that could set them."""
-    text = str(error).replace("prompts.path ", "prompts.paths ") if "prompts.paths" in translation.settings else str(error)
-    keys = [key for key in translation.settings if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text)]
-    if re.search(r"--resume\b", text):  # the option of `rlhfless train` for checkpoint.resume
-        keys.append("checkpoint.resume")
-    flags = [f"--elastic.{key}" for key in keys if key in translation.own]
-    for rule in RULES:
-        if not rule.idle(translation.values) and (set(keys) - set(translation.own)) & set(rule.settings(translation.values)):
-            flags += translation.values.spelled(rule.name).split(" and ")
-    subject = re.match(r"[a-z]+\.[a-z_.]+[a-z]", text)
-    if not flags and subject and Installed().knows(subject[0]):
-        flags = [owned_keys().get(subject[0], f"--elastic.{subject[0]}")]
-    return UserError((f"{', '.join(dict.fromkeys(flags))}: " if flags else "") + str(error))
-
-
-def problem(translation: Translation) -> str | None:
-    """Return why the translated recipe is invalid, or None if it is valid."""
-    try:
-        recipe_of(translation)
-    except UserError as error:
-        return str(error)
-    return None

@@ -1,0 +1,75 @@
+"""What translations of all launchers share: outcomes of flags, errors that name flags, and parts of an explanation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import yaml
+
+from rlhfless_ray.common.errors import UserError
+
+HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
+
+
+class Outcome(NamedTuple):
+    """Outcome of one flag, spelled as in the command line or, for a default, as in its dialect."""
+
+    flag: str
+    status: str
+    why: str = ""
+
+
+class CommandTranslation(ABC):
+    """A command line as settings of a recipe."""
+
+    @property
+    @abstractmethod
+    def tree(self) -> dict[str, Any]:
+        """The settings as a nested dict."""
+
+    @property
+    @abstractmethod
+    def refused(self) -> list[Outcome]:
+        """Outcomes with which the command cannot run."""
+
+    @abstractmethod
+    def recipe(self) -> Any:
+        """Return the recipe, or None if the launcher needs none. Raises UserError, which names the flag of an invalid value."""
+
+    @abstractmethod
+    def by_flag(self, error: UserError) -> UserError:
+        """Return the error with the flags that decide the recipe keys it names."""
+
+    def refusal(self) -> UserError | None:
+        """Return an error that names every refused flag, or None if the command can run."""
+        return UserError("; ".join(f"{outcome.flag}: {outcome.why}" for outcome in self.refused)) if self.refused else None
+
+    def problem(self) -> UserError | None:
+        """Return why the recipe is invalid, or None if it is valid."""
+        try:
+            self.recipe()
+        except UserError as error:
+            return error
+        return None
+
+    @contextmanager
+    def flags_in_errors(self) -> Iterator[None]:
+        """Make UserErrors name the flags that decide the keys they name."""
+        try:
+            yield
+        except UserError as error:
+            raise self.by_flag(error) from None
+
+
+def block(title: str, entries: list[str]) -> list[str]:
+    """Return lines of an explanation, with the title beside the first entry."""
+    return [f"{title if not index else '':<12}{entry}" for index, entry in enumerate(entries)]
+
+
+def recipe_lines(tree: dict[str, Any], refused: bool) -> list[str]:
+    """Return the recipe as the last lines of an explanation. `refused`: whether it lacks refused flags."""
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return ["recipe" + (" (without the refused flags)" if refused else ""), *("  " + line for line in text.splitlines())]
