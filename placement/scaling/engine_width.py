@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from placement.planning.objective import Choice, Objective, choose_nearest
 from placement.planning.plan import Plan
-from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING
+from placement.scaling.resize_policy import MAX_COST_SHARE, MIN_SAVING, pays_back
 from placement.speed.decode_speed import Speed
 
 
@@ -71,13 +71,9 @@ def decide_width(
     figures += f" (now {stay.time_s:.3g} s for {stay.cost:.3g})"
     before = stay.cost + value_per_s * stay.time_s
     saving = before - chosen.cost - value_per_s * chosen.time_s
-    if saving <= min_saving * before:
-        return WidthDecision(current, f"{figures} saves {saving / max(before, 1e-12):.1%} a step, less than {min_saving:.0%}")
     once = (width * chosen.actors + value_per_s) * start_s
-    balance = f"{figures} saves {saving:.3g} a step for {once:.3g} once"
-    if once <= gamma * saving * lasts:
-        return WidthDecision(width, f"{balance}, expected to last {lasts:.3g} steps")
-    return WidthDecision(current, f"{balance}: pays back in {once / saving:.3g} steps, but must within {gamma * lasts:.3g}")
+    pays, why = pays_back(saving, before, once, lasts, gamma, min_saving)
+    return WidthDecision(width if pays else current, f"{figures} {why}")
 
 
 def slots(count: int) -> str:

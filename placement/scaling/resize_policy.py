@@ -168,17 +168,26 @@ def decide(
     figures = (
         f"{chosen.actors} actors: {chosen.time_s:.3g} s for {chosen.cost:.3g} (now {current}: {stay.time_s:.3g} s for {stay.cost:.3g})"
     )
-    if saving <= min_saving * before:
-        return _stay(stay, current, f"{figures} saves {saving / max(before, 1e-12):.1%} a step, less than {min_saving:.0%}")
     if more > 0:
         once = more * transition.price * transition.start_s + value_per_s * max(0.0, transition.start_s - transition.overlapped_s)
     else:
         once = -more * transition.price * transition.restart_s
-    lasts = min(history.horizon(step), steps_left)
-    balance = f"{figures} saves {saving:.3g} a step for {once:.3g} once"
+    pays, why = pays_back(saving, before, once, min(history.horizon(step), steps_left), gamma, min_saving)
+    return _to(chosen, current, f"{figures} {why}") if pays else _stay(stay, current, f"{figures} {why}")
+
+
+def pays_back(saving: float, before: float, once: float, lasts: float, gamma: float, min_saving: float) -> tuple[bool, str]:
+    """Return whether a change pays back, and why.
+
+    saving: per step, of the cost `before` it. once: its one-time cost. lasts: steps that it will last. It must save at least
+    `min_saving` of a step's cost, and cost at most gamma · saving · lasts.
+    """
+    if saving <= min_saving * before:
+        return False, f"saves {saving / max(before, 1e-12):.1%} a step, less than {min_saving:.0%}"
+    balance = f"saves {saving:.3g} a step for {once:.3g} once"
     if once <= gamma * saving * lasts:
-        return _to(chosen, current, f"{balance}, expected to last {lasts:.3g} steps")
-    return _stay(stay, current, f"{balance}: pays back in {once / saving:.3g} steps, but must within {gamma * lasts:.3g}")
+        return True, f"{balance}, expected to last {lasts:.3g} steps"
+    return False, f"{balance}: pays back in {once / saving:.3g} steps, but must within {gamma * lasts:.3g}"
 
 
 def _to(plan: Plan, current: int, reason: str) -> Decision:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 
 from placement.simulate.phase_times import PhaseTimes
-from placement.simulate.plan_candidates import PREFERS, STEP, near
+from placement.simulate.plan_candidates import PREFERS, near, near_prefers, shards_less
 from placement.simulate.plan_search import Planner, Trial
-from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSettings, StepRun, decode_busy, roll_out
+from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSettings, StepRun, decode_busy, roll_out, separate_holds
 
 LAG = (0.0, 1.0)  # share of the trained tokens by lag
 NOT_BUILT = "ours (not built)"  # name of what the runtime does not do yet
@@ -42,8 +42,7 @@ def fixed_split(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) -> 
     learn = times.prepare_s(tokens, m) + times.learn_s(tokens, m)
     end = max(run.end_s, sent + learn)
     busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * plan.engines * times.width + learn * m
-    holds = (DeviceHold("engines", d - m, 0.0, end), DeviceHold("trainers", m, 0.0, end))
-    return StepRun("fixed", end, end * d, busy, run.end_s, 0, holds, _reason(plan), lag=LAG)
+    return StepRun("fixed", end, end * d, busy, run.end_s, 0, separate_holds(d - m, m, end), _reason(plan), lag=LAG)
 
 
 def ours_one_step_off(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -133,7 +132,7 @@ def _candidates(times: PhaseTimes) -> list[StepPlanSettings]:
         for share in ENGINES
         for prefer in PREFERS
     ]
-    found += [replace(k, hosted=True) for k in found if _shards_less(times, k.late)]
+    found += [replace(k, hosted=True) for k in found if shards_less(times, k.late)]
     return [k for k in dict.fromkeys(found) if times.learner(hosted=k.hosted).fits(k.late)]
 
 
@@ -143,15 +142,10 @@ def _neighbours(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSetti
     d, w = t.devices, t.width
     found = [replace(plan, late=m, engines=min(plan.engines, (d - m) // w)) for m in near(plan.late, t.learner_step, t.min_learner, d - w)]
     found += [replace(plan, engines=m) for m in near(plan.engines, 1, 1, (d - plan.late) // w)]
-    found += [replace(plan, prefer=p) for p in (round(plan.prefer - STEP, 3), round(plan.prefer + STEP, 3)) if 0 <= p <= 1]
-    if plan.hosted or _shards_less(t, plan.late):
+    found += near_prefers(plan)
+    if plan.hosted or shards_less(t, plan.late):
         found.append(replace(plan, hosted=not plan.hosted))
     return [k for k in dict.fromkeys(found) if k != plan and t.learner(hosted=k.hosted).fits(k.late)]
-
-
-def _shards_less(times: PhaseTimes, m: int) -> bool:
-    """Return whether a hosted optimizer state lets m devices keep more whole weights or gradients."""
-    return times.learner(hosted=True).trainer.sharding(m) != times.trainer.sharding(m)
 
 
 def splits(times: PhaseTimes) -> list[StepPlanSettings]:

@@ -13,7 +13,7 @@ from placement.simulate.partial_rollout import Generation, InFlight
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import PREFERS, SHARES, candidates, fits, neighbours
 from placement.simulate.plan_search import Planner
-from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSettings, StepRun
+from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSettings, StepRun, describe_split, separate_holds
 
 MORE = (0.125, 0.25, 0.375, 0.5)  # shares of a step's groups that are begun beyond those it trains
 TRIED = 3  # steps of the pipeline that such a share is tried on, once the pipeline is full
@@ -147,9 +147,7 @@ def _separate(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, gener
     )
     end = max(run.end_s, sent + learn)
     busy = min(run.busy(times.width) + learn * m, end * d)
-    wide = f" of {plan.width} devices" * bool(plan.width)
-    holds = (DeviceHold("engines", d - m, 0.0, end), DeviceHold("trainers", m, 0.0, end))
-    return StepRun("fixed", end, end * d, busy, run.end_s, 0, holds, f"{plan.engines} engines{wide}, {m} trainers")
+    return StepRun("fixed", end, end * d, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
 
 
 def _ours(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:

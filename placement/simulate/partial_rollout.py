@@ -11,9 +11,9 @@ import numpy as np
 from placement.simulate.narrowing import Narrowed, Narrowing
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.rollout.decoding import ActorLease, VirtualEngines
-from placement.simulate.rollout.run_policy import MAX_DECISIONS, Result, make_view
+from placement.simulate.rollout.run_policy import MAX_DECISIONS, Result, make_view, result_of, undecoded
 from placement.simulate.rollout.view import RolloutJob
-from placement.simulate.simulate_step import DECISION_SHARE, SimulatedRollout, StepInput
+from placement.simulate.simulate_step import SimulatedRollout, StepInput, rollout_job, start_up_s
 
 LONGER = 0.25  # of its tokens: how much longer a response is expected to be that has outlived every scenario
 
@@ -128,22 +128,10 @@ class Generation:
 
         given: the live responses, as `InFlight.step_input` makes them, or a scenario of them.
         """
-        start = (times.wake_s if wake_s is None else wake_s) + (times.reshard_s if transfer_s is None else transfer_s)
+        start = start_up_s(times, transfer_s, wake_s)
         key = (policy, times.width, engines, prefer, capacity, start, narrowings, least_s)
         if key not in given.cache:
-            job = RolloutJob(
-                given.scenarios,
-                times.speed,
-                max(1, min(engines, len(given.lengths))),
-                prefer,
-                times.migrate_s,
-                start,
-                given.prompts,
-                capacity or times.capacity,
-                DECISION_SHARE * (4 if given.is_trial else 1) * times.setting.response_limit * times.speed.base_s,
-                given.seed,
-                given.group,
-            )
+            job = rollout_job(times, given, given.scenarios, engines, prefer, start, capacity)
             given.cache[key] = self._made(times, given, job, Narrowed(policy, job, narrowings), start, least_s)
         found = given.cache[key]
         assert isinstance(found, PartialRollout)
@@ -223,8 +211,5 @@ def run_until(lengths: np.ndarray, job: RolloutJob, policy: Narrowed, enough: Ca
             engine = before
             engine.advance(end)
         if end <= engine.time_s or engine.finished.all():
-            engine.finish()
-            cost = float(sum(lease.to_s - lease.from_s for lease in engine.leases))
-            leases = tuple(sorted(engine.leases, key=lambda lease: (lease.from_s, lease.actor)))
-            return Result(engine.time_s, cost, leases, engine.finish_s, engine.moves, ()), engine.generated
-    raise RuntimeError(f"the policy left {int((~engine.finished).sum())} sequences undecoded after {MAX_DECISIONS} decisions")
+            return result_of(engine), engine.generated
+    raise undecoded(engine)

@@ -43,7 +43,7 @@ def candidates(times: PhaseTimes) -> list[StepPlanSettings]:
     found += [replace(k, awake=True) for k in found if k.late == d and roomy.fits(d) and not times.awake_capacity(d)]
     if whitened(times):
         found += [replace(k, linear=True) for k in found if k.early]
-    found += [replace(k, hosted=True) for k in found if k.early and _shards_less(times, k)]
+    found += [replace(k, hosted=True) for k in found if k.early and shards_less(times.learner(linear=k.linear, awake=k.awake), k.early)]
     found = [k for k in found if fits(times, k)]
     if times.wake_s > times.warm_s:
         for m in sorted({round(share * d / times.learner_step) * times.learner_step for share in HELD}):
@@ -72,10 +72,10 @@ def neighbours(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettin
     found += [replace(plan, late=m) for m in near(plan.late, times.learner_step, times.min_learner, times.devices)]
     if whitened(times) and plan.early:
         found.append(replace(plan, linear=not plan.linear))
-    if plan.hosted or (plan.early and _shards_less(times, plan)):
+    if plan.hosted or (plan.early and shards_less(times.learner(linear=plan.linear, awake=plan.awake), plan.early)):
         found.append(replace(plan, hosted=not plan.hosted))
     found += [replace(plan, engines=m) for m in near(plan.engines, 1, 1, times.engines)]
-    found += [replace(plan, prefer=p) for p in (round(plan.prefer - STEP, 3), round(plan.prefer + STEP, 3)) if 0 <= p <= 1]
+    found += near_prefers(plan)
     if plan.early and plan.engines > (times.devices - plan.early) // times.width:
         found.append(replace(plan, narrow=not plan.narrow))
     return [k for k in dict.fromkeys(found) if k != plan and fits(times, k)]
@@ -104,10 +104,14 @@ def near(size: int, step: int, least: int, most: int) -> list[int]:
     return [m for m in dict.fromkeys((size - third, size - step, size + step, size + third)) if least <= m <= most]
 
 
-def _shards_less(times: PhaseTimes, plan: StepPlanSettings) -> bool:
-    """Return whether a hosted optimizer state lets the early learner keep more whole weights or gradients."""
-    kinds = [times.learner(linear=plan.linear, awake=plan.awake, hosted=h).trainer.sharding(plan.early) for h in (False, True)]
-    return kinds[0] != kinds[1]
+def near_prefers(plan: StepPlanSettings) -> list[StepPlanSettings]:
+    """Return the plan with the `prefer` one step below, and the one above."""
+    return [replace(plan, prefer=p) for p in (round(plan.prefer - STEP, 3), round(plan.prefer + STEP, 3)) if 0 <= p <= 1]
+
+
+def shards_less(times: PhaseTimes, m: int) -> bool:
+    """Return whether a hosted optimizer state lets this learner keep more whole weights or gradients on m devices."""
+    return replace(times.trainer, hosted=True).sharding(m) != times.trainer.sharding(m)
 
 
 def whitened(times: PhaseTimes) -> bool:

@@ -181,26 +181,39 @@ def roll_out(
     with prefill the prompts, each prompt once, or once per sample if deduplication is off. narrowings: when engines are
     given up.
     """
-    start = (times.wake_s if wake_s is None else wake_s) + (times.reshard_s if transfer_s is None else transfer_s)
+    start = start_up_s(times, transfer_s, wake_s)
     key = (policy, times.width, engines, prefer, capacity, start, narrowings)
     if key in given.cache:
         return given.cache[key]
-    job = RolloutJob(
-        given.lengths[:, None] if policy == "oracle" else given.scenarios,
+    scenarios = given.lengths[:, None] if policy == "oracle" else given.scenarios
+    job = rollout_job(times, given, scenarios, engines, prefer, start, capacity)
+    result = run(given.lengths, job, Narrowed(policy, job, narrowings))
+    given.cache[key] = on_clock(times, given, result, start)
+    return given.cache[key]
+
+
+def start_up_s(times: PhaseTimes, transfer_s: float | None, wake_s: float | None) -> float:
+    """Return the seconds in which an engine wakes and receives the weights. None: as in the setting."""
+    return (times.wake_s if wake_s is None else wake_s) + (times.reshard_s if transfer_s is None else transfer_s)
+
+
+def rollout_job(
+    times: PhaseTimes, given: StepInput, scenarios: np.ndarray, engines: int, prefer: float, start_s: float, capacity: int | None
+) -> RolloutJob:
+    """Return the job of a rollout on at most this many engines. capacity: KV tokens of one, None for the setting's."""
+    return RolloutJob(
+        scenarios,
         times.speed,
         max(1, min(engines, len(given.lengths))),
         prefer,
         times.migrate_s,
-        start,
+        start_s,
         given.prompts,
         capacity or times.capacity,
         DECISION_SHARE * (4 if given.is_trial else 1) * times.setting.response_limit * times.speed.base_s,
         given.seed,
         given.group,
     )
-    result = run(given.lengths, job, Narrowed(policy, job, narrowings))
-    given.cache[key] = on_clock(times, given, result, start)
-    return given.cache[key]
 
 
 def on_clock(times: PhaseTimes, given: StepInput, result: Result, start_s: float) -> SimulatedRollout:
@@ -277,6 +290,16 @@ def learn_beside(
     """Run the learner's part of a step: `early` devices from `from_s` on, `late` ones when the rollout is over."""
     work = work_of(times, given, rollout.finish_s, gradients=gradients, linear=linear)
     return run_learner(work, LearnerDevices(early, late, from_s, rollout.end_s), costs_of(times, work))
+
+
+def separate_holds(engines: int, trainers: int, end_s: float) -> tuple[DeviceHold, ...]:
+    """Return the holds of engines and trainers that keep devices of their own throughout."""
+    return DeviceHold("engines", engines, 0.0, end_s), DeviceHold("trainers", trainers, 0.0, end_s)
+
+
+def describe_split(plan: StepPlanSettings) -> str:
+    """Describe a plan with separate devices for engines and trainers."""
+    return f"{plan.engines} engines{f' of {plan.width} devices' * bool(plan.width)}, {plan.late} trainers"
 
 
 def decode_busy(times: PhaseTimes, given: StepInput, engines: int) -> float:

@@ -8,7 +8,7 @@ from functools import partial
 
 from placement.simulate.elastic_policy import elastic, ours, then_learn, trial
 from placement.simulate.learner_queue import LearnerDevices, run_learner
-from placement.simulate.one_step_off import NOT_BUILT, fixed_one_step_off, ours_beside, ours_one_step_off
+from placement.simulate.one_step_off import NOT_BUILT, fixed_one_step_off, ours_beside, ours_one_step_off, splits
 from placement.simulate.partial_policies import partial_policies
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import candidates, fits, neighbours, resized
@@ -21,8 +21,10 @@ from placement.simulate.simulate_step import (
     StepRun,
     costs_of,
     decode_busy,
+    describe_split,
     learn_beside,
     roll_out,
+    separate_holds,
     work_of,
 )
 
@@ -103,12 +105,7 @@ def disaggregated(times: PhaseTimes, given: StepInput, planner: Planner) -> Step
             f"policy `disaggregated`: {times.min_learner} devices to train and {w} to generate are more than the {d} of the "
             "cluster; add nodes, or name the other policies (`--policy fixed --policy ours`)"
         )
-    tried = [
-        StepPlanSettings((d - m) // t.width, 1.0, 0, m, width=t.width if times.wider else 0)
-        for t in times.widths
-        for m in t.sizes(d - t.width)
-    ]
-    split = planner.choose("disaggregated", lambda view, k: _disaggregated(times, view, k), tried, prefer=1.0)
+    split = planner.choose("disaggregated", lambda view, k: _disaggregated(times, view, k), splits(times), prefer=1.0)
     return _disaggregated(times, given, split)
 
 
@@ -121,9 +118,7 @@ def _disaggregated(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) 
     after = times.prepare_s(tokens, m) + times.learn_s(tokens, m)
     end = run.end_s + after
     busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * plan.engines * times.width + after * m
-    holds = (DeviceHold("engines", d - m, 0.0, end), DeviceHold("trainers", m, 0.0, end))
-    wide = f" of {plan.width} devices" * bool(plan.width)
-    return StepRun("disaggregated", end, end * d, busy, run.end_s, 0, holds, f"{plan.engines} engines{wide}, {m} trainers")
+    return StepRun("disaggregated", end, end * d, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
 
 
 def phased(rollout: str) -> Policy:

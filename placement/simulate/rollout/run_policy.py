@@ -6,6 +6,7 @@ All policies run on the same engine and are charged alike: every second of a lea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,11 +54,21 @@ def run(lengths: np.ndarray, job: RolloutJob, policy: object) -> Result:
                 steps.append(PolicyStep(at, action.reason, moved, opened, closed))
         engine.advance(at + job.interval_s)
         if engine.finished.all():
-            engine.finish()
-            leases = tuple(sorted(engine.leases, key=lambda lease: (lease.from_s, lease.actor)))
-            cost = float(sum(lease.to_s - lease.from_s for lease in leases))
-            return Result(engine.time_s, cost, leases, engine.finish_s, engine.moves, tuple(steps))
-    raise RuntimeError(f"the policy left {int((~engine.finished).sum())} sequences undecoded after {MAX_DECISIONS} decisions")
+            return result_of(engine, steps)
+    raise undecoded(engine)
+
+
+def result_of(engine: VirtualEngines, steps: Sequence[PolicyStep] = ()) -> Result:
+    """End the leases and return the outcome."""
+    engine.finish()
+    leases = tuple(sorted(engine.leases, key=lambda lease: (lease.from_s, lease.actor)))
+    cost = float(sum(lease.to_s - lease.from_s for lease in leases))
+    return Result(engine.time_s, cost, leases, engine.finish_s, engine.moves, tuple(steps))
+
+
+def undecoded(engine: VirtualEngines) -> RuntimeError:
+    """Return the error of a policy that lets nothing decode."""
+    return RuntimeError(f"the policy left {int((~engine.finished).sum())} sequences undecoded after {MAX_DECISIONS} decisions")
 
 
 def make_view(engine: VirtualEngines, job: RolloutJob) -> View:
