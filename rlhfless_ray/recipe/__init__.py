@@ -9,7 +9,15 @@ from pydantic import model_validator
 
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.recipe.data_sections import EvaluateConfig, PromptsConfig
-from rlhfless_ray.recipe.learn_sections import AlgorithmConfig, CriticConfig, EmaConfig, LearnerConfig, LoraConfig, ReferenceConfig
+from rlhfless_ray.recipe.learn_sections import (
+    AlgorithmConfig,
+    CriticConfig,
+    EmaConfig,
+    LearnerConfig,
+    LoraConfig,
+    ReferenceConfig,
+    mistakes_in_precision,
+)
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import AgentConfig, PolicyConfig, RewardConfig, RolloutConfig, WarmStartConfig
@@ -105,12 +113,7 @@ class Recipe(RecipeFile):
 
     def _mistakes_in_prompts(self) -> Iterator[str]:
         """Check prompts and held-out prompts."""
-        if sum(map(bool, (self.prompts.task, self.prompts.path, self.prompts.paths))) != 1:
-            yield "prompts: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)"
-        if self.evaluate.path and self.prompts.task:
-            yield "evaluate.path: a built-in task generates its own held-out rows; leave it out"
-        if self.prompts.sources and not self.policy.path:
-            yield "policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy"
+        yield from self.prompts.mistakes(self.policy.path, self.evaluate.path)
 
     def _mistakes_in_groups(self) -> Iterator[str]:
         """Check the number of responses to a prompt."""
@@ -133,8 +136,7 @@ class Recipe(RecipeFile):
             yield f"reference.path: {estimator} needs a teacher; name its folder"
         if self.lora.rank and self.ema.beta is not None:
             yield "ema.beta: an average of adapters is not the average of the merged weights; leave it out with lora.rank"
-        if self.lora != LoraConfig() and not self.lora.rank:
-            yield "lora: lora.rank is 0, so there are no adapters; set it, or leave the section out"
+        yield from self.lora.mistakes()
 
     def _mistakes_in_lengths(self) -> Iterator[str]:
         """Check numbers of tokens."""
@@ -243,11 +245,7 @@ class Recipe(RecipeFile):
             yield "price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty"
         if self.algorithm.updates_per_step > self.prompts.batch_prompts:
             yield "algorithm.updates_per_step: must not exceed prompts.batch_prompts"
-        if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
-            yield (
-                "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that "
-                "small updates need"
-            )
+        yield from mistakes_in_precision(self.policy.dtype, self.learner)
 
     def _mistakes_in_rewards(self) -> Iterator[str]:
         """Check where rewards come from."""

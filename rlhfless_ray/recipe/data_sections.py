@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -19,7 +20,10 @@ def one_gap(template: str) -> str:
     return template
 
 
-class PromptsConfig(Section):
+class DataSources(Section):
+    """The data sets of a section, or the built-in task that generates its rows."""
+
+    section: ClassVar[str]  # name of the section in its recipe
     task: str = ""
     """A built-in task: `chain` or `sort`. Set exactly one of this, `path` and `paths`."""
     path: str = ""
@@ -31,6 +35,36 @@ class PromptsConfig(Section):
     """Shares of `paths` in the mix. Rows are drawn by these shares until every data set is used up; smaller ones repeat."""
     split: str = Field("train", min_length=1)
     """Split of data sets that have several."""
+    max_rows: int | None = Field(None, ge=1)
+    """Keep only the first rows of each data set, and of their mix. None: all."""
+
+    @model_validator(mode="after")
+    def _check_mix(self) -> Self:
+        if self.probabilities is not None:
+            key = f"{self.section}.probabilities"
+            if len(self.probabilities) != len(self.paths):
+                raise ValueError(f"{key}: {len(self.probabilities)} numbers for {len(self.paths)} data sets in {self.section}.paths")
+            if any(share <= 0 for share in self.probabilities) or abs(sum(self.probabilities) - 1) > 1e-6:
+                raise ValueError(f"{key}: must be positive and add up to 1")
+        return self
+
+    @property
+    def sources(self) -> list[str]:
+        """The data sets; none if a built-in task generates the rows."""
+        return self.paths or ([self.path] if self.path else [])
+
+    def mistakes(self, policy_path: str, evaluate_path: str) -> Iterator[str]:
+        """Check the sources against the policy and the held-out rows."""
+        if sum(map(bool, (self.task, self.path, self.paths))) != 1:
+            yield f"{self.section}: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)"
+        if evaluate_path and self.task:
+            yield "evaluate.path: a built-in task generates its own held-out rows; leave it out"
+        if self.sources and not policy_path:
+            yield "policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy"
+
+
+class PromptsConfig(DataSources):
+    section = "prompts"
     max_rows: int | None = Field(None, ge=1)
     """Keep only the first rows of each data set, of their mix, and of the one in `evaluate.path`. None: all."""
     prompt_column: str = "question"
@@ -58,22 +92,10 @@ class PromptsConfig(Section):
     """Shuffle every epoch, by the run's seed."""
 
     @model_validator(mode="after")
-    def _check_mix(self) -> PromptsConfig:
-        if self.probabilities is not None:
-            if len(self.probabilities) != len(self.paths):
-                raise ValueError(
-                    f"prompts.probabilities: {len(self.probabilities)} numbers for {len(self.paths)} data sets in prompts.paths"
-                )
-            if any(share <= 0 for share in self.probabilities) or abs(sum(self.probabilities) - 1) > 1e-6:
-                raise ValueError("prompts.probabilities: must be positive and add up to 1")
+    def _check_template(self) -> PromptsConfig:
         if self.input_template is not None and self.template == "chat":
             raise ValueError("prompts.input_template: the chat template replaces it; set prompts.template to none, or leave it out")
         return self
-
-    @property
-    def sources(self) -> list[str]:
-        """The data sets; none if a built-in task generates the rows."""
-        return self.paths or ([self.path] if self.path else [])
 
 
 class EvaluateConfig(Section):

@@ -292,8 +292,7 @@ class LearnerConfig(Section):
     def _check_tensor_parallel(self) -> LearnerConfig:
         if self.tensor_parallel > 1 and self.zero_stage == 3:
             raise ValueError("learner.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2")
-        if self.ranks % self.tensor_parallel:
-            raise ValueError(f"learner.tensor_parallel: {self.tensor_parallel} does not divide learner.ranks, which is {self.ranks}")
+        check_copies("learner", self.ranks, self.tensor_parallel)
         return self
 
     @property
@@ -308,6 +307,19 @@ class LearnerConfig(Section):
     @property
     def offloads_optimizer(self) -> bool:
         return self.optimizer_offload is True
+
+
+def check_copies(section: str, ranks: int, width: int) -> None:
+    """Raise ValueError if the ranks cannot be divided into groups of `width` that share one copy of a model."""
+    if ranks % width:
+        raise ValueError(f"{section}.tensor_parallel: {width} does not divide {section}.ranks, which is {ranks}")
+
+
+def mistakes_in_precision(dtype: str, learner: LearnerConfig) -> Iterator[str]:
+    if dtype == "bfloat16" and learner.zero_stage == 0:
+        yield (
+            "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that small updates need"
+        )
 
 
 class CriticConfig(Section):
@@ -350,8 +362,7 @@ class CriticConfig(Section):
 
     @model_validator(mode="after")
     def _check_tensor_parallel(self) -> CriticConfig:
-        if self.ranks % self.tensor_parallel:
-            raise ValueError(f"critic.tensor_parallel: {self.tensor_parallel} does not divide critic.ranks, which is {self.ranks}")
+        check_copies("critic", self.ranks, self.tensor_parallel)
         return self
 
 
@@ -366,8 +377,7 @@ class ReferenceConfig(Section):
 
     @model_validator(mode="after")
     def _check_tensor_parallel(self) -> ReferenceConfig:
-        if self.ranks % self.tensor_parallel:
-            raise ValueError(f"reference.tensor_parallel: {self.tensor_parallel} does not divide reference.ranks, which is {self.ranks}")
+        check_copies("reference", self.ranks, self.tensor_parallel)
         return self
 
 
@@ -390,6 +400,11 @@ class LoraConfig(Section):
         if "all-linear" in self.target_modules and len(self.target_modules) > 1:
             raise ValueError("lora.target_modules: `all-linear` includes all other names; leave it out, or the names")
         return self
+
+    def mistakes(self) -> Iterator[str]:
+        """Check that settings of adapters are not given without adapters."""
+        if self != LoraConfig() and not self.rank:
+            yield "lora: lora.rank is 0, so there are no adapters; set it, or leave the section out"
 
 
 class EmaConfig(Section):

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhfless_ray.recipe.data_sections import one_gap
-from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig
+from rlhfless_ray.recipe.data_sections import DataSources, one_gap
+from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig, mistakes_in_precision
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig, SaveConfig, WatchConfig
@@ -41,20 +41,11 @@ class SupervisedRun(Section):
     """Number of times that the ranks start again from the last checkpoint because one of them died, before the run ends."""
 
 
-class SupervisedData(Section):
+class SupervisedData(DataSources):
+    section = "data"
     task: str = ""
     """A built-in task, `chain` or `sort`: its supervised responses, or pairs of a right and a wrong one. Set exactly one of this,
     `path` and `paths`."""
-    path: str = ""
-    """A data set, as in `prompts.path`."""
-    paths: list[str] = Field(default_factory=list)
-    """Several data sets, as in `prompts.paths`."""
-    probabilities: list[float] | None = None
-    """Shares of `paths` in the mix, as in `prompts.probabilities`."""
-    split: str = Field("train", min_length=1)
-    """Split of data sets that have several."""
-    max_rows: int | None = Field(None, ge=1)
-    """Keep only the first rows of each data set, and of their mix. None: all."""
     rows: int = Field(4096, ge=1, le=MAX_ROWS)
     """Rows that a built-in task generates for training."""
     prompt_column: str = "prompt"
@@ -102,10 +93,6 @@ class SupervisedData(Section):
     """An epoch's last rows that do not fill a batch make a shorter one (`short`), or are not trained in this epoch (`drop`)."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
-
-    @property
-    def sources(self) -> list[str]:
-        return self.paths or ([self.path] if self.path else [])
 
 
 class SupervisedEvaluation(Section):
@@ -214,17 +201,7 @@ class SupervisedRecipe(RecipeFile):
 
     def _mistakes_in_data(self) -> Iterator[str]:
         """Check where rows come from."""
-        data = self.data
-        if sum(map(bool, (data.task, data.path, data.paths))) != 1:
-            yield "data: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)"
-        if data.sources and not self.policy.path:
-            yield "policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy"
-        if data.probabilities is not None and len(data.probabilities) != len(data.paths):
-            yield f"data.probabilities: {len(data.probabilities)} numbers for {len(data.paths)} data sets in data.paths"
-        if data.probabilities and (min(data.probabilities) <= 0 or abs(sum(data.probabilities) - 1) > 1e-6):
-            yield "data.probabilities: must be positive and add up to 1"
-        if data.task and self.evaluate.path:
-            yield "evaluate.path: a built-in task generates its own held-out rows; leave it out"
+        yield from self.data.mistakes(self.policy.path, self.evaluate.path)
 
     def _mistakes_in_templates(self) -> Iterator[str]:
         """Check how rows become texts, and the tokens that count."""
@@ -294,11 +271,7 @@ class SupervisedRecipe(RecipeFile):
             yield "run.min_ranks: must not exceed learner.ranks"
         if self.learner.ranks // self.learner.tensor_parallel > data.batch_rows:
             yield "learner.ranks: must not exceed data.batch_rows"
-        if self.policy.dtype == "bfloat16" and self.learner.zero_stage == 0:
-            yield (
-                "learner.zero_stage: with policy.dtype bfloat16 it must be 1, 2 or 3, which keep the float32 weights that "
-                "small updates need"
-            )
+        yield from mistakes_in_precision(self.policy.dtype, self.learner)
         if self.learner.tensor_parallel > 1:
             if self.lora.rank:
                 yield "learner.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0"
@@ -308,7 +281,6 @@ class SupervisedRecipe(RecipeFile):
                 yield "run.min_ranks: with learner.tensor_parallel the number of ranks is fixed; leave it out"
         if self.learner.overlap != "auto":
             yield "learner.overlap: a supervised stage has no rollout; leave it out"
-        if self.lora != LoraConfig() and not self.lora.rank:
-            yield "lora: lora.rank is 0, so there are no adapters; set it, or leave the section out"
+        yield from self.lora.mistakes()
         if self.lora.publish != "auto":
             yield "lora.publish: there are no engines; leave it out"
