@@ -26,7 +26,7 @@ from benchmarks.common.ledger_anatomy import anatomy, gaps
 from benchmarks.common.replay import ReplayedRuntime
 from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
-from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.local.local_ray import local_ray
 
 OVERHEAD = 0.01  # of the step
@@ -128,7 +128,7 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: 
     finally:
         ray.shutdown()
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    ledger = read_rows(path / "ledger.csv")
+    ledger = read_ledger(path / "ledger.csv")
     steady = [number for number in range(2, options.steps + 1)]  # the first step starts every process
     parts = anatomy(ledger)
     steps = [parts[number] for number in steady]

@@ -31,7 +31,7 @@ from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
 from benchmarks.common.results import FOLDER, Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import end_process, end_with_parent
-from rlhfless_ray.functions.ledger import Row, read_rows
+from rlhfless_ray.functions.ledger import Row, read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.slot_pool import find_pools
@@ -344,7 +344,7 @@ def leases_of(run: Path) -> list[tuple[float, Row]]:
     """Return the leased rows of a run's ledger, each with the time of its begin, in seconds since the epoch."""
     began_s = float(json.loads((run / RUN_FILE).read_text()))
     return [
-        (began_s + row.from_s, row) for row in read_rows(run / "ledger.csv") if row.slots and row.activity not in ("parked", "unleased")
+        (began_s + row.from_s, row) for row in read_ledger(run / "ledger.csv") if row.slots and row.activity not in ("parked", "unleased")
     ]
 
 

@@ -21,7 +21,7 @@ from benchmarks.common.ledger_anatomy import PARTS, StepAnatomy, anatomy, gaps, 
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
 from rlhfless_ray import Recipe
-from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.ledger import read_ledger
 
 OVERHEAD = 0.03  # of the step, on the critical path
 PHASES = ("rollout", "score", "learn", "publish", "lease", "driver")
@@ -151,7 +151,7 @@ def main() -> None:
         recipe = Recipe.load(options.recipe, [*own, *options.overrides])
         folder, start_up = measure(recipe)
         rows = steady([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], drop)
-        ledger = read_rows(folder / "ledger.csv")
+        ledger = read_ledger(folder / "ledger.csv")
     by_step = anatomy(ledger)
     found = [by_step[row["step"]] for row in rows]
     warm = {kind: Spread.of(seconds) for kind, seconds in warm_starts(ledger, drop + 1).items()}

@@ -13,7 +13,7 @@ import ray
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
-from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.rollout import driver as rollout
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
@@ -67,5 +67,5 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
     assert [row["drafter/failures"] for row in rows] == [0, 0, 1, 0, 0] and not any(row["faults/bugs"] for row in rows)
     assert rows[1]["drafter/version"] >= 1 and rows[3]["drafter/version"] >= 2
     assert all(row["drafter/kl"] > 0 for row in rows if row["drafter/updates"])
-    held = [row for row in read_rows(folder / "ledger.csv") if row.kind == "drafter" and row.slots]
+    held = [row for row in read_ledger(folder / "ledger.csv") if row.kind == "drafter" and row.slots]
     assert {row.what for row in held} >= {"train the drafter"} and sum(row.money for row in held) > 0

@@ -25,7 +25,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.run_sections import WatchConfig
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.report.metrics import Metrics, read_rows
+from rlhfless_ray.report.metrics import Metrics, read_jsonl
 from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.report.report import write_report
 from rlhfless_ray.report.timeline import write_timeline
@@ -194,11 +194,11 @@ def test_rows_that_found_no_space_are_written_once_there_is_some(folder: RunFold
     full.left = 20
     with pytest.raises(DiskFull, match=r"metrics\.jsonl cannot be written"):
         record.metrics.write({"step": 2, "reward/mean": 0.75})
-    rows, torn = read_rows(folder.path / "metrics.jsonl")
+    rows, torn = read_jsonl(folder.path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1] and not torn
     full.left = None  # what the reserve gives back
     record.close("failed", "no space")
-    rows, torn = read_rows(folder.path / "metrics.jsonl")
+    rows, torn = read_jsonl(folder.path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2] and not torn
 
 
@@ -212,7 +212,7 @@ def test_a_ledger_has_each_row_once_and_its_header(folder: RunFolder, full: Disk
     full.left = None
     ledger.append_to(path)
     ledger.append_to(path)
-    assert len(ledger_module.read_rows(path)) == 1 and path.read_text().count("from_s") == 1
+    assert len(ledger_module.read_ledger(path)) == 1 and path.read_text().count("from_s") == 1
 
 
 def _row_types() -> dict[str, type]:
@@ -264,7 +264,7 @@ def test_a_supervised_stage_that_finds_no_space_failed(folder: RunFolder, full: 
     stage._close(DiskFull, caught.value, None)
     told = status(folder)
     assert told["status"] == "failed" and told["reason"].endswith("then start the run again")
-    rows, torn = read_rows(folder.path / "metrics.jsonl")
+    rows, torn = read_jsonl(folder.path / "metrics.jsonl")
     assert not torn and rows[0] == {"step": 1}
 
 
@@ -423,7 +423,7 @@ def test_a_full_file_system_keeps_files_and_has_a_place_for_the_status(small_dis
     record.close("failed", "the disk is full")
     assert status(folder)["status"] == "failed"
     assert [step for step, _ in store.list()] == [1] and store.load()[1].files == {"model.safetensors": b"w" * MIB}
-    rows, torn = read_rows(folder.path / "metrics.jsonl")
+    rows, torn = read_jsonl(folder.path / "metrics.jsonl")
     assert not torn and [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert hidden(folder.path) == []
 
@@ -488,7 +488,7 @@ def test_a_run_ends_with_one_sentence_and_goes_on_when_there_is_space(tmp_path: 
     kept = Checkpoints(Recipe.load(Path(recipe), []).checkpoint, run)
     newest = kept.load()[0]
     assert newest >= (2 if by == "filler" else 0) and told["steps_done"] >= newest
-    rows, torn = read_rows(run / "metrics.jsonl")
+    rows, torn = read_jsonl(run / "metrics.jsonl")
     assert not torn and {row["step"] for row in rows} >= set(range(newest))
     for path in (run / "samples").iterdir():
         assert all(json.loads(line) for line in path.read_text().splitlines())
@@ -498,7 +498,7 @@ def test_a_run_ends_with_one_sentence_and_goes_on_when_there_is_space(tmp_path: 
     _resize(small_disk, 64 * MIB)
     again = train("--resume")
     assert again.returncode == 0, again.stderr
-    rows, torn = read_rows(run / "metrics.jsonl")
+    rows, torn = read_jsonl(run / "metrics.jsonl")
     assert not torn and {row["step"] for row in rows} >= set(range(newest + 1, 6))
     assert json.loads((run / "status.json").read_text())["status"] == "done" and (run / "model" / "model.safetensors").is_file()
     assert not (run / ".reserve").exists() and disk.Reserve.SIZE < MIB

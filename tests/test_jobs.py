@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.ledger import read_ledger
 from tests.conftest import ROOT, environment, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -155,7 +155,7 @@ def test_two_jobs_at_once_do_not_clash_and_one_that_is_stopped_frees_its_leases_
     runs = [by_status["done"], by_status["stopped"]]
     rows = [[row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["step"] <= 3] for run in runs]
     for run, own in zip(runs, rows, strict=True):  # neither waited for slots until the other ended
-        first_lease_s = min(row.from_s for row in read_rows(run / "ledger.csv"))
+        first_lease_s = min(row.from_s for row in read_ledger(run / "ledger.csv"))
         assert first_lease_s + sum(row.get("phase/lease_s", 0.0) for row in own) < min(r[-1]["time_s"] for r in rows) / 2
     # Same recipe, same seed: the number of slots each had changed nothing it sampled.
     first = [(run / "samples" / "step_3.jsonl").read_text() for run in runs]

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
-from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprob_passes import Passes
 from rlhfless_ray.rollout import driver as rollout
@@ -95,7 +95,7 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(
     monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)  # always worth beginning
     after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)
     ahead = trained(tmp_path / "ahead", lambda tail: tail.learned > 0, algorithm__kl=IN_LOSS)
-    ledger = read_rows(ahead / "ledger.csv")
+    ledger = read_ledger(ahead / "ledger.csv")
     work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
     early = [row.step for row in ledger if row.what == "accumulate" and any(o.step == row.step and o.to_s > row.from_s for o in work)]
     rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (ahead, after)]
@@ -104,9 +104,9 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(
     assert [row["faults/bugs"] for row in rows[0]] == [0, 0] and [row["faults/bugs"] for row in rows[1]] == [0, 1]
     assert all(row["learn/kl"] > 0 for row in (rows[0][1], rows[1][1]))
     for run in (ahead, after):
-        held = [row for row in read_rows(run / "ledger.csv") if row.kind == "reference" and row.slots]
+        held = [row for row in read_ledger(run / "ledger.csv") if row.kind == "reference" and row.slots]
         assert {row.step for row in held if row.what == "log-probabilities"} == {1, 2} and sum(row.money for row in held) > 0
-        assert max(row.memory_mb for row in read_rows(run / "ledger.csv") if row.kind == "reference" and not row.slots) > 100
+        assert max(row.memory_mb for row in read_ledger(run / "ledger.csv") if row.kind == "reference" and not row.slots) > 100
     assert rows[0][early[0] - 1]["overlap/scored"] >= 4 * GROUPS and rows[0][early[0] - 1]["overlap/learned"] > 0
     assert [row["overlap/learned"] for row in rows[1]] == [0, 0] and rows[1][0]["overlap/obstacle"] == "learner.overlap is off"
     for number in (1, 2):
@@ -122,7 +122,7 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(
     weights = [load_file(run / "model" / "model.safetensors") for run in (ahead, after)]
     for name in weights[0]:
         np.testing.assert_allclose(weights[0][name], weights[1][name], rtol=0, atol=2e-5)
-    whats = [{row.what for row in read_rows(run / "ledger.csv")} for run in (ahead, after)]
+    whats = [{row.what for row in read_ledger(run / "ledger.csv")} for run in (ahead, after)]
     assert "accumulate" in whats[0] and "accumulate" not in whats[1]
 
 
@@ -153,7 +153,7 @@ def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would
     )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {what: sum(row[f"overlap/{what}"] for row in rows) for what in ahead} == ahead
-    ledger = read_rows(run / "ledger.csv")
+    ledger = read_ledger(run / "ledger.csv")
     work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
     for kind, what in (("reference", "log-probabilities"), ("learn", "log-probabilities"), ("critic", "values")):
         passes = [row for row in ledger if (row.kind, row.what) == (kind, what)]

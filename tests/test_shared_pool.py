@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
-from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from tests.conftest import ROOT, command, environment
@@ -50,7 +50,7 @@ def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster
     paid = {run["name"]: run["slot_s"] for run in found["past"]}
     for name in ("short", "long"):
         folder = tmp_path / name / "runs" / name
-        rows = read_rows(folder / "ledger.csv")
+        rows = read_ledger(folder / "ledger.csv")
         assert paid[name] == pytest.approx(sum(row.seconds * row.slots for row in rows), rel=0.02)
         last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
         assert last["shared/runs"] >= 2 and last["shared/paid_slot_s"] > 0 and last["shared/reason"]

@@ -296,7 +296,7 @@ class Ledger:
         """
         if not path.exists():
             return
-        self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in read_rows(path)]
+        self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in read_ledger(path)]
         self.summed_totals, self.summed_rows, self.forgotten, self.by_kind = np.zeros(4), 0, 0, {}
         self.started_s = time.time() - max((row.to_s for row in self.rows), default=0.0)
         self.written = 0
@@ -306,7 +306,7 @@ class Ledger:
         os.replace(temporary, path)
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_ledger(path: Path) -> list[Row]:
     """Return the rows of a ledger.csv, without a last line that a killed run left incomplete."""
     text = path.read_text()
     rows = []

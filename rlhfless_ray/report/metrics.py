@@ -118,7 +118,7 @@ class Metrics:
 
     def amend(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append the row, or merge it into the last row of the same step, whose values stay. Returns the complete row."""
-        last: dict[str, Any] = next(reversed(read_rows(self.path)[0]), {})
+        last: dict[str, Any] = next(reversed(read_jsonl(self.path)[0]), {})
         if last.get("step") == row["step"]:
             row = {**row, **last}
             _drop_after(self.path, row["step"] - 1)
@@ -146,7 +146,7 @@ class Metrics:
         self.close()
 
 
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Read the rows of a JSONL file, and the number of lines that are not complete JSON objects, such as after a crash."""
     rows: list[dict[str, Any]] = []
     torn = 0

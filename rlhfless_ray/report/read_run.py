@@ -13,7 +13,7 @@ from typing import Any, Self
 import yaml
 
 from rlhfless_ray.report.formatting import finite
-from rlhfless_ray.report.metrics import read_rows
+from rlhfless_ray.report.metrics import read_jsonl
 
 LEDGER_NUMBERS = ("step", "from_s", "to_s", "seconds", "slots", "memory_mb", "money", "repeated")
 
@@ -73,7 +73,7 @@ class RunRecord:
         if path is None:
             return []
         try:
-            rows, torn = read_rows(path)
+            rows, torn = read_jsonl(path)
         except OSError as error:
             self._problem(f"samples/{path.name} cannot be read: {error.strerror or error}.")
             return []
@@ -116,7 +116,7 @@ class RunRecord:
             self._problem("metrics.jsonl is missing, so there are no curves: the run ended before its first step did.")
             return
         try:
-            rows, torn = read_rows(path)
+            rows, torn = read_jsonl(path)
         except OSError as error:
             self._problem(f"metrics.jsonl cannot be read: {error.strerror or error}.")
             return

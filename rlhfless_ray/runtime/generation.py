@@ -16,10 +16,10 @@ from rlhfless_ray.loop import plan_step, roll_out
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
-from rlhfless_ray.report.metrics import read_rows
+from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.partial_batch import PartialBatch
-from rlhfless_ray.run.folder import RunFolder, check_file
+from rlhfless_ray.run.folder import RunFolder, check_file, folders_of
 from rlhfless_ray.run.responses import RECORD, RESPONSES, ResponseRecord
 from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
@@ -89,11 +89,10 @@ class Generation(Runtime):
         return replace(ActorClasses.real(), drafter=None, computes=False)
 
     def _folder_to_resume(self) -> RunFolder:
-        root, name = Path(self.recipe.run.root), self.recipe.run.name
-        family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
-        resumable = [path for path in family if self._can_resume(path)]
+        resumable = [path for path in folders_of(self.recipe) if self._can_resume(path)]
         if not resumable:
-            raise UserError(f"--resume: no run with responses in {root / name}; start it without --resume")
+            where = Path(self.recipe.run.root) / self.recipe.run.name
+            raise UserError(f"--resume: no run with responses in {where}; start it without --resume")
         return RunFolder(max(resumable, key=lambda path: (path / RECORD).stat().st_mtime))
 
     def _can_resume(self, folder: Path) -> bool:
@@ -103,7 +102,7 @@ class Generation(Runtime):
         self.responses = ResponseRecord(self.folder.path, self._settings(), self.recipe.answer_column)
         self.pending = self.responses.missing(self.prompts.train, self.recipe.rollout.samples_per_prompt, scored=self.recipe.scores)
         metrics = self.folder.path / "metrics.jsonl"
-        self.steps_done = max((row["step"] for row in read_rows(metrics)[0]), default=0) if metrics.is_file() else 0
+        self.steps_done = max((row["step"] for row in read_jsonl(metrics)[0]), default=0) if metrics.is_file() else 0
         steps = self.steps_done + math.ceil(len(self.pending) / self.recipe.prompts.batch_prompts)
         self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": steps})})
         return None

@@ -20,9 +20,9 @@ from typing import Any
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
-from rlhfless_ray.local.cluster import STORE_SHARE, RayCluster
+from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.report.metrics import read_rows
+from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.sweep.halving import Halving
@@ -118,9 +118,8 @@ class SweepRunner:
     def _start_cluster(self, stack: ExitStack) -> None:
         """Join the given cluster, or start a private Ray that all runs join."""
         file = self.sweep.file
-        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
         recipe = self.sweep.runs[0].recipe.model_copy(update={"cluster": file.cluster})
-        cluster = RayCluster(recipe, store_mb=file.cluster.object_store_mb or int(STORE_SHARE * memory_mb), architectures=())
+        cluster = RayCluster(recipe, store_mb=RayCluster.largest_store_mb(recipe), architectures=())
         stack.enter_context(cluster.running())
         import ray
 
@@ -167,7 +166,7 @@ class SweepRunner:
     def _read(self, name: str) -> int | None:
         """Read a run's metrics. Returns the step at which it turns out to have fallen behind. Rows read before decide nothing again."""
         path = self._metrics(name)
-        rows = read_rows(path)[0] if path.is_file() else []
+        rows = read_jsonl(path)[0] if path.is_file() else []
         self.states[name].read(rows, self.sweep.file.metric)
         behind = [int(row["step"]) for row in rows if self.halving is not None and self.halving.ends(name, row)]
         return behind[0] if behind else None

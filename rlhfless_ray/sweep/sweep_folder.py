@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.report.formatting import finite
-from rlhfless_ray.report.metrics import read_rows
+from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
 
@@ -75,7 +75,7 @@ def costs_alone(folder: str) -> dict[str, float]:
     """Return seconds, slot-seconds and money of a whole run. Raises UserError if the folder has none."""
     costs: dict[str, float] = {}
     path = Path(folder) / "metrics.jsonl"
-    for row in read_rows(path)[0] if path.is_file() else []:
+    for row in read_jsonl(path)[0] if path.is_file() else []:
         costs |= _values(row, COSTS)
     if not costs:
         raise UserError(f"runs.alone: {folder} is no run folder with metrics; name one, or leave it out")

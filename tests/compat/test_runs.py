@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
@@ -152,7 +152,7 @@ def test_a_dotted_command_saves_evaluates_and_goes_on(folder: Path) -> None:
     resumed = yaml.safe_load((folder / "runs" / "mine" / "recipe.yaml").read_text())
     assert resumed["learner"]["ranks"] == 2, "on more GPUs, from the same checkpoint"
     assert [path.name for path in (folder / "runs").iterdir()] == ["mine"]
-    asked = [row for row in read_rows(folder / "runs" / "mine" / "ledger.csv") if row.kind == "reference" and row.activity == "work"]
+    asked = [row for row in read_ledger(folder / "runs" / "mine" / "ledger.csv") if row.kind == "reference" and row.activity == "work"]
     assert {row.step for row in asked} == set(range(1, 7)) and min(row.money for row in asked) > 0
     start = read_folder(folder / "runs" / "mine" / "reference")["model.safetensors"]
     assert start == read_folder(folder / "model")["model.safetensors"], "the resumed run's reference is the first one's"

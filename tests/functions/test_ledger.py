@@ -68,7 +68,7 @@ def test_work_without_a_lease_costs_money_and_no_slot_seconds(clock: Clock, tmp_
     assert ledger.totals() == {"busy_slot_s": 10.0, "full_slot_s": 10.0, "idle_share": 0.0, "money": 10.15}
     assert ledger.unleased_core_s("agent", 0) == 1.5 and ledger.unleased_core_s("rollout", 0) == 0
     ledger.append_to(tmp_path / "ledger.csv")
-    assert module.read_rows(tmp_path / "ledger.csv") == ledger.rows
+    assert module.read_ledger(tmp_path / "ledger.csv") == ledger.rows
 
 
 def test_a_lease_is_billed_from_grant_to_release(clock: Clock) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhfless_ray.recipe import WatchConfig
-from rlhfless_ray.report.metrics import Metrics, read_rows
+from rlhfless_ray.report.metrics import Metrics, read_jsonl
 from rlhfless_ray.report.prometheus_sink import Prometheus, exported_name
 from tests.conftest import ROOT
 
@@ -50,7 +50,7 @@ def test_a_sink_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(__import__("sys").modules, "trackio", None)
     (line,) = write(tmp_path, trackio="tests")
     assert line.startswith("trackio is off for this run")
-    assert len(read_rows(tmp_path / "metrics.jsonl")[0]) == 2
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")[0]) == 2
 
 
 def test_prometheus_gets_a_gauge_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_prometheus_gets_a_gauge_for_each_number(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_dashboard_asks_for_metrics_that_a_run_has(uninterrupted: Path) -> None:
-    rows = read_rows(uninterrupted / "metrics.jsonl")[0]
+    rows = read_jsonl(uninterrupted / "metrics.jsonl")[0]
     known = {f"ray_{exported_name(key)}" for row in rows for key, value in row.items() if isinstance(value, (int, float))}
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     asked = {name for panel in board["panels"] for target in panel["targets"] for name in re.findall(r"ray_\w+", target["expr"])}

@@ -10,7 +10,7 @@ import pytest
 
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report import metrics
-from rlhfless_ray.report.metrics import Metrics, read_rows
+from rlhfless_ray.report.metrics import Metrics, read_jsonl
 
 FILE_ONLY = WatchConfig(tensorboard=False, wandb="off")
 
@@ -68,7 +68,7 @@ def test_reopening_repairs_a_torn_line_and_keeps_the_rest(tmp_path: Path) -> Non
 
 def test_read_rows_counts_what_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b'{"a": 1}\n[1]\n\n{"a": \xff\n{"a": 2}\n{"a"')
-    assert read_rows(tmp_path / "f") == ([{"a": 1}, {"a": 2}], 3)
+    assert read_jsonl(tmp_path / "f") == ([{"a": 1}, {"a": 2}], 3)
 
 
 def test_tensorboard_files_hold_the_scalars_and_a_resume_hides_later_steps(tmp_path: Path) -> None:

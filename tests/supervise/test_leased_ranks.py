@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from placement.market import Bid
-from rlhfless_ray.functions.ledger import read_rows
+from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.slot_source import LeaseRequest
@@ -46,7 +46,7 @@ def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluste
         other.close()
     assert "another run waits for its slots: training goes on with 1 of 2 ranks" in said
     (paid,) = [one["slot_s"] for one in found["past"] if one["name"] == "shares"]
-    assert paid == pytest.approx(sum(row.seconds * row.slots for row in read_rows(folder / "ledger.csv")), rel=0.02)
+    assert paid == pytest.approx(sum(row.seconds * row.slots for row in read_ledger(folder / "ledger.csv")), rel=0.02)
     assert [row["step"] for row in rows(folder)] == list(range(121))
     finish(start(recipe(tmp_path, "alone", run={**run, "name": "alone", "min_ranks": 2}, **work)))
     one, two = weights(folder), weights(tmp_path / "runs" / "alone")
