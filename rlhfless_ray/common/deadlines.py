@@ -100,7 +100,7 @@ def wait_any(refs: list[Any], seconds: float, what: str, within_s: float = float
         if ready:  # with a number of 1, small values that are here would always come before what arrives on other nodes
             return ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if len(refs) > 1 else ready
         if time.monotonic() >= end:
-            raise RunError(f"timed out after {seconds if of_s is None else of_s:.0f} s waiting for {what}")
+            raise _timed_out(seconds if of_s is None else of_s, what)
         if time.monotonic() - begin >= within_s:
             return []
 
@@ -128,4 +128,8 @@ def fetch(ref: Any, seconds: float, what: str, *, of_s: float | None = None) -> 
     try:
         return ray.get(ref, timeout=seconds)
     except GetTimeoutError:
-        raise RunError(f"timed out after {seconds if of_s is None else of_s:.0f} s waiting for {what}") from None
+        raise _timed_out(seconds if of_s is None else of_s, what) from None
+
+
+def _timed_out(seconds: float, what: str) -> RunError:
+    return RunError(f"timed out after {seconds:.0f} s waiting for {what}")

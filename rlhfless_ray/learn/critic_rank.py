@@ -15,7 +15,7 @@ from rlhfless_ray.learn.losses import token_weights, value_loss
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.output_scale import output_scale
-from rlhfless_ray.learn.policy_model import TokenValues, load_critic, scalar_config
+from rlhfless_ray.learn.policy_model import TokenValues, head_outputs, load_critic, scalar_config
 from rlhfless_ray.learn.rank_settings import CriticSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
@@ -77,7 +77,7 @@ class CriticRank:
         return merged(stats), [Span("work", "update", start, time.time())]
 
     def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
-        return self.trainer.engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
+        return head_outputs(self.trainer.engine, tensors)
 
     def _step(self, share: Share, step: ShareStep) -> CriticStats:
         batch = share.batch

@@ -108,6 +108,11 @@ def token_logprobs(module: Any, tensors: dict[str, Tensor], temperature: float, 
     return module(*(tensors[name] for name in names), temperature, top_p, *optional)
 
 
+def head_outputs(module: Any, tensors: dict[str, Tensor]) -> Tensor:
+    """Call a module that predicts values or rewards, or an engine around it, with the tensors of a micro-batch."""
+    return module(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
+
+
 def hidden_states(model: Any, ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> Tensor:
     """Return the last hidden states (rows, length, width) of `ids` (rows, length), padded on the right.
 

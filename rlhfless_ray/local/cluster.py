@@ -23,7 +23,7 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
 from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
-from rlhfless_ray.local.machine_memory import snapshot_every_steps
+from rlhfless_ray.local.machine_memory import physical_memory_bytes, snapshot_every_steps
 from rlhfless_ray.local.orphan_reaper import OrphanReaper
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -142,15 +142,15 @@ class RayCluster:
     @staticmethod
     def largest_store_mb(recipe: Recipe | SupervisedRecipe) -> int:
         """Return the size of an object store for runs whose needs are not known yet: memory is taken as it fills."""
-        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-        return recipe.cluster.object_store_mb or int(STORE_SHARE * memory_mb)
+        return recipe.cluster.object_store_mb or int(STORE_SHARE * (physical_memory_bytes() // 2**20))
 
     def _store_mb(self) -> int:
         if (size := self.store_mb or self.recipe.cluster.object_store_mb) is not None:
             return size
         assert isinstance(self.recipe, Recipe)
-        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-        return store_mb(self.parameters, memory_mb, keeps_state=snapshot_every_steps(self.recipe, self.parameters) > 0)
+        return store_mb(
+            self.parameters, physical_memory_bytes() // 2**20, keeps_state=snapshot_every_steps(self.recipe, self.parameters) > 0
+        )
 
     def stop(self) -> None:
         """Leave the cluster, and shut a private one down."""

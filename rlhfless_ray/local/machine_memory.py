@@ -19,9 +19,14 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,n
 NVIDIA_SMI_S = 20.0
 
 
+def physical_memory_bytes() -> int:
+    """Return the memory of this machine in bytes, whatever a container may use of it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def host_memory_bytes() -> int:
     """Return memory and swap that the processes of this machine or container may use together, in bytes."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = physical_memory_bytes()
     for path in CGROUP_LIMITS:
         try:
             memory = min(memory, int(Path(path).read_text()))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, turn_problem
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, turn_problem
 from rlhfless_ray.prompts.sources import read_sources
 from rlhfless_ray.types import Prompt
 
@@ -122,13 +121,8 @@ def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, r
             if not column:
                 continue
             if column not in row:
-                close = difflib.get_close_matches(column, [str(c) for c in row], n=1, cutoff=0.5)
-                hint = f"did you mean `{close[0]}`? Set" if close else "set"
                 unneeded = ", or leave it empty if there are no answers" if key == "answer_column" else ""
-                raise UserError(
-                    f"{where}, {name}: no column `{column}`, only {', '.join(f'`{c}`' for c in row) or 'an empty row'}; "
-                    f"{hint} prompts.{key}{unneeded}"
-                )
+                raise UserError(f"{where}, {name}: {missing_column(row, column, f'prompts.{key}')}{unneeded}")
         cell = row[prompt_column]
         if turns and isinstance(cell, list) and cell and all(isinstance(turn, dict) for turn in cell):
             continue

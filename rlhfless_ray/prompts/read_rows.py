@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def _parquet(file: Path, where: str) -> list[NamedRow]:
         table = pyarrow.parquet.read_table(file)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(f"{where}: not a readable parquet file ({first_line(error)}); write it again") from None
-    return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
+    return _numbered(table)
 
 
 def _arrow(file: Path, where: str) -> list[NamedRow]:
@@ -110,7 +111,11 @@ def _arrow(file: Path, where: str) -> list[NamedRow]:
                 table = pyarrow.ipc.open_file(source).read_all()
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise UserError(f"{where}: not a readable Arrow file ({first_line(error)}); write it again") from None
-        return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
+        return _numbered(table)
+
+
+def _numbered(table: Any) -> list[NamedRow]:
+    return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
 
 
 FILE_TYPES = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
@@ -122,6 +127,13 @@ def check_characters(text: str, name: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise UserError(f"{name}: the text holds half of a surrogate pair, which is no character; fix or remove the row") from None
+
+
+def missing_column(row: dict[str, Any], column: str, key: str) -> str:
+    """Say that a row lacks a column. `key`: the recipe's key that names it."""
+    close = difflib.get_close_matches(column, [str(c) for c in row], n=1, cutoff=0.5)
+    hint = f"did you mean `{close[0]}`? Set" if close else "set"
+    return f"no column `{column}`, only {', '.join(f'`{c}`' for c in row) or 'an empty row'}; {hint} {key}"
 
 
 def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:

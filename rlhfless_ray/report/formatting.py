@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -91,3 +92,8 @@ def short(value: Any) -> str:
             scale = 1e3 if suffix == " k" else size
             return f"{number(x / scale)}{suffix}"
     return number(x, 4) if x % 1 else f"{x:,.0f}"
+
+
+def natural_order(text: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts `cpu 10` after `cpu 9`."""
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", text)]

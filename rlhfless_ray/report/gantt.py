@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlhfless_ray.report.formatting import finite
+from rlhfless_ray.report.formatting import finite, natural_order
 
 Row = dict[str, Any]
 MAX_SEGMENTS = 24_000  # about 0.8 MB in the page, drawn in a few milliseconds
@@ -38,7 +38,7 @@ def gantt(ledger: Sequence[Row], steps: Sequence[Row]) -> Row | None:
             target.append([row["from_s"], row["to_s"], key])
     threshold = _merge(lanes)
     _merge(parked)
-    labels = sorted(lanes, key=_natural)
+    labels = sorted(lanes, key=natural_order)
     names: dict[str, dict[str, int]] = {"kinds": {}, "activities": {}, "instances": {}}
     columns: dict[str, list[Any]] = {key: [] for key in ("lane", "from", "to", "kind", "activity", "instance", "step")}
     for i, label in enumerate(labels):
@@ -95,7 +95,3 @@ def _ms(seconds: float) -> float:
 def _short(node: str) -> str:
     """Shorten Ray's node ids of 56 hexadecimal digits to six, which are enough to tell them apart."""
     return node[:6] if re.fullmatch(r"[0-9a-f]{20,}", node) else node
-
-
-def _natural(label: str) -> list[tuple[int, int, str]]:
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", label)]

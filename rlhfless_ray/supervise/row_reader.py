@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, turn_problem
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, turn_problem
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Example, Examples
 
@@ -164,11 +163,7 @@ class RowReader:
 
     def _cell(self, row: dict[str, Any], column: str, key: str) -> Any:
         if column not in row:
-            close = difflib.get_close_matches(column, [str(c) for c in row], n=1, cutoff=0.5)
-            hint = f"did you mean `{close[0]}`? Set" if close else "set"
-            raise UserError(
-                f"{self.name}: no column `{column}`, only {', '.join(f'`{c}`' for c in row) or 'an empty row'}; {hint} data.{key}"
-            )
+            raise UserError(f"{self.name}: {missing_column(row, column, f'data.{key}')}")
         value = row[column]
         turns = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
         if key != "label_column" and not (isinstance(value, str) or (turns and self.data.template == "chat")):

@@ -23,6 +23,7 @@ from rlhfless_ray.learn.policy_model import (
     TokenLogprobs,
     TokenValues,
     check_head,
+    head_outputs,
     load_critic,
     load_model,
     scalar_config,
@@ -257,7 +258,7 @@ class SupervisedRank:
         n = len(extras)
         local = torch.from_numpy(rows)
         if self.task == "rm":
-            values = engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
+            values = head_outputs(engine, tensors)
             both = _by_row(values, tensors["sequence"], rows, per_row)
             margins = extras[local].to(self.device)
             losses = pairwise_loss(both[:, 0], both[:, 1], margins, self.loss.kind)
@@ -297,7 +298,7 @@ class SupervisedRank:
 
     def _step_loss(self, tensors: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, dict[str, float]]:
         """prm: return the same as `_loss` for a loss that is a mean over the steps of a batch."""
-        logits = self.trainer.engine(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
+        logits = head_outputs(self.trainer.engine, tensors)
         here, n = labels.to(self.device)[tensors["flat"]], len(labels)
         best = (here < 0.5).long() if logits.shape[1] == 2 else here.long()
         right = (logits.argmax(dim=1) == best).float().sum()

@@ -96,9 +96,13 @@ def small_files(name: str, setting: str) -> Path:
     return model_folder(name, setting, ("config.json",))
 
 
+def _is_on_hub(name: str) -> bool:
+    return not Path(name).exists() and HUB_MODEL.fullmatch(name) is not None
+
+
 def cached_folder(name: str) -> Path:
     """Return a local folder or the cached copy of a hub model; a path that does not exist if there is none."""
-    if Path(name).exists() or not HUB_MODEL.fullmatch(name):
+    if not _is_on_hub(name):
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
 
@@ -111,7 +115,7 @@ def model_folder(name: str, setting: str, patterns: Sequence[str] = FILE_PATTERN
 
     Raises UserError if it cannot be fetched. `setting`: the recipe's key. `patterns`: files to fetch.
     """
-    if Path(name).exists() or not HUB_MODEL.fullmatch(name):
+    if not _is_on_hub(name):
         return Path(name)
     from huggingface_hub import snapshot_download
 
