@@ -39,13 +39,14 @@ class Forecast:
         return cls(logs.mean(1), np.sqrt(np.maximum(common + own * (variance - common), least_spread**2)))
 
 
-def calibrate(
-    forecast: Forecast, generated: np.ndarray, finished: np.ndarray, *, uninformative_share: float = 0.0, prior_weight: float = 5.0
-) -> Forecast:
+PRIOR_WEIGHT = 5.0  # weight of the original forecast in `calibrate`, in sequences
+
+
+def calibrate(forecast: Forecast, generated: np.ndarray, finished: np.ndarray, *, uninformative_share: float = 0.0) -> Forecast:
     """Correct the forecast by this rollout: log L = shift + slope·mean_log + scale·sd_log·ε, ε normal.
 
-    generated (n,): tokens so far. finished (n,). prior_weight: weight, in sequences, of the original forecast (shift 0,
-    slope 1, scale 1).
+    generated (n,): tokens so far. finished (n,). The original forecast (shift 0, slope 1, scale 1) counts as PRIOR_WEIGHT
+    sequences.
 
     A live sequence shows that its length is larger. This is a censored (Tobit) regression, solved by Newton's method in
     Olsen's parameters (Econometrica 46, 1978), in which the likelihood is concave. A share `uninformative_share` of the
@@ -65,7 +66,7 @@ def calibrate(
     done_pooled = np.square(log_tokens[ended] / wide) / -2 - np.log(wide)
     running_pooled = log_ndtr(-log_tokens[~ended] / wide)
     inverse = float(np.mean(1 / spread**2))
-    prior = prior_weight * np.diag([inverse, max(float(forecast.mean_log.var()), 1e-4) * inverse, 2.0])
+    prior = PRIOR_WEIGHT * np.diag([inverse, max(float(forecast.mean_log.var()), 1e-4) * inverse, 2.0])
     start = np.array([0.0, 1.0, 1.0])
     beta = start.copy()
     for _ in range(14):

@@ -56,6 +56,8 @@ class Speed:
 
 
 MIN_RECORDS = 8
+FADE = 0.8  # weight of earlier records, for each call of `SpeedFit.observe`
+SEED_SPREAD = 0.5  # expected relative error of the seed
 
 
 class SpeedFit:
@@ -66,18 +68,15 @@ class SpeedFit:
     counts only until the first records.
     """
 
-    def __init__(self, first_guess: Speed, fade: float = 0.8, spread: float = 0.5) -> None:
-        """first_guess: the seed, for instance from a roofline. fade: of earlier records, per call of `observe`. spread:
-        expected relative error of the seed.
-        """
+    def __init__(self, first_guess: Speed) -> None:
+        """first_guess: the seed, for instance from a roofline."""
         self.seed = self.speed = first_guess
-        self.fade = fade
         self.gram, self.moment = np.zeros((3, 3)), np.zeros(3)
         self.step_spread = 0.0  # relative standard deviation of single steps around the fit
         self.overhead = 0.0  # relative: time that hiccups and left-out steps add to the sum of fitted times
         self.records = 0  # records used so far
         # [weighted squares, weight] of the relative error of whole calls, predicted before they were observed
-        self.errors = np.array([spread**2 * 0.5, 0.5])
+        self.errors = np.array([SEED_SPREAD**2 * 0.5, 0.5])
 
     @property
     def spread(self) -> float:
@@ -113,16 +112,16 @@ class SpeedFit:
         seed = np.array([self.seed.base_s, self.seed.per_seq_s, self.seed.per_ctx_s])
         reference, target = scaled_seed(seed, rows, y)
         picked = np.ix_(used, used)
-        old = (self.fade * self.gram[picked], self.fade * self.moment[used])
+        old = (FADE * self.gram[picked], FADE * self.moment[used])
         beta, weights, (gram, moment) = fit_shares(rows[:, used], y, reference[used], target[used], old)
-        self.gram, self.moment = self.fade * self.gram, self.fade * self.moment
+        self.gram, self.moment = FADE * self.gram, FADE * self.moment
         self.gram[picked] += gram
         self.moment[used] += moment
         full = np.zeros(3)
         full[used] = beta
         fitted = np.maximum(rows @ full, 1e-12)
         kept = weights > 0
-        share = 1.0 if self.records == 0 else 1 - self.fade
+        share = 1.0 if self.records == 0 else 1 - FADE
         self.step_spread += share * (robust_sd(y[kept] / fitted[kept] - 1) - self.step_spread)
         self.overhead += share * (float(y.sum() / fitted.sum()) - 1 - self.overhead)
         self.records += len(y)
@@ -130,7 +129,7 @@ class SpeedFit:
 
     def _learn_error(self, predicted: np.ndarray, y: np.ndarray) -> None:
         off = float(np.log(y.sum()) - np.log(max(predicted.sum(), 1e-300)))
-        self.errors = self.fade * self.errors + np.array([min(off**2, 1.0), 1.0])
+        self.errors = FADE * self.errors + np.array([min(off**2, 1.0), 1.0])
 
     def state(self) -> dict[str, Any]:
         """Return the fit as JSON-serialisable values."""

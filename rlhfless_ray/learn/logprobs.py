@@ -93,15 +93,16 @@ def chunked_distillation(
     return torch.cat(logprobs), torch.cat(crosses)
 
 
-def nucleus_logprobs(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, top_p: float, rows: int = 32
-) -> Tensor:
+NUCLEUS_TOKENS = 32
+
+
+def nucleus_logprobs(head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> Tensor:
     """Return the targets' log-probabilities (tokens,) in the distribution of top-p sampling, -inf outside of the nucleus.
 
-    Arguments as in `chunked_logprobs`; no gradient. The head is called once; the rest works on `rows` tokens at a time.
+    Arguments as in `chunked_logprobs`; no gradient. The head is called once; the rest works on NUCLEUS_TOKENS tokens at a time.
     """
     parts = []
-    for logits, target in zip(head(hidden).split(rows), targets.split(rows), strict=True):
+    for logits, target in zip(head(hidden).split(NUCLEUS_TOKENS), targets.split(NUCLEUS_TOKENS), strict=True):
         logprobs = torch.log_softmax(_scaled(logits, temperature), dim=-1)
         kept = nucleus(logprobs, torch.full((len(logprobs),), top_p, dtype=torch.float64, device=logprobs.device))
         cut = logprobs.masked_fill(~kept, -torch.inf)

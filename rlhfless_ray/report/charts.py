@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfless_ray.report.formatting import are_shares, finite, number
+from rlhfless_ray.report.formatting import are_shares, finite, finite_values, number
 
 Row = dict[str, Any]
 MAX_POINTS = 500  # per line: more are not visible and slow the page down
@@ -42,8 +42,9 @@ def series(rows: Iterable[Row], key: str) -> tuple[list[Any], list[float]]:
     return xs, ys
 
 
-def rounded(value: float, digits: int = 5) -> float:
-    return float(f"{value:.{digits}g}")
+def rounded(value: float) -> float:
+    """Round to five digits."""
+    return float(f"{value:.5g}")
 
 
 def thin(rows: Sequence[Row], limit: int = MAX_POINTS) -> list[Row]:
@@ -55,7 +56,7 @@ def thin(rows: Sequence[Row], limit: int = MAX_POINTS) -> list[Row]:
         bunch = rows[i * len(rows) // limit : (i + 1) * len(rows) // limit]
         merged = dict(bunch[-1])
         for key in merged:
-            values = [x for x in (finite(row.get(key)) for row in bunch) if x is not None]
+            values = finite_values(bunch, key)
             if key != "step" and values and not isinstance(merged[key], str):
                 merged[key] = max(values) if key.endswith("max") else sum(values) / len(values)
         thinned.append(merged)

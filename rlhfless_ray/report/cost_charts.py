@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from rlhfless_ray.report.charts import Chart, Row, rounded
-from rlhfless_ray.report.formatting import duration, finite, number, percent
+from rlhfless_ray.report.formatting import duration, finite, finite_values, number, percent
 
 ACTIVITIES = ("work", "transfer", "start", "idle")
 KINDS = ("prefill", "rollout", "agent", "score", "reference", "critic", "learn", "eval", "warm_start")
@@ -117,7 +116,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
     note = "Wall-clock seconds of a step by phase, coloured as in the table" + (
         f", each bar the mean of {each} steps." if each > 1 else "."
     )
-    waits = [x for x in (finite(row.get("phase/lease_s")) for row in known) if x is not None]
+    waits = finite_values(known, "phase/lease_s")
     if waits and sum(waits) > 0:
         whole = sum(finite(row.get(f"phase/{phase}_s")) or 0.0 for row in known for phase in PHASES)
         share = f", {percent(sum(waits) / whole)} of all" if whole else ""
@@ -136,7 +135,7 @@ def phase_table(rows: Sequence[Row]) -> list[Row]:
     lines: list[Row] = []
     whole = 0.0
     for phase in PHASES:
-        values = sorted(x for x in (finite(row.get(f"phase/{phase}_s")) for row in rows) if x is not None)
+        values = sorted(finite_values(rows, f"phase/{phase}_s"))
         if phase == "eval":
             values = [x for x in values if x > 0]  # most steps do not evaluate
         if values and values[-1] > 0:
@@ -154,7 +153,7 @@ def memory_table(rows: Sequence[Row]) -> list[Row]:
     names = {key.removeprefix("memory/").removesuffix("_peak_mb") for row in rows for key in row if key.endswith("_peak_mb")}
     lines: list[Row] = []
     for name in names:
-        peaks = [x / 1000 for x in (finite(row.get(f"memory/{name}_peak_mb")) for row in rows) if x is not None]
+        peaks = [x / 1000 for x in finite_values(rows, f"memory/{name}_peak_mb")]
         if peaks:
             shown = "all together" if name == "total" else name.replace("_", " ")
             planned = {kind: _last_gb(rows, f"memory/{name}_{kind}_mb") for kind in ("least", "predicted")}
@@ -163,7 +162,8 @@ def memory_table(rows: Sequence[Row]) -> list[Row]:
 
 
 def _last_gb(rows: Sequence[Row], key: str) -> float | None:
-    return next((x / 1000 for x in (finite(row.get(key)) for row in reversed(rows)) if x is not None), None)
+    values = finite_values(rows, key)
+    return values[-1] / 1000 if values else None
 
 
 def memory_settings(rows: Sequence[Row]) -> str:
@@ -173,5 +173,5 @@ def memory_settings(rows: Sequence[Row]) -> str:
 
 def total(rows: Sequence[Row], key: str) -> float | None:
     """Return the sum of a metric over the steps, or None if no step has it."""
-    values: list[Any] = [x for x in (finite(row.get(key)) for row in rows) if x is not None]
+    values = finite_values(rows, key)
     return sum(values) if values else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 DASH = "–"
@@ -19,6 +19,11 @@ def finite(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
+
+
+def finite_values(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the finite values of a metric, without the rows that lack it."""
+    return [value for value in (finite(row.get(key)) for row in rows) if value is not None]
 
 
 def number(value: Any, digits: int = 3) -> str:

@@ -8,11 +8,12 @@ from datetime import datetime
 from typing import Any
 
 from rlhfless_ray.report.cost_charts import by_kind, total
-from rlhfless_ray.report.formatting import DASH, are_shares, duration, finite, money, number, percent, short, slot_time
+from rlhfless_ray.report.formatting import DASH, are_shares, duration, finite, finite_values, money, number, percent, short, slot_time
 from rlhfless_ray.report.read_run import RunRecord
 
 Row = dict[str, Any]
 MAX_TEXT_CHARS = 1600  # characters of a prompt or response in the report
+SAMPLED_STEPS = 5  # steps whose samples the report shows
 MAX_TRUNCATED_SHARE = 0.1  # a larger share of responses cut at the limit causes a warning
 
 
@@ -72,7 +73,7 @@ def cards(record: RunRecord) -> list[Row]:
         out.append(_card("Wall time", duration(max(ends)), "from the start to the last record"))
     out += _cost_cards(record, last_row)
     generated = total(steps, "tokens/generated")
-    speeds = [x for x in (finite(row.get("tokens/per_s")) for row in steps) if x is not None]
+    speeds = finite_values(steps, "tokens/per_s")
     if speeds:
         under = (
             "of sequences, median of an update"
@@ -105,7 +106,7 @@ def _loss_cards(record: RunRecord) -> list[Row]:
 
 
 def _reward_card(steps: Sequence[Row]) -> list[Row]:
-    values = [x for x in (finite(row.get("reward/mean")) for row in steps) if x is not None]
+    values = finite_values(steps, "reward/mean")
     if not values:
         return []
     few = max(1, min(10, len(values) // 4))
@@ -173,7 +174,7 @@ def warnings(record: RunRecord) -> list[Row]:
         out.append({"title": "Skipped updates", "text": text})
     apart = [row for row in steps if finite(row.get("learn/mismatch_warning"))]
     if apart:
-        worst = max((x for row in apart if (x := finite(row.get("learn/mismatch_mean"))) is not None), default=None)
+        worst = max(finite_values(apart, "learn/mismatch_mean"), default=None)
         size = "is not finite" if worst is None else f"is up to {number(worst)} nats"
         limit = number(finite(apart[-1].get("learn/mismatch_tolerance")))
         text = f"In {_steps(apart)} the mean difference of their log-probabilities {size}, above the tolerance of {limit}."
@@ -201,7 +202,7 @@ def warnings(record: RunRecord) -> list[Row]:
     if broken:
         parts = [f"{key} in {_steps(rows)}" for key, rows in sorted(broken.items())]
         out.append({"title": "Values that were not finite", "text": f"Written as null: {'; '.join(parts)}."})
-    cut = [x for x in (finite(row.get("length/truncated_share")) for row in steps[-10:]) if x is not None]
+    cut = finite_values(steps[-10:], "length/truncated_share")
     if cut and statistics.mean(cut) > MAX_TRUNCATED_SHARE:
         text = f"{percent(statistics.mean(cut))} of the responses of the last {len(cut)} steps ended at rollout.max_tokens."
         out.append({"title": "Responses are cut", "text": text})
@@ -222,12 +223,12 @@ def length_groups(record: RunRecord) -> list[tuple[str, list[float]]]:
     ]
 
 
-def sample_picks(record: RunRecord, most_steps: int = 5) -> list[Row]:
+def sample_picks(record: RunRecord) -> list[Row]:
     """Return the best, worst and failed samples of steps spread over the run, and of up to two with failed rewards."""
     known = [step for step in record.samples if step >= 1] or list(record.samples)
     if not known:
         return []
-    chosen = {known[round(i * (len(known) - 1) / max(1, most_steps - 1))] for i in range(most_steps)}
+    chosen = {known[round(i * (len(known) - 1) / (SAMPLED_STEPS - 1))] for i in range(SAMPLED_STEPS)}
     troubled = [row["step"] for row in record.steps if finite(row.get("reward/failed")) and row["step"] in record.samples]
     chosen |= {*troubled[:1], *troubled[-1:]}
     out = []
@@ -271,7 +272,7 @@ def _lengths(record: RunRecord, steps: Sequence[int]) -> list[float]:
 
 
 def _step_time(steps: Sequence[Row]) -> str:
-    times = [x for x in (finite(row.get("step_s")) for row in steps) if x is not None]
+    times = finite_values(steps, "step_s")
     return f"{duration(statistics.median(times))} each (median)" if times else ""
 
 

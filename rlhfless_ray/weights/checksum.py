@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 import xxhash
 
+MAX_NAMES = 8  # in a message
+
 
 def digests(weights: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Return the xxh3 hash of each tensor's name, dtype, shape and bytes, in name order."""
@@ -38,7 +40,7 @@ def damaged(actual: Mapping[str, int], expected: Mapping[str, int]) -> list[str]
     return sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name))
 
 
-def listed(names: list[str], max_names: int = 8) -> str:
+def listed(names: list[str]) -> str:
     """List the first names, for a message."""
-    others = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return ", ".join(names[:max_names]) + others
+    others = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + others

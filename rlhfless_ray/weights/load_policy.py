@@ -78,15 +78,15 @@ def check_files(files: Files) -> None:
             raise UserError(f"policy.path: {name} is not a complete safetensors file ({len(content):,} bytes); copy it again")
 
 
-def check_family(files: Files, setting: str = "policy.path") -> None:
-    """Raise UserError, which names `setting`, for a model type that neither transformers nor the folder's own code has."""
+def check_family(files: Files) -> None:
+    """Raise UserError for a model type that neither transformers nor the folder's own code has."""
     config = _config(files)
     with transformers_without_torch():
         from transformers import __version__
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     if not config.get("auto_map") and config["model_type"] not in CONFIG_MAPPING_NAMES:
         raise UserError(
-            f"{setting}: transformers {__version__} has no models of the type `{config['model_type']}`, so it cannot be trained; take "
+            f"policy.path: transformers {__version__} has no models of the type `{config['model_type']}`, so it cannot be trained; take "
             "another model, or a version that has it"
         )
 

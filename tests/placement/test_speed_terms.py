@@ -101,7 +101,7 @@ def test_the_spread_is_the_error_of_whole_rollouts() -> None:
     %."""
     for level, expected in ((0.1, (0.05, 0.2)), (0.0, (0.0, 0.02))):
         rng = np.random.default_rng(3)
-        fit = SpeedFit(Speed(1.0, 1e-3), spread=0.5)
+        fit = SpeedFit(Speed(1.0, 1e-3))
         assert fit.spread == pytest.approx(0.5)
         found = []
         for _ in range(40):
