@@ -147,7 +147,7 @@ class SpeedFit:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a state. The seed stays the constructor's. Raises ValueError for a state of another version."""
         if "gram" not in state:
-            raise ValueError("the checkpoint's speed fit is of an older version; start the run anew")
+            raise ValueError("the checkpoint's speed fit is of an older version; start a new run")
         self.gram, self.moment, self.errors = (np.array(state[name]) for name in ("gram", "moment", "errors"))
         self.speed = Speed(*state["speed"])
         self.step_spread, self.overhead, self.records = state["step_spread"], state["overhead"], state["records"]

@@ -15,7 +15,7 @@ ANSWER_S = 2.0  # timeout of a connection to a node
 
 
 class ClusterNodes:
-    """What is known of the cluster's nodes, looked up again after a while."""
+    """The cluster's nodes as Ray lists them. Lists are reused for a while."""
 
     def __init__(self, resource: str) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""

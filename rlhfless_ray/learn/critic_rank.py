@@ -41,7 +41,7 @@ class CriticRank:
         """Build the engine from a model folder or its files, as `LearnerRank.open` does."""
         start = time.time()
         torch.set_num_threads(threads)
-        self.trainer.join_gang(rendezvous)
+        self.trainer.join_process_group(rendezvous)
         with as_folder(files) as folder:
             policy = self.settings.policy
             model = load_critic(folder, policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed)

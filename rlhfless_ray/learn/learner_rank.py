@@ -62,7 +62,7 @@ class LearnerRank:
         """
         start = time.time()
         torch.set_num_threads(threads)
-        self.trainer.join_gang(rendezvous)
+        self.trainer.join_process_group(rendezvous)
         with as_folder(files) as folder:
             policy = self.settings.policy
             model = load_model(folder, policy.dtype, policy.trust_remote_code)

@@ -1,4 +1,4 @@
-"""The process group of a gang's ranks."""
+"""The process group of a worker group's ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import os
 
 
-def join_gang(rendezvous: tuple[str, int] | None, rank: int, ranks: int, device: str) -> None:
+def join_process_group(rendezvous: tuple[str, int] | None, rank: int, ranks: int, device: str) -> None:
     """Connect the ranks for DeepSpeed. `device`: "cpu" or "cuda".
 
     `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already.

@@ -12,7 +12,7 @@ import torch
 from rlhfless_ray.learn.micro_batch_tensors import passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, token_logprobs
-from rlhfless_ray.learn.process_group import join_gang
+from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
 from rlhfless_ray.learn.shares import Cutter, Share
 from rlhfless_ray.learn.tensor_parallel import divided
@@ -39,7 +39,7 @@ class ReferenceRank:
         self.sharing = PromptSharing.of(model, self.settings.share_prompts)
         wrapped = TokenLogprobs(model).eval().requires_grad_(False)
         if self.settings.tensor_parallel > 1:
-            join_gang(rendezvous, self.settings.rank, self.settings.ranks, self.device.type)
+            join_process_group(rendezvous, self.settings.rank, self.settings.ranks, self.device.type)
             wrapped = divided(wrapped, self.settings.tensor_parallel)
         self.model = wrapped.to(self.device)
         return [Span("start", "open reference", start, time.time())]

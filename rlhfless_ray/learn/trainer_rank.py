@@ -22,7 +22,7 @@ from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, parameter_sizes, plain_optimizer, restore_moments, whole_weights
-from rlhfless_ray.learn.process_group import join_gang
+from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.learn.tensor_parallel import ModelSlices, deepspeed_section
@@ -66,7 +66,7 @@ class TrainerRank:
     # ---- life -------------------------------------------------------------------------------------------------
 
     def open(self, wrapped: nn.Module, state: dict[str, Any] | None, lora: LoraAdapters | None = None) -> None:
-        """Build the engine. Call `join_gang` before.
+        """Build the engine. Call `join_process_group` before.
 
         Args:
             wrapped: module whose `model` is trained and published.
@@ -151,9 +151,9 @@ class TrainerRank:
             **({"tensor_parallel": deepspeed_section(parallel)} if parallel > 1 else {}),
         }
 
-    def join_gang(self, rendezvous: tuple[str, int] | None) -> None:
+    def join_process_group(self, rendezvous: tuple[str, int] | None) -> None:
         """Connect the ranks. `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already."""
-        join_gang(rendezvous, self.rank, self.ranks, self.device.type)
+        join_process_group(rendezvous, self.rank, self.ranks, self.device.type)
 
     def _forget_trial_step(self) -> None:
         """Reset the step count after DeepSpeed's trial step.

@@ -104,7 +104,7 @@ class SupervisedRank:
             reward_tokens: prm: the tokens whose logits are compared; None: all.
         """
         recipe = self.recipe
-        self.trainer.join_gang(None)
+        self.trainer.join_process_group(None)
         with as_folder(model) as folder:
             policy = recipe.policy
             if self.task == "rm":

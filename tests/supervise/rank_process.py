@@ -21,7 +21,7 @@ def main(folder: Path, rank: int, ranks: int, port: int) -> None:
     for name, (recipe, rows, steps) in cases.items():
         examples, teacher = rows.train, folder / "teacher" if recipe.teacher.path else None
         work = SupervisedRank(recipe, len(steps), rank, ranks)
-        work.trainer.join_gang(("127.0.0.1", port))
+        work.trainer.join_process_group(("127.0.0.1", port))
         references = work.open(folder / "model", teacher, [examples], None, None, rows.reward_tokens)
         held = work.evaluate(examples, data=0)
         found = [work.step(examples, rows) for rows in steps]
