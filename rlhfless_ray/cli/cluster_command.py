@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError
 
 
@@ -37,7 +38,6 @@ def cluster(
 
 
 def show(pool: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from rlhfless_ray.report.formatting import duration, money, slot_time
@@ -63,8 +63,6 @@ def show(pool: dict[str, Any]) -> None:
     for run in pool["past"]:
         ended = f"ended {duration(run['ended_s_ago'])} ago"
         table.add_row(run["name"], duration(run["lasted_s"]), "", "", "", "", slot_time(run["slot_s"]), money(run["money"]), "", "", ended)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
+    console = table_console(200)
     console.print(table)
     console.print(f"{pool['handovers']} slots passed from run to run; {slot_time(pool['free_slot_s'])} were paid by none")

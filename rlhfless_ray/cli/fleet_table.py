@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhfless_ray.cli.tables import rows_to_show, table_console
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from placement.simulate.fleet_search import Fleet, FleetSearch
 
 MAX_FLEET = 1024  # devices; the search doubles up to there
-ROWS = 12
+MAX_TABLE_ROWS = 12
 
 
 def show_fleets(
@@ -49,9 +49,7 @@ def show_fleets(
         if not fleets.best:
             raise UserError("nothing fits: " + "; ".join(f"{name}: {why}" for name, why in fleets.refused.items()))
         choice = choose(fleets.best, objective)
-    except NotFeasible as nothing:
-        raise UserError(str(nothing)) from None
-    except ValueError as error:
+    except (NotFeasible, ValueError) as error:
         raise UserError(str(error)) from None
     if as_json:
         rows = [{**asdict(fleet), "cost": fleet.cost, "run_cost": steps * fleet.cost} for fleet in fleets.best]
@@ -98,15 +96,12 @@ def search(lengths: Path, model: str, device: str | None, most: int, column: str
 
 
 def _show(search: FleetSearch, chosen: int, reason: str, steps: int) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    width = None if sys.stdout.isatty() else 140
-    console, table = Console(width=width, highlight=False), Table()
+    console, table = table_console(), Table()
     for name in ("", "GPUs", "width", "price", "step (s)", "rollout (s)", f"{steps} steps (h)", "$ a step", f"$ {steps} steps"):
         table.add_column(name, justify="right", no_wrap=True)
-    evenly = {round(i * (len(search.best) - 1) / (ROWS - 1)) for i in range(ROWS)} if len(search.best) > ROWS else range(len(search.best))
-    best = [search.best[i] for i in sorted({*evenly, chosen})]
+    best = [search.best[i] for i in rows_to_show(len(search.best), MAX_TABLE_ROWS, chosen)]
     cheapest = {fleet.device: fleet for fleet in sorted(search.fleets, key=lambda fleet: -fleet.cost)}
     others = [fleet for fleet in cheapest.values() if fleet.device not in {row.device for row in best}]
     for fleet in sorted([*best, *others], key=lambda fleet: fleet.cost):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhfless_ray.cli.tables import rows_to_show
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,14 +67,6 @@ def frontier_tree(
     }
 
 
-def _rows_to_show(count: int, chosen: int) -> list[int]:
-    """Return the rows to show: both ends, the chosen one, and others evenly spaced."""
-    if count <= MAX_TABLE_ROWS:
-        return list(range(count))
-    evenly = {round(i * (count - 1) / (MAX_TABLE_ROWS - 1)) for i in range(MAX_TABLE_ROWS)}
-    return sorted(evenly | {chosen})
-
-
 def _describe_pool(pool: Pool) -> str:
     speed = pool.speed
     steps = [f"{speed.base_s * 1e3:.3g} ms", f"{speed.per_seq_s * 1e6:.3g} µs per sequence"]
@@ -105,7 +98,7 @@ def show_frontier(recorded: Recorded, scenarios: int, pools: list[Pool], plans: 
     middle = ("count × pool",) if several else ("largest", "smallest")
     for name in ("", "time (s)", "cost", "actors", *middle, "+ time", "+ cost"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = _rows_to_show(len(plans), choice.index)
+    rows = rows_to_show(len(plans), MAX_TABLE_ROWS, choice.index)
     for i in rows:
         row = _plan_tree(plans[i], bounds)
         over = "" if row["cost_over_bound"] is None else f"{max(0.0, row['cost_over_bound'] - 1):.1%}"

@@ -7,27 +7,24 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhfless_ray.cli.serve_rm import DTYPES
+from rlhfless_ray.cli.openrlhf_tools import DTYPES, add_dtype_flags, run_tool
 from rlhfless_ray.common.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Merge. Exit code 2 for a mistake in the command line, an invalid folder, or an adapter that does not fit the model."""
-    from rlhfless_ray.cli.main import guarded
-
     parser = argparse.ArgumentParser(prog="lora_combiner", description="Merge a LoRA adapter into its base model.")
     add = parser.add_argument
     add("--model_path", required=True, help="the base model's folder")
     add("--lora_path", required=True, help="the adapter's folder")
     add("--output_path", required=True, help="folder of the merged model")
     add("--is_rm", action="store_true", help="the base model is a reward model with the scalar head `score`")
-    add("--ds.param_dtype", "--param_dtype", dest="dtype", choices=list(DTYPES), default="bf16", help="dtype of the merged weights")
-    add("--bf16", dest="dtype", action="store_const", const="bf16", help="the default")
-    options = parser.parse_args(arguments)
-    guarded(
-        lambda: combine(Path(options.model_path), Path(options.lora_path), Path(options.output_path), options.is_rm, DTYPES[options.dtype]),
-        lambda: f"{parser.format_usage()}{parser.prog}: ",
-    )
+    add_dtype_flags(parser, "dtype of the merged weights")
+    run_tool(parser, _combine, arguments)
+
+
+def _combine(options: argparse.Namespace) -> None:
+    combine(Path(options.model_path), Path(options.lora_path), Path(options.output_path), options.is_rm, DTYPES[options.dtype])
 
 
 def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtype: str) -> None:

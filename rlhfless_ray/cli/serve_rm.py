@@ -10,18 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhfless_ray.cli.openrlhf_tools import DTYPES, add_dtype_flags, run_tool
 from rlhfless_ray.common.errors import UserError
-
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until interrupted. Exit code 2 for a mistake in the command line, or a folder without a reward model."""
-    from rlhfless_ray.cli.main import guarded
-
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    guarded(lambda: _serve(options), lambda: f"{parser.format_usage()}{parser.prog}: ")
+    run_tool(_parser(), _serve, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,8 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data.max_len", "--max_len", dest="max_len", type=int, default=2048, help="tokens of a text that are read")
     add("--port", type=int, default=5000, help="0: any free port, which is printed")
     add("--host", default="127.0.0.1")
-    add("--ds.param_dtype", "--param_dtype", dest="dtype", choices=list(DTYPES), default="bf16")
-    add("--bf16", dest="dtype", action="store_const", const="bf16", help="the default")
+    add_dtype_flags(parser)
     add("--batch_size", type=int, default=None, help="texts per batch; default: batches are limited by tokens")
     add("--trust_remote_code", action="store_true", help="run Python code that comes with the folder")
     add("--ds.load_in_4bit", "--load_in_4bit", dest="four_bit", action="store_true", help="refused")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -143,11 +144,9 @@ def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, An
 
 
 def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    results = summary(runs, plain)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    results, console = summary(runs, plain), table_console()
     title = (
         f"{results['setting']}: {results['model']}, {results['algorithm'].upper()}, {results['responses_per_step']} responses on "
         f"{results['devices']} × {results['device']}; mean of {results['steps']} steps × {results['seeds']} seeds"
@@ -179,12 +178,11 @@ def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
     )
     console.print(
         f"{wide}; plain fixed has engines of {width} and takes {results['plain_fixed']['step_s']:.2f} s a step. Cost: with released "
-        "devices sold at once, and in brackets with all devices billed throughout (`--prefer 1` plans for that).",
-        highlight=False,
+        "devices sold at once, and in brackets with all devices billed throughout (`--prefer 1` plans for that)."
     )
     if results["partial"]:  # a response may be spread over steps, so the bounds of one step do not hold
         return
-    console.print(f"no policy can come below {bound['step_s']:.2f} s, nor below {bound['device_s']:.0f} device-seconds", highlight=False)
+    console.print(f"no policy can come below {bound['step_s']:.2f} s, nor below {bound['device_s']:.0f} device-seconds")
 
 
 def _plot(runs: list[SimulatedRun], plain: list[SimulatedRun], path: Path) -> None:
