@@ -79,6 +79,7 @@ Qwen2ForCausalLM(Qwen2Config(**sizes))
 """
 
 
+@pytest.mark.slow
 def test_a_tokenizer_needs_no_torch_and_models_come_later() -> None:
     done = subprocess.run([sys.executable, "-c", TOKENIZER], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "PyTorch" not in done.stderr, done.stderr[-2000:]

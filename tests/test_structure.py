@@ -30,10 +30,15 @@ def modules(package: str) -> dict[str, Path]:
     return found
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(name: str, path: Path, known: dict[str, Path], *, lazy: bool = True) -> set[str]:
     """The modules among `known` that this one imports by name. `lazy`: also inside functions and under TYPE_CHECKING."""
     found = set()
-    nodes = ast.walk(ast.parse(path.read_text())) if lazy else iter(ast.parse(path.read_text()).body)
+    nodes = ast.walk(tree_of(path)) if lazy else iter(tree_of(path).body)
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -111,7 +116,7 @@ def test_nothing_that_trains_loads_the_simulator() -> None:
 def test_only_engines_import_vllm() -> None:
     found = set()
     for name, path in modules("rlhfless_ray").items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
             if any(one.partition(".")[0] == "vllm" for one in imported):
                 found.add(name)
