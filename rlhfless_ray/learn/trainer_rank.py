@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, loss_scale, parameter_groups
 from rlhfless_ray.learn.ema import ema_update
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
@@ -25,7 +26,7 @@ from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, param
 from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
-from rlhfless_ray.learn.tensor_parallel import ModelSlices, deepspeed_section
+from rlhfless_ray.learn.tensor_parallel import ModelSlices
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
@@ -34,9 +35,6 @@ from rlhfless_ray.weights.model_folder import split_files
 from rlhfless_ray.weights.saved_names import saved_state
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, iterate_tensors, load_tensors, save_tensors
-
-BUCKET_ELEMENTS = 50_000_000  # gradients that are reduced at once: DeepSpeed's default takes 4 GB of buffers for a model of 0.5 B
-UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as in OpenRLHF
 
 
 class TrainerRank:
@@ -112,14 +110,15 @@ class TrainerRank:
         else:
             wrapped = wrapped.to(self.device)
         optimizer = torch.optim.AdamW(
-            self._parameters(model),
+            parameter_groups(model, self.section.decay_all),
             lr=self.rate(),
             betas=self.section.betas,
             eps=self.section.adam_eps,
             weight_decay=self.section.weight_decay,
             fused=True,
         )
-        self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=self._deepspeed_config())
+        config = deepspeed_config(self.section, self.dtype, self.device.type)
+        self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)
         if is_divided:
             self.slices = ModelSlices(shapes, model.state_dict().items(), self.device)
         if self.stage == 0:
@@ -127,29 +126,6 @@ class TrainerRank:
         elif self.stage < 3:
             use_gradient_pieces(self.engine.optimizer)
         self._forget_trial_step()
-
-    def _deepspeed_config(self) -> dict[str, Any]:
-        parallel = self.section.tensor_parallel
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "managed_gradient_accumulation": False,  # the number of micro-batches is open: we call step()
-            "gradient_clipping": self.section.grad_clip if self.stage else 0.0,  # stage 0: see `step`
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": self.dtype == "bfloat16"},
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {
-                # accumulate gradients of bfloat16 weights in float32, which DeepSpeed's stage 1 does in another optimizer class only
-                "stage": 2 if self.stage == 1 and self.dtype == "bfloat16" else self.stage,
-                "overlap_comm": False,
-                "contiguous_gradients": True,
-                "reduce_bucket_size": BUCKET_ELEMENTS,
-                "allgather_bucket_size": BUCKET_ELEMENTS,
-                "offload_optimizer": {"device": "cpu" if self.hosted else "none", "pin_memory": self.device.type == "cuda"},
-            },
-            "steps_per_print": 10**9,
-            **({"tensor_parallel": deepspeed_section(parallel)} if parallel > 1 else {}),
-        }
 
     def join_process_group(self, rendezvous: tuple[str, int] | None) -> None:
         """Connect the ranks. `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already."""
@@ -204,17 +180,6 @@ class TrainerRank:
             section.schedule, done, self.settings.optimizer_steps, section.learning_rate, section.warmup_share, section.min_rate_share
         )
 
-    def _parameters(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups: trained parameters with weight decay, and those without."""
-        decayed: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, parameter in model.named_parameters():
-            spared = not self.section.decay_all and any(part in name for part in UNDECAYED)
-            if parameter.requires_grad:
-                (others if spared else decayed).append(parameter)
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
-
     def step(self, loss_is_finite: bool, scale: float = 1.0) -> tuple[float, bool, str]:
         """Scale and clip the accumulated gradients and make a step, unless loss or gradient is not finite.
 
@@ -234,7 +199,7 @@ class TrainerRank:
             else:
                 self.engine.zero_grad()
         else:  # DeepSpeed's ZeRO optimizers clip, and skip the step if the norm is not finite
-            with _loss_scale(self.engine.optimizer, 1 / scale), self._threads():
+            with loss_scale(self.engine.optimizer, 1 / scale), self._threads():
                 self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
             applied = bool(self.engine.was_step_applied())
@@ -429,18 +394,6 @@ class TrainerRank:
         return_to_device(self.engine, self.stage, self.device, self.hosted)
         self.is_parked, self.parked_state, self.parked_weights = False, {}, {}
         return [Span("transfer", "return to device", start, time.time())]
-
-
-@contextmanager
-def _loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
-    """Set DeepSpeed's loss scale inside the block: ZeRO 1 and 2 divide gradients by it before they measure and clip them."""
-    if scale != 1:
-        optimizer.override_loss_scale(scale)
-    try:
-        yield
-    finally:
-        if scale != 1:
-            optimizer.custom_loss_scaler = False
 
 
 def _whole_shape(parameter: Tensor) -> torch.Size:

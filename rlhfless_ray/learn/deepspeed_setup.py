@@ -1,0 +1,66 @@
+"""DeepSpeed's configuration for a rank that trains, and the optimizer's parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rlhfless_ray.learn.tensor_parallel import deepspeed_section
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import LearnerConfig
+
+BUCKET_ELEMENTS = 50_000_000  # gradients that are reduced at once: DeepSpeed's default takes 4 GB of buffers for a model of 0.5 B
+UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as in OpenRLHF
+
+
+def deepspeed_config(section: LearnerConfig, dtype: str, device: str) -> dict[str, Any]:
+    """Return the configuration. `dtype`: of the weights. `device`: "cpu" or "cuda"."""
+    parallel, stage = section.tensor_parallel, section.zero_stage
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": False,  # the number of micro-batches is open: we call step()
+        "gradient_clipping": section.grad_clip if stage else 0.0,  # stage 0: see `TrainerRank.step`
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            # accumulate gradients of bfloat16 weights in float32, which DeepSpeed's stage 1 does in another optimizer class only
+            "stage": 2 if stage == 1 and dtype == "bfloat16" else stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+            "offload_optimizer": {"device": "cpu" if section.offloads_optimizer else "none", "pin_memory": device == "cuda"},
+        },
+        "steps_per_print": 10**9,
+        **({"tensor_parallel": deepspeed_section(parallel)} if parallel > 1 else {}),
+    }
+
+
+def parameter_groups(model: nn.Module, decay_all: bool) -> list[dict[str, Any]]:
+    """Return the optimizer's parameter groups: trained parameters with weight decay, and those without."""
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        spared = not decay_all and any(part in name for part in UNDECAYED)
+        if parameter.requires_grad:
+            (others if spared else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+@contextmanager
+def loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
+    """Set DeepSpeed's loss scale inside the block: ZeRO 1 and 2 divide gradients by it before they measure and clip them."""
+    if scale != 1:
+        optimizer.override_loss_scale(scale)
+    try:
+        yield
+    finally:
+        if scale != 1:
+            optimizer.custom_loss_scaler = False
