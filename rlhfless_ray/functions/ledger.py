@@ -49,7 +49,7 @@ class Row:
 
 @dataclass
 class Holding:
-    """A function's time with a lease, in seconds since the epoch. `until_s` is None while it lasts."""
+    """A function's time with a lease, in seconds since the epoch."""
 
     lease: str
     node: str
@@ -58,7 +58,6 @@ class Holding:
     instance: str
     step: int
     from_s: float
-    until_s: float | None = None
     memory_mb: float = 0.0
     slots: int = 1  # 0: parked, with memory but without a lease
     parked: float = 0.0  # price of the parked memory, as a share of a slot's price
@@ -186,7 +185,7 @@ class Ledger:
         now = time.time() if at_s is None else at_s
         for key, holding in list(self.open.items()):
             self._close(key, now)
-            self.open[key] = replace(holding, step=step, from_s=now, until_s=None, spans=[])
+            self.open[key] = replace(holding, step=step, from_s=now, spans=[])
         self.step = step
 
     def close(self) -> None:
