@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -132,6 +133,15 @@ FIXTURE_TIERS = {
     "new_engine": ("engine",),
     "cases": ("learner",),
 }
+
+
+# A file whose tests are all of other tiers, by its own words. A session of pure tests does not import it.
+OTHER_TIERS = re.compile(r"^pytestmark = .*\bpytest\.mark\.(?:ray|engine|learner|slow|gpu)\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_test_file = collection_path.suffix == ".py" and config.option.markexpr == "pure"
+    return True if is_test_file and OTHER_TIERS.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -10,7 +10,6 @@ import yaml
 
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.weights.model_folder import write_folder
 from tests.conftest import ROOT, command, command_here, environment, small_recipe, write_recipe
@@ -120,6 +119,8 @@ def test_model_folders_that_are_none(tmp_path, missing, said):
 
 
 def test_model_folders_that_cannot_be_loaded(tmp_path):
+    from rlhfless_ray.learn.tiny_model import scratch_policy
+
     files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
     for number, (name, content, said) in enumerate([
         ("config.json", b"[]", "names no model_type"), ("config.json", b"{}", "names no model_type"),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from placement import peak_memory
-from rlhfless_ray.learn import logprobs
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run import memory_check
 from rlhfless_ray.run.memory_check import DoesNotFit, Room
@@ -41,6 +40,8 @@ def chosen(found: Fit) -> tuple[Any, ...]:
 
 def test_numbers_that_stand_twice_are_equal():
     """Processes without the planner do not import it, and the planner imports no torch."""
+    from rlhfless_ray.learn import logprobs
+
     assert peak_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert Recipe.parse(TREE).learner.max_micro_batch_tokens == peak_memory.DEFAULT_TOKENS
 
