@@ -12,7 +12,7 @@ CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py
 # Compiled modules halve every process's start: Python must be allowed to keep them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test lint types pure install wheel docs docs-check pictures
+.PHONY: demo check test lint types pure pure-torch pure-rest install wheel docs docs-check pictures
 
 install: $(VENV)/.installed
 
@@ -34,17 +34,17 @@ demo: install
 
 # A minute to trust a change: format, lint, types and the pure tests, on two cores.
 check: install
-	@$(MAKE) --no-print-directory -j 2 lint types pure
+	@$(MAKE) --no-print-directory -j 2 lint pure-torch types pure-rest
 
-# $(1): processes, $(2): markers. What fails is run once more, alone: a test that fails only beside others on a busy machine is named
-# and does not fail CI.
-pytest = $(BIN)/python -m pytest -q -n $(1) -m $(2) || { \
+# $(1): markers, $(2): options, $(3): processes. What fails is run once more, alone: a test that fails only beside others on a busy
+# machine is named and does not fail CI.
+pytest = $(BIN)/python -m pytest -q $(3) -m $(1) $(2) || { \
 	  echo "the tests that failed, once more, alone:"; \
-	  $(BIN)/python -m pytest -q -m $(2) --last-failed --last-failed-no-failures none; }
+	  $(BIN)/python -m pytest -q -m $(1) $(2) --last-failed --last-failed-no-failures none; }
 
 # Everything that CI needs. The other tests wait for Ray much of the time: a third process fills two cores, where there is memory for it.
 test: check
-	@$(call pytest,$(WORKERS),"not pure")
+	@$(call pytest,"not pure",,-n $(WORKERS))
 
 lint: install
 	@$(BIN)/ruff check $(CODE)
@@ -53,8 +53,17 @@ lint: install
 types: install
 	@$(BIN)/mypy rlhfless_ray placement
 
+# Two processes, of which only one imports torch: the files of a folder are in the same one.
+TORCH_TESTS := $(addprefix tests/,agent benchmarks compat learn prefix reward rollout supervise weights)
+
 pure: install
-	@export OMP_NUM_THREADS=1; $(call pytest,2,pure)
+	@$(MAKE) --no-print-directory -j 2 pure-torch pure-rest
+
+pure-torch: install
+	@export OMP_NUM_THREADS=1; $(call pytest,pure,-o cache_dir=.pytest_cache/torch $(TORCH_TESTS))
+
+pure-rest: install
+	@export OMP_NUM_THREADS=1; $(call pytest,pure,-o cache_dir=.pytest_cache/rest $(addprefix --ignore=,$(TORCH_TESTS)))
 
 wheel: install
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .
