@@ -32,7 +32,7 @@ def main(dtype: str, stage: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    trainer.join_gang(("127.0.0.1", port))
+    trainer.join_process_group(("127.0.0.1", port))
     Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"num_hidden_layers": 1}))  # imports come before the first look
     before, most, ended = own_bytes(), 0, threading.Event()
 
