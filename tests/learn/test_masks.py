@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import learner_settings
 from learner_reference import load
 from tiny_policy import VOCABULARY, tiny_policy
 
@@ -20,6 +19,7 @@ from rlhfless_ray.learn.policy_model import TokenLogprobs
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Completion, Prompt, Sample
+from tests.learn.conftest import learner_settings
 
 MASKS = ["##..#", None, "#...##.#", "###"]  # the policy's tokens; None: all of four
 

@@ -10,13 +10,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from conftest import learner_settings
 from learner_reference import Reference, load
 from tiny_policy import random_batch, tiny_policy
 
 from rlhfless_ray import Recipe
 from rlhfless_ray.learn.policy_model import TokenLogprobs
 from rlhfless_ray.types import Prompt
+from tests.learn.conftest import learner_settings
 
 FILE = Path(__file__).parents[2] / "recipes" / "minimal.py"
 

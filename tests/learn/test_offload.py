@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import learner_settings, run_gangs  # type: ignore[import-not-found]
+
+from tests.learn.conftest import learner_settings, run_gangs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

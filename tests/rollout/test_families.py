@@ -70,7 +70,7 @@ def files() -> dict[str, dict[str, bytes]]:
 @pytest.fixture(scope="module")
 def opened(hosts: tuple[Any, Any], files: dict[str, dict[str, bytes]]) -> dict[str, bool]:
     """Every family's engine and learner are built; whether live and saved weights differ."""
-    from conftest import learner_settings
+    from tests.learn.conftest import learner_settings
 
     engines, learners = hosts
     settings = learner_settings(learner={"micro_batch_tokens": 400})
@@ -115,9 +115,10 @@ def test_published_and_exported_names_are_those_of_save_pretrained(
 ) -> None:
     """Names, shapes and bits of a policy that was loaded and not trained; a checkpoint keeps the model's own names."""
     import torch
-    from conftest import learner_settings
     from safetensors.torch import load
     from transformers import AutoModelForCausalLM
+
+    from tests.learn.conftest import learner_settings
 
     _, learners = hosts
     ray.get(learners.open.remote("fresh", files[family], learner_settings()), timeout=S)
