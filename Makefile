@@ -12,7 +12,7 @@ CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py
 # Compiled modules halve every process's start: Python must be allowed to keep them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test lint types pure pure-torch pure-rest install wheel docs docs-check pictures
+.PHONY: demo check test lint types pure pure-first pure-second install wheel docs docs-check pictures
 
 install: $(VENV)/.installed
 
@@ -34,7 +34,7 @@ demo: install
 
 # A minute to trust a change: format, lint, types and the pure tests, on two cores.
 check: install
-	@$(MAKE) --no-print-directory -j 2 lint pure-torch types pure-rest
+	@$(MAKE) --no-print-directory -j 2 lint pure-first types pure-second
 
 # $(1): markers, $(2): options, $(3): processes. What fails is run once more, alone: a test that fails only beside others on a busy
 # machine is named and does not fail CI.
@@ -53,17 +53,17 @@ lint: install
 types: install
 	@$(BIN)/mypy rlhfless_ray placement
 
-# Two processes, of which only one imports torch: the files of a folder are in the same one.
-TORCH_TESTS := $(addprefix tests/,agent benchmarks compat learn prefix reward rollout supervise weights)
+# Two processes, each with the tests of about half the processor time: the files of a folder are in the same one.
+FIRST_HALF := $(addprefix tests/,agent benchmarks compat learn placement prefix reward rollout supervise weights)
 
 pure: install
-	@$(MAKE) --no-print-directory -j 2 pure-torch pure-rest
+	@$(MAKE) --no-print-directory -j 2 pure-first pure-second
 
-pure-torch: install
-	@export OMP_NUM_THREADS=1; $(call pytest,pure,-o cache_dir=.pytest_cache/torch $(TORCH_TESTS))
+pure-first: install
+	@export OMP_NUM_THREADS=1; $(call pytest,pure,-o cache_dir=.pytest_cache/first $(FIRST_HALF))
 
-pure-rest: install
-	@export OMP_NUM_THREADS=1; $(call pytest,pure,-o cache_dir=.pytest_cache/rest $(addprefix --ignore=,$(TORCH_TESTS)))
+pure-second: install
+	@export OMP_NUM_THREADS=1; $(call pytest,pure,-o cache_dir=.pytest_cache/second $(addprefix --ignore=,$(FIRST_HALF)))
 
 wheel: install
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .
