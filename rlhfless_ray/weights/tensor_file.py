@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import struct
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ STORED_AS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bflo
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 HEADER_ALIGNMENT = 8
+READ_BYTES = 1 << 26  # of a file that are in memory at once while it is checked, a multiple of the page size
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +97,15 @@ def _header(whole: FileParts) -> tuple[int, dict[str, dict]]:
 
 
 def checksum(content: Content) -> str:
-    """Return the xxh3 checksum of a file's content."""
+    """Return the xxh3 checksum of a file's content. Pages of a mapped file are given back as soon as they were read."""
     digest = xxhash.xxh3_64()
     for part in parts_of(content).parts:
-        digest.update(part.data)
+        mapped = part.base.base if isinstance(part.base, np.memmap) and len(part.base) == len(part) else None
+        for start in range(0, len(part), READ_BYTES):
+            piece = part[start : start + READ_BYTES]
+            digest.update(piece.data)
+            if isinstance(mapped, mmap.mmap):  # otherwise a process that only checks a file would hold all of it
+                mapped.madvise(mmap.MADV_DONTNEED, start, len(piece))
     return digest.hexdigest()
 
 
