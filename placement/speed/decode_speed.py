@@ -108,12 +108,15 @@ class SpeedFit:
             return
         before = np.array([self.speed.base_s, self.speed.per_seq_s, self.speed.per_ctx_s])
         self._learn_error(rows @ before * (1 + self.overhead), y)
-        used = np.array([True, True, context_tokens is not None])
         seed = np.array([self.seed.base_s, self.seed.per_seq_s, self.seed.per_ctx_s])
         reference, target = scaled_seed(seed, rows, y)
-        picked = np.ix_(used, used)
-        old = (FADE * self.gram[picked], FADE * self.moment[used])
-        beta, weights, (gram, moment) = fit_shares(rows[:, used], y, reference[used], target[used], old)
+        for with_context in (context_tokens is not None, False):
+            used = np.array([True, True, with_context])
+            picked = np.ix_(used, used)
+            old = (FADE * self.gram[picked], FADE * self.moment[used])
+            beta, weights, (gram, moment) = fit_shares(rows[:, used], y, reference[used], target[used], old)
+            if beta[:2].any():  # a few noisy records may give all time to contexts, as if a step without any took none
+                break
         self.gram, self.moment = FADE * self.gram, FADE * self.moment
         self.gram[picked] += gram
         self.moment[used] += moment

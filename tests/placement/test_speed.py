@@ -48,6 +48,15 @@ def test_follows_a_machine_that_slows_down() -> None:
     assert fit.speed.base_s == pytest.approx(0.03, rel=0.15)
 
 
+def test_a_step_without_context_takes_time_whatever_the_records_say() -> None:
+    """Their times grow faster than the context, so a fit gives all of them to it. The planner has no use for such a speed."""
+    rng, fit = np.random.default_rng(3), SpeedFit(Speed(0.003, 5e-5, 1e-8))
+    for _ in range(3):
+        running, context = rng.integers(1, 9, 40), rng.integers(100, 4000, 40)
+        fit.observe(running, 1e-9 * context.astype(float) ** 2, context)
+        assert fit.speed.step_s(1) > 1e-5
+
+
 def test_few_records_change_nothing() -> None:
     fit = SpeedFit(Speed(0.01, 1e-4))
     fit.observe(np.arange(1, 8), np.ones(7))
