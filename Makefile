@@ -54,7 +54,7 @@ types: install
 	@$(BIN)/mypy rlhfless_ray placement
 
 # Two processes, each with the tests of about half the processor time: the files of a folder are in the same one.
-FIRST_HALF := $(addprefix tests/,agent benchmarks compat learn placement prefix reward rollout supervise weights)
+FIRST_HALF := $(addprefix tests/,agent benchmarks learn placement prefix reward rollout supervise weights)
 
 pure: install
 	@$(MAKE) --no-print-directory -j 2 pure-first pure-second
