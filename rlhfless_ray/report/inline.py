@@ -56,6 +56,9 @@ def curves(
         parts.append(f'<path d="M{LEFT} {top:.1f}H{width - RIGHT}" stroke="#8884"/>')
         parts.append(f'<text x="{LEFT - 5}" y="{top + 4:.1f}" text-anchor="end" fill="#777">{tick:g}</text>')
     parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{height - 4}" text-anchor="middle" fill="#777">{escape(x)}</text>')
+    if y:
+        middle = (TOP + height - BOTTOM) / 2
+        parts.append(f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle" fill="#777">{escape(y)}</text>')
     begin = LEFT
     for (name, line), colour in zip(lines.items(), COLOURS * len(lines), strict=False):
         places = [at(a, b) for a, b in zip(*line, strict=True)]
@@ -64,19 +67,22 @@ def curves(
         else:
             path = "L".join(f"{a:.1f} {b:.1f}" for a, b in places)
             parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-        label = escape(f"{name}{f', {y}' if y and len(lines) == 1 else ''}")
-        parts.append(f'<circle cx="{begin + 4}" cy="10" r="4" fill="{colour}"/><text x="{begin + 12}" y="14" fill="#777">{label}</text>')
-        begin += 26 + 6 * len(label)
+        parts.append(
+            f'<circle cx="{begin + 4}" cy="10" r="4" fill="{colour}"/><text x="{begin + 12}" y="14" fill="#777">{escape(name)}</text>'
+        )
+        begin += 26 + 6 * len(name)
     return Html("".join([*parts, "</svg>"]))
 
 
 def plan_html(reason: str, plans: Sequence[Any], chosen: Any) -> str:
     """Return a plan's reason and frontier as HTML. `plans`: points with time_s, cost and actors. `chosen`: one of them, or None."""
-    lines = {f"{count} engines": [p for p in plans if p.actors == count] for count in sorted({plan.actors for plan in plans})}
+    lines = {
+        f"{count} engine{'s' * (count > 1)}": [p for p in plans if p.actors == count] for count in sorted({plan.actors for plan in plans})
+    }
     drawn = {name: ([p.time_s for p in plans_of_size], [p.cost for p in plans_of_size]) for name, plans_of_size in lines.items()}
     if chosen is not None:
         drawn["chosen"] = [chosen.time_s], [chosen.cost]
-    return f"<p>{escape(reason)}</p>{curves(drawn, x='rollout (s)', points=True, width=460).text}"
+    return f"<p>{escape(reason)}</p>{curves(drawn, x='rollout (s)', y='cost', points=True, width=460).text}"
 
 
 def ledger_html(table: Mapping[str, Mapping[str, float]]) -> str:

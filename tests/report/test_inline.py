@@ -15,14 +15,14 @@ from rlhfless_ray.types import Span
 
 
 def test_curves_are_whole_svg_with_every_line_inside() -> None:
-    drawn = curves({"a & b": ([1, 2, 3], [0.5, -2.0, 7.0]), "one": ([2], [1.0]), "none": ([], [])}, width=300)
+    drawn = curves({"a & b": ([1, 2, 3], [0.5, -2.0, 7.0]), "one": ([2], [1.0]), "none": ([], [])}, y="slot-s", width=300)
     page = xml.dom.minidom.parseString(drawn._repr_html_())
     (line,) = [path for path in page.getElementsByTagName("path") if path.getAttribute("fill") == "none"]
     points = [tuple(map(float, pair.split())) for pair in line.getAttribute("d")[1:].split("L")]
     assert len(points) == 3 and all(0 <= x <= 300 and 0 <= y <= 220 for x, y in points)
     assert points[2][1] < points[0][1] < points[1][1], "larger values stand higher"
     texts = [text.firstChild.data for text in page.getElementsByTagName("text")]
-    assert "a & b" in texts and "one" in texts and "none" not in texts
+    assert {"a & b", "one", "slot-s", "step"} <= set(texts) and "none" not in texts
     assert curves({}).text == "" and (drawn + drawn).text.count("<svg") == 2
 
 
