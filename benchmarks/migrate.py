@@ -48,27 +48,34 @@ SHOWN = ("step_s", "full_slot_s", "rollout_slot_s", "engines", "moved", "move_p5
 class Shuttle:
     """In place of a Migration: one response after another goes to the other engine, by each way in turn.
 
-    It begins when no prompt is left to compute, and each move waits until the last one's response has a token. Otherwise a pause would
-    be that of other work.
+    It begins when no prompt is left to compute, and each move waits until the last one's response has a token from its new engine.
+    Otherwise a pause would be that of other work.
     """
 
     def __init__(self, count: int) -> None:
         self.count, self.next = count, 0
-        self.moved, self.tokens = -1, 0  # the last moved response, and its tokens at that time
+        self.moved, self.target, self.tokens = -1, -1, 0  # the last moved response, its new engine, and its tokens when it got there
+
+    def _is_under_way(self, token_log: Any) -> bool:
+        i = self.moved
+        if i < 0 or token_log.finished[i]:
+            return False
+        if token_log.owner[i] != self.target:  # in two stages it decodes on while its pages are copied
+            self.tokens = token_log.length[i]
+        return bool(token_log.length[i] <= self.tokens)
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> Any:
         from rlhfless_ray.rollout import inflight_migrations
         from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
 
         live = [i for i in range(self.count) if not token_log.finished[i]]
-        under_way = self.moved in live and token_log.length[self.moved] <= self.tokens
-        if len(engines) < 2 or not live or not token_log.length.all() or under_way:
+        if len(engines) < 2 or not live or not token_log.length.all() or self._is_under_way(token_log):
             return MigrationRequests()
         i = live[self.next % len(live)]
-        self.moved, self.tokens = i, token_log.length[i]
         self.next += 1
         source = int(token_log.owner[i])
         target = next(number for number in engines if number != source)
+        self.moved, self.target, self.tokens = i, target, token_log.length[i]
         way = WAYS[self.next % len(WAYS)]
         inflight_migrations.COPY_TOKENS = 0 if way == "copied" else 1 << 30
         how = "prefill" if way == "prefill" else "pages"
