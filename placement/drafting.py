@@ -154,6 +154,7 @@ class StepTimes:
     """
 
     KNOTS = (8, 128)  # rows: about where cores and GPUs begin to compute longer than they read
+    TERMS = 5 + len(KNOTS)
     FIRST, EVERY = 32, 128  # steps before the first fit, and between two later ones
     KEPT = 256  # newest steps of each kind, with and without drafts, that a fit uses
 
@@ -203,9 +204,9 @@ class StepTimes:
 
     def step_s(self, sequences: int, context_tokens: int) -> float | None:
         """Return the expected seconds of a step without drafts, None before the first fit."""
-        return (
-            None if self.terms is None else max(float(self.terms @ (1.0, sequences, context_tokens, 0, 0, *self._beyond(sequences))), 1e-6)
-        )
+        if self.terms is None:
+            return None
+        return max(float(self.terms @ (1.0, sequences, context_tokens, 0, 0, *self._beyond(sequences))), 1e-6)
 
     def verify_s(self, sequences: int, drafted: np.ndarray) -> np.ndarray:
         """Return the seconds (n,) that these numbers of drafted tokens (n,) add to a step, without `path_s`."""
@@ -213,7 +214,7 @@ class StepTimes:
         if self.terms is None:
             return np.zeros_like(drafted)
         seconds = self.terms[3] * drafted
-        for knot, term in zip(self.KNOTS, self.terms[5:], strict=True):
+        for knot, term in zip(self.KNOTS, self.terms[-len(self.KNOTS) :], strict=True):
             seconds = seconds + term * (np.maximum(0, sequences + drafted - knot) - max(0, sequences - knot))
         return seconds
 
@@ -254,8 +255,9 @@ class Learned:
         self.acceptance.tried[:] = self.acceptance.accepted[:] = 0.0
         self.acceptance.tried[state["cells"]], self.acceptance.accepted[state["cells"]] = state["tried"], state["accepted"]
         if state["terms"] is not None:
-            known = np.array(state["terms"])  # fewer in older checkpoints
-            self.times.terms, self.times.trials = np.pad(known, (0, 5 + len(StepTimes.KNOTS) - len(known))), state["trials"]
+            known = state["terms"]  # fewer in older checkpoints
+            self.times.terms = np.array([*known, *[0.0] * (StepTimes.TERMS - len(known))])
+            self.times.trials = state["trials"]
 
 
 class Attempts:

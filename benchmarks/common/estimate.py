@@ -10,16 +10,9 @@ from rlhfless_ray.learn.estimators import advantages_of, shaped_rewards
 
 
 def estimate(
-    name: str,
-    rewards: np.ndarray,
-    lengths: np.ndarray,
-    *,
-    values: np.ndarray | None = None,
-    gamma: float = 1.0,
-    lambd: float = 1.0,
-    mask: np.ndarray | None = None,
-    **shaping: Any,
+    name: str, rewards: np.ndarray, lengths: np.ndarray, *, mask: np.ndarray | None = None, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return advantages before whitening, and returns. Arguments: those of `shaped_rewards` and `advantages_of`."""
-    by_token = shaped_rewards(name, rewards, lengths, mask=mask, **shaping)
-    return advantages_of(name, by_token, lengths, values=values, gamma=gamma, lambd=lambd, mask=mask)
+    discounting = {key: options.pop(key) for key in ("values", "gamma", "lambd") if key in options}
+    by_token = shaped_rewards(name, rewards, lengths, mask=mask, **options)
+    return advantages_of(name, by_token, lengths, mask=mask, **discounting)

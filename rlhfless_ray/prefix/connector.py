@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 from rlhfless_ray.prefix.block_hash import chain
@@ -161,8 +163,6 @@ class PageConnector(KVConnectorBase_V1):
                 return
             self.layers.append(layer)
         if self.width > 1:
-            from vllm.distributed import get_tensor_model_parallel_rank
-
             self.rank = get_tensor_model_parallel_rank()
         self.parts = PageParts(tuple(layer.part for layer in self.layers), self.width)
         described = [_model_description(self.config), *(layer.description() for layer in self.layers)]
@@ -202,15 +202,11 @@ class PageConnector(KVConnectorBase_V1):
 
 def join_parts(store: PageStore, call_members: Callable[..., list[np.ndarray]]) -> None:
     """Make the store of an engine of several members copy out whole pages. `call_members`: calls a function with each member's worker."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     connector: Any = get_kv_transfer_group()
     store.copy_out = lambda blocks: connector.parts.join(call_members(_read_part, list(blocks)))
 
 
 def _read_part(worker: Any, blocks: list[int]) -> np.ndarray:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     connector: Any = get_kv_transfer_group()
     part: np.ndarray = connector.read_part(blocks)
     return part

@@ -253,7 +253,7 @@ def test_explain_shows_the_recipe(tmp_path: Path) -> None:
 def test_a_run_is_continued_as_in_openrlhf(
     signal_number: int | None, saves: bool, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that was finished without --save_steps has left no checkpoint in OpenRLHF: the next one begins anew."""
+    """A run that was finished without --save_steps has left no checkpoint in OpenRLHF: the next one begins from the start."""
     run, resumed = RunFolder(tmp_path / "runs" / "train_sft"), []
     for folder in (run.path, tmp_path / "ckpt" / "train_sft" / "checkpoint_1", run.path / CHECKPOINTS / "checkpoint_1"):
         folder.mkdir(parents=True)
