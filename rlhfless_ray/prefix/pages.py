@@ -124,10 +124,15 @@ class PageStore:
 
     # ---- out -------------------------------------------------------------------------------------------------
 
-    def request_save(self, names: Sequence[str], known: Iterable[bytes] = ()) -> None:
-        """Save the pages of these requests when they finish or are cut, except those with `known` addresses and those copied before."""
-        self.to_save |= set(names)
-        self.known |= set(known).union(*(self.copied.pop(name, set()) for name in names))
+    def request_save(self, names: Iterable[str], known: Iterable[bytes] = (), after_copy: bool = False) -> None:
+        """Save the pages of these requests when they finish or are cut.
+
+        Those with `known` addresses are left out, and with `after_copy` those that were copied before.
+        """
+        names = set(names)
+        self.to_save |= names
+        copied = set().union(*(self.copied.pop(name, set()) for name in names))
+        self.known |= set(known) | (copied if after_copy else set())
 
     def copy(self, name: str, addresses: Sequence[bytes], blocks: Sequence[int]) -> dict[bytes, np.ndarray]:
         """Copy pages of a running request, and return {address: page}. A repeated call copies all of them again."""

@@ -11,7 +11,6 @@ import numpy as np
 
 from rlhfless_ray.types import Request
 
-NO_CALL = 0  # epoch of no call: a command for it only brings pages
 _tickets = itertools.count(1)
 
 
@@ -44,7 +43,8 @@ class EngineCommand:
         copy: keys of requests that continue, and whose full KV blocks are copied.
         what: name in the timeline.
         ticket: if not 0, the engine keeps the KV pages of cut or copied requests under this number until they are fetched.
-        pages: references to the KV pages of added requests, or of requests that will be added later.
+        after_copy: whether the pages of cut requests that were copied before are left out, because they have arrived.
+        pages: references to the KV pages of added requests.
         drafts: see `DraftNews`.
     """
 
@@ -53,6 +53,7 @@ class EngineCommand:
     add: tuple[Request, ...] = ()
     what: str = ""
     ticket: int = 0
+    after_copy: bool = False
     pages: tuple[Any, ...] = ()
     drafts: DraftNews | None = None
 

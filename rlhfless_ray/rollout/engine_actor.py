@@ -147,7 +147,8 @@ class RolloutActor:
         for ticket in self.old_tickets:  # pages that were not fetched during a whole call
             self.engine.kept_pages.pop(ticket, None)
         self.old_tickets = set(self.engine.kept_pages)
-        self._fetch(pages)
+        self.receive_pages(pages)
+        of_earlier = len(self.carried)
         self.engine.update_drafts(fetch_drafter(drafts))
         self.control_queue.open(epoch)
         start = time.time()
@@ -158,13 +159,15 @@ class RolloutActor:
                 start = end
         finally:
             self.control_queue.close()
-            for address in self.carried:
+            # what arrived during the call may be for a request of the next one
+            old = self.carried[:of_earlier]
+            del self.carried[:of_earlier]
+            for address in set(old) - set(self.carried):
                 self.engine.pages.rows.pop(address, None)
-            self.carried.clear()
 
     def enqueue(self, epoch: int, command: EngineCommand) -> bool:
         """Add a command for the call with this epoch. Runs beside `rollout`. Returns False if that call is over."""
-        self._fetch(command.pages)
+        self.receive_pages(command.pages)
         return self.control_queue.put(epoch, replace(command, drafts=fetch_drafter(command.drafts)))
 
     def hand_over(self, ticket: int, wait_s: float = 0.0) -> Bundle | None:
@@ -177,26 +180,29 @@ class RolloutActor:
             return None
         return Bundle.seal(self.engine.pages.layout.start(ANY_VERSION), list(pages), np.stack(list(pages.values())))
 
-    def _add_pages(self, bundle: Bundle) -> None:
-        """Keep pages of requests to come until the end of the call. Pages of another model are refused."""
-        self.engine.pages.put(bundle, ANY_VERSION, set(bundle.addresses))
-        self.carried += bundle.addresses
+    def receive_pages(self, pages: Sequence[Any]) -> bool:
+        """Fetch KV pages for requests of this call or the next. Runs beside `rollout`. Returns whether all have arrived intact.
 
-    def _fetch(self, pages: Sequence[Any]) -> None:
-        """Fetch KV pages. Contexts whose pages do not arrive in time are computed, and counted as lost."""
+        Contexts whose pages do not arrive in time are computed, and counted as lost. Pages of another model are refused.
+        """
         import ray
         from ray.exceptions import RayError
 
         if not pages or self.engine is None or self.engine.pages is None or self.engine.pages.refused:  # the engine may still be starting
-            return
+            return False
+        missing = 0
         for ref in pages:
             try:
                 bundle = ray.get(ref, timeout=PAGES_S)
             except RayError:
                 self.engine.pages.counts["lost"] += 1
+                bundle = None
+            if bundle is None:
+                missing += 1
                 continue
-            if bundle is not None:
-                self._add_pages(bundle)
+            missing += len(bundle.addresses) - self.engine.pages.put(bundle, ANY_VERSION, set(bundle.addresses))
+            self.carried += bundle.addresses
+        return not missing
 
     def park(self) -> dict[str, Any]:
         """Release the memory of weights and KV cache, and on CPU unused pages of the process."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
-from rlhfless_ray.rollout.control_queue import NO_CALL, EngineCommand, new_ticket
+from rlhfless_ray.rollout.control_queue import EngineCommand, new_ticket
 from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls, count_sequences
 from rlhfless_ray.rollout.migration_policy import MigrationRequest
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
@@ -81,14 +82,13 @@ class InflightMigrations:
             keys = tuple(self.token_log.requests[i].key for i in requests)
             self.calls.send_command(call, EngineCommand(copy=keys, what=f"copy {count_sequences(len(keys))}", ticket=copied))
             pages = call.instance.actor.hand_over.options(concurrency_group="pages").remote(copied, COPY_S)
-            target = self.calls.engines[move.target].actor
-            arrived = target.enqueue.options(concurrency_group="control").remote(NO_CALL, EngineCommand(pages=(pages,)))
+            arrived = self.calls.engines[move.target].actor.receive_pages.options(concurrency_group="control").remote((pages,))
             self.copying[arrived] = move, now + 2 * COPY_S
         else:
             self._cut(move)
 
-    def _cut(self, move: MigrationRequest) -> None:
-        """Ask the source to cut those requests of a move that have not ended."""
+    def _cut(self, move: MigrationRequest, after_copy: bool = False) -> None:
+        """Ask the source to cut those requests of a move that have not ended. `after_copy`: their full blocks have arrived."""
         requests = [i for i in move.requests.tolist() if i in self.leaving and self.leaving[i].source == move.source]
         if not requests or (call := self.calls.find(move.source)) is None:
             return
@@ -96,7 +96,8 @@ class InflightMigrations:
             self.leaving[i].cut_s = time.monotonic()
         keys = tuple(self.token_log.requests[i].key for i in requests)
         what = f"move {count_sequences(len(keys))} to {self.calls.engines[move.target].id}"
-        self.calls.send_command(call, EngineCommand(cut=keys, what=what, ticket=self.leaving[requests[0]].ticket))
+        ticket = self.leaving[requests[0]].ticket
+        self.calls.send_command(call, EngineCommand(cut=keys, what=what, ticket=ticket, after_copy=after_copy))
 
     def refs(self) -> list[Any]:
         """Return references to pending copies."""
@@ -109,7 +110,7 @@ class InflightMigrations:
         arrived, _ = ray.wait(list(self.copying), num_returns=len(self.copying), timeout=0, fetch_local=False)
         now = time.monotonic()
         for ref in [ref for ref, (_, late_s) in self.copying.items() if ref in arrived or now > late_s]:
-            self._cut(self.copying.pop(ref)[0])
+            self._cut(self.copying.pop(ref)[0], ref in arrived and _has_succeeded(ref))
 
     def is_target(self, number: int) -> bool:
         """Return whether a request is on its way to this engine."""
@@ -149,3 +150,10 @@ class InflightMigrations:
             done.append(MigrationStats(key, source, call.instance.id, context, seconds, route.reason, how, computed, pause_s))
         self.moved += done
         return done
+
+
+def _has_succeeded(fetch: Any) -> bool:
+    try:
+        return bool(ray.get(fetch))
+    except RayError:  # the loss of an engine shows in its own call
+        return False

@@ -250,7 +250,7 @@ class VllmEngine:
         begin, names = time.time(), [str(key) for key in command.cut]
         keep = self.pages is not None and not self.pages.refused and command.ticket
         if self.pages is not None and keep:
-            self.pages.request_save(names)
+            self.pages.request_save(names, after_copy=command.after_copy)
         self.engine.abort_request([str(number) for number in self.live.cut(command.cut)])
         if self.pages is not None and keep:
             self.kept_pages.setdefault(command.ticket, {}).update(self.pages.take_saved(names))  # a cut may be sent twice

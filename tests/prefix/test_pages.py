@@ -106,12 +106,16 @@ def test_pages_that_were_copied_while_a_request_went_on_are_not_saved_again() ->
     store.copy_out = lambda blocks: np.repeat(np.array(blocks, np.uint8)[:, None], BYTES, 1)
     copied = store.copy("a", addresses[:2], [5, 6])
     assert {address: int(page[0]) for address, page in copied.items()} == {addresses[0]: 5, addresses[1]: 6}
-    store.request_save(["a"])
+    store.request_save(["a"], after_copy=True)
     store.save("a", addresses, [5, 6, 7])
     assert {address: int(page[0]) for address, page in store.take_saved(["a"]).items()} == {addresses[2]: 7}
-    store.request_save(["a"])
+    store.request_save(["a"], after_copy=True)
     store.save("a", addresses, [5, 6, 7])
     assert len(store.take_saved(["a"])) == 3, "a later move, which may go elsewhere"
+    store.copy("a", addresses[:2], [5, 6])
+    store.request_save(["a"])
+    store.save("a", addresses, [5, 6, 7])
+    assert len(store.take_saved(["a"])) == 3, "the copy has not arrived"
 
 
 def test_without_an_engine_there_are_no_pages() -> None:

@@ -123,19 +123,21 @@ def moved_often(roll_out: Any, whole: Any, how: str, versions: range) -> list[An
     raise AssertionError(f"hardly anything was moved in {len(streams)} rollouts")
 
 
-@pytest.mark.parametrize("stages", ["prefill", "pages", "copy, then pages"])
+@pytest.mark.parametrize("stages", ["prefill", "pages", "copy, then pages", "late copy, then pages"])
 def test_moved_while_they_decode_responses_stay_what_they_are(
     pool: WorkerPool, roll_out: Any, whole: Any, stages: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In two stages full blocks go ahead, and with the cut those that were filled meanwhile."""
+    """In two stages full blocks go ahead, and with the cut those that were filled meanwhile; or all, if the copy has not arrived."""
     import ray
 
     import rlhfless_ray.rollout.inflight_migrations as moving
 
-    how, copies = stages.split(", then ")[-1], stages.startswith("copy")
+    how, copies, late = stages.split(", then ")[-1], "copy" in stages, "late" in stages
     monkeypatch.setattr(moving, "COPY_TOKENS", 2 * BLOCK if copies else 10**9)
+    if late:
+        monkeypatch.setattr(moving, "COPY_S", 0.0)
     before = ray.get([instance.actor.counts.remote() for instance in pool.working], timeout=60)
-    first = {"prefill": 10, "pages": 20, "copy, then pages": 60}[stages]
+    first = {"prefill": 10, "pages": 20, "copy, then pages": 60, "late copy, then pages": 80}[stages]
     streams = moved_often(roll_out, whole, how, range(first, first + 10))
     after = ray.get([instance.actor.counts.remote() for instance in pool.working], timeout=60)
     moved = [one for stream in streams for one in stream.moved]
