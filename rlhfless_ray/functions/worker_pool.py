@@ -22,6 +22,7 @@ from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
 FAULTS = 3  # failure budget of a pool outside of a run
 KNOWN_S = 5.0  # time until Ray knows that a process or node is lost
+GRANT_S = 0.05  # wait for a slot that may be free: Ray takes milliseconds to grant one
 
 
 class WorkerPool:
@@ -343,12 +344,18 @@ class WorkerPool:
                 return FailureCause.HUNG
             time.sleep(0.05)
 
-    def replace(self, instance: Instance, why: str = "", cause: FailureCause | None = None) -> Instance:
+    def replace(
+        self, instance: Instance, why: str = "", cause: FailureCause | None = None, make_room: Callable[[], None] | None = None
+    ) -> Instance:
         """Replace a failed instance under the same leases. Its process is killed first, because it may only seem dead.
 
-        Raises RunError, with `why`, when the failure budget is used up. `cause`: if it is known already.
+        Raises RunError, with `why`, when the failure budget is used up.
+
+        `cause`: if it is known already. `make_room`: called before a wait for new leases, to release some that the run itself holds.
         """
         leases = self.leases.without_lost(self._handle_loss(instance, why, cause))
+        if not leases and make_room is not None and not (leases := self.lease_one(need=False, wait_s=GRANT_S)):
+            make_room()
         return self.assign_leases(leases or self.lease_one(need=True))
 
     def end_lost(self, instance: Instance, why: str = "", cause: FailureCause | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlhfless_ray.common.deadlines import wait_any
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, lost_on_the_way, raised_at_start, reason_of
-from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.functions.worker_pool import GRANT_S, WorkerPool
 from rlhfless_ray.rollout.control_queue import EngineCommand
 from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls
 from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
@@ -35,7 +36,6 @@ from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVers
 DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about moves
 LOOK_S = 1.0  # interval at which the driver looks for silent engines
 SILENT_S = 3.0  # silence after which an engine's node is probed
-GRANT_S = 0.05  # wait for a slot that may be free: Ray takes milliseconds to grant one
 OUTLIVES = 1.1  # a response longer than its forecast is expected to reach this multiple of its present length
 
 
@@ -440,9 +440,11 @@ class RolloutDriver:
             others = [self.calls.number(other) for other in self.pool.working if other is not instance]
         if not others:
             self.migrations.cancel(orphans.tolist())
-            if self.listener is not None:
-                self.listener.release()  # the run itself may hold the only slot that is left, so no other would be granted
-            successor = self.calls.number(self.pool.replace(instance, why, cause))
+            make_room = None
+            if self.listener is not None:  # the run itself may hold the only slot that is left, so no other would be granted
+                self.listener.release()
+                make_room = partial(self.listener.finish, self.pool.leases.deadline_s)
+            successor = self.calls.number(self.pool.replace(instance, why, cause, make_room))
             fetch_weights(self.pool, self.weights)
             if len(orphans):
                 self.calls.send(successor, orphans)

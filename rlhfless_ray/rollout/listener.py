@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from placement.scaling.resize_policy import Decision
+from rlhfless_ray.common.deadlines import wait_any
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.types import Sample
+
+LOOK_S = 1.0  # longest time between two looks at work: its own deadlines need them
 
 OnSamples = Callable[[list[Sample]], None]
 
@@ -53,6 +57,14 @@ class RolloutListener:
         if self.overlap is not None:
             self.overlap.poll(0.0)
             self.overlap.broker.release()
+
+    def finish(self, seconds: float) -> None:
+        """Wait until the work on slots that engines have left is done, and release them. Raises RunError after `seconds`."""
+        end_s = time.monotonic() + seconds
+        while refs := self.refs():
+            what = "the end of work beside the rollout, which may hold the only slot that is left"
+            wait_any(refs, end_s - time.monotonic(), what, within_s=LOOK_S, of_s=seconds)
+            self.release()
 
     def refs(self) -> list[Any]:
         return self.overlap.refs() if self.overlap is not None else []

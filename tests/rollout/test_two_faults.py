@@ -64,7 +64,9 @@ class Pool:
         self.log.append("lost")
         self.working.remove(instance)
 
-    def replace(self, instance: Any, why: str, cause: FailureCause) -> Any:
+    def replace(self, instance: Any, why: str, cause: FailureCause, make_room: Any = None) -> Any:
+        if make_room is not None:
+            make_room()
         self.log.append("replaced")
         self.working[self.working.index(instance)] = new = self.engine("new")
         return new
@@ -122,12 +124,18 @@ def test_what_the_last_working_engine_had_goes_to_one_that_still_starts(monkeypa
     assert pool.log == ["lost", "prewarmed"] and rollout.token_log.owner.tolist() == [second]
 
 
-def test_slots_that_engines_left_are_released_before_a_successor_needs_one() -> None:
-    """They are kept for the next phase, and one of them may be the only slot that is left."""
-    pool = Pool(["a"], set())
+def test_slots_that_engines_left_are_released_before_a_successor_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept for the next phase or at work for it, and one of them may be the only slot that is left."""
+    monkeypatch.setattr("rlhfless_ray.rollout.listener.wait_any", lambda refs, *_, **how: refs)
+    pool, at_work = Pool(["a"], set()), ["scoring", "a pass"]
     rollout = rollout_on(pool, 1)
+
+    def poll(seconds: float) -> None:
+        assert seconds == 0, "nothing more is begun"
+        pool.log.append(at_work.pop() if at_work and "released" in pool.log else "looked at")
+
     broker = SimpleNamespace(release=lambda: pool.log.append("released"))
-    overlap: Any = SimpleNamespace(poll=lambda seconds: pool.log.append("looked at"), broker=broker)
+    overlap: Any = SimpleNamespace(poll=poll, broker=broker, refs=lambda: list(at_work))
     rollout.listener = RolloutListener(cast(Any, None), overlap, lambda instance: [], 0.0)
     first = rollout.calls.number(pool.working[0])
     rollout.assign(first, np.array([0]))
@@ -135,7 +143,26 @@ def test_slots_that_engines_left_are_released_before_a_successor_needs_one() -> 
     assert call is not None
     rollout.calls.running.clear()
     rollout.handle_loss(call, FailureCause.NODE_LOST, "killed")
-    assert pool.log == ["looked at", "released", "replaced"]
+    assert pool.log == ["looked at", "released", "a pass", "released", "scoring", "released", "replaced"]
+
+
+def test_a_successor_waits_for_the_runs_own_slots_only_if_no_other_is_granted() -> None:
+    log: list[str] = []
+
+    def replaced(usable: list[str], granted: list[list[str]]) -> Any:
+        log.clear()
+        leases = SimpleNamespace(without_lost=lambda held: usable)
+
+        def lease_one(need: bool, wait_s: float = 0.0) -> list[str]:
+            log.append("needed" if need else "tried")
+            return granted.pop(0)
+
+        pool: Any = SimpleNamespace(leases=leases, _handle_loss=lambda *_: [], assign_leases=lambda taken: taken, lease_one=lease_one)
+        return WorkerPool.replace(pool, cast(Any, None), make_room=lambda: log.append("made room"))
+
+    assert replaced(["own"], []) == ["own"] and not log
+    assert replaced([], [["other"]]) == ["other"] and log == ["tried"]
+    assert replaced([], [[], ["its own"]]) == ["its own"] and log == ["tried", "made room", "needed"]
 
 
 def test_what_was_to_leave_an_engine_that_died_alone_leaves_no_more() -> None:
