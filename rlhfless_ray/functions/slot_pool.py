@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import time
+import traceback
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -176,7 +177,14 @@ class SlotPool:
 
     def _begin(self, work: Any) -> None:
         self.tasks.add(task := asyncio.get_event_loop().create_task(work))
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Forget a task. If it failed, the process ends, and Ray starts another one: a pool without it would grant nothing more."""
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            traceback.print_exception(error)
+            os._exit(1)
 
     def _known(self, run: str, session: str) -> float:
         """Return the time, if the run is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
+from rlhfless_ray.functions.slot_pool import SlotPool
 from tests.functions.test_pool_state import pool
 
 NODES = {"a": (3, {}), "b": (2, {})}
@@ -236,3 +238,26 @@ def test_a_heartbeat_that_fails_ends_the_run_with_its_reason():
     client._beat()
     with pytest.raises(RunError, match="the heartbeat to the slot pool failed: AttributeError"):
         client.bid(Bid("x", (1,), (0.0,)))
+
+
+def test_a_pool_whose_own_work_fails_ends_so_that_ray_starts_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise it would go on answering, and grant nothing more."""
+    ended: list[int] = []
+    monkeypatch.setattr("rlhfless_ray.functions.slot_pool.os._exit", ended.append)
+    pool = object.__new__(SlotPool)
+    pool.tasks = set()
+
+    async def fail() -> None:
+        raise KeyError("a node")
+
+    async def work() -> None:
+        pool._begin(asyncio.sleep(0))
+        await asyncio.sleep(0.01)
+        assert not ended and not pool.tasks
+        pool._begin(fail())
+        await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+    assert ended == [1] and not pool.tasks and "KeyError: 'a node'" in capsys.readouterr().err
