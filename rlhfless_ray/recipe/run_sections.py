@@ -64,14 +64,10 @@ class ClusterConfig(Section):
     """Object store of the private cluster in MB. None: the size of the weights and learner state in transit, at least 512 MB and at most
     0.3 of the memory. Beyond it Ray writes to disk."""
 
-    @property
-    def market_key(self) -> str:
-        """Return the key that is set and counts in the shared pool only, or an empty string."""
-        return "cluster.share" if self.share is not None else "cluster.priority" if self.priority != 1.0 else ""
-
     @model_validator(mode="after")
     def _check_pool(self) -> ClusterConfig:
-        if not self.pool and (key := self.market_key):
+        key = "cluster.share" if self.share is not None else "cluster.priority" if self.priority != 1.0 else ""
+        if not self.pool and key:
             raise ValueError(f"{key}: it counts in the shared pool only; set cluster.pool to true, or leave it out")
         return self
 

@@ -1,13 +1,19 @@
 """Slots of a supervised stage's ranks that the pool of the cluster counts. Ray Train's own group of workers then takes no slots.
 
 Ray Train makes one placement group for its workers and waits in Ray's queue for it. With the pool, the stage has its slots before, and
-Ray Train's group only says on which node each rank is.
+Ray Train's group only says on which node each rank is. On GPUs `leased_devices` shows each rank its device.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.market import bid_of
 from placement.planning.objective import Objective
@@ -19,6 +25,7 @@ GROW_S = 60.0  # time without a change after which a stage takes slots that are 
 WAIT_S = 1.0  # longest wait for the slots of ranks that are not needed
 BID_S = 10.0  # interval of bids
 FIRST_GUESS_S = 600.0  # time left, as the first bid says it, before a step was measured
+END_S = 30.0  # longest wait for the end of a rank's process, which keeps its device's memory until then
 
 
 class LeasedRanks:
@@ -31,6 +38,7 @@ class LeasedRanks:
         self.leases = LeaseManager(pool.resource, ledger, deadline_s, name, pool)
         self.ranks: list[list[Lease]] = []  # the leases of each, in no order that Ray Train knows
         self.unassigned: list[list[Lease]] = []
+        self.processes: list[tuple[str, int, float]] = []  # of the ranks that have started: node, id and begin
         self.wanted, self.left_s = max_ranks, FIRST_GUESS_S
         self.changed_s = self.bid_s = -float("inf")
 
@@ -48,15 +56,33 @@ class LeasedRanks:
         self.unassigned, self.changed_s, self.wanted = list(self.ranks), time.monotonic(), self.max_ranks
         return [leases[0].slot.node for leases in self.ranks]
 
-    def assign(self, rank: int, node: str) -> list[str]:
-        """Return the ids of the leases on which a rank works that has started on a node."""
-        leases = next(of_rank for of_rank in self.unassigned if of_rank[0].slot.node == node)
+    @property
+    def devices(self) -> dict[str, tuple[str, ...]]:
+        """Names of the devices that are leased on each node, by its id; empty on CPU."""
+        slots = [leases[0].slot for leases in self.ranks] if self.leases.resource == "gpu" else []
+        return {node: tuple(str(slot.device) for slot in slots if slot.node == node) for node in {slot.node for slot in slots}}
+
+    def assign(self, rank: int, node: str, device: str, process: int, began_s: float) -> list[str]:
+        """Return the ids of the leases on which a rank works that has started on a node.
+
+        `device`: the one that it sees, on GPU. `process`, `began_s`: id and begin of its process.
+        """
+        on_cpu = self.leases.resource == "cpu"
+        leases = next(one for one in self.unassigned if one[0].slot.node == node and (on_cpu or str(one[0].slot.device) == device))
         self.unassigned.remove(leases)
+        self.processes.append((node, process, began_s))
         for lease in leases:
             self.leases.hand_over(lease, "learner", f"rank {rank}")
         return [lease.id for lease in leases]
 
     def release(self) -> None:
+        """Return the slots, on GPU once the ranks' processes have left their devices."""
+        if self.leases.resource == "gpu":
+            for node, process, began_s in self.processes:
+                on_its_node = NodeAffinitySchedulingStrategy(node, soft=False)
+                with suppress(RayError):  # its node is lost
+                    ray.get(wait_for_end.options(scheduling_strategy=on_its_node).remote(process, began_s), timeout=2 * END_S)
+        self.processes = []
         self.leases.release(self.leases.without_lost([lease for leases in self.ranks for lease in leases]))
         self.ranks = []
 
@@ -90,3 +116,12 @@ class LeasedRanks:
         numbers = range(self.min_ranks, self.max_ranks + 1)
         points = [(count * self.slots_per_rank, self.left_s * now / count) for count in numbers]
         self.pool.bid(bid_of(self.pool.info.run, points, Objective(prefer=0.5)))
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def wait_for_end(process: int, began_s: float) -> None:
+    """Wait until a process of this node has ended, for END_S at most."""
+    with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+        found = psutil.Process(process)
+        if found.create_time() == began_s:  # otherwise another process has its number
+            found.wait(END_S)

@@ -90,9 +90,9 @@ class RankRecorder:
     def _on_alive(self, _: None) -> None:
         """A rank is at a long piece of work."""
 
-    def _on_began(self, content: tuple[int, int, str, str, float]) -> None:
+    def _on_began(self, content: tuple[int, int, str, str, int, float]) -> None:
         """A rank has started. The first of a new group ends the leases of the one before."""
-        rank, ranks, node, device, began_s = content
+        rank, ranks, node, device, process, began_s = content
         self.began = True
         if rank in self.leases_of:
             self.ledger.close()
@@ -103,7 +103,7 @@ class RankRecorder:
             for lease in leases:
                 self.ledger.hold(lease, node, device, "learner", f"rank {rank}", since_s=began_s)
         else:
-            leases = self.slots.assign(rank, node)
+            leases = self.slots.assign(rank, node, device, process, began_s)
         self.leases_of[rank] = leases
         self.progress.phase("opening the model")
 

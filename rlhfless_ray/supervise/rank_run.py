@@ -76,6 +76,8 @@ class RankRun:
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
+        from rlhfless_ray.supervise.leased_devices import LeasedTorchConfig
+
         asks_dashboard = not private and has_dashboard()
 
         class Trainer(TorchTrainer):
@@ -90,6 +92,8 @@ class RankRun:
         from rlhfless_ray.supervise.train_loop import train_rank
 
         logging.getLogger("ray.train").setLevel(logging.ERROR)
+        backend = "nccl" if start.device == "gpu" else "gloo"
+        torch_config = LeasedTorchConfig(backend, devices=start.devices) if start.devices else TorchConfig(backend)
         recipe, ranks = start.recipe, start.recipe.learner.ranks
         workers: Any = ranks if recipe.min_ranks == ranks else (recipe.min_ranks, ranks)
         resources: dict[str, float] = {"CPU": 1, "GPU": 1} if start.device == "gpu" else {"CPU": start.threads}
@@ -102,12 +106,12 @@ class RankRun:
             Trainer(
                 train_rank,
                 train_loop_config={"start": start},
-                torch_config=TorchConfig(backend="nccl" if start.device == "gpu" else "gloo"),
+                torch_config=torch_config,
                 scaling_config=ScalingConfig(
                     num_workers=workers,
                     # to grow, Ray Train starts the ranks again from the last checkpoint
                     elastic_resize_monitor_interval_s=RESIZE_S if recipe.checkpoint.every_steps else float("inf"),  # type: ignore[call-arg]
-                    use_gpu=start.device == "gpu",
+                    use_gpu=start.device == "gpu" and nodes is None,
                     resources_per_worker=resources,
                     label_selector=selectors,
                 ),

@@ -6,6 +6,7 @@ import platform
 import shutil
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +119,6 @@ class SupervisedStage:
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
             slots = self._check_size(resource)
-            if resource == "gpu" and not self.cluster.private and (key := self.recipe.cluster.market_key):
-                raise UserError(f"{key}: ranks of a supervised stage take GPUs from Ray's queue, not from the pool; leave it out")
             if is_new:
                 self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
@@ -166,7 +165,7 @@ class SupervisedStage:
     def _join_pool(self, resource: str, stack: ExitStack) -> PoolClient | None:
         """Join the slots that the runs of the cluster share. None: Ray Train takes slots from Ray's queue."""
         section = self.recipe.cluster
-        if self.cluster.private or not section.pool or resource == "gpu":
+        if self.cluster.private or not section.pool:
             return None
         from rlhfless_ray.functions.pool_client import join_pool
 
@@ -217,7 +216,8 @@ class SupervisedStage:
         while True:
             self.progress.phase("waiting for slots")
             try:
-                changes = self._run_ranks(start, slots.take())
+                nodes = slots.take()
+                changes = self._run_ranks(replace(start, devices=slots.devices), nodes)
                 if not changes or self.recorder.done == self.recipe.run.steps:
                     return
             except RanksFailed as error:

@@ -8,9 +8,9 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE, SupervisedRe
 from rlhfless_ray.supervise.examples import Examples, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import PROGRESS, newest_checkpoint
 from rlhfless_ray.supervise.inbox import INBOX
+from rlhfless_ray.supervise.leased_devices import VISIBLE
 from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import read_content, write_folder
@@ -55,6 +56,7 @@ class RankStart:
     inbox: Any  # actor handle of an `Inbox`
     device: str
     threads: int
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # on GPU: names of those that the pool leased, by node id
 
 
 def train_rank(config: dict[str, Any]) -> None:
@@ -72,8 +74,8 @@ class _Loop:
         self.start, self.recipe, self.order = start, start.recipe, start.order
         self.rank, self.ranks = context.get_world_rank(), context.get_world_size()
         node = ray.get_runtime_context().get_node_id()
-        began_s = psutil.Process().create_time()
-        self.post("began", (self.rank, self.ranks, node, str(context.get_local_rank()), began_s))
+        device = os.environ[VISIBLE] if start.devices else str(context.get_local_rank())
+        self.post("began", (self.rank, self.ranks, node, device, os.getpid(), psutil.Process().create_time()))
         torch.set_num_threads(start.threads)
         self.work = SupervisedRank(self.recipe, self.order.steps, self.rank, self.ranks, start.device, lambda: self.post("alive", None))
         self.saved = -1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
@@ -20,18 +22,34 @@ from tests.supervise.test_supervised_run import finish, recipe, rows, start, wai
 pytestmark = [pytest.mark.ray, pytest.mark.learner]
 
 
-def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluster, tmp_path: Path) -> None:
+WORK = {"data": {"task": "chain", "rows": 960, "batch_rows": 8}, "learner": {"ranks": 2, "learning_rate": 1e-3}}
+COMMANDS = {"cpu": ("rlhfless_ray", "train"), "gpu": ("tests.supervise.logical_gpus",)}
+
+
+def run(folder: Path, name: str, min_ranks: int) -> dict[str, Any]:
+    return {"root": str(folder / "runs"), "seed": 3, "steps": 120, "name": name, "min_ranks": min_ranks}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What two ranks learn without other runs."""
+    folder = tmp_path_factory.mktemp("alone")
+    finish(start(recipe(folder, "alone", run=run(folder, "alone", 2), **WORK)))
+    return weights(folder / "runs" / "alone")
+
+
+@pytest.mark.parametrize("slot", ["cpu", "gpu"])
+def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluster, slot, alone, tmp_path: Path) -> None:
     address = ray.get_runtime_context().gcs_address
-    work = {"data": {"task": "chain", "rows": 960, "batch_rows": 8}, "learner": {"ranks": 2, "learning_rate": 1e-3}}
-    shared = {**work, "cluster": {"address": address}, "functions": {"slot": "cpu"}}
-    run = {"root": str(tmp_path / "runs"), "seed": 3, "steps": 120}
-    other = PoolClient("cpu", RunInfo("other", share=0.75, least=0))
+    shared = {**WORK, "cluster": {"address": address}, "functions": {"slot": slot}}
+    other = PoolClient(slot, RunInfo("other", share=0.75, least=0))
     try:
         other.bid(Bid("other", (0, 2), (0.0, 1.0)))
         held = [LeaseRequest(f"held-{n}", time.time()) for n in range(2)]
         other.ask(held)
-        assert all(other.wait(one, time.monotonic() + 60) for one in held)
-        process = start(recipe(tmp_path, "shares", run={**run, "name": "shares", "min_ranks": 1}, **shared))
+        grants = [other.wait(one, time.monotonic() + 60) for one in held]
+        assert all(grants)
+        process = start(recipe(tmp_path, "shares", run=run(tmp_path, "shares", 1), **shared), command=COMMANDS[slot])
         folder = tmp_path / "runs" / "shares"
         wait_for_steps(folder, process, 3)
         assert other.view.others == {"shares": 2}
@@ -46,8 +64,9 @@ def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluste
         other.close()
     assert "another run waits for its slots: training goes on with 1 of 2 ranks" in said
     (paid,) = [one["slot_s"] for one in found["past"] if one["name"] == "shares"]
-    assert paid == pytest.approx(sum(row.seconds * row.slots for row in read_ledger(folder / "ledger.csv")), rel=0.02)
+    ledger = read_ledger(folder / "ledger.csv")
+    assert paid == pytest.approx(sum(row.seconds * row.slots for row in ledger), rel=0.02)
+    assert {row.device for row in ledger}.isdisjoint({str(grant.device) for grant in grants if grant is not None})
     assert [row["step"] for row in rows(folder)] == list(range(121))
-    finish(start(recipe(tmp_path, "alone", run={**run, "name": "alone", "min_ranks": 2}, **work)))
-    one, two = weights(folder), weights(tmp_path / "runs" / "alone")
-    assert all(abs(one[name] - two[name]).max() < 1e-4 for name in one)
+    shares = weights(folder)
+    assert all(abs(alone[name] - shares[name]).max() < 1e-4 for name in alone)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,10 @@ def recipe(folder: Path, name: str, **more: Any) -> Path:
     return path
 
 
-def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(path: Path, *arguments: str, command: Sequence[str] = ("rlhfless_ray", "train")) -> subprocess.Popen[str]:
+    """Start a run. `command`: the module, and what comes before the recipe."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rlhfless_ray", "train", str(path), *arguments],
+        [sys.executable, "-m", *command, str(path), *arguments],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
