@@ -48,7 +48,8 @@ class EngineSpeeds:
         return {"width": self.width, "speeds": {width: fit.state() for width, fit in self.fits.items()}} if self.expected else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.fits = {width: self.fit_of(width) for width in state["speeds"] if width in self.expected}
+        fits = {int(width): fit for width, fit in state["speeds"].items()}  # JSON has made strings of the widths
+        self.fits = {width: self.fit_of(width) for width in fits if width in self.expected}
         for width, fit in self.fits.items():
-            fit.restore(state["speeds"][width])
+            fit.restore(fits[width])
         self.use(state["width"])

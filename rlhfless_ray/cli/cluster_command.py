@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
 from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError
+
+ANSWER_S = 30.0
 
 
 def cluster(
@@ -23,11 +26,15 @@ def cluster(
     if not where:
         raise UserError("cluster: name the cluster with --address or RAY_ADDRESS; the private Ray of a run has no pool")
     connect(where, "--address")
-    import ray
+    from ray.exceptions import RayActorError
 
+    from rlhfless_ray.common.deadlines import get
     from rlhfless_ray.functions.slot_pool import find_pools
 
-    pools = ray.get([handle.status.remote() for handle in find_pools()], timeout=30.0)
+    pools = []
+    for handle in find_pools():
+        with suppress(RayActorError):  # it has just ended with its last run
+            pools.append(get(handle.status.remote(), ANSWER_S, "the slot pool to answer"))
     if as_json:
         print(json.dumps(pools, indent=1))
     elif not pools:

@@ -103,16 +103,19 @@ class Instance:
         return None
 
 
+def is_loss(error: BaseException) -> bool:
+    """Return whether a call failed because its process, its node or an argument was lost. Otherwise its own code raised."""
+    return isinstance(error.cause if isinstance(error, RayTaskError) else error, GONE)
+
+
 def lost_on_the_way(ref: Any) -> bool:
     """Return whether a call failed because one of its arguments was lost with its node."""
     if ref is None or not ray.wait([ref], timeout=0)[0]:
         return False
     try:
         ray.get(ref)
-    except (ObjectLostError, RayTaskError) as error:
-        return isinstance(error, ObjectLostError) or isinstance(error.cause, ObjectLostError)
-    except GONE:
-        return False
+    except (RayTaskError, *GONE) as error:
+        return isinstance(error.cause if isinstance(error, RayTaskError) else error, ObjectLostError)
     return False
 
 

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
+from rlhfless_ray.functions.instance import is_loss, reason_of
 from rlhfless_ray.functions.replicate import copy_to_driver_node
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.weights.remote_folder import StoredFiles
@@ -81,8 +82,10 @@ class Recovery:
         try:
             costs = ray.get(refs)[: len(state)]
             self.snapshot_s, self.snapshot_bytes = max(seconds for seconds, _ in costs), sum(size for _, size in costs)
-        except RayError:
-            return  # a rank died before the snapshot was complete: the previous snapshot stays
+        except RayError as error:  # the previous snapshot stays
+            if not is_loss(error):  # a lost rank shows in its next call
+                self.say(f"a snapshot of the learner's state failed: {reason_of(error)}")
+            return
         self.complete = state
         del self.since[:calls]
 

@@ -16,7 +16,7 @@ from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureCause
-from rlhfless_ray.functions.instance import GONE, Instance, State
+from rlhfless_ray.functions.instance import GONE, Instance, State, is_loss, reason_of
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.replicate import copy_to_driver_node
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -416,7 +416,13 @@ class WorkerGroup:
         while weights.copy is not None:
             try:
                 get(weights.copy, self.deadline_s, "the driver's copy of the weights")
-            except (ray.exceptions.RayTaskError, *GONE):
+            except (ray.exceptions.RayTaskError, *GONE) as error:
+                if not is_loss(error):  # the next copy would fail too
+                    raise RunError(
+                        f"weight version {weights.version} could not be copied to the driver's node: {reason_of(error)}"
+                    ) from error
+                if not self.pool.leases.nodes.confirm_lost(weights.node):
+                    self.pool.faults.count("the process that copies weights", FailureCause.DIED, reason_of(error))
                 self.recovery.say(f"weight version {weights.version} was lost before it was copied: the {self.name} publishes it again")
                 again = self.publish(weights.version)
                 if again.checksum != weights.checksum:

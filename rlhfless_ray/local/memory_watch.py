@@ -12,7 +12,6 @@ import psutil
 FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
     "RolloutActor": "engines",
     "PageActor": "engines",
-    "PrefillActor": "prefill",
     "RewardActor": "reward",
     "LearnerActor": "learner",
     "CriticActor": "critic",

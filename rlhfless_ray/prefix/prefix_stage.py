@@ -13,7 +13,7 @@ from ray.exceptions import RayTaskError
 from placement.scaling.prefix_benefit import PrefixChoice, PrefixDemand, PrefixSpeed, choose_prefix
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.functions.instance import GONE, Instance, lost_on_the_way, raised_at_start, reason_of
+from rlhfless_ray.functions.instance import GONE, Instance, is_loss, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.prefix.page_service import ANSWER_S, PrefixService, Prepared, Producer
 from rlhfless_ray.prefix.prefix_stats import prefix_demand
@@ -217,7 +217,9 @@ class PrefixStage:
             try:
                 fetched: Fetched = get(reply, FETCH_S, f"{instance.id} to have fetched its pages")
                 loaded, tokens, load_s = get(dropped, FETCH_S, f"{instance.id} to drop its pages")
-            except (*GONE, RayTaskError, RunError):
+            except (*GONE, RayTaskError, RunError) as error:
+                if not is_loss(error):  # a lost engine shows in its rollout
+                    self.context.record.progress.message(f"prefix KV: {instance.id} could not use its pages: {reason_of(error)}")
                 counts["lost"] += 1
                 continue
             self.context.ledger.spans([lease.id for lease in instance.leases], fetched.spans)

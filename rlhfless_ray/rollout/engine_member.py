@@ -95,7 +95,7 @@ def serve(connection: socket.socket) -> None:
     reader, writer = connection.makefile("rb"), connection.makefile("wb")
     member = MemberWorker(reader)
     while True:
-        method, args, kwargs = pickle.load(reader)  # of those that have not arrived
+        method, args, kwargs = pickle.load(reader)
         if method in STEP_CALLS:
             member.step(method, args, kwargs)
             continue

@@ -45,7 +45,7 @@ class TrainedDrafter:
         self.call = 0
         self.update_s = FIRST_UPDATE_S
         self.failures = 0
-        self.imported: dict[str, Any] = {}  # by instance: a reference that is ready once its process is
+        self.imported: dict[str, Any] = {}  # by instance that was started ahead: a reference that is ready once its process is
         self.done: list[Trained] = []  # calls that ended in this step
 
     def prewarm(self, slot: Slot) -> None:
@@ -75,7 +75,7 @@ class TrainedDrafter:
         return has_work and (not self.pool.parked or any(map(self._is_ready, self.pool.parked)))
 
     def _is_ready(self, instance: Instance) -> bool:
-        return bool(ray.wait([self.imported[instance.id]], timeout=0)[0])
+        return instance.started or (instance.id in self.imported and bool(ray.wait([self.imported[instance.id]], timeout=0)[0]))
 
     def refs(self) -> list[Any]:
         return self.running[:1]
@@ -137,7 +137,7 @@ class TrainedDrafter:
         instance = self.pool.working[0]
         leases = instance.leases
         self.pool.end(instance)
-        del self.imported[instance.id]
+        self.imported.pop(instance.id, None)
         self.failures += 1
         goes_on = "a new one continues" if self.failures < MAX_FAILURES else "the drafter is no longer trained"
         self.context.record.progress.message(f"the drafter's process failed, so {goes_on}: {reason_of(error)}")

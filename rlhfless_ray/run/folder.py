@@ -169,7 +169,7 @@ class RunFolder:
             os.close(handle)
             self._refuse()
         except OSError:  # no locks for folders on this file system: rely on the status
-            status = self._read_status()
+            status = self.read_status()
             if status.get("status") == "running" and status.get("host") == platform.node() and _is_alive(status.get("pid")):
                 os.close(handle)
                 self._refuse()
@@ -179,7 +179,7 @@ class RunFolder:
             os.close(handle)
 
     def _refuse(self) -> NoReturn:
-        status = self._read_status()
+        status = self.read_status()
         raise UserError(
             f"--resume: {self.path} is being written by process {status.get('pid')} on {status.get('host')}; stop that run or "
             "let it end first"
@@ -189,7 +189,7 @@ class RunFolder:
 
     def begin(self, recipe: Recipe | SupervisedRecipe, machine: str, steps_done: int) -> None:
         """Mark the run as running. A resume keeps `started_at`, and renames the old recipe if it changed."""
-        before = self._read_status()
+        before = self.read_status()
         resumed = [*before.get("resumed_at", []), *([_now()] if before else [])]
         self.status = {
             "status": "running",
@@ -211,7 +211,7 @@ class RunFolder:
             os.replace(path, self.path / f"recipe_until_step_{steps_done}.yaml")
             replace_file(path, text.encode())
 
-    def _read_status(self) -> dict[str, Any]:
+    def read_status(self) -> dict[str, Any]:
         try:
             status = json.loads((self.path / "status.json").read_text())
         except (OSError, ValueError):
@@ -221,7 +221,7 @@ class RunFolder:
     @property
     def is_done(self) -> bool:
         """Whether the run has come to its end."""
-        return self._read_status().get("status") == "done"
+        return self.read_status().get("status") == "done"
 
     def write_status(self, **changes: Any) -> None:
         self.status.update(changes)

@@ -401,13 +401,16 @@ class Runtime(StepOperations):
         except Exception as failure:  # the last checkpoint remains valid, and the leases must be released anyway
             self.record.progress.message(f"no checkpoint at the stop: {one_line(failure, 300)}")
         finally:
-            try:
+            with ExitStack() as stack:  # from the last to the first, each of them also if one before it fails
+                stack.callback(self._forget)
+                stack.callback(self.leases.release_all)
+                stack.callback(self.stages.close)
                 self.folder.end(*self._outcome(error))  # before any call to Ray: if Ray is gone, it may take a minute to return
-            finally:
-                self.stages.close()
-                self.leases.release_all()
-                self.weights = None  # the last reference: a node that holds objects is not idle
-                self.learn_stage.worker_groups.forget()
+
+    def _forget(self) -> None:
+        """Drop the last references to objects: a node that holds any is not idle."""
+        self.weights = None
+        self.learn_stage.worker_groups.forget()
 
     def _has_no_space(self, error: Any) -> bool:
         """Return whether a checkpoint failed for lack of space: another one would fail too."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import platform
 import shutil
@@ -12,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.run.checkpoints import Checkpoints
+from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
 from rlhfless_ray.sweep.sweep_folder import FINISHED, RunState, State, SweepFolder
@@ -248,23 +247,18 @@ def _has_checkpoint(recipe: Any, folder: Path) -> bool:
 
 def _end_leftover(folder: Path) -> None:
     """End the driver of a run that a killed sweep left at work. Raises RunError if it does not end."""
-    if not folder.is_dir():
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    until, signalled = time.monotonic() + END_S, False
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    run, until, signalled = RunFolder(folder), time.monotonic() + END_S, False
+    while folder.is_dir():
+        try:
+            with run.locked():
                 return
-            except OSError:
-                status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").is_file() else {}
-                if not signalled and status.get("host") == platform.node() and status.get("pid"):
+        except UserError:  # its driver is at work
+            status = run.read_status()
+            if not signalled and status.get("host") == platform.node() and status.get("pid"):
+                with suppress(ProcessLookupError):  # it has just ended
                     os.kill(int(status["pid"]), signal.SIGINT)
-                    signalled = True
-            if time.monotonic() > until:
-                raise RunError(f"{folder}: another process still writes it after {END_S:.0f} s; end it and use --resume")
-            STOP.check()
-            time.sleep(POLL_S)
-    finally:
-        os.close(handle)
+                signalled = True
+        if time.monotonic() > until:
+            raise RunError(f"{folder}: another process still writes it after {END_S:.0f} s; end it and use --resume")
+        STOP.check()
+        time.sleep(POLL_S)

@@ -137,9 +137,11 @@ class SweepFolder:
         handle = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(handle)
             raise UserError(f"--resume: {self.path} is being written by another process; stop that sweep first") from None
+        except OSError:
+            pass  # this file system has no locks for folders
         try:
             yield
         finally:

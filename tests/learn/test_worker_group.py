@@ -19,10 +19,11 @@ from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.learn.recovery import LearnerLost
+from rlhfless_ray.learn.recovery import LearnerLost, Recovery
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.model_folder import read_files
 from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles
 
@@ -282,6 +283,40 @@ def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path)
     assert worker_group.recovery.has_now and worker_group.ask_save(tmp_path) == []
     assert worker_group.save(tmp_path, 1.0).keys() == {"model.safetensors"}
     assert (tmp_path / "model.safetensors").read_bytes() == b"w"
+
+
+LOST = RayTaskError("keep", "a traceback", ObjectLostError("00", "", ""))
+RAISED = RayTaskError("keep", "a traceback", ValueError("the object store is full"))
+
+
+@pytest.mark.parametrize(("error", "said"), [(RAISED, ["a snapshot of the learner's state failed: the object store is full"]), (LOST, [])])
+def test_a_snapshot_that_fails_is_reported_unless_a_rank_was_lost(monkeypatch, error, said):
+    """Otherwise the batches since the last one would be kept for ever, and nobody would know why."""
+
+    def get(refs):
+        raise error
+
+    monkeypatch.setattr("rlhfless_ray.learn.recovery.ray", SimpleNamespace(wait=lambda refs, **_: (refs, []), get=get))
+    told: list[str] = []
+    recovery = Recovery(1, told.append)
+    recovery.complete, recovery.since, recovery.pending = ["before"], [("update", None)], (1, ["cost"], ["files"])  # type: ignore[list-item]
+    recovery.settle()
+    assert recovery.complete == ["before"] and recovery.updates == 1 and told == said
+
+
+@pytest.mark.parametrize(("error", "published"), [(RAISED, 0), (LOST, 2)])
+def test_weights_that_cannot_be_copied_are_not_published_again_for_ever(monkeypatch, error, published):
+    def get(ref, deadline_s, what):
+        raise error
+
+    monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
+    worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
+    worker_group.pool.faults.limit = worker_group.pool.faults.remaining = 2
+    weights, versions = WeightVersion(7, "weights", 1, "a", "copy"), list[int]()
+    monkeypatch.setattr(worker_group, "publish", lambda version: versions.append(version) or weights)
+    with pytest.raises(RunError, match="could not be copied.* full" if error is RAISED else "max_replacements = 2 is used up"):
+        worker_group.wait_for_copy(weights)
+    assert versions == [7] * published
 
 
 @pytest.mark.parametrize("loopback", [True, False])

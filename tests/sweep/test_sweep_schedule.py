@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import platform
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ import pytest
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.sweep.halving import Halving
-from rlhfless_ray.sweep.run_sweep import next_runs
+from rlhfless_ray.sweep.run_sweep import _end_leftover, next_runs
 from rlhfless_ray.sweep.sweep_file import EarlyStopping, PlannedRun, Sweep
 from rlhfless_ray.sweep.sweep_folder import RunState, SweepFolder
 from rlhfless_ray.sweep.sweep_table import best_first, sweep_table
@@ -79,6 +83,20 @@ def test_a_resumed_sweep_keeps_finished_runs_only_and_only_with_their_settings(s
         SweepFolder.resumed(other)
     with folder.locked(), pytest.raises(UserError, match="being written by another process"), SweepFolder.resumed(sweep).locked():
         pass
+
+
+def test_a_driver_that_a_killed_sweep_left_may_end_before_it_is_asked_to(tmp_path: Path) -> None:
+    """Then nothing has its process id any more, and the lock is free a moment later."""
+    ended = os.fork()
+    if ended == 0:
+        os._exit(0)
+    os.waitpid(ended, 0)
+    (tmp_path / "status.json").write_text(json.dumps({"status": "running", "host": platform.node(), "pid": ended}))
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    threading.Timer(0.2, os.close, (handle,)).start()
+    _end_leftover(tmp_path)
+    _end_leftover(tmp_path / "none")
 
 
 def test_what_was_saved_is_a_share_of_the_run_alone() -> None:
