@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 MAX_SCENARIOS, MAX_DRAWS = 10_000, 50_000_000  # a few seconds and 400 MB; more changes no plan
 
 
+FOR_MEMORY = {"lengths", "overrides", "memory", "as_json"}
+ONLY_FOR_FLEET = {"fleet", "steps", "spot_discount", "calibrate"}
+FOR_FLEET = {"lengths", "column", "model", "device", "prefer", "deadline", "budget", "knee", "as_json", *ONLY_FOR_FLEET}
+
+
 def plan(
+    ctx: typer.Context,
     lengths: Annotated[Path, typer.Argument(help="Response tokens: .json, .jsonl or .csv, or a run folder. With --memory: a recipe.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="With --memory: settings of the recipe, as section.key=value.")] = None,
     actors: Annotated[int | None, typer.Option(help="Maximum number of actors.")] = None,
@@ -75,6 +81,7 @@ def plan(
     if memory:
         from rlhfless_ray.cli.memory_table import show_memory
 
+        _leave_out(_given(ctx) - FOR_MEMORY, "--memory shows no plans")
         show_memory(lengths, overrides or [], as_json)
         return
     if overrides:
@@ -82,10 +89,7 @@ def plan(
     if fleet is not None:
         from rlhfless_ray.cli.fleet_table import show_fleets
 
-        if actors is not None or devices is not None or speed is not None or pool or scenarios or plot is not None:
-            raise UserError(
-                "--fleet chooses devices, widths and speed itself: leave out --actors, --devices, --speed, --pool, --scenarios, --plot"
-            )
+        _leave_out(_given(ctx) - FOR_FLEET, "--fleet chooses devices, widths and speed itself, and plans for exactly these lengths")
         goal = _objective(prefer, deadline, budget, knee)
         show_fleets(
             lengths,
@@ -100,9 +104,9 @@ def plan(
             as_json=as_json,
         )
         return
-    from rlhfless_ray.cli.frontier_table import draw_frontier, frontier_tree, show_frontier
     from rlhfless_ray.cli.plan_pools import PoolOptions
 
+    _leave_out(_given(ctx) & ONLY_FOR_FLEET, "without --fleet it changes nothing")
     _check_numbers(scenarios, seed, plot)
     objective = _objective(prefer, deadline, budget, knee)
     options = PoolOptions(actors, speed, device, model, tensor_parallel, price, start, preempt, capacity)
@@ -110,18 +114,45 @@ def plan(
     recorded = _read(lengths, column, scenarios, max_tokens)
     drawn = _scenarios(recorded, scenarios, seed, max_tokens) if scenarios else recorded.tokens
     plans, bounds, choice = _choose(drawn, recorded, pools, sets, objective)
-    if plot is not None:
-        draw_frontier(plot, plans, bounds, choice, pools)
-    if as_json:
-        print(json.dumps(frontier_tree(recorded, scenarios, pools, plans, bounds, choice), indent=1))
-    else:
-        show_frontier(recorded, scenarios, pools, plans, bounds, choice)
-        if plot is not None:
-            print(f"plot: {plot.resolve()}")
+    _show(recorded, scenarios, pools, plans, bounds, choice, as_json=as_json, plot=plot)
     longest = float((recorded.prompt_tokens + recorded.tokens).max())
     warnings = (options_of_pools[p].low_kv(pools[p].devices, longest) for p in sorted(set(choice.plan.pools)))
     for warning in dict.fromkeys(filter(None, warnings)):
         print(warning, file=sys.stderr)
+
+
+def _given(ctx: typer.Context) -> set[str]:
+    """Return the names of the parameters that the command line has."""
+    return {name for name in ctx.params if (source := ctx.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"}
+
+
+def _leave_out(names: set[str], why: str) -> None:
+    """Raise UserError if there are any of these options, which would be ignored."""
+    if names:
+        raise UserError(f"leave out {', '.join('--' + name.replace('_', '-') for name in sorted(names))}: {why}")
+
+
+def _show(
+    recorded: Recorded,
+    scenarios: int,
+    pools: list[Pool],
+    plans: list[Plan],
+    bounds: Bounds,
+    choice: Choice[Plan],
+    *,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    from rlhfless_ray.cli.frontier_table import draw_frontier, frontier_tree, show_frontier
+
+    if plot is not None:
+        draw_frontier(plot, plans, bounds, choice, pools)
+    if as_json:
+        print(json.dumps(frontier_tree(recorded, scenarios, pools, plans, bounds, choice), indent=1))
+        return
+    show_frontier(recorded, scenarios, pools, plans, bounds, choice)
+    if plot is not None:
+        print(f"plot: {plot.resolve()}")
 
 
 def _check_numbers(scenarios: int, seed: int, plot: Path | None) -> None:
