@@ -92,6 +92,11 @@ class Sample:
         """Number of tokens that the policy wrote."""
         return len(self.completion.token_ids) if self.action_mask is None else int(self.action_mask.sum())
 
+    @property
+    def total_tokens(self) -> int:
+        """Number of tokens of prompt and response together."""
+        return len(self.prompt.token_ids) + len(self.completion.token_ids)
+
 
 @dataclass(frozen=True)
 class Group:

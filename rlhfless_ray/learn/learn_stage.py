@@ -19,7 +19,7 @@ from rlhfless_ray.learn.carry import FILE, as_bytes, carried, of_bytes
 from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.learn.compute_advantages import compute_advantages, penalized
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
-from rlhfless_ray.learn.logprob_passes import StepPasses
+from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.reward_shaping import token_kl
@@ -72,16 +72,10 @@ class LearnStage:
     def choose_samples(self, groups: list[list[Sample]], seconds: float) -> list[Sample]:
         """Return complete groups for about a micro-batch per rank, or nothing if there are too few or they take more than `seconds`."""
         budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
-        chosen: list[Sample] = []
-        tokens, full = 0, False
-        for group in filter(self.passes.has_inputs_of, groups):
-            size = sum(len(s.prompt.token_ids) + len(s.completion.token_ids) for s in group)
-            if full := bool(chosen) and tokens + size > budget:
-                break
-            chosen += group
-            tokens += size
+        ready = [group for group in groups if self.passes.has_inputs_of(group)]
+        count, tokens, full = fill_budget((sum(sample.total_tokens for sample in group) for group in ready), budget)
         enough = (full or tokens >= budget / 2) and self.context.autoscaler.learner.predict(1, tokens) <= seconds
-        return chosen if enough else []
+        return [sample for group in ready[:count] for sample in group] if enough else []
 
     def accumulate(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
         """Accumulate gradients of complete groups under some of the leases. Returns the other leases."""

@@ -6,7 +6,7 @@ others, on slots that engines have released. The learn phase computes the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,16 @@ from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample
 
 WORTH = 4  # a pass pays for a quarter of a step's samples, even with few tokens
+
+
+def fill_budget(sizes: Iterable[int], budget: int) -> tuple[int, int, bool]:
+    """Return how many of these fit a budget of tokens, at least the first one, their tokens, and whether the next one did not fit."""
+    count = tokens = 0
+    for size in sizes:
+        if count and tokens + size > budget:
+            return count, tokens, True
+        count, tokens = count + 1, tokens + size
+    return count, tokens, False
 
 
 class Passes:
@@ -69,13 +79,7 @@ class Passes:
     def _choose_samples(self, seconds: float) -> tuple[int, int]:
         """Return the number of samples for a pass and their tokens: about a micro-batch per rank, or (0, 0) if no pass pays or fits."""
         budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
-        count = tokens = 0
-        full = False
-        for sample in self.waiting:
-            size = len(sample.prompt.token_ids) + len(sample.completion.token_ids)
-            if full := count > 0 and tokens + size > budget:
-                break
-            count, tokens = count + 1, tokens + size
+        count, tokens, full = fill_budget((sample.total_tokens for sample in self.waiting), budget)
         worth = full or 2 * tokens >= budget or WORTH * count >= self.samples
         return (count, tokens) if worth and self._takes_s(tokens) <= seconds else (0, 0)
 

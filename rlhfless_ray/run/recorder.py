@@ -130,7 +130,7 @@ class RunRecorder:
         """Return metrics of rewards and lengths for the step's row."""
         rewards = np.array([s.reward for s in samples if s.reward is not None])
         lengths = np.array([s.written_tokens for s in samples])
-        totals = np.array([len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples])
+        totals = np.array([s.total_tokens for s in samples])
         quantiles = np.quantile(lengths, [0.5, 0.9, 0.99])
         scored = [s for s in samples if s.reward is not None]
         logs = {name for s in scored for name in s.extra_logs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,9 @@ class CheckpointedRun:
     owes_evaluation = True  # whether one is due before the next step: the first, or one that a stop interrupted
     # after the last finished step, because a stop inside a step repeats the whole step:
     cursor_done: dict[str, Any]
-    refill_done: list[dict[str, Any]] = []  # noqa: RUF012, surplus groups
-    ahead_done: list[Sample] = []  # noqa: RUF012, responses of the step after it, without rewards
-
-    in_flight_done: list[Group] = []  # noqa: RUF012, groups that go on in that step, with rollout.partial
+    refill_done: Sequence[dict[str, Any]] = ()  # surplus groups
+    ahead_done: Sequence[Sample] = ()  # responses of the step after it, without rewards
+    in_flight_done: Sequence[Group] = ()  # groups that go on in that step, with rollout.partial
 
     def _driver_state(self) -> dict[str, Any]:
         """Return the driver's state after the last finished step as JSON-serialisable values."""

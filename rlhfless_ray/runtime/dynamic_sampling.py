@@ -19,8 +19,6 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.types import Prompt, Sample
 
-Group = list[Sample]
-
 
 class DynamicSampling:
     """Filter the groups of a step. Call `begin` → (`add` → `draw`) … → `take`. Surplus groups that pass are kept for the next step."""
@@ -29,7 +27,7 @@ class DynamicSampling:
         """With `algorithm.filter_range` None, steps are left as they are."""
         self.section, self.cursor = recipe.algorithm, cursor
         self.batch, self.count = recipe.prompts.batch_prompts, recipe.rollout.samples_per_prompt
-        self.ready: list[Group] = []  # groups that passed and are not used yet, in the order of their prompts
+        self.ready: list[list[Sample]] = []  # groups that passed and are not used yet, in the order of their prompts
         self.begin()
 
     @property

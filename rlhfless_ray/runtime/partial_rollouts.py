@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,7 +141,7 @@ class PartialRollouts:
         return COUNTS + ("kept_tokens",) * keeps + ("ahead_tokens",) * self.rollout.ahead
 
     @staticmethod
-    def state(groups: list[Group]) -> list[dict[str, Any]]:
+    def state(groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Return groups in flight as JSON-serialisable values."""
         return [
             {"row": g.prompt.index, "begun": g.begun, "first_sample": g.first_sample, "samples": [as_json(sample) for sample in g.samples]}

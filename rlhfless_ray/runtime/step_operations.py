@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,7 +75,7 @@ class StepOperations(CheckpointedRun):
     costs: dict[str, Any]  # metrics of this step's leases
     first_row: int  # the ledger's first row of this step
     slots: int  # of the cluster
-    ahead: list[Sample] = []  # noqa: RUF012, responses of the next step, without rewards, once they are generated
+    ahead: Sequence[Sample] = ()  # responses of the next step, without rewards, once they are generated
     begun_ahead: list[Group] | None = None  # groups of the next step, if a partial rollout was beside the update
     update: Pending[Any] = Pending(lambda: None)
     in_update = False  # whether the learner makes an update
@@ -261,7 +261,7 @@ class StepOperations(CheckpointedRun):
 
     def start_update(self, batch: Batch) -> Pending[UpdateStats]:
         """Update the critic, if there is one, and start the policy's update."""
-        self.in_update, self.ahead, self.begun_ahead = True, [], None
+        self.in_update, self.ahead, self.begun_ahead = True, (), None
         if self.weights is not None and not self.rolls_out_ahead:  # engines no longer need it: free its space for the next version
             self.weights = replace(self.weights, ref=None, copy=None)
         update = self.learn_stage.start_update(batch, self.step.samples)
