@@ -28,18 +28,15 @@ def _combine(options: argparse.Namespace) -> None:
 
 
 def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtype: str) -> None:
-    from rlhfless_ray.reward.reward_model import name_setting_in_errors
     from rlhfless_ray.weights.adapter import Adapter, merge_folder
     from rlhfless_ray.weights.model_folder import config_of, read_folder, without_weights, write_folder
 
     if output.resolve() in (base.resolve(), adapter.resolve()):
         raise UserError(f"--output_path {output}: this is the folder of the model or the adapter; give another one")
-    with name_setting_in_errors("--model_path"):
-        files = read_folder(base)
+    files = read_folder(base, "--model_path")
     print(f"merging {adapter} into {base}")
-    with name_setting_in_errors("--lora_path"):
-        parsed = Adapter.read(adapter)
-        merge_folder(base, parsed, output, dtype, "score" if is_reward_model else "")
+    parsed = Adapter.read(adapter)
+    merge_folder(base, parsed, output, dtype, "score" if is_reward_model else "")
     rest = without_weights(files)
     config = config_of(rest)
     config["dtype"] = dtype

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -56,8 +54,7 @@ class ModelSource(Source):
     def load(cls, recipe: Recipe, tokenizer: Any) -> ModelSource:
         """Read the folder. Raises UserError if it is not a reward model or its tokens are not the policy `tokenizer`'s."""
         reward = recipe.reward
-        with name_setting_in_errors(KEY):
-            files = read_folder(Path(reward.model_path))
+        files = read_folder(Path(reward.model_path), KEY)
         head = find_head(files, reward.value_head, reward.normalize)
         if tokenizer is not None:
             check_same_tokens(files, tokenizer, recipe.policy.trust_remote_code)
@@ -128,33 +125,33 @@ class ModelWorker(Worker):
         return scores
 
 
-def find_head(files: Files, name: str, normalize: bool) -> Head:
+def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> Head:
     """Find the weight `name`.weight of shape (1, width), or the one that config.json names as `value_head_prefix`.
 
     OpenRLHF writes that key. With `normalize` the head takes `mean` and `std` of the rewards from config.json, if present.
-    Raises UserError for a missing head, naming the candidates, and for a head with several scores.
+    Raises UserError, which names `setting`, for a missing head, with the candidates, and for a head with several scores.
     """
     try:
         config = config_of(files)
     except ValueError:
-        raise UserError(f"{KEY}: its config.json is not valid JSON") from None
+        raise UserError(f"{setting}: its config.json is not valid JSON") from None
     name = config.get("value_head_prefix") or name
-    shapes = {tensor: shape for file in files if file.endswith(WEIGHTS) for tensor, shape in _shapes(file, files[file]).items()}
+    shapes = {tensor: shape for file in files if file.endswith(WEIGHTS) for tensor, shape in _shapes(file, files[file], setting).items()}
     shape = shapes.get(f"{name}.weight")
     if shape is None:
         candidates = sorted(t.removesuffix(".weight") for t, s in shapes.items() if t.endswith(".weight") and len(s) == 2 and s[0] == 1)
         there = f"; it has {', '.join(f'`{f}`' for f in candidates)}: set reward.value_head" if candidates else ""
-        raise UserError(f"{KEY}: the model has no scalar head `{name}`{there or ', so it is not a reward model'}")
+        raise UserError(f"{setting}: the model has no scalar head `{name}`{there or ', so it is not a reward model'}")
     if len(shape) != 2 or shape[0] != 1:
-        raise UserError(f"{KEY}: its head `{name}` gives {shape[0]} values per response, but a reward model gives one")
-    return Head(name, *output_scale(config, KEY, "reward.normalize")) if normalize else Head(name)
+        raise UserError(f"{setting}: its head `{name}` gives {shape[0]} values per response, but a reward model gives one")
+    return Head(name, *output_scale(config, setting, "reward.normalize")) if normalize else Head(name)
 
 
-def _shapes(name: str, content: Content) -> dict[str, list[int]]:
+def _shapes(name: str, content: Content, setting: str) -> dict[str, list[int]]:
     """Return {tensor: shape} from a safetensors header."""
     header = read_header(content)
     if header is None:
-        raise UserError(f"{KEY}: {name} is not a complete safetensors file")
+        raise UserError(f"{setting}: {name} is not a complete safetensors file")
     return {tensor: entry["shape"] for tensor, entry in header.items()}
 
 
@@ -162,19 +159,8 @@ def check_same_tokens(files: Files, tokenizer: Any, trust_remote_code: bool) -> 
     """Raise UserError unless both tokenizers have the same vocabulary: the model reads the policy's tokens."""
     from rlhfless_ray.weights.load_policy import load_tokenizer
 
-    with name_setting_in_errors(KEY):
-        model_tokenizer = load_tokenizer(files, trust_remote_code)
-    if model_tokenizer.get_vocab() != tokenizer.get_vocab():
+    if load_tokenizer(files, trust_remote_code, KEY).get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"{KEY}: its tokenizer differs from the policy's, whose tokens it would read; serve it with `python -m "
             "rlhfless_ray.cli.serve_rm` and set reward.url to its address: it then reads text"
         )
-
-
-@contextmanager
-def name_setting_in_errors(key: str) -> Iterator[None]:
-    """Make errors of the model folder's readers name `key` instead of the policy's or the recipe's key."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace("policy.path", key).replace(KEY, key)) from None

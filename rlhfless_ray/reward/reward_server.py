@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.packing import padded
-from rlhfless_ray.reward.reward_model import find_head, name_setting_in_errors
+from rlhfless_ray.reward.reward_model import find_head
 from rlhfless_ray.reward.scalar_model import ScalarModel
 from rlhfless_ray.weights.load_policy import load_tokenizer
 from rlhfless_ray.weights.model_folder import read_folder, without_weights
@@ -39,10 +39,9 @@ class TextScorer:
         setting: str = "--reward.model_name_or_path",
     ) -> None:
         """Load the model. Raises UserError, which names `setting`, if the folder is not a reward model."""
-        with name_setting_in_errors(setting):
-            files = read_folder(folder)
-            self.head = find_head(files, head, normalize)
-            self.tokenizer = load_tokenizer(without_weights(files), trust_remote_code)
+        files = read_folder(folder, setting)
+        self.head = find_head(files, head, normalize, setting)
+        self.tokenizer = load_tokenizer(without_weights(files), trust_remote_code, setting)
         self.model = ScalarModel.load(folder, self.head.name, dtype, trust_remote_code)
         self.model.move(device)
         self.max_tokens, self.batch_size = max_tokens, batch_size

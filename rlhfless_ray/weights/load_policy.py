@@ -68,14 +68,14 @@ def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
     return files, recipe.warm_start.steps > 0
 
 
-def check_files(files: Files) -> None:
+def check_files(files: Files, setting: str = "policy.path") -> None:
     """Raise UserError for a config without model type and for truncated weights, such as partial copies and git-lfs pointers."""
-    config = _config(files)
+    config = _config(files, setting)
     if not isinstance(config, dict) or not (config.get("model_type") or config.get("auto_map")):
-        raise UserError("policy.path: its config.json names no model_type, so nothing can load it; copy the whole model folder")
+        raise UserError(f"{setting}: its config.json names no model_type, so nothing can load it; copy the whole model folder")
     for name, content in files.items():
         if name.endswith(".safetensors") and not is_safetensors(content):
-            raise UserError(f"policy.path: {name} is not a complete safetensors file ({len(content):,} bytes); copy it again")
+            raise UserError(f"{setting}: {name} is not a complete safetensors file ({len(content):,} bytes); copy it again")
 
 
 def check_family(files: Files) -> None:
@@ -184,12 +184,9 @@ def other_model(path: str, setting: str, tokenizer: Any) -> Path:
     """
     folder = model_folder(path, setting).resolve()
     files = read_folder(folder, setting)
-    try:
-        check_files(files)
-        with transformers_without_torch():
-            theirs = load_tokenizer(files, False).get_vocab()
-    except UserError as error:
-        raise UserError(str(error).replace("policy.path", setting)) from None
+    check_files(files, setting)
+    with transformers_without_torch():
+        theirs = load_tokenizer(files, False, setting).get_vocab()
     ours = tokenizer.get_vocab()
     if ours != theirs:
         token = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
@@ -278,8 +275,8 @@ def text_config(files: Files) -> dict[str, Any]:
         return family.get_text_config().to_dict()
 
 
-def _config(files: Files) -> Any:
+def _config(files: Files, setting: str = "policy.path") -> Any:
     try:
         return config_of(files)
     except ValueError:
-        raise UserError("policy.path: its config.json is not valid JSON") from None
+        raise UserError(f"{setting}: its config.json is not valid JSON") from None
