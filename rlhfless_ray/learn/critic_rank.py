@@ -28,7 +28,7 @@ SUMS = ("loss", "values", "returns", "clipped")
 
 
 class CriticRank:
-    """A plain class, like the learner: `open` → `values` → `update` → `snapshot_bytes`."""
+    """A rank as a plain class, like the learner's: `open` → `values` → `update`."""
 
     def __init__(self, settings: CriticSettings) -> None:
         self.settings, self.critic, self.seed = settings, settings.critic, settings.seed % 2**63

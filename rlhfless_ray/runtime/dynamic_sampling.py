@@ -21,7 +21,7 @@ from rlhfless_ray.types import Prompt, Sample
 
 
 class DynamicSampling:
-    """Filter the groups of a step. Call `begin` → (`add` → `draw`) … → `take`. Surplus groups that pass are kept for the next step."""
+    """Filter the groups of a step, see `fill`. Surplus groups that pass are kept for the next step."""
 
     def __init__(self, recipe: Recipe, cursor: Cursor) -> None:
         """With `algorithm.filter_range` None, steps are left as they are."""

@@ -25,7 +25,7 @@ COUNTS = ("begun_groups", "forced_groups", "continued", "recomputed_tokens", "re
 class PartialRollouts:
     """The groups in flight: begun, and neither trained nor dropped.
 
-    Call `begin`, roll out, then call `take`, once per step and again while filtering leaves a step short of groups.
+    Call `begin`, roll out, then call `count` and `train`, once per step and again while filtering leaves a step short of groups.
     """
 
     def __init__(self, recipe: Recipe) -> None:
