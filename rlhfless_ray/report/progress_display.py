@@ -61,27 +61,27 @@ class ProgressDisplay:
 
     def message(self, text: str) -> None:
         """Print a permanent line, above the panel if there is one."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._print(text)
+        self._print(text)
 
     def close(self) -> None:
         """Leave the last state on the terminal and restore it. May be called twice."""
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.close)
-            with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+            with contextlib.suppress(OSError, ValueError, SystemExit):  # the terminal is gone
                 live.stop()
 
     def _print(self, text: str) -> None:
         try:
-            print(text, file=self._stream, flush=True)
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, file=self._stream, flush=True)
         except UnicodeEncodeError:
             encoding = getattr(self._stream, "encoding", None) or "ascii"
             print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
-        except (OSError, ValueError):
-            self.mode = "off"  # a closed pipe must not end the run
+        except (OSError, ValueError, SystemExit):  # of a closed pipe rich makes a SystemExit
+            self.mode = "off"  # neither it nor a terminal that is gone may end the run
 
     def _start_live(self) -> None:
         from rich.console import Console

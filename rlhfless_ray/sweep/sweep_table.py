@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rich.console import Console
 from rich.live import Live
@@ -13,6 +14,7 @@ from rlhfless_ray.report.formatting import DASH, duration, money, number, percen
 from rlhfless_ray.sweep.sweep_file import Sweep
 from rlhfless_ray.sweep.sweep_folder import RunState
 
+GONE = (OSError, SystemExit)  # raised if the terminal is gone or the pipe closed, of which rich makes a SystemExit; no run ends for that
 FILE_WIDTH = 140  # columns where the output is no terminal
 STYLES = {"running": "cyan", "done": "green", "ended early": "yellow", "stopped": "yellow", "failed": "red", "waiting": "dim"}
 
@@ -64,11 +66,13 @@ class SweepDisplay:
             self.live.start()
 
     def message(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with suppress(*GONE):
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the final table."""
-        if self.live is not None:
-            self.live.stop()
-        else:
-            self.console.print(sweep_table(self.sweep, self.states))
+        with suppress(*GONE):
+            if self.live is not None:
+                self.live.stop()
+            else:
+                self.console.print(sweep_table(self.sweep, self.states))

@@ -94,6 +94,20 @@ def test_a_reader_that_went_away_does_not_end_the_run() -> None:
     assert progress.mode == "off"
 
 
+def test_a_terminal_that_goes_away_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = Terminal()
+    progress = ProgressDisplay("live", 10, stream=out)
+
+    def gone(text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(out, "write", gone)
+    progress.message("hello")
+    progress.close()
+    assert progress.mode == "off"
+
+
 def test_a_terminal_that_cannot_show_a_character_gets_a_replacement() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")

@@ -17,7 +17,7 @@ from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.run_sweep import _end_leftover, next_runs
 from rlhfless_ray.sweep.sweep_file import EarlyStopping, PlannedRun, Sweep
 from rlhfless_ray.sweep.sweep_folder import RunState, SweepFolder
-from rlhfless_ray.sweep.sweep_table import best_first, sweep_table
+from rlhfless_ray.sweep.sweep_table import SweepDisplay, best_first, sweep_table
 from tests.sweep.test_sweep_file import sweep_of
 
 
@@ -106,6 +106,16 @@ def test_what_was_saved_is_a_share_of_the_run_alone() -> None:
     )
     assert (state.step, state.metric, state.seconds) == (5, 0.5, 90.0)
     assert state.saved == pytest.approx({"seconds": 0.1, "slot_s": -0.25})
+
+
+def test_a_reader_that_went_away_ends_no_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        display = SweepDisplay(sweep, [])
+        display.message("x" * 100_000)
+        display.close()
 
 
 def test_table_and_report_show_the_best_first_every_state_and_why_a_run_failed(sweep: Sweep) -> None:
