@@ -145,6 +145,10 @@ class WorkerPool:
                 shares.append(incomplete.pop(lease.slot.node))
         return shares
 
+    def enough(self, leases: list[Lease]) -> bool:
+        """Return whether these leases are enough for an instance."""
+        return bool(self._shares(leases))
+
     def lease_one(self, need: bool, wait_s: float = 0.0) -> list[Lease]:
         """Return the leases of one more instance, or none if they are not granted within `wait_s` and not needed.
 

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def join_process_group(rendezvous: tuple[str, int] | None, rank: int, ranks: int, device: str) -> None:

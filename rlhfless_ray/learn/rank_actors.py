@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhfless_ray.learn.process_group import free_port
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
 from rlhfless_ray.weights.remote_folder import Delivery, deliver, map_files, sees
@@ -59,10 +59,7 @@ class RankActor:
         """Return an address and a free port for the process group on this node, which is rank 0's."""
         import ray
 
-        address = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return address, probe.getsockname()[1]
+        return "127.0.0.1" if loopback else ray.util.get_node_ip_address(), free_port()
 
     def build(self, files: Source, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files."""

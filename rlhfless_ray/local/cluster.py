@@ -244,13 +244,15 @@ class RayCluster:
 
 
 def check_width(recipe: Recipe, largest: int, resource: str) -> None:
-    """Raise UserError if an engine has more slots than the largest node, which has `largest`."""
-    if recipe.rollout.least_width > max(1, largest):
-        unit = "GPUs" if resource == "gpu" else "CPU cores"
-        raise UserError(
-            f"rollout.tensor_parallel: the {recipe.rollout.least_width} slots of an engine must be on one node, but the largest node "
-            f"has {largest} ({unit}); lower it"
-        )
+    """Raise UserError if an engine or a reward model has more slots than the largest node, which has `largest`."""
+    unit = "GPUs" if resource == "gpu" else "CPU cores"
+    widths = {"rollout": ("an engine", recipe.rollout.least_width), "reward": ("a reward model", recipe.reward.tensor_parallel)}
+    for section, (what, width) in widths.items():
+        if width > max(1, largest):
+            raise UserError(
+                f"{section}.tensor_parallel: the {width} slots of {what} must be on one node, but the largest node has {largest} "
+                f"({unit}); lower it"
+            )
 
 
 def _runtime_env() -> dict[str, Any] | None:

@@ -198,6 +198,8 @@ class RewardConfig(Section):
     """Normalize rewards by the mean and std in the model's config.json."""
     ranks: int = Field(1, ge=1)
     """Maximum number of copies of the model that score at once; at most one per leased slot."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of processes that share one copy of the model, each on a slot of its own. All slots are on one node."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Padded tokens of one batch of the model."""
     batch_samples: int = Field(1, ge=1)
@@ -228,4 +230,6 @@ class RewardConfig(Section):
     def _check_range(self) -> RewardConfig:
         if self.clip_range is not None and self.clip_range[0] > self.clip_range[1]:
             raise ValueError("reward.clip_range: the lower end must not exceed the upper one")
+        if self.tensor_parallel > 1 and not self.model_path:
+            raise ValueError("reward.tensor_parallel: only a reward model can be divided; set reward.model_path, or leave it out")
         return self

@@ -20,6 +20,9 @@ class PrescoredStage(ScoreStage):
 
     def prepare(self, seconds: float, slot: Slot) -> None: ...
 
+    def fits(self, leases: list[Lease]) -> bool:
+        return True
+
     def score_ahead(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
         return leases
 

@@ -6,6 +6,7 @@ sequence and in OpenRLHF's reward models.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -15,7 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.model_checks import check_width
 from rlhfless_ray.learn.output_scale import output_scale
+from rlhfless_ray.learn.process_group import free_port
+from rlhfless_ray.local.member_process import MemberProcess
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.values import to_finite_float
 from rlhfless_ray.types import Sample
@@ -49,6 +53,7 @@ class ModelSource(Source):
     micro_batch_tokens: int
     deadline_s: float
     trust_remote_code: bool = False
+    tensor_parallel: int = 1
 
     @classmethod
     def load(cls, recipe: Recipe, tokenizer: Any) -> ModelSource:
@@ -58,7 +63,16 @@ class ModelSource(Source):
         head = find_head(files, reward.value_head, reward.normalize)
         if tokenizer is not None:
             check_same_tokens(files, tokenizer, recipe.policy.trust_remote_code)
-        return cls(files, head, recipe.policy.dtype, reward.micro_batch_tokens, reward.deadline_s, recipe.policy.trust_remote_code)
+        check_width("reward", reward.tensor_parallel, config_of(files))
+        return cls(
+            files,
+            head,
+            recipe.policy.dtype,
+            reward.micro_batch_tokens,
+            reward.deadline_s,
+            recipe.policy.trust_remote_code,
+            reward.tensor_parallel,
+        )
 
     def item(self, key: int, sample: Sample, decode: Decode) -> Tokens:
         return key, np.concatenate([np.asarray(sample.prompt.token_ids, np.int32), sample.completion.token_ids.astype(np.int32)])
@@ -72,32 +86,71 @@ class ModelSource(Source):
 
 
 class ModelWorker(Worker):
-    """Hold the model in host memory, and on its device from the first scoring until it is parked."""
+    """Hold the model in host memory, and on its device from the first scoring until it is parked.
+
+    A divided model has further members, processes that take part in every pass. Under the first lease each keeps its slices.
+    """
 
     def __init__(self, source: ModelSource, device: str = "cpu") -> None:
         from rlhfless_ray.reward.scalar_model import ScalarModel
 
         self.source = source
         self.device = "cuda" if device == "gpu" else device
+        self.members = [
+            MemberProcess("rlhfless_ray.reward.reward_model_member", environment=_device_of_member(member))
+            for member in range(1, source.tensor_parallel)
+        ]
         with tempfile.TemporaryDirectory(prefix="rlhfless-reward-") as name:
-            folder = write_folder(Path(name), source.files)
-            self.model = ScalarModel.load(folder, source.head.name, source.dtype, source.trust_remote_code)
+            self.model = ScalarModel.load(*self._load_arguments(Path(name)))
+
+    def _load_arguments(self, folder: Path) -> tuple[Path, str, str, bool]:
+        source = self.source
+        return write_folder(folder, source.files), source.head.name, source.dtype, source.trust_remote_code
 
     def open(self, threads: int) -> None:
         if self.device == "cpu":
             import torch
 
-            torch.set_num_threads(threads)
+            torch.set_num_threads(threads - len(self.members))
+        if self.members:
+            self._divide()
+
+    def _divide(self) -> None:
+        """Divide the model among its members, each of which loads all of it first."""
+        rendezvous, count = ("127.0.0.1", free_port()), self.source.tensor_parallel
+        with tempfile.TemporaryDirectory(prefix="rlhfless-reward-") as name:
+            arguments = self._load_arguments(Path(name))
+            for number, member in enumerate(self.members, 1):
+                member.call("load", (*arguments,), {"divide": (rendezvous, number, count, self.device)})
+            self.model.divide(rendezvous, 0, count, self.device)
+            self._wait()
 
     def park(self) -> None:
-        self.model.move("cpu")
+        self._move("cpu")
+
+    def _move(self, device: str) -> None:
+        for member in self.members:
+            member.call("move", (device,))
+        self.model.move(device)
+        self._wait()
+
+    def _values(self, sequences: list[np.ndarray]) -> np.ndarray:
+        for member in self.members:
+            member.call("values", (sequences,))
+        values = self.model.values(sequences)
+        self._wait()
+        return values
+
+    def _wait(self) -> None:
+        for member in self.members:
+            member.result()
 
     def score(self, items: list[Tokens], budget_s: float = float("inf")) -> list[Score]:
         """Score micro-batches of similar lengths, longest first, until `budget_s` is over; at least one."""
         from rlhfless_ray.learn.packing import padded
 
         end = time.monotonic() + budget_s
-        self.model.move(self.device)
+        self._move(self.device)
         scores: list[Score] = []
         (batches,) = padded(np.array([len(ids) for _, ids in items]), self.source.micro_batch_tokens)
         for batch in sorted(batches, key=lambda part: -max(len(items[i][1]) for i in part)):
@@ -115,7 +168,7 @@ class ModelWorker(Worker):
             for key, ids in items
             if limit is not None and len(ids) > limit
         ]
-        values: Any = self.model.values([ids for _, ids in short]) if short else []
+        values: Any = self._values([ids for _, ids in short]) if short else []
         head = self.source.head
         for (key, _), value in zip(short, values, strict=True):
             try:
@@ -123,6 +176,12 @@ class ModelWorker(Worker):
             except ValueError as error:
                 scores.append(Score(key, None, f"the reward model gave {error}"))
         return scores
+
+
+def _device_of_member(member: int) -> dict[str, str]:
+    """Return the environment of a further member, which sees only its own of the devices that this process was given."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return {"CUDA_VISIBLE_DEVICES": devices[member]} if member < len(devices) else {}
 
 
 def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> Head:

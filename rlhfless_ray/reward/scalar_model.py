@@ -7,14 +7,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import RunError
 
 
+class LastHiddenStates(nn.Module):
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.model: Any = base
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the last hidden states (sequences, length, width) of `ids` and their attention `mask`, both (sequences, length)."""
+        return self.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+
 class ScalarModel:
     def __init__(self, base: Any, weight: Tensor, bias: Tensor | None) -> None:
-        self.base = base.eval()
+        self.hidden: Any = LastHiddenStates(base).eval().requires_grad_(False)
         self.weight, self.bias = weight, bias
         self.device = torch.device("cpu")
         limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
@@ -46,11 +56,20 @@ class ScalarModel:
         bias = head_weights.get("bias")
         return cls(base, head_weights["weight"].to(kind), None if bias is None else bias.to(kind))
 
+    def divide(self, rendezvous: tuple[str, int], member: int, members: int, device: str) -> None:
+        """Keep this member's slice of each large matrix, and move it to the device. All members call this at the same time."""
+        from rlhfless_ray.learn.process_group import join_process_group
+        from rlhfless_ray.learn.tensor_parallel import divided
+
+        join_process_group(rendezvous, member, members, device)
+        self.hidden = divided(self.hidden, members)
+        self.move(device)
+
     def move(self, device: str) -> None:
         target = torch.device(device)
         if self.device.type == target.type:
             return
-        self.base.to(target)
+        self.hidden.to(target)
         self.weight = self.weight.to(target)
         self.bias = None if self.bias is None else self.bias.to(target)
         self.device = target
@@ -69,6 +88,6 @@ class ScalarModel:
             ids[row, : len(tokens)] = torch.from_numpy(np.asarray(tokens, np.int64))
         ids = ids.to(self.device)
         mask = torch.arange(ids.shape[1], device=self.device)[None, :] < lengths[:, None]
-        hidden = self.base(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+        hidden = self.hidden(ids, mask.long())
         last = hidden[torch.arange(len(sequences), device=self.device), lengths - 1]
         return torch.nn.functional.linear(last, self.weight, self.bias).squeeze(1).float().cpu().numpy()

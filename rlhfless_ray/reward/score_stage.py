@@ -33,6 +33,10 @@ class ScoreStage:
         """Begin a step with `samples` samples, some of which may be scored before its score phase."""
         self.ahead = self._scoring(samples)
 
+    def fits(self, leases: list[Lease]) -> bool:
+        """Return whether these leases are enough for a worker, or one works already."""
+        return bool(self.pool.working) or self.pool.enough(leases)
+
     def score_ahead(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
         """Score samples under one of the leases, and return the other leases."""
         assert self.ahead is not None
@@ -58,13 +62,13 @@ class ScoreStage:
         with context.phases.phase(name):
             reward = context.recipe.reward
             workers = reward.ranks if reward.model_path else reward.workers
-            context.broker.resize(self.pool, min(workers, max(1, len(context.broker.free))))
+            context.broker.resize(self.pool, min(workers, max(1, len(context.broker.free) // self.pool.width)))
             yield
             context.broker.put(self._park())
 
     def prepare(self, seconds: float, slot: Slot) -> None:
         """Start a process at `slot` now if none is warm and it is time to: the score phase begins in `seconds`."""
-        if self.pool.parked or self.pool.working:
+        if self.pool.parked or self.pool.working or self.pool.width > 1:  # the devices of a wide worker are not known yet
             return
         if self.context.autoscaler.prewarm_now(seconds, START_S, self.context.ledger.parked_price(slot.node, FIRST_MB)):
             self.pool.prewarm(slot)

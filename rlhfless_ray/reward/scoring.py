@@ -14,6 +14,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance
 from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.local.member_process import members_memory_mb
 from rlhfless_ray.local.process_memory import own_memory_mb
 from rlhfless_ray.reward.source import Score, Source
 from rlhfless_ray.types import Sample, Span
@@ -35,12 +36,12 @@ class RewardActor:
 
     def open(self, threads: int) -> dict[str, Any]:
         self.worker.open(threads)
-        return {"memory_mb": own_memory_mb(), "spans": [self.imported]}
+        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": [self.imported]}
 
     def park(self) -> dict[str, Any]:
         start = time.time()
         self.worker.park()
-        return {"memory_mb": own_memory_mb(), "spans": [Span("transfer", "leave the device", start, time.time())]}
+        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": [Span("transfer", "leave the device", start, time.time())]}
 
     def score(self, items: list[Item], budget_s: float) -> tuple[list[Score], list[Span]]:
         start = time.time()

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rlhfless_ray.local.member_process import members_memory_mb
 from rlhfless_ray.prefix.pages import Bundle
 from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
-from rlhfless_ray.rollout.engine_members import members_memory_mb, start_members
+from rlhfless_ray.rollout.engine_members import start_members
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span

@@ -5,22 +5,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import pickle
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import cloudpickle
 import numpy as np
 
+from rlhfless_ray.local.member_process import connect
 from rlhfless_ray.rollout.engine_members import STEP_CALLS, bytes_of
-
-PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class ArrivingWeights:
@@ -109,22 +104,15 @@ def serve(connection: socket.socket) -> None:
         writer.flush()
 
 
-def exit_with_engine() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)
-
-
 def main() -> None:
-    # A stopped process reads no end of its input. The kernel kills it as well when the engine's process was killed for being hung.
-    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    threading.Thread(target=exit_with_engine, daemon=True).start()
+    connection = connect()
     from rlhfless_ray.rollout.prepare_vllm import prepare
 
     prepare(sys.argv[2] == "1", sys.argv[3:])
     import torch
 
     torch.set_num_threads(1)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(connection)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class OverlapScheduler:
         if self.drafting is not None:
             given_back += self.drafting.done_ahead()
         leases = [*self.broker.take(), *given_back]
-        if leases and self.unscored and seconds > 0:
+        if leases and self.unscored and seconds > 0 and self.scoring.fits(leases):
             samples, self.unscored = self.unscored, []
             leases = self.scoring.score_ahead(samples, leases)
             self.scored += len(samples)

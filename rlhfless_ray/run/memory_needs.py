@@ -168,7 +168,7 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = UN
         model = models.get("reference", policy)
         needs.append(Need("a reference rank", model.key, (("weights", model.parameters * width),), True))
     if reward := models.get("reward"):
-        needs.append(Need("a reward model rank", reward.key, (("weights", reward.body * width),), True))
+        needs.append(Need("a reward model rank", reward.key, (("weights", reward.body * width // recipe.reward.tensor_parallel),), True))
     return needs
 
 

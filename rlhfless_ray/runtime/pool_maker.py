@@ -84,7 +84,7 @@ class PoolMaker:
     def reward(self, cls: type, source: Any) -> WorkerPool:
         source_ref = ray.put(source)  # may contain a reward model's weights
         start = self._starter(cls, source_ref, self.recipe.reward.timeout_s, self.resource)
-        return self._pool(source.pool_kind, start, on_device=source.on_device)
+        return self._pool(source.pool_kind, start, on_device=source.on_device, width=self.recipe.reward.tensor_parallel)
 
     def drafter(self, cls: type, drafter: list[Any]) -> WorkerPool:
         """Make the pool of the process that trains the drafter."""

@@ -259,7 +259,7 @@ class Runtime(StepOperations):
         from rlhfless_ray.functions.pool_client import join_pool
 
         recipe = self.recipe
-        least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width)
+        least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width, recipe.reward.tensor_parallel)
         say = lambda text: self.record.progress.message(text)  # noqa: E731 - the record is created later
         return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, say)
 

@@ -25,7 +25,14 @@ def tokenizer_files(words: list[str] = WORDS) -> dict[str, bytes]:
 
 
 def reward_model(
-    *, family: str = "Qwen2", labels: int = 1, head: str = "score", context: int = 512, config: dict[str, Any] | None = None, seed: int = 3
+    *,
+    family: str = "Qwen2",
+    labels: int = 1,
+    head: str = "score",
+    context: int = 512,
+    config: dict[str, Any] | None = None,
+    seed: int = 3,
+    kv_heads: int = 1,
 ) -> dict[str, bytes]:
     """{file name: content} of a sequence classifier; `head`: the name its head's weights get; `config`: more of config.json."""
     import torch
@@ -38,7 +45,7 @@ def reward_model(
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=context,
         initializer_range=0.3,
         num_labels=labels,

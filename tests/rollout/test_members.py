@@ -16,7 +16,7 @@ from asking import FILES, answer, put, requests, weights_of
 from test_adapter_engine import Trained
 from test_quantization import mean_mismatch
 
-from rlhfless_ray.rollout.engine_members import LOST_RC
+from rlhfless_ray.local.member_process import LOST_RC
 from rlhfless_ray.runtime.agreement import tolerance
 
 pytestmark = pytest.mark.engine

@@ -1,0 +1,79 @@
+"""Further processes of an actor that hold parts of one model. The actor's process starts and calls them, and they end with it.
+
+This module imports no large library, so that all members can import theirs at the same time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+
+LOST_RC = 70  # exit status of an actor's process that has lost a member
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+running: list[MemberProcess] = []  # of this process
+
+
+class MemberProcess:
+    """A further member's process, and the connection to it."""
+
+    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        """Start `python -m module SOCKET arguments…`, where SOCKET is a file descriptor. `environment`: added to this process's."""
+        ours, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+            stdin=subprocess.PIPE,  # closed when this process ends, however it ends
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **(environment or {})},
+        )
+        theirs.close()
+        self.reader, self.writer = ours.makefile("rb"), ours.makefile("wb")
+        running.append(self)
+        threading.Thread(target=self._exit_when_lost, daemon=True).start()
+
+    def _exit_when_lost(self) -> None:
+        """End this process with the member: a collective operation that waits for a lost member may wait forever."""
+        status = self.process.wait()
+        print(f"member {self.process.pid} of this process ended with status {status}", file=sys.stderr, flush=True)
+        os._exit(LOST_RC)
+
+    def call(self, method: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        cloudpickle.dump((method, args, kwargs or {}), self.writer)
+        self.writer.flush()
+
+    def result(self) -> Any:
+        """Return the result of the last call, or raise its exception."""
+        result = pickle.load(self.reader)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def members_memory_mb() -> float:
+    """Return the proportional set size of this process's further members in MB."""
+    import psutil
+
+    return sum(psutil.Process(member.process.pid).memory_full_info().pss for member in running) / 2**20
+
+
+def connect() -> socket.socket:
+    """Return the connection of a member's process to the process that started it, whose end it does not outlive."""
+    # A stopped process reads no end of its input. The kernel kills it as well when its parent was killed for being hung.
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    return socket.socket(fileno=int(sys.argv[1]))
+
+
+def _exit_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)

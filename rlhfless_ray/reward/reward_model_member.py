@@ -1,0 +1,50 @@
+"""A further member of a divided reward model: a process with its slices, which takes part in every pass.
+
+`python -m rlhfless_ray.reward.reward_model_member SOCKET` starts one. SOCKET is a file descriptor.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from rlhfless_ray.local.member_process import connect
+
+
+class RewardModelMember:
+    def __init__(self) -> None:
+        self.model: Any = None
+
+    def load(self, folder: Path, head: str, dtype: str, trust_remote_code: bool, *, divide: tuple[Any, ...]) -> None:
+        from rlhfless_ray.reward.scalar_model import ScalarModel
+
+        self.model = ScalarModel.load(folder, head, dtype, trust_remote_code)
+        self.model.divide(*divide)
+
+    def values(self, sequences: list[Any]) -> None:
+        self.model.values(sequences)
+
+    def move(self, device: str) -> None:
+        self.model.move(device)
+
+
+def main() -> None:
+    """Carry out calls for ever. An exception ends the process, and with it the actor's: others wait in a collective operation then."""
+    connection = connect()
+    import torch
+
+    torch.set_num_threads(1)
+    reader, writer = connection.makefile("rb"), connection.makefile("wb")
+    member = RewardModelMember()
+    while True:
+        method, args, kwargs = pickle.load(reader)
+        getattr(member, method)(*args, **kwargs)
+        cloudpickle.dump(None, writer)
+        writer.flush()
+
+
+if __name__ == "__main__":
+    main()
