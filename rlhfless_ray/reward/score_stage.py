@@ -81,7 +81,8 @@ class ScoreStage:
     def _scoring(self, samples: int) -> Scoring:
         recipe = self.context.recipe
         max_failed = recipe.reward.max_failed_share * samples
-        return Scoring(self.pool, recipe.reward.timeout_s, max_failed, self.item, self.call_s)
+        release = self.context.broker.release  # slots that wait for the next phase; one of them may be the only one that is left
+        return Scoring(self.pool, recipe.reward.timeout_s, max_failed, self.item, self.call_s, release)
 
     def score(self, samples: list[Sample], step: int, name: str = "step") -> int:
         """Score the samples that were not scored ahead, and return how many have no reward.

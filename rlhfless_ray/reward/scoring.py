@@ -74,14 +74,22 @@ class Scoring:
     Args:
         item: converts a sample to the input of the pool's workers; default: `(key, prompt, response, row)`.
         call_s: time in seconds that a worker may need beyond REPLY_AFTER_S; default: `timeout_s`.
+        make_room: as in `WorkerPool.replace`.
     """
 
     def __init__(
-        self, pool: WorkerPool, timeout_s: float, max_failed: float, item: MakeItem | None = None, call_s: float | None = None
+        self,
+        pool: WorkerPool,
+        timeout_s: float,
+        max_failed: float,
+        item: MakeItem | None = None,
+        call_s: float | None = None,
+        make_room: Callable[[], None] | None = None,
     ) -> None:
         self.pool, self.timeout_s, self.max_failed = pool, timeout_s, max_failed
         self.item = item or _function_item
         self.call_s = timeout_s if call_s is None else call_s
+        self.make_room = make_room
         self.samples: list[Sample] = []
         self.running: dict[Any, _Call] = {}
         self.unassigned: list[tuple[list[Item], bool]] = []  # (remaining, one_by_one) of lost workers
@@ -146,13 +154,21 @@ class Scoring:
             self.pool.end_lost(worker, _loss_reason(self.timeout_s), cause)
             self.unassigned += [(call.remaining, call.one_by_one) for call in calls]
             return
-        successor = _replace_worker(self.pool, worker, suspect, self.timeout_s, cause)
+        successor = self._replace(worker, suspect, cause)
         if suspect is not None:
             scores = [Score(first.remaining[0][0], None, _loss_error(self.timeout_s))]
             self._record(scores)
             first.remaining = _without(first.remaining, scores)
         for call in calls:
             self._send(successor, call.remaining, call.one_by_one)
+
+    def _replace(self, worker: Instance, suspect: Sample | None, cause: FailureCause) -> Instance:
+        """Replace a worker. `suspect` gets its error first, because a failure that ends the run writes it to disk."""
+        why = _loss_reason(self.timeout_s)
+        if suspect is not None:
+            suspect.error = _loss_error(self.timeout_s)
+            why += f" at prompt row {suspect.prompt.index} {_short(suspect.prompt.text)}, response {_short(suspect.text)}"
+        return self.pool.replace(worker, why, cause, self.make_room)
 
     def _record(self, scores: list[Score]) -> None:
         for score in scores:
@@ -204,15 +220,6 @@ def _fetch_scores(pool: WorkerPool, worker: Instance, ref: Any) -> list[Score] |
         raise RunError(f"the reward worker failed: {error.cause or error}") from error
     pool.ledger.spans([lease.id for lease in worker.leases], spans)
     return scores
-
-
-def _replace_worker(pool: WorkerPool, worker: Instance, suspect: Sample | None, timeout_s: float, cause: FailureCause) -> Instance:
-    """Replace a worker. `suspect` gets its error first, because a failure that ends the run writes it to disk."""
-    why = _loss_reason(timeout_s)
-    if suspect is not None:
-        suspect.error = _loss_error(timeout_s)
-        why += f" at prompt row {suspect.prompt.index} {_short(suspect.prompt.text)}, response {_short(suspect.text)}"
-    return pool.replace(worker, why, cause)
 
 
 def _loss_reason(timeout_s: float) -> str:

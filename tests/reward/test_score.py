@@ -72,7 +72,9 @@ class FakePool:
     def cause(self, worker: Any) -> FailureCause:
         return self.causes.pop(0) if self.causes else FailureCause.DIED
 
-    def replace(self, worker: Any, why: str, cause: FailureCause) -> Any:
+    def replace(self, worker: Any, why: str, cause: FailureCause, make_room: Any = None) -> Any:
+        if make_room is not None and not self.leases.without_lost(worker.leases):
+            make_room()
         self.faults.count("reward-1", cause, why)
         return self.new()
 
@@ -271,6 +273,15 @@ def test_a_worker_whose_node_is_lost_while_engines_work_is_not_waited_for() -> N
     scoring.add(samples[2:])
     scoring.finish()
     assert [s.reward for s in samples] == [1.0, 2.0, 3.0] and scoring.done == 3 and pool.faults.used == 0
+
+
+def test_a_worker_whose_node_is_lost_gets_a_slot_that_the_run_keeps_for_its_next_phase() -> None:
+    """Ray would never grant what the run itself holds."""
+    pool, samples, released = FakePool(1), samples_of("lost"), list[str]()
+    pool.causes, pool.leases.without_lost = [FailureCause.NODE_LOST], lambda leases: []
+    scoring = Scoring(pool, 0.01, 1, make_room=lambda: released.append("free leases"))
+    scoring.add(samples)
+    assert scoring.collect() and scoring.running and released == ["free leases"]
 
 
 def test_a_worker_that_dies_while_engines_work_is_replaced_under_its_lease() -> None:
