@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,8 @@ def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 def command_here(*arguments: str, module: str = "rlhfless_ray.cli.main", cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run `rlhfless …`, or the `main` of another module, in this process and return what it said. Spares a process and its imports;
-    for commands that start nothing."""
+    """Run `rlhfless …`, or the `main` of another module, in this process and return what it said. Spares a process and its imports.
+    A run is made on the Ray that there is (`private_ray`), or on one of its own (`no_ray`)."""
     said, complained = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(complained):
         patched.setattr(sys, "argv", ["rlhfless", *arguments])
@@ -130,6 +130,7 @@ TIERS = ("ray", "engine", "learner", "slow", "gpu")  # their meaning: pyproject.
 FIXTURE_TIERS = {
     "ray_cluster": ("ray",),
     "no_ray": ("ray",),
+    "private_ray": ("ray",),
     "uninterrupted": ("ray", "engine"),
     "new_engine": ("engine",),
     "cases": ("learner",),
@@ -361,6 +362,32 @@ def no_ray() -> Iterator[None]:
     ray.shutdown()
     yield
     ray.shutdown()
+
+
+@contextmanager
+def one_ray(architectures: Sequence[str] = ()) -> Iterator[None]:
+    """One private Ray of two cores for all runs of this process inside the block, as for the stages of a workflow; needs `no_ray`. A run
+    that starts its own takes 2 CPU seconds more.
+    `architectures`: of engines, where workers are cold."""
+    from rlhfless_ray.local.cluster import RayCluster
+    from rlhfless_ray.recipe import Recipe
+
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 2}})
+    cluster = RayCluster(recipe, store_mb=512, architectures=architectures)
+    with pytest.MonkeyPatch.context() as patched:  # `RayCluster.shared` would listen to signals, and Ctrl-C is pytest's
+        try:
+            cluster.start()
+            patched.setattr(RayCluster, "shared_is_private", True)
+            yield
+        finally:
+            cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def private_ray(no_ray: None) -> Iterator[None]:
+    """One Ray for the runs that the tests of a module make in this process. Runs in processes of their own start theirs."""
+    with one_ray():
+        yield
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def rows(run: Runtime) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("where", ["way", "inside"])
-def test_a_run_whose_engines_get_a_tensor_wrong_ends_with_its_name(no_ray: None, tmp_path: Path, where: str) -> None:
+def test_a_run_whose_engines_get_a_tensor_wrong_ends_with_its_name(private_ray: None, tmp_path: Path, where: str) -> None:
     run = garbling_runtime(Recipe.parse(small_recipe(tmp_path, run__steps=3, evaluate__prompts=0)), where)
     said = f"version 1 arrived damaged: {GARBLED} differ" if where == "way" else f"as they were published: {GARBLED}$"
     with pytest.raises(RunError, match=said), run:
@@ -69,7 +69,7 @@ def test_a_run_whose_engines_get_a_tensor_wrong_ends_with_its_name(no_ray: None,
     assert GARBLED in (run.folder.path / "report.html").read_text()
 
 
-def test_a_run_that_is_to_go_on_warns(no_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_to_go_on_warns(private_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the step whose engines were wrong: in the progress line, the metrics and the report."""
     run = garbling_runtime(Recipe.parse(small_recipe(tmp_path, run__steps=3, rollout__agreement="warn")), "inside")
     with run:

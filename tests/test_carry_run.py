@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import command, samples, write_recipe
+from tests.conftest import command_here, samples, write_recipe
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
 SETTINGS = {
     "rollout__min_tokens": 2, "evaluate__prompts": 0, "checkpoint__every_steps": 1,
@@ -26,13 +26,13 @@ def test_what_is_carried_survives_a_stop(tmp_path: Path) -> None:
     """Of 32 samples in two epochs five steps of 12 are made and four samples stay, then eight, with which the third
     rollout makes six whole steps. The stop is a copy of the run without its last checkpoint, which is resumed."""
     recipe = write_recipe(tmp_path, run__steps=3, **SETTINGS)
-    done = command("train", recipe)
+    done = command_here("train", recipe)
     assert done.returncode == 0, done.stderr
     other = tmp_path / "runs" / "small"
     one = Path(shutil.copytree(other, tmp_path / "whole"))
     shutil.rmtree(other / "checkpoints" / "step_3")
     (other / "samples" / "step_3.jsonl").unlink()
-    done = command("train", recipe, "--resume")
+    done = command_here("train", recipe, "--resume")
     assert done.returncode == 0 and "step 3/3" in done.stdout, done.stdout + done.stderr
     rows = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("critic/applied") for row in rows if row.get("step")] == [5, 5, 6]

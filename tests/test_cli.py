@@ -108,6 +108,20 @@ def test_mistakes_in_a_recipe(tmp_path, change, said):
 
 
 @pytest.mark.parametrize(
+    ("width", "said"),
+    [
+        (3, "rollout.tensor_parallel: 3 slots cannot share the heads and layers of a policy made from scratch evenly; set it to 1, 2"),
+        (2, "the 2 slots of an engine must be on one node, but the largest node has 1 (CPU cores); lower it"),
+    ],
+)
+def test_a_width_that_cannot_be_is_refused_before_ray_starts(tmp_path, width, said):
+    tree = small_recipe(tmp_path, rollout__tensor_parallel=width, cluster__cpus=4 if width == 3 else 1)
+    with pytest.raises(UserError) as error:
+        Runtime(Recipe.parse(tree))
+    assert said in str(error.value) and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
     ("missing", "said"),
     [("config.json", "has no config.json"), ("tokenizer.json", "has no tokenizer"), ("model.safetensors", "has no *.safetensors")],
 )
@@ -149,11 +163,11 @@ def often(prompt, response, row):
 
 @pytest.mark.engine
 @pytest.mark.ray
-def test_rewards_that_fail_seldom_are_left_out_and_shown_and_too_often_end_the_run(tmp_path):
+def test_rewards_that_fail_seldom_are_left_out_and_shown_and_too_often_end_the_run(no_ray, tmp_path):
     recipe = write_recipe(tmp_path, reward__function=f"{tmp_path / 'some.py'}:often", reward__max_failed_share=0.9)
     run = tmp_path / "runs" / "small"
     (tmp_path / "some.py").write_text(UNRELIABLE.format(metrics=run / "metrics.jsonl"))
-    done = command("train", recipe, "evaluate.prompts=0")
+    done = command_here("train", recipe, "evaluate.prompts=0")
     assert done.returncode == 1
     row, *_ = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     kept = [json.loads(line) for line in (run / "samples" / "step_1.jsonl").read_text().splitlines()]

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from tests.conftest import command, samples
+from tests.conftest import command_here, samples
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -69,7 +69,7 @@ def policy(problems, tmp_path_factory):
 
 
 def test_it_trains_on_any_local_causal_lm(problems, policy, tmp_path):
-    done = command(
+    done = command_here(
         "train",
         "recipes/gsm8k.yaml",
         f"prompts.path={problems}",
@@ -102,7 +102,7 @@ def test_a_model_without_chat_template_is_refused(problems, policy, tmp_path):
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    done = command(
+    done = command_here(
         "train",
         "recipes/gsm8k.yaml",
         f"prompts.path={problems}",

@@ -1,4 +1,4 @@
-"""A run that trains adapters on filtered groups, started and resumed as a user does it."""
+"""A run that trains adapters on filtered groups, started and resumed by the command."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlhfless_ray.run.find_model import find_model
-from tests.conftest import command, samples, write_recipe
+from tests.conftest import command_here, samples, write_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 BOUND = -3.4  # about the mean reward of the policy it begins with
 
 
 @pytest.fixture(scope="module", params=["merged", "adapter"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def run(private_ray: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run of two steps and its recipe."""
     folder = tmp_path_factory.mktemp("lora")
     recipe = write_recipe(
@@ -37,7 +37,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         save__path=str(folder / "out"),
         evaluate__prompts=0,
     )
-    done = command("train", recipe)
+    done = command_here("train", recipe)
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "small", recipe
 
@@ -94,7 +94,7 @@ def test_a_resumed_run_ends_where_this_one_did(run: tuple[Path, str]) -> None:
     path, recipe = run
     before, learned = load_file(path / "adapter" / "adapter_model.safetensors"), samples(path, 2)
     shutil.rmtree(path / "checkpoints" / "step_2")
-    done = command("train", recipe, "--resume")
+    done = command_here("train", recipe, "--resume")
     assert done.returncode == 0, done.stderr
     told = ("prompt_index", "sample", "response", "reward", "version", "advantage")
     assert [[s[name] for name in told] for s in samples(path, 2)] == [[s[name] for name in told] for s in learned]
