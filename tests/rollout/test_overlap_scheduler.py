@@ -28,6 +28,9 @@ class Scoring:
     def begin(self, samples: int) -> None:
         self.total = samples
 
+    def fits(self, leases: list[Any]) -> bool:
+        return True
+
     def score_ahead(self, samples: list[Sample], leases: list[Any]) -> list[Any]:
         self.asked += samples
         self.lease, left = leases[:1], leases[1:]
