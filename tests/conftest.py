@@ -201,7 +201,10 @@ def pytest_collection() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Note whether every test of this session is pure: only then is a processor's time that of the test at work. Collect garbage
-    seldom in such a session: it takes 5 % of the time, and nothing in it holds a lease."""
+    seldom in such a session: it takes 5 % of the time, and nothing in it holds a lease. Models of tests are tiny: a second thread of
+    torch would only wait for the first, on a core that other tests need."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     session.config.stash[ONLY_PURE] = only_pure = all(item.get_closest_marker("pure") for item in session.items)
     if only_pure:
         gc.set_threshold(100_000, 20, 20)
@@ -367,8 +370,7 @@ def no_ray() -> Iterator[None]:
 @contextmanager
 def one_ray(architectures: Sequence[str] = ()) -> Iterator[None]:
     """One private Ray of two cores for all runs of this process inside the block, as for the stages of a workflow; needs `no_ray`. A run
-    that starts its own takes 2 CPU seconds more.
-    `architectures`: of engines, where workers are cold."""
+    that starts its own takes 2 CPU seconds more, or 9 with `cold_workers`. `architectures`: of engines, for cold workers."""
     from rlhfless_ray.local.cluster import RayCluster
     from rlhfless_ray.recipe import Recipe
 

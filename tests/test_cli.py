@@ -46,8 +46,8 @@ def test_an_adapter_that_engines_cannot_hold(tmp_path):
 
 
 @pytest.mark.ray
-def test_a_quantisation_that_the_device_cannot_do(tmp_path):
-    done = command("train", write_recipe(tmp_path), "rollout.quantization=fp8")
+def test_a_quantisation_that_the_device_cannot_do(no_ray, tmp_path):
+    done = command_here("train", write_recipe(tmp_path), "rollout.quantization=fp8")
     assert done.returncode == 2 and "rollout.quantization: vLLM on CPU cannot quantise weights to fp8" in sentence(done)
     assert not (tmp_path / "runs").exists()
 

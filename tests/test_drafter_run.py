@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
 
 def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
-    no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    private_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)
