@@ -13,7 +13,7 @@ import ray
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.functions.cluster_nodes import node_slots
+from rlhfless_ray.functions.cluster_nodes import ClusterNodes, node_slots
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
@@ -158,15 +158,16 @@ def test_engines_of_cheap_nodes_work_there_only_at_their_price(nodes):
     """Leases that others leave behind elsewhere are not for them, and what they cost is the node's price."""
     spot = nodes.add_node(num_cpus=1, object_store_memory=128 * 2**20, labels={"market": "spot"})
     nodes.wait_for_nodes(timeout=120)
-    leases, labels = leases_of(), {"market": "spot"}
-    assert leases.nodes.slots(labels) == {spot.node_id: 1} and spot.node_id in leases.nodes.slots({})
+    labels = {"market": "spot"}
+    lists = ClusterNodes("cpu")
+    assert lists.slots(labels) == {spot.node_id: 1} and spot.node_id in lists.slots({})
     tree = {
         "prompts": {"task": "chain"},
         "reward": {"function": "task"},
         "rollout": {"nodes": labels},
         "price": {"cpu_slot_per_hour": 10.0, "rollout_slot_per_hour": 2.0},
     }
-    leases.ledger.price_of = prices(Recipe.parse(tree), "cpu", leases)
+    leases = LeaseManager("cpu", Ledger("cpu", prices(Recipe.parse(tree), "cpu", lists)), 60.0, f"nodes{time.time_ns()}", nodes=lists)
     start = lambda slot: start_actor(worker_class(), slot, "cpu", {})  # noqa: E731
     pool = WorkerPool("rollout", start, leases, leases.ledger, 1e9, labels=labels)
     other = next(node for node in node_slots("cpu") if node != spot.node_id)

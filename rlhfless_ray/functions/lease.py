@@ -46,7 +46,15 @@ class Lease:
 class LeaseManager:
     """Request and release slots, and record every change in the ledger."""
 
-    def __init__(self, resource: str, ledger: Ledger, deadline_s: float, run_id: str, source: SlotSource | None = None) -> None:
+    def __init__(
+        self,
+        resource: str,
+        ledger: Ledger,
+        deadline_s: float,
+        run_id: str,
+        source: SlotSource | None = None,
+        nodes: ClusterNodes | None = None,
+    ) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device). `source`: source of the slots; default: Ray's queue."""
         self.resource = resource
         self.bundle = bundle_of(resource)
@@ -58,7 +66,7 @@ class LeaseManager:
         self.pending: dict[str, LeaseRequest] = {}  # neither granted nor withdrawn, by id
         self.counter = 0
         self.waited_s = 0.0  # time on the critical path, for the step's metrics
-        self.nodes = ClusterNodes(resource)
+        self.nodes = ClusterNodes(resource) if nodes is None else nodes
         self.look_again_s = -float("inf")  # earliest time of the next check whether others wait
         self.granted = 0  # number of leases so far
         self.handed_over = 0  # how often a lease went from one instance to another

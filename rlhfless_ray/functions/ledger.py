@@ -66,16 +66,30 @@ class Holding:
     spans: list[Span] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """What a ledger bills."""
+
+    slot_per_hour: Callable[[str], float]  # node id → price of a slot-hour
+    core_per_hour: float = 0.0  # without a lease
+    parked_share: float | None = 0.0  # a process parked with all its memory, as a share of a slot; None: its share of a slot's memory
+    slot_mb: Callable[[str], float] = lambda node: math.inf  # node id → memory per slot in MB
+
+    @classmethod
+    def flat(cls, slot_per_hour: float) -> Prices:
+        """Return prices of a ledger that bills slots only, and those of every node alike."""
+        return cls(slot_per_hour=lambda node: slot_per_hour)
+
+
 class Ledger:
-    def __init__(self, resource: str, price_per_hour: float = 0.0, started_s: float | None = None) -> None:
+    def __init__(
+        self, resource: str, prices: Prices | float = 0.0, started_s: float | None = None, name_of: Callable[[str], str] = str
+    ) -> None:
+        """`prices`: a number is the price of a slot-hour on any node. `name_of`: node id → readable name."""
         self.resource = resource
-        self.price_of: Callable[[str], float] = lambda node: price_per_hour  # node id → price of a slot-hour
-        self.core_per_hour = 0.0  # price of a core-hour without a lease
-        # price of a process parked with all its memory, as a share of a slot's; None: its share of the memory of a slot
-        self.parked_share: float | None = 0.0
-        self.slot_mb: Callable[[str], float] = lambda node: math.inf  # node id → memory per slot in MB
+        self.prices = prices if isinstance(prices, Prices) else Prices.flat(prices)
         self.started_s = time.time() if started_s is None else started_s
-        self.name_of: Callable[[str], str] = str  # node id → readable name
+        self.name_of = name_of
         self.open: dict[str, Holding] = {}
         self.rows: list[Row] = []  # without forgotten rows, which are on disk
         self.forgotten = 0
@@ -97,7 +111,7 @@ class Ledger:
         now = time.time() if since_s is None else since_s
         if lease in self.open:
             self._close(lease, now)
-        price = self.price_of(node)
+        price = self.prices.slot_per_hour(node)
         self.open[lease] = Holding(lease, self.name_of(node), device, kind, instance, self.step, now, price_per_hour=price)
 
     def spans(self, leases: Iterable[str], spans: Iterable[Span]) -> None:
@@ -132,7 +146,7 @@ class Ledger:
                 slots=0,
                 parked=self.parked_price(node, memory_mb, kept),
                 node_id=node,
-                price_per_hour=self.price_of(node),
+                price_per_hour=self.prices.slot_per_hour(node),
             )
 
     def parked_price(self, node: str, memory_mb: float, kept: float = 1.0) -> float:
@@ -141,7 +155,8 @@ class Ledger:
         This is `parked_share` times `kept`, the share of its working memory. Without `parked_share` it is the share of the
         memory that belongs to a slot of the node.
         """
-        return memory_mb / self.slot_mb(node) if self.parked_share is None else self.parked_share * kept
+        share = self.prices.parked_share
+        return memory_mb / self.prices.slot_mb(node) if share is None else share * kept
 
     def hold_price(self, instances: Iterable[str]) -> float:
         """Return the average price of the parked ones among `instances`, as a share of a slot's price; 0 without any."""
@@ -175,7 +190,7 @@ class Ledger:
                 round(core_s, 6),
                 0,
                 0.0,
-                core_s * self.core_per_hour / 3600,
+                core_s * self.prices.core_per_hour / 3600,
                 what=what,
             )
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.loop import plan_step, roll_out
@@ -120,8 +121,6 @@ class Generation(Runtime):
 
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Publish the model's weights. Engines start with the first plan."""
-        import ray
-
         self.worker_group.slots = 0  # no update follows a rollout
         arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.files)}
         digest_of = digests(arrays)

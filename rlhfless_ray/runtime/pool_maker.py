@@ -1,4 +1,4 @@
-"""Make the worker pools of a run, which share its leases, its ledger and its budgets."""
+"""Make the leases of a run and its worker pools, which share them, its ledger and its budgets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import ray
 
 from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager
-from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.ledger import Ledger, Prices
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -33,36 +34,49 @@ from rlhfless_ray.weights.tensor_file import Files
 GIVE_BACK_AFTER_S = 2.0  # releasing 256 MB of KV cache and touching it again takes 20-40 ms of CPU time, 1-2 % of that
 
 
+def make_leases(recipe: Recipe, resource: str, folder: Path, name_of: Callable[[str], str], source: PoolClient | None) -> LeaseManager:
+    """Make the run's leases and their ledger, both empty.
+
+    Args:
+        folder: the run folder. Its path and the time name the run's leases on a shared cluster.
+        name_of: node id → readable name.
+        source: the pool of slots that the runs of the cluster share; None: Ray's queue.
+    """
+    nodes = ClusterNodes(resource)
+    run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
+    ledger = Ledger(resource, prices(recipe, resource, nodes), name_of=name_of)
+    return LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source, nodes)
+
+
+def prices(recipe: Recipe, resource: str, nodes: ClusterNodes) -> Prices:
+    price = recipe.price
+    usual, special = price.slot_per_hour(resource), price.rollout_slot_per_hour
+
+    def slot_per_hour(node: str) -> float:
+        return special if special is not None and node in nodes.slots(recipe.rollout.nodes) else usual
+
+    return Prices(
+        slot_per_hour=slot_per_hour, core_per_hour=price.cpu_slot_per_hour, parked_share=price.parked_share, slot_mb=nodes.slot_mb
+    )
+
+
 class PoolMaker:
     """Makes the pools of one run, which share its leases, its ledger and its budgets."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        resource: str,
-        files: Files,
-        ledger: Ledger,
-        folder: Path,
-        say: Callable[[str], None],
-        source: PoolClient | None,
-    ) -> None:
-        self.recipe, self.resource, self.ledger, self.say = recipe, resource, ledger, say
-        run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
-        self.leases = LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source)
-        self.broker = SlotBroker(self.leases)
+    def __init__(self, recipe: Recipe, leases: LeaseManager, files: Files, say: Callable[[str], None]) -> None:
+        self.recipe, self.leases, self.resource, self.say = recipe, leases, leases.resource, say
+        self.broker = SlotBroker(leases)
         self.faults = FailureBudget(recipe.functions.max_replacements)
-        self.parked = WarmMemoryBudget(recipe.functions.parked_mb, self.leases.nodes.memory_mb, say, source)
+        other_runs = leases.source if isinstance(leases.source, PoolClient) else None
+        self.parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.nodes.memory_mb, say, other_runs)
         parameters = parameter_count(files)
-        self.pages = large_page_environment(parameters) if resource == "cpu" else {}  # of processes with weights of the learner's size
+        self.pages = large_page_environment(parameters) if self.resource == "cpu" else {}  # of processes with weights of the learner's size
         self.snapshot_steps = snapshot_every_steps(recipe, parameters)
         if self.snapshot_steps == 0 and recipe.checkpoint.memory_every_steps is None:
             say(
                 "the learner's state is not copied in memory, because two copies would take more than a quarter of this machine's; a "
                 "lost learner continues from the newest checkpoint (checkpoint.memory_every_steps)"
             )
-        ledger.price_of = prices(recipe, resource, self.leases)
-        ledger.parked_share, ledger.slot_mb = recipe.price.parked_share, self.leases.nodes.slot_mb
-        ledger.core_per_hour = recipe.price.cpu_slot_per_hour
 
     def engines(self, cls: type, config: Any, engine: EngineSettings, drafter: list[Any]) -> WorkerPool:
         """Make the pool of rollout engines.
@@ -101,7 +115,7 @@ class PoolMaker:
             kind,
             lambda slot: start_actor(cls, slot, resource, self.pages, settings(recipe, next(numbers), resource)),
             self.leases,
-            self.ledger,
+            self.leases.ledger,
             float("inf"),
             on_device=True,
             leave_s=recipe.learner.deadline_s,
@@ -118,13 +132,4 @@ class PoolMaker:
 
     def _pool(self, kind: str, start: Callable[[Any], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
         options |= {"faults": self.faults, "parked_memory": self.parked}
-        return WorkerPool(kind, start, self.leases, self.ledger, self.recipe.functions.keep_alive_s, on_device=on_device, **options)
-
-
-def prices(recipe: Recipe, resource: str, leases: LeaseManager) -> Callable[[str], float]:
-    """Return a function from node id to the price per hour of one of its slots."""
-    usual = recipe.price.slot_per_hour(resource)
-    special = recipe.price.rollout_slot_per_hour
-    if special is None:
-        return lambda node: usual
-    return lambda node: special if node in leases.nodes.slots(recipe.rollout.nodes) else usual
+        return WorkerPool(kind, start, self.leases, self.leases.ledger, self.recipe.functions.keep_alive_s, on_device=on_device, **options)

@@ -15,7 +15,9 @@ from contextlib import ExitStack, suppress
 from functools import cache, partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import ray
 
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.preflight_agent import dry_play
@@ -26,7 +28,9 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import Stopped, one_line
 from rlhfless_ray.common.step_timer import StepTimer
-from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.cluster_nodes import node_slots
+from rlhfless_ray.functions.lease import Slot, most_instances, places
+from rlhfless_ray.functions.pool_client import PoolClient, join_pool
 from rlhfless_ray.learn.colocation import of_learner
 from rlhfless_ray.learn.model_checks import check_division, check_routers
 from rlhfless_ray.learn.output_scale import output_scale
@@ -51,6 +55,7 @@ from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
+from rlhfless_ray.runtime.pool_maker import make_leases
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, check_kept_kv, create_worker_pools
@@ -67,10 +72,6 @@ from rlhfless_ray.weights.load_policy import (
 )
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
-
-if TYPE_CHECKING:
-    from rlhfless_ray.functions.lease import Slot
-    from rlhfless_ray.functions.pool_client import PoolClient
 
 Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's files, the driver's state
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
@@ -163,8 +164,6 @@ class Runtime(StepOperations):
     # ---- setup ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        import ray
-
         with ExitStack() as stack:
             stack.push(self._raise_reported_error)
             if self.resume:
@@ -186,8 +185,8 @@ class Runtime(StepOperations):
             checkpoint = self._open_folder()
             stack.push(self._end_folder)
             self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
-            self.ledger = Ledger(resource)
-            self.ledger.name_of = self.cluster.node_name
+            self.leases = make_leases(self.recipe, resource, self.folder.path, self.cluster.node_name, self.shared_pool)
+            self.ledger = self.leases.ledger
             self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
             self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)
             stack.push(self._close_record)
@@ -256,39 +255,31 @@ class Runtime(StepOperations):
 
     def _join_pool(self, resource: str) -> PoolClient:
         """Join the slots that the runs of the cluster share. A run that is refused leaves no folder."""
-        from rlhfless_ray.functions.pool_client import join_pool
-
         recipe = self.recipe
         least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width, recipe.reward.tensor_parallel)
         say = lambda text: self.record.progress.message(text)  # noqa: E731 - the record is created later
         return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, say)
 
     def _create_stages(self, resource: str) -> None:
-        from rlhfless_ray.functions.lease import most_instances
-
         longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
         chooses_width = self.recipe.rollout.tensor_parallel == "auto"
         engines, note = self._expect_engines(resource, longest)
         worker_pools = create_worker_pools(
             self.recipe,
-            resource,
+            self.leases,
             self.files,
             longest,
             self.reward_source,
-            self.ledger,
-            self.folder.path,
             self.actor_classes(),
             self.record.progress.message,
-            self.shared_pool,
             self.drafter_files,
         )
         self.autoscaler.expect(engines, note)
         worker_pools.rollout.set_width(self.autoscaler.engines.width)
         for message in {engine.note: 0 for engine in engines.values() if engine.note}:
             self.record.progress.message(message)
-        self.broker, self.leases, self.rollout, self.reward, self.worker_group = (
+        self.broker, self.rollout, self.reward, self.worker_group = (
             worker_pools.broker,
-            worker_pools.broker.leases,
             worker_pools.rollout,
             worker_pools.reward,
             worker_pools.worker_group,
@@ -317,8 +308,6 @@ class Runtime(StepOperations):
 
     def _expect_engines(self, resource: str, longest_prompt_tokens: int) -> tuple[dict[int, ExpectedEngine], str]:
         """Return what is expected of engines by width, and why there is one width only. An automatic width without a choice is set."""
-        from rlhfless_ray.functions.cluster_nodes import node_slots
-
         rollout = self.recipe.rollout
         largest_node = max(node_slots(resource, rollout.nodes).values(), default=0)
         device, tokens = self.cluster.device(resource), self.recipe.longest_tokens(longest_prompt_tokens)
@@ -330,8 +319,6 @@ class Runtime(StepOperations):
 
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Start the learner and the engines' processes, and publish the first weights."""
-        import ray
-
         with self.phases.phase("start", "starting the learner"):
             self.broker.staff(self.worker_group)
             self._prewarm(self.worker_group.by_rank[0].slot)
@@ -368,8 +355,6 @@ class Runtime(StepOperations):
 
     def _prewarm(self, home: Slot) -> None:
         """Start processes ahead of their leases, on the learner's node first."""
-        from rlhfless_ray.functions.lease import places
-
         if self.leases.resource == "cpu":  # on GPU the device is unknown until there is a lease
             nodes = self.leases.nodes.slots(self.recipe.rollout.nodes)
             engines = {node: slots // self.rollout.width for node, slots in nodes.items()}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import ray
 
 from placement.memory import VALUE_BYTES
 from rlhfless_ray.agent.agent_actor import AgentActor
 from rlhfless_ray.agent.agent_processes import AgentProcesses, start_agent
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.functions.failure_budget import FailureBudget
+from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.prefix.prefix_stage import PrefixStage
 from rlhfless_ray.prefix.supported_models import page_bytes
@@ -21,12 +23,9 @@ from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.runtime.worker_pools import WorkerPools
 from rlhfless_ray.weights.model_folder import config_of, without_weights
 from rlhfless_ray.weights.tensor_file import Files
-
-if TYPE_CHECKING:
-    from rlhfless_ray.functions.worker_pool import WorkerPool
-    from rlhfless_ray.runtime.worker_pools import WorkerPools
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,6 @@ class Stages:
 
 def _agents(context: RunContext, source: AgentSource, files: Files, longest_prompt_tokens: int, faults: FailureBudget) -> AgentProcesses:
     """Start the agents' processes, while the learner starts."""
-    import ray
-
     recipe, resource = context.recipe, context.leases.resource
     agent, functions = recipe.agent, recipe.functions
     config, longest = ray.put(without_weights(files)), recipe.longest_tokens(longest_prompt_tokens)
@@ -127,8 +124,6 @@ def _page_bytes(context: RunContext, files: Files) -> int:
 
 
 def _store_bytes() -> int:
-    import ray
-
     return int(ray.cluster_resources().get("object_store_memory", 0))
 
 

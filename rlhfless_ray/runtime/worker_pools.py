@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import ray
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureBudget
-from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.rank_actors import CriticActor, LearnerActor, ReferenceActor
 from rlhfless_ray.learn.rank_settings import critic_settings, learner_settings, reference_settings
+from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.reward.scoring import RewardActor
+from rlhfless_ray.rollout.drafter_trainer import DrafterActor
 from rlhfless_ray.rollout.engine_settings import engine_settings
+from rlhfless_ray.rollout.prefill_actor import PageActor
+from rlhfless_ray.runtime.pool_maker import PoolMaker
 from rlhfless_ray.weights.adapter import choose_publish, not_served
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, without_weights
 from rlhfless_ray.weights.tensor_file import Files
-
-if TYPE_CHECKING:
-    from rlhfless_ray.functions.broker import SlotBroker
-    from rlhfless_ray.functions.pool_client import PoolClient
-    from rlhfless_ray.functions.worker_pool import WorkerPool
-    from rlhfless_ray.learn.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,6 @@ class ActorClasses:
 
     @classmethod
     def real(cls) -> ActorClasses:
-        from rlhfless_ray.learn.rank_actors import CriticActor, LearnerActor, ReferenceActor
-        from rlhfless_ray.reward.scoring import RewardActor
-        from rlhfless_ray.rollout.drafter_trainer import DrafterActor
-        from rlhfless_ray.rollout.prefill_actor import PageActor
-
         return cls(PageActor, RewardActor, LearnerActor, PageActor, CriticActor, ReferenceActor, DrafterActor)
 
 
@@ -65,30 +63,22 @@ class WorkerPools:
 
 def create_worker_pools(
     recipe: Recipe,
-    resource: str,
+    leases: LeaseManager,
     files: Files,
     longest_prompt_tokens: int,
     reward_source: Any,
-    ledger: Ledger,
-    folder: Path,
     actors: ActorClasses,
     say: Callable[[str], None],
-    source: PoolClient | None = None,
     drafter_files: Files | None = None,
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
     Args:
         files: of the initial policy's folder.
-        folder: the run folder. Its path and the time name the run's leases on a shared cluster.
         say: callback for log messages.
-        source: the pool of slots that the runs of the cluster share; None: Ray's queue.
         drafter_files: of the model that drafts.
     """
-    import ray
-
-    from rlhfless_ray.runtime.pool_maker import PoolMaker
-
+    resource = leases.resource
     if resource == "cpu":
         if recipe.rollout.block_size % 32:
             raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
@@ -101,7 +91,7 @@ def create_worker_pools(
     engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages)
     config = ray.put(without_weights(files))
     drafter = [ray.put(drafter_files)] if drafter_files else []
-    make = PoolMaker(recipe, resource, files, ledger, folder, say, source)
+    make = PoolMaker(recipe, leases, files, say)
     return WorkerPools(
         make.broker,
         make.faults,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.functions import ledger as module
-from rlhfless_ray.functions.ledger import Ledger, Row
+from rlhfless_ray.functions.ledger import Ledger, Prices, Row
 from rlhfless_ray.types import Span
 
 START = 1_000_000.0
@@ -41,8 +41,7 @@ def short(row: Row) -> tuple[Any, ...]:
 
 
 def test_nodes_are_called_by_their_names(clock: Clock) -> None:
-    ledger = Ledger("cpu", 1.0)
-    ledger.name_of = {"f00d": "host"}.__getitem__
+    ledger = Ledger("cpu", name_of={"f00d": "host"}.__getitem__)
     ledger.hold("L", "f00d", "0", "rollout", "A")
     ledger.park("B", "f00d", "0", "score", 1.0)
     for step in (1, 2):
@@ -56,8 +55,7 @@ def work(begin: float, end: float, activity: str = "work") -> Span:
 
 
 def test_work_without_a_lease_costs_money_and_no_slot_seconds(clock: Clock, tmp_path: Path) -> None:
-    ledger = Ledger("gpu", 3600.0)
-    ledger.core_per_hour = 360.0
+    ledger = Ledger("gpu", Prices(slot_per_hour=lambda node: 3600.0, core_per_hour=360.0))
     ledger.hold("L", "node", "0", "rollout", "A")
     ledger.begin_step(1)
     clock.now += 10
@@ -145,8 +143,7 @@ def test_parked_memory_is_shown_and_not_billed(clock: Clock) -> None:
 
 
 def test_parked_memory_that_has_a_price_is_billed_by_what_is_kept(clock: Clock) -> None:
-    ledger = Ledger("cpu", 36.0)  # money for an hour of a slot: 0.01 a second
-    ledger.parked_share = 0.5
+    ledger = Ledger("cpu", Prices(slot_per_hour=lambda node: 36.0, parked_share=0.5))  # money for an hour of a slot: 0.01 a second
     ledger.park("A", "n", "0", "rollout", 800.0)
     clock.now += 2
     ledger.begin_step(1)
@@ -165,9 +162,8 @@ def test_parked_memory_that_has_a_price_is_billed_by_what_is_kept(clock: Clock) 
 
 def test_parked_memory_costs_its_part_of_what_goes_with_a_slot(clock: Clock) -> None:
     """400 of 8,000 MB are a twentieth of the slot; of a node whose memory is not known, and of a process that has not told, nothing."""
-    ledger = Ledger("cpu", 36.0)
-    ledger.parked_share, ledger.slot_mb = None, lambda node: {"n": 8000.0}.get(node, math.inf)
-    ledger.name_of = str.upper
+    slot_mb = lambda node: {"n": 8000.0}.get(node, math.inf)  # noqa: E731
+    ledger = Ledger("cpu", Prices(slot_per_hour=lambda node: 36.0, parked_share=None, slot_mb=slot_mb), name_of=str.upper)
     ledger.park("A", "n", "0", "rollout", 800.0)
     ledger.park("B", "elsewhere", "0", "rollout", 800.0)
     ledger.park("C", "n", "0", "rollout", 0.0)

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
-from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.ledger import Ledger, Prices
 from rlhfless_ray.functions.warm_memory_budget import FIRST_MB, WarmMemoryBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
 
@@ -44,8 +44,7 @@ def holder_class() -> type:
 
 @pytest.fixture
 def pool(ray_cluster: None) -> Iterator[WorkerPool]:
-    ledger = Ledger("cpu", 3600.0)
-    ledger.parked_share = 1.0
+    ledger = Ledger("cpu", Prices(slot_per_hour=lambda node: 3600.0, parked_share=1.0))
     leases = LeaseManager("cpu", ledger, 60.0, f"parked{time.time_ns()}")
     holder = holder_class()
     made = WorkerPool("work", lambda slot: start_actor(holder, slot, "cpu", {}), leases, ledger, 600.0, give_back_after_s=5.0)

@@ -112,7 +112,7 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
     agents = AgentProcesses(lambda: start_agent(AgentActor, *own), 1, 20.0, FailureBudget(5), 120.0, pool.ledger)
     agents.start()
     agents.check()
-    pool.ledger.core_per_hour = 3600.0
+    pool.ledger.prices = replace(pool.ledger.prices, core_per_hour=3600.0)
 
     def run(shares: list[list[int]], labels: list[str] | None = None, on_progress: Any = lambda *_: None, **sampling: Any) -> list[Sample]:
         rows = task("chain").rows(4, 5, "train")
