@@ -285,6 +285,15 @@ def test_responses_are_recorded_whole_or_not_at_all(tmp_path: Path, full: Disk, 
     assert {path.name for path in tmp_path.iterdir()} == {"responses.part.jsonl"}
 
 
+def test_a_record_that_found_no_space_for_its_settings_has_them_later(tmp_path: Path, full: Disk) -> None:
+    full.left = 5
+    with pytest.raises(DiskFull):
+        ResponseRecord(tmp_path, {"run.seed": 0})
+    full.left = None
+    ResponseRecord(tmp_path, {"run.seed": 0}).add([a_sample()])
+    assert not ResponseRecord(tmp_path, {"run.seed": 0}).missing([a_sample().prompt], 1, scored=False)
+
+
 def test_a_rank_that_finds_no_space_is_a_full_disk() -> None:
     class Failed(Exception):
         worker_failures: ClassVar = {0: OSError(errno.ENOSPC, "No space left on device", "/somewhere/checkpoint")}

@@ -32,12 +32,11 @@ class ResponseRecord:
         self.path, self.answer_column = folder / RECORD, answer_column
         self.places: dict[Key, tuple[int, int]] = {}  # offset and length of each response's line
         self.scores: dict[Key, dict[str, Any]] = {}
-        if self.path.is_file():
-            self._read(settings)
-        else:
+        if not self.path.is_file() or not self._read(settings):
             append(self.path, _line({"settings": settings}))
 
-    def _read(self, settings: dict[str, Any]) -> None:
+    def _read(self, settings: dict[str, Any]) -> int:
+        """Read the complete lines, and cut off the rest. Returns their size: 0 if the process ended before the settings were written."""
         end = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file):
@@ -53,6 +52,7 @@ class ResponseRecord:
                 end += len(line)
         with self.path.open("r+b") as file:
             file.truncate(end)
+        return end
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Append finished responses. Raises DiskFull and leaves the record as it was."""
