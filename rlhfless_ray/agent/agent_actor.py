@@ -121,9 +121,9 @@ class AgentActor:
     def _find_hung_agent(self) -> AgentHung | None:
         now = time.monotonic()
         if now - self.heartbeat_s > self.timeout_s:
-            task = asyncio.current_task(self.loop)
-            name = task.get_name() if task is not None else ""
-            return AgentHung(int(name) if name in map(str, self.episodes) else None, now - self.heartbeat_s)
+            running = asyncio.current_task(self.loop)  # it may be of an abandoned call
+            at_fault = (key for key, port in self.episodes.items() if port.task is running is not None)
+            return AgentHung(next(at_fault, None), now - self.heartbeat_s)
         limit_s = self.timeout_s + CANCEL_GRACE_S
         for key, episode_port in list(self.episodes.items()):
             if episode_port.agent_since_s is not None and now - episode_port.agent_since_s > limit_s:
@@ -134,9 +134,7 @@ class AgentActor:
 
     async def _play(self, episode_port: EpisodePort) -> None:
         start = episode_port.start
-        task = asyncio.current_task()
-        assert task is not None
-        task.set_name(str(start.key))
+        episode_port.task = asyncio.current_task()
         given = SamplingParams(
             temperature=start.temperature,
             top_p=start.top_p,

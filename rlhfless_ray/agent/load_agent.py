@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -114,7 +115,9 @@ class Player:
             return Episode.of(await self._result(prompt, label, deepcopy(sampling_params), AgentEngine(generate_turn)))
         except (AgentError, BadEpisode) as error:
             return str(error)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+                raise  # by the caller, not by the agent, which may cancel tasks of its own
             return describe_exception(error, self.source.file)
 
     async def _result(self, prompt: str, label: Any, params: Any, llm_engine: AgentEngine) -> Any:

@@ -83,6 +83,7 @@ class EpisodePort:
     start: EpisodeStart
     out: Any  # queue of the call's events
     playing: Any = None  # future of the episode
+    task: Any = None  # in which it is played
     turns: int = 0
     agent_since_s: float | None = None
     agent_s: float = 0.0

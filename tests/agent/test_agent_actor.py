@@ -39,6 +39,10 @@ class Game(AgentInstanceBase):
             await asyncio.sleep(60)
         if label == "hold" and self.turn == 2:
             time.sleep(60)
+        if label == "cancel":
+            helper = asyncio.ensure_future(asyncio.sleep(60))
+            helper.cancel()
+            await helper
         if label == "raise":
             raise KeyError("no such move")
         params = states["sampling_params"]
@@ -123,11 +127,12 @@ def test_turns_have_their_own_limit(made: Callable[..., AgentActor]) -> None:
 
 
 def test_what_an_agent_does_wrong_is_its_samples_error(made: Callable[..., AgentActor]) -> None:
-    labels = ["raise", "stop", "fine"]
+    labels = ["raise", "stop", "fine", "cancel"]
     over, _, _ = play(made(), [EpisodeStart(k, "12=", label, 1.0) for k, label in enumerate(labels)])
-    assert str(over[0].result).startswith("KeyError: 'no such move' (") and "agent.py, line 18)" in str(over[0].result)
+    assert str(over[0].result).startswith("KeyError: 'no such move' (") and "agent.py, line 22)" in str(over[0].result)
     assert "with bad_words=['#'], which is not supported here" in str(over[1].result)
     assert not isinstance(over[2].result, str)
+    assert str(over[3].result).startswith("CancelledError: ") and "agent.py, line 20)" in str(over[3].result)
 
 
 def test_one_that_sleeps_is_late_and_the_others_go_on(made: Callable[..., AgentActor]) -> None:
@@ -138,6 +143,16 @@ def test_one_that_sleeps_is_late_and_the_others_go_on(made: Callable[..., AgentA
 def test_one_that_holds_the_loop_is_named(made: Callable[..., AgentActor]) -> None:
     _, _, stuck = play(made(timeout_s=1.0), [EpisodeStart(5, "12=", "a", 1.0), EpisodeStart(6, "12=", "hold", 1.0)])
     assert [one.key for one in stuck] == [6] and stuck[0].seconds > 1
+
+
+def test_an_episode_is_not_blamed_for_one_of_an_abandoned_call(made: Callable[..., AgentActor]) -> None:
+    actor = made(timeout_s=1.0)
+    for _, request in actor.play(1, [EpisodeStart(0, "12=", "hold", 1.0)]):
+        actor.answer(1, [TurnReply(0, request.turn, Reply([1], "", [-0.5], "stop"))])
+        if request.turn == 1:  # the agent blocks in the next step
+            threading.Timer(0.3, actor.abandon, (1,)).start()
+    _, stuck = next(actor.play(2, [EpisodeStart(0, "12=", "a", 1.0)]))
+    assert isinstance(stuck, AgentHung) and stuck.key is None
 
 
 def test_what_the_policy_said_stands(made: Callable[..., AgentActor]) -> None:
