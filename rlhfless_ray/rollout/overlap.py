@@ -57,7 +57,8 @@ class OverlapScheduler:
         given_back = [*self.scoring.done_ahead(), *self.learning.done_ahead()]  # may also put leases of lost ranks into the broker
         if self.drafting is not None:
             given_back += self.drafting.done_ahead()
-        leases = [*self.broker.take(), *given_back]
+        # A pool would wait for another slot instead of one whose node is lost or drained, and engines may hold every other slot.
+        leases = self.broker.leases.without_lost([*self.broker.take(), *given_back])
         if leases and self.unscored and seconds > 0 and self.scoring.fits(leases):
             samples, self.unscored = self.unscored, []
             leases = self.scoring.score_ahead(samples, leases)

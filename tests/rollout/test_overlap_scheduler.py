@@ -115,7 +115,7 @@ def parts(
         "lora": {"rank": lora},
     }
     predict = SimpleNamespace(predict=lambda slots, tokens: 0.01 * tokens)
-    leases: Any = SimpleNamespace(resource=resource, release=lambda leases: None)
+    leases: Any = SimpleNamespace(resource=resource, release=lambda leases: None, without_lost=lambda leases: leases)
     broker = SlotBroker(leases)
     context: Any = SimpleNamespace(recipe=Recipe.parse(tree), autoscaler=SimpleNamespace(learner=predict), broker=broker, leases=leases)
     scoring, worker_group = Scoring(), Gang()
@@ -160,6 +160,19 @@ def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later(
     assert tail.metrics() == {"overlap/scored": 4, "overlap/learned": 4, "overlap/obstacle": ""}
     worker_group.done = True
     assert learning.done_ahead(wait=True) == ["slot"] and tail.broker.free == ()
+
+
+def test_a_slot_of_a_drained_node_is_not_used() -> None:
+    tail, scoring, _, _ = parts()
+    samples = [sample(0)]
+    tail.add_samples(samples)
+    tail.broker.leases.without_lost = lambda leases: [lease for lease in leases if lease != "drained"]  # type: ignore[method-assign]
+    tail.broker.put(["drained"])
+    tail.poll(1.0)
+    assert not scoring.asked and tail.broker.free == () and tail.wants_slot()
+    tail.broker.put(["slot"])
+    tail.poll(1.0)
+    assert scoring.asked == samples and scoring.lease == ["slot"]
 
 
 def test_a_step_begins_with_nothing_learned() -> None:
