@@ -22,7 +22,7 @@ from rlhfless_ray.learn.logprob_passes import Passes
 from rlhfless_ray.rollout import driver as rollout
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.types import Sample, Step
-from tests.conftest import samples, small_recipe
+from tests.conftest import one_ray, samples, small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 IN_LOSS = {"coefficient": 0.5, "estimator": "k2"}
@@ -93,8 +93,9 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)  # always worth beginning
-    after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)
-    ahead = trained(tmp_path / "ahead", lambda tail: tail.learned > 0, algorithm__kl=IN_LOSS)
+    with one_ray(["Qwen2ForCausalLM"]):
+        after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)
+        ahead = trained(tmp_path / "ahead", lambda tail: tail.learned > 0, algorithm__kl=IN_LOSS)
     ledger = read_ledger(ahead / "ledger.csv")
     work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
     early = [row.step for row in ledger if row.what == "accumulate" and any(o.step == row.step and o.to_s > row.from_s for o in work)]

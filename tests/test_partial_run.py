@@ -25,7 +25,7 @@ from rlhfless_ray.weights.model_folder import as_folder
 from tests.compat.test_runs import AGENT
 from tests.conftest import small_recipe
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
 AHEAD = {"rollout__ahead": True}
 PARTIAL = {
