@@ -370,7 +370,8 @@ def no_ray() -> Iterator[None]:
 @contextmanager
 def one_ray(architectures: Sequence[str] = ()) -> Iterator[None]:
     """One private Ray of two cores for all runs of this process inside the block, as for the stages of a workflow; needs `no_ray`. A run
-    that starts its own takes 2 CPU seconds more, or 9 with `cold_workers`. `architectures`: of engines, for cold workers."""
+    that starts its own takes 2 CPU seconds more, and with `cold_workers` those of a server's imports. `architectures`: of engines, for
+    that server."""
     from rlhfless_ray.local.cluster import RayCluster
     from rlhfless_ray.recipe import Recipe
 

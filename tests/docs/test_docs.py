@@ -134,10 +134,11 @@ def test_every_public_name_has_an_example_and_it_runs(name: str, tmp_path: Path,
 
 @pytest.fixture(scope="module")
 def failed_examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Run the examples that need Ray in one process, as `make docs-check` does. Returns what failed, by name."""
+    """Run the examples that need Ray in one process and on one Ray. Returns what failed, by name."""
     folder = tmp_path_factory.mktemp("examples")
-    code = "import json; from docs.check import *; found = dict(public_examples()); "
-    code += f"told = {{name: run_examples(found[name]) for name in {NEEDS_RAY}}}; Path('told.json').write_text(json.dumps(told))"
+    code = "import json; from docs.check import *; from tests.conftest import one_ray; found = dict(public_examples())\n"
+    code += f"with one_ray(): told = {{name: run_examples(found[name]) for name in {NEEDS_RAY}}}\n"
+    code += "Path('told.json').write_text(json.dumps(told))"
     said = run([str(folder / "bin" / "python"), "-c", code], folder, make_scratch(folder), timeout_s=800)
     assert said == ""
     return json.loads((folder / "told.json").read_text())
