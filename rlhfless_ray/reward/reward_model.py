@@ -190,10 +190,7 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     OpenRLHF writes that key. With `normalize` the head takes `mean` and `std` of the rewards from config.json, if present.
     Raises UserError, which names `setting`, for a missing head, with the candidates, and for a head with several scores.
     """
-    try:
-        config = config_of(files)
-    except ValueError:
-        raise UserError(f"{setting}: its config.json is not valid JSON") from None
+    config = config_of(files)
     name = config.get("value_head_prefix") or name
     shapes = {tensor: shape for file in files if file.endswith(WEIGHTS) for tensor, shape in _shapes(file, files[file], setting).items()}
     shape = shapes.get(f"{name}.weight")

@@ -70,8 +70,8 @@ def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
 
 def check_files(files: Files, setting: str = "policy.path") -> None:
     """Raise UserError for a config without model type and for truncated weights, such as partial copies and git-lfs pointers."""
-    config = _config(files, setting)
-    if not isinstance(config, dict) or not (config.get("model_type") or config.get("auto_map")):
+    config = config_of(files)
+    if not (config.get("model_type") or config.get("auto_map")):
         raise UserError(f"{setting}: its config.json names no model_type, so nothing can load it; copy the whole model folder")
     for name, content in files.items():
         if name.endswith(".safetensors") and not is_safetensors(content):
@@ -80,7 +80,7 @@ def check_files(files: Files, setting: str = "policy.path") -> None:
 
 def check_family(files: Files) -> None:
     """Raise UserError for a model type that neither transformers nor the folder's own code has."""
-    config = _config(files)
+    config = config_of(files)
     with transformers_without_torch():
         from transformers import __version__
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -262,7 +262,7 @@ def check_kv_cache(recipe: Recipe, files: Files, longest_prompt_tokens: int) -> 
 
 def text_config(files: Files) -> dict[str, Any]:
     """Return config.json with its family's defaults, or unchanged if transformers does not know the family."""
-    raw = _config(files)
+    raw = config_of(files)
     if raw.get("model_type") == "qwen2" and raw.keys() >= COMPLETE_QWEN2:
         return raw
     with transformers_without_torch():
@@ -273,10 +273,3 @@ def text_config(files: Files) -> dict[str, Any]:
         except Exception:  # an unknown family, or an invalid value, which loading the model will report
             return raw.get("text_config") or raw
         return family.get_text_config().to_dict()
-
-
-def _config(files: Files, setting: str = "policy.path") -> Any:
-    try:
-        return config_of(files)
-    except ValueError:
-        raise UserError(f"{setting}: its config.json is not valid JSON") from None

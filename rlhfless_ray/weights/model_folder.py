@@ -29,7 +29,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 def read_folder(path: Path, setting: str = "policy.path") -> Files:
     """Read {file name: content}.
 
-    Raises UserError if the folder has no config, safetensors weights or tokenizer. `setting`: the recipe's key of the folder.
+    Raises UserError if the folder has no config, safetensors weights or tokenizer, or its config.json is no JSON object. `setting`: the
+    recipe's key of the folder.
     """
     if not path.is_dir():
         hub = ", or a name `org/name` of the Hugging Face hub" if setting == "policy.path" else ""
@@ -41,7 +42,14 @@ def read_folder(path: Path, setting: str = "policy.path") -> Files:
         raise UserError(f"{setting}: {path} has no tokenizer (tokenizer.json); save one with tokenizer.save_pretrained")
     if not any(name.endswith(WEIGHTS) for name in files):
         raise UserError(f"{setting}: {path} has no *.safetensors weights; save them with model.save_pretrained")
-    return {name: read_content(file) for name, file in files.items()}
+    contents = {name: read_content(file) for name, file in files.items()}
+    try:
+        config = config_of(contents)
+    except ValueError:
+        raise UserError(f"{setting}: its config.json is not valid JSON") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{setting}: its config.json is not a JSON object, so it names no model_type")
+    return contents
 
 
 def read_files(folder: Path) -> Files:

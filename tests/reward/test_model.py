@@ -122,6 +122,7 @@ def test_folders_that_are_no_reward_model_are_refused(tmp_path: Path) -> None:
     assert "std in its config.json, which is 0" in refused(reward_model(config={"mean": 0, "std": 0}), normalize=True)
     assert "model.safetensors is not a complete safetensors file" in refused({**reward_model(), "model.safetensors": b"12345678{"})
     assert "config.json is not valid JSON" in refused({**reward_model(), "config.json": b"{"})
+    assert "config.json is not a JSON object" in refused({**reward_model(), "config.json": b"[]"})
     with pytest.raises(UserError, match=r"^reward.model_path: .* is not a folder"):
         load_reward(Recipe.parse({"prompts": {"task": "chain"}, "reward": {"model_path": str(tmp_path / "none")}}))
     assert json.loads(reward_model()["config.json"])["model_type"] == "qwen2"
