@@ -21,6 +21,7 @@ from placement.planning.plan import Plan, Pool
 from placement.scaling.engine_width import WidthDecision, best_width, decide_width
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.learner_size import LearnerSize
+from placement.scaling.phase_delay import Delay
 from placement.scaling.resize_policy import (
     Decision,
     Hold,
@@ -69,6 +70,7 @@ class Autoscaler:
         self.terms, self.around, self.outside = Terms(), Term(OVERHEAD_S), Term(OUTSIDE_S)
         self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
         self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the next update, as far as known
+        self.learner_delay = Delay(0.0, self.learner_slots, "")  # of the next update, for slots that another run gives back
         self.history = ResizeHistory()
         self.value_per_s = 1.0  # value of a second of the step, in slot-seconds
         self.actors = 0  # engines of the last step
@@ -177,6 +179,17 @@ class Autoscaler:
         learner = self.recipe.learner.ranks * self.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
         return self.bids.divide(frontiers, learner)
 
+    def begin_rollout(self, plan: RolloutPlan, grows: bool) -> tuple[RolloutPlan, Delay]:
+        """Begin a rollout on a pool that the run shares with others. `grows`: whether it takes and gives slots while it runs.
+
+        Returns whether it waits for slots that another run gives back, and the plan with the engines for which it waits.
+        """
+        width = plan.width or self.engines.width
+        if self.bids is None:
+            return plan, Delay(0.0, plan.actors * width, "")
+        delay = self.bids.begin_rollout(plan.actors * width, plan.predicted_s, grows, self.value_per_s)
+        return replace(plan, actors=max(self.recipe.rollout.min_actors, delay.slots // width)) if delay.seconds else plan, delay
+
     def _predict_step(self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int) -> tuple[float, float, float]:
         """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
         start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
@@ -199,11 +212,12 @@ class Autoscaler:
             lambda: self.learner.decide(self.learner_slots, float(response_tokens(samples).sum()), value_per_s=self.value_per_s),
             lambda: Hold(self.learner_slots, "as before: sizing the learner failed"),
         )
-        self.learner_slots = decision.actors
+        self.learner_slots, self.learner_delay = decision.actors, Delay(0.0, decision.actors, "")
         if self.bids is not None and not self.recipe.rollout.rolls_out_ahead:
-            room, why = self.bids.begin_update(self.learner, decision.actors, float(response_tokens(samples).sum()))
-            if why:
-                return replace(decision, actors=room, reason=f"{why}; {decision.reason}")
+            tokens = float(response_tokens(samples).sum())
+            delay, fewer = self.bids.begin_update(self.learner, decision.actors, tokens, self.value_per_s)
+            self.learner_delay = delay
+            return replace(decision, actors=delay.slots, reason="; ".join(filter(None, (delay.reason, fewer, decision.reason))))
         return decision
 
     def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from placement.market import Bid, Clearing, bid_of
 from placement.planning.objective import Objective
 from placement.planning.plan import Plan
 from placement.scaling.learner_size import LearnerSize
+from placement.scaling.phase_delay import Delay, delay
 from rlhfless_ray.functions.pool_messages import PoolView, RunInfo
+
+# Seconds until a rollout has moved the responses of an engine that it gives up: a move by pages pauses for 0.2 s at 494 M parameters, and
+# the rollout looks for runs that wait several times a second.
+GIVE_S = 0.5
 
 
 class Pool(Protocol):
@@ -18,7 +24,7 @@ class Pool(Protocol):
     info: RunInfo
     view: PoolView
 
-    def bid(self, bid: Bid, /) -> None: ...
+    def bid(self, bid: Bid, gives_s: float | None = None, /) -> None: ...
 
     def what_if(self, bid: Bid, /) -> Clearing: ...
 
@@ -29,6 +35,7 @@ class MarketBids:
     def __init__(self, pool: Pool, objective: Objective, learner_ranks: int) -> None:
         self.pool, self.objective, self.learner_ranks = pool, objective, learner_ranks
         self.rollout: Bid | None = None  # for the next rollout
+        self.points: list[tuple[int, float]] = []  # slots and seconds of its engines
         self.besides = 0  # slots that the run holds beside its engines during that rollout
 
     def divide(self, frontiers: Mapping[int, Sequence[Plan]], besides: int) -> tuple[dict[int, list[Plan]], str]:
@@ -40,7 +47,8 @@ class MarketBids:
         quickest: dict[int, float] = {}
         for slots, seconds in points:
             quickest[slots] = min(seconds, quickest.get(slots, seconds))
-        self.rollout, self.besides = self._bid(sorted(quickest.items())), besides
+        self.points = sorted((slots - besides, seconds) for slots, seconds in quickest.items())
+        self.rollout, self.besides = self._bid([(slots + besides, seconds) for slots, seconds in self.points]), besides
         cleared = self.pool.what_if(self.rollout)
         room = cleared.slots[self.rollout.run] - besides
         left = {width: [plan for plan in plans if plan.actors * width <= room] for width, plans in frontiers.items()}
@@ -53,23 +61,42 @@ class MarketBids:
         """Slots that engines of the planned rollout would have work for."""
         return 0 if self.rollout is None else self.rollout.most - self.besides
 
-    def begin_rollout(self) -> None:
-        if self.rollout is not None:
-            self.pool.bid(self.rollout)
+    def begin_rollout(self, wanted: int, seconds: float, grows: bool, value_per_s: float) -> Delay:
+        """Bid for the planned rollout, and return whether it waits for slots of its own that another run gives back.
 
-    def begin_update(self, sizes: LearnerSize, slots_per_rank: int, tokens: float) -> tuple[int, str]:
+        `wanted`: slots that its engines need. `seconds`: until it ends, as predicted. `grows`: whether it takes and gives slots while it
+        runs; then it does not wait. `value_per_s`: worth of a second of the step, in slot-seconds.
+        """
+        if self.rollout is None:
+            return Delay(0.0, wanted, "")
+        self.pool.bid(self.rollout, GIVE_S if grows else seconds)
+        most = min(wanted, self.pool.view.target - self.besides)
+        return Delay(0.0, wanted, "") if grows else self._delay(self.points, most, self.besides, value_per_s)
+
+    def begin_update(self, sizes: LearnerSize, slots_per_rank: int, tokens: float, value_per_s: float) -> tuple[Delay, str]:
         """Bid for an update on `slots_per_rank` slots per rank, valued by the durations of earlier updates.
 
-        Returns how many slots the pool has for each rank, and why they are fewer than `slots_per_rank` (or an empty string).
+        Returns whether it waits for slots of its own that another run gives back and how many slots each rank gets, and why they are
+        fewer than `slots_per_rank` (or an empty string).
         """
         tried = [count for count in sizes.counts if sizes.tried[count] and count <= slots_per_rank] or [1]
         points = [(self.learner_ranks * count, sizes.predict(count, tokens)) for count in tried]
         if tried[-1] < slots_per_rank:  # never tried: valued a little, so that free slots are used for it
             points.append((self.learner_ranks * slots_per_rank, 0.999 * points[-1][1]))
-        self.pool.bid(self._bid(points))
+        self.pool.bid(self._bid(points), points[-1][1])
         view = self.pool.view
-        room = max(1, view.target // self.learner_ranks)
-        return min(room, slots_per_rank), view.reason if room < slots_per_rank else ""
+        room = min(slots_per_rank, max(1, view.target // self.learner_ranks))
+        found = self._delay(points, room * self.learner_ranks, 0, value_per_s)
+        return replace(found, slots=found.slots // self.learner_ranks), view.reason if room < slots_per_rank else ""
+
+    def _delay(self, points: Sequence[tuple[int, float]], most: int, besides: int, value_per_s: float) -> Delay:
+        """Return whether a phase on up to `most` slots waits for those that it lacks. `besides`: slots that other work of the run holds."""
+        view, usable = self.pool.view, [point for point in points if point[0] <= most]
+        have = view.held + view.free - besides
+        if not usable or have >= usable[-1][0] or have < usable[0][0]:  # nothing is missing, or it has to wait anyway
+            return Delay(0.0, most, "")
+        found = delay(usable, have, view.due, value_per_s)
+        return found if found.seconds else replace(found, slots=most)
 
     def metrics(self) -> dict[str, Any]:
         return self.pool.view.metrics()

@@ -128,10 +128,11 @@ class PoolClient:
 
     # ---- the market ---------------------------------------------------------------------------------------------------
 
-    def bid(self, bid: Bid) -> None:
-        """Say what slots are worth to the run from now on."""
+    def bid(self, bid: Bid, gives_s: float | None = None) -> None:
+        """Say what slots are worth to the run from now on. `gives_s`: seconds until it can give back some; None: unknown."""
         with self.lock:
             self.slots.bid = bid
+            self.slots.gives_at_s = None if gives_s is None else time.monotonic() + gives_s
         self._tell()
 
     def what_if(self, bid: Bid) -> Clearing:

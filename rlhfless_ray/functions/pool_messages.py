@@ -6,6 +6,7 @@ reordered, and the next one repairs the pool's state: slots that no request is f
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -71,6 +72,12 @@ class PoolView:
     others: Mapping[str, int] = field(default_factory=dict)  # slots of the other runs that hold any
     waiting: tuple[str, ...] = ()  # other runs below their target that want slots
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of the parked processes of other runs, by node
+    due: tuple[tuple[float, int], ...] = ()  # seconds until other runs expect to give back slots above their targets, and how many
+
+    @property
+    def free(self) -> int:
+        """Slots that no run holds."""
+        return max(0, self.slots - self.held - sum(self.others.values()))
 
     def metrics(self) -> dict[str, Any]:
         return {
@@ -103,6 +110,8 @@ class Statement:
         Ids of nodes that the run found lost or drained. Ray may not know that yet.
     parked_mb : mapping of str to float
         Memory of its parked processes in MB, by node id.
+    gives_s : float, optional
+        Seconds in which it expects to give back slots that others wait for. None: unknown.
     """
 
     run: str
@@ -113,6 +122,7 @@ class Statement:
     bid: Bid | None = None
     avoids: frozenset[str] = frozenset()
     parked_mb: Mapping[str, float] = field(default_factory=dict)
+    gives_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,7 @@ class RunSlots:
         self.bid: Bid | None = None
         self.avoids: frozenset[str] = frozenset()
         self.parked_mb: Mapping[str, float] = {}
+        self.gives_at_s: float | None = None  # when it expects to give back slots that others wait for, on its own clock
         self.renew()
 
     def renew(self) -> str:
@@ -144,7 +155,8 @@ class RunSlots:
     def statement(self) -> Statement:
         self.number += 1
         wants, holds = tuple(self.wants.values()), tuple(self.held)
-        return Statement(self.run, self.session, self.number, wants, holds, self.bid, self.avoids, self.parked_mb)
+        gives_s = None if self.gives_at_s is None else max(0.0, self.gives_at_s - time.monotonic())
+        return Statement(self.run, self.session, self.number, wants, holds, self.bid, self.avoids, self.parked_mb, gives_s)
 
     def ask(self, requests: Iterable[SlotRequest]) -> None:
         self.wants |= {request.id: request for request in requests}

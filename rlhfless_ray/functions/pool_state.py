@@ -26,6 +26,7 @@ class PoolRun:
     holds: frozenset[str] = frozenset()  # ids of the requests whose slots it has confirmed
     avoids: frozenset[str] = frozenset()  # nodes on which it wants no slot
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
+    gives_at_s: float | None = None  # when it expects to give back slots that others wait for
     held_since_s: float = 0.0
     waits_since_s: float | None = None  # time since which it wants a slot and has none
     withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
@@ -115,6 +116,7 @@ class PoolState:
             return
         run.number, run.holds, run.avoids = statement.number, frozenset(statement.holds), statement.avoids
         run.parked_mb = statement.parked_mb
+        run.gives_at_s = None if statement.gives_s is None else now_s + statement.gives_s
         known = [request.id for request in self.requests.values() if request.run == statement.run]
         known += [slot.request for slot in self.slots.values() if slot.holder == statement.run]
         self.release(set(known) - run.holds - {request.id for request in statement.wants}, now_s)
@@ -294,8 +296,12 @@ class PoolState:
         waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
         surplus = min(max(0, held - cleared.slots[run]), sum(waiting.values()))
         parked_mb: Counter[str] = Counter()
+        due = []
         for name, other in self.runs.items():
-            parked_mb.update(other.parked_mb if name != run else {})
+            if name != run:
+                parked_mb.update(other.parked_mb)
+                if other.gives_at_s is not None and (above := self.held(name) - cleared.slots[name]) > 0:
+                    due.append((max(0.0, other.gives_at_s - now_s), above))
         return PoolView(
             self.size,
             len(self.runs),
@@ -310,6 +316,7 @@ class PoolState:
             {name: count for name, count in self._held().items() if name != run},
             tuple(sorted(waiting)),
             parked_mb,
+            tuple(sorted(due)),
         )
 
     # ---- helpers ------------------------------------------------------------------------------------------------

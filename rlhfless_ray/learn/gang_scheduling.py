@@ -20,6 +20,7 @@ class GangScheduler:
     def __init__(self, pool: WorkerPool, ranks: int, broker: SlotBroker, name: str) -> None:
         """`name`: the worker group's name in messages."""
         self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
+        self.wait_s = 0.0  # longest wait for more than one lease a rank, in the next `take`
 
     def take(self, by_rank: list[Instance], spare: list[Lease], max_leases: int) -> tuple[list[list[Lease]], list[Lease]]:
         """Return the leases of each rank, and those left over. `by_rank`: the ranks' processes, empty before they exist.
@@ -59,7 +60,8 @@ class GangScheduler:
             time.sleep(random.uniform(0.2, 1.0))
         shares = [[lease] for lease in fitting]
         # The first placement groups of a new cluster take Ray longer, and a warm start uses every core.
-        return shares, self._more(shares, spare, max_leases, patience_s=0.05 if by_rank else 2.0)
+        patience_s, self.wait_s = max(self.wait_s, 0.05 if by_rank else 2.0), 0.0
+        return shares, self._more(shares, spare, max_leases, patience_s)
 
     def fit(self, by_rank: list[Instance], leases: list[Lease]) -> tuple[list[Lease], list[Lease]]:
         """Return a fitting lease for each rank, as far as there are any, and the leases left over."""

@@ -173,6 +173,9 @@ class LearnStage:
             if context.leases.resource == "cpu":  # every slot is a thread; on GPU a rank has one device
                 for worker_group in self.worker_groups.all:
                     worker_group.slots = worker_group.ranks * self.plan.actors
+                if (delay := context.autoscaler.learner_delay).seconds:
+                    self.worker_group.scheduler.wait_s = delay.seconds
+                    context.record.progress.message(f"step {number}: the update {delay.reason}")
             if self.worker_groups.alone:
                 self.worker_groups.turn(self.worker_group)
             with self._stop_waits:  # also ends the deferral if an update fails before its result is waited for

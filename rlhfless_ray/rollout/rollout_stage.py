@@ -133,15 +133,18 @@ class RolloutStage:
         return [share // self.context.recipe.rollout.samples_per_prompt for share in shares]
 
     @contextmanager
-    def phase(self, plan: RolloutPlan, weights: WeightVersion, name: str = "rollout") -> Iterator[None]:
-        """Hold the plan's engines inside the block. They load the weights as soon as they have leases. `name`: the phase's name."""
+    def phase(self, plan: RolloutPlan, weights: WeightVersion, name: str = "rollout", wait_s: float = 0.0) -> Iterator[None]:
+        """Hold the plan's engines inside the block. They load the weights as soon as they have leases.
+
+        `name`: the phase's name. `wait_s`: longest wait for slots that another run gives back.
+        """
         context = self.context
         with context.phases.phase(name):
             context.broker.keep_idle()
             self.pool.set_width(plan.width or self.pool.width)
             need, begin = context.recipe.rollout.min_actors, partial(fetch_into, weights=weights)
             with self._warm_start_timed():
-                context.broker.resize(self.pool, plan.actors, need=need, wait_s=0.2, begin=begin)
+                context.broker.resize(self.pool, plan.actors, need=need, wait_s=max(0.2, wait_s), begin=begin)
             context.broker.release()
             context.autoscaler.actors = len(self.pool.working)
             yield
@@ -278,6 +281,11 @@ class RolloutStage:
             autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self.publisher.learner_nodes)
         autoscaler.observe_rollout(result.steps, overhead_s if all_warm else None)
         return result
+
+    @property
+    def grows(self) -> bool:
+        """Whether a rollout takes slots from a shared pool, and gives slots to other runs, while it runs."""
+        return self.migration is not None and self.pool.width == 1
 
     def _shared_slots(self) -> SharedSlots | None:
         """Return the exchange of slots with other runs of the cluster, or None without a shared pool or with engines of several slots."""

@@ -175,9 +175,10 @@ class StepOperations(CheckpointedRun):
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
         assert self.weights is not None
         name = "rollout_ahead" if self.in_update else "rollout"
-        if self.autoscaler.bids is not None:
-            self.autoscaler.bids.begin_rollout()
-        return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name))
+        plan, delay = self.autoscaler.begin_rollout(plan, self.rollout_stage.grows)
+        if delay.seconds:
+            self.record.progress.message(f"step {self.step.number}: the rollout {delay.reason}")
+        return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name, delay.seconds))
 
     def generate(self, step: Step) -> list[Sample]:
         assert self.weights is not None

@@ -8,10 +8,11 @@ import pytest
 
 from placement.planning.objective import Objective
 from placement.scaling.learner_size import LearnerSize
+from placement.scaling.phase_delay import Delay
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.pool_state import PoolState
-from tests.functions.test_pool_state import pool
+from tests.functions.test_pool_state import ask, pool
 
 
 class Pool:
@@ -22,8 +23,9 @@ class Pool:
         assert state.join(self.info, 0.0) == []
         self.view = state.view(run, 0.0)
 
-    def bid(self, bid) -> None:
+    def bid(self, bid, gives_s=None) -> None:
         self.state.bid(bid, 0.0)
+        self.state.runs[self.info.run].gives_at_s = gives_s
         self.view = self.state.view(self.info.run, 0.0)
 
     def what_if(self, bid):
@@ -32,6 +34,26 @@ class Pool:
 
 def plans(*points: tuple[int, float]) -> list[SimpleNamespace]:
     return [SimpleNamespace(actors=actors, time_s=seconds) for actors, seconds in points]
+
+
+def begin(bids: MarketBids, wanted: int = 4, seconds: float = 9.0, grows: bool = True) -> Delay:
+    return bids.begin_rollout(wanted, seconds, grows, 4.0)
+
+
+def hold(bids: MarketBids, count: int) -> None:
+    """Have a run take free slots."""
+    ask(bids.pool.state, bids.pool.info.run, count, 0.0)
+    assert len(bids.pool.state.match(0.0)) == count
+
+
+def update_sizes() -> LearnerSize:
+    """An update that takes 8 s on one slot, and half on twice as many."""
+    sizes = LearnerSize(4)
+    for count, seconds in ((1, 8.0), (2, 4.0), (4, 2.0)):
+        sizes.observe(count, 1000.0, seconds)
+        sizes.observe(count, 1000.0, seconds)
+    sizes.settle()
+    return sizes
 
 
 FRONTIER = plans((1, 40.0), (2, 20.0), (3, 14.0), (4, 11.0))
@@ -52,7 +74,7 @@ def test_a_run_alone_may_plan_with_every_slot():
 def test_a_plan_leaves_others_their_share_and_says_so(runs):
     x, y = runs
     y.divide({1: FRONTIER}, 0)
-    y.begin_rollout()
+    begin(y)
     left, note = x.divide({1: FRONTIER}, 0)
     assert [plan.actors for plan in left[1]] == [1, 2] and "its share is 2" in note and x.most == 4
 
@@ -60,14 +82,14 @@ def test_a_plan_leaves_others_their_share_and_says_so(runs):
 def test_a_run_whose_tail_needs_one_slot_leaves_the_others(runs):
     x, y = runs
     y.divide({1: plans((1, 5.0))}, 0)
-    y.begin_rollout()
+    begin(y)
     assert [plan.actors for plan in x.divide({1: FRONTIER}, 0)[0][1]] == [1, 2, 3]
 
 
 def test_slots_beside_the_engines_count_and_the_smallest_plan_stays(runs):
     x, y = runs
     y.divide({1: FRONTIER}, 0)
-    y.begin_rollout()
+    begin(y)
     left, _ = x.divide({1: FRONTIER, 2: plans((1, 18.0), (2, 9.0))}, 2)
     assert {width: [plan.actors for plan in kept] for width, kept in left.items()} == {1: [1], 2: [1]}
 
@@ -75,13 +97,40 @@ def test_slots_beside_the_engines_count_and_the_smallest_plan_stays(runs):
 def test_an_update_gets_the_slots_that_the_pool_has_for_it(runs):
     x, y = runs
     y.divide({1: FRONTIER}, 0)
-    y.begin_rollout()
-    sizes = LearnerSize(4)
-    for count, seconds in ((1, 8.0), (2, 4.0), (4, 2.0)):
-        sizes.observe(count, 1000.0, seconds)
-        sizes.observe(count, 1000.0, seconds)
-    sizes.settle()
-    room, why = x.begin_update(sizes, 4, 1000.0)
-    assert room == 2 and "its share is 2" in why
-    assert x.begin_update(sizes, 2, 1000.0) == (2, "")
+    begin(y)
+    delay, why = x.begin_update(update_sizes(), 4, 1000.0, 4.0)
+    assert delay == Delay(0.0, 2, "") and "its share is 2" in why
+    assert x.begin_update(update_sizes(), 2, 1000.0, 4.0) == (Delay(0.0, 2, ""), "")
     assert x.metrics()["shared/runs"] == 2 and x.metrics()["shared/target_slots"] == 2
+
+
+def test_an_update_waits_for_a_slot_that_a_rollout_gives_back(runs):
+    x, y = runs
+    hold(x, 1)
+    y.divide({1: FRONTIER}, 0)
+    begin(y)
+    hold(y, 3)
+    delay, _ = x.begin_update(update_sizes(), 4, 1000.0, 4.0)
+    assert delay.slots == 2 and 0 < delay.seconds <= 2.0
+    assert "waits for 1 slot that another run gives back in about 0.5 s: 4 s on 2 slots, 8 s on 1" in delay.reason
+
+
+def test_an_update_does_not_wait_for_a_long_phase_and_says_so(runs):
+    x, y = runs
+    hold(x, 1)
+    y.divide({1: FRONTIER}, 0)
+    begin(y, seconds=9.0, grows=False)
+    hold(y, 3)
+    delay, _ = x.begin_update(update_sizes(), 4, 1000.0, 4.0)
+    assert (delay.seconds, delay.slots) == (0.0, 2) and "begins on 1 slot: another one comes in about 9 s, and saves 4 s" in delay.reason
+
+
+def test_a_rollout_that_cannot_grow_waits_for_the_end_of_an_update(runs):
+    x, y = runs
+    hold(x, 1)
+    y.begin_update(update_sizes(), 4, 1000.0, 4.0)
+    hold(y, 3)
+    x.divide({1: FRONTIER}, 0)
+    assert begin(x, wanted=2) == Delay(0.0, 2, ""), "it takes slots later"
+    delay = begin(x, wanted=2, grows=False)
+    assert delay.slots == 2 and delay.seconds == 5.0 and "in about 2 s" in delay.reason

@@ -10,20 +10,26 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
 from placement.market import Bid
+from placement.planning.objective import Objective
+from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions import pool_client
+from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.slot_pool import find_pools
 from rlhfless_ray.functions.slot_source import POOL_PREFIX
+from rlhfless_ray.learn.gang_scheduling import GangScheduler
+from tests.autoscaler.test_market_bids import update_sizes
 from tests.conftest import ROOT, environment
 
 pytestmark = pytest.mark.ray
@@ -100,6 +106,32 @@ def test_a_slot_passes_from_run_to_run_without_ray(runs):
         taken[0] = lease
     assert sorted(waits_s)[len(waits_s) // 2] < 0.05, waits_s
     assert groups() == known == 4 and status()["handovers"] == 20
+
+
+def test_an_update_waits_for_its_slot_that_a_rollout_of_another_run_gives_back(runs):
+    one, other = runs("one"), runs("other")
+    own, lent = one.take(1, "learner"), other.take(3, "rollout")
+    other.source.bid(Bid("other", (1, 2, 3, 4), (0.0, 30.0, 40.0, 45.0)), 0.5)
+    delay, _ = MarketBids(one.source, Objective(prefer=0.8), 1).begin_update(update_sizes(), 4, 1000.0, 4.0)
+    assert delay.slots == 2 and "waits for 1 slot" in delay.reason
+
+    def give() -> None:
+        eventually(lambda: other.source.surplus == 1)
+        time.sleep(0.3)
+        other.release(lent[:1])
+
+    rank = SimpleNamespace(slot=own[0].slot)
+    pool = SimpleNamespace(leases=one, kind="learner", fits=lambda instance, slot: slot.node == instance.slot.node)
+    gang = GangScheduler(pool, 1, SlotBroker(one), "learner")
+    at_once, _ = gang.take([rank], own, delay.slots)
+    assert at_once == [own]
+    giver = threading.Thread(target=give)
+    giver.start()
+    gang.wait_s, from_s = 30.0, time.monotonic()
+    [leases], left = gang.take([rank], own, delay.slots)
+    giver.join()
+    assert [lease.slot for lease in leases] == [own[0].slot, lent[0].slot] and not left
+    assert 0.3 <= time.monotonic() - from_s < 20 and gang.wait_s == 0, "it begins when the slot is there"
 
 
 def test_devices_pass_too_and_every_slot_has_one_holder(runs):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placement.scaling.phase_delay import Delay
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.learn.compute_advantages import compute_advantages
@@ -208,6 +209,7 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
         record=SimpleNamespace(progress=SimpleNamespace(message=print)),
         autoscaler=SimpleNamespace(
             size_learner=lambda samples: SimpleNamespace(actors=1, reason=""),
+            learner_delay=Delay(0.0, 1, ""),
             observe_update=lambda *a: log.append("measured"),
             observe_passes=lambda samples, seconds: log.append("all before it too"),
         ),
