@@ -177,6 +177,7 @@ class StepOperations(CheckpointedRun):
         name = "rollout_ahead" if self.in_update else "rollout"
         plan, delay = self.autoscaler.begin_rollout(plan, self.rollout_stage.grows)
         if delay.seconds:
+            self.step.metrics["pool/wait_reason"] = delay.reason
             self.record.progress.message(f"step {self.step.number}: the rollout {delay.reason}")
         return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name, delay.seconds))
 
