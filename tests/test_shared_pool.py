@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import ray
 
 from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
-from rlhfless_ray.functions.ledger import read_ledger
+from placement.market import Bid
+from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.ledger import Ledger, read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from tests.conftest import ROOT, command, environment
@@ -20,14 +23,17 @@ from tests.conftest import ROOT, command, environment
 pytestmark = pytest.mark.ray
 
 
-def start(folder: Path, name: str, address: str, steps: int, **sections: Any) -> subprocess.Popen[str]:
+def start(
+    folder: Path, name: str, address: str, steps: int, learn_s: float = 1.0, actors: int = 4, **sections: Any
+) -> subprocess.Popen[str]:
     """Start a replayed run in a folder of its own."""
     folder = folder / name
     folder.mkdir()
-    world = build(folder, synthetic_lengths(32, 4, 256, seed=len(name)), base_s=2e-3, per_seq_s=5e-4, start_s=0.2, learn_s=1.0, clock=2.0)
+    lengths = synthetic_lengths(32, 4, 256, seed=len(name))
+    world = build(folder, lengths, base_s=2e-3, per_seq_s=5e-4, start_s=0.2, learn_s=learn_s, clock=2.0)
     cluster = {"address": address, "pool": True, **sections.pop("cluster", {})}
     more = {"run": {"name": name}, "functions": {"slot": "gpu"}, "objective": {"prefer": 0.95}, "cluster": cluster, **sections}
-    recipe = recipe_for(world, folder, steps=steps, prompts=16, samples=4, actors=4, max_tokens=256, **more)
+    recipe = recipe_for(world, folder, steps=steps, prompts=16, samples=4, actors=actors, max_tokens=256, **more)
     path = folder / "recipe.yaml"
     path.write_text(recipe.to_yaml())
     command = [sys.executable, "-m", "benchmarks.common.replayed_run", str(path)]
@@ -54,6 +60,34 @@ def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster
         assert paid[name] == pytest.approx(sum(row.seconds * row.slots for row in rows), rel=0.02)
         last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
         assert last["shared/runs"] >= 2 and last["shared/paid_slot_s"] > 0 and last["shared/reason"]
+
+
+def test_a_run_waits_for_its_slot_that_another_run_gives_back(ray_cluster, tmp_path):
+    """The other run stands for one whose rollout takes what is free, and gives it back after a moment."""
+    address = ray.get_runtime_context().gcs_address
+    source = PoolClient("cpu", RunInfo("other", share=0.5, least=0))
+    leases = LeaseManager("cpu", Ledger("cpu"), 60.0, "other", source)
+    cores = {"functions": {"slot": "cpu"}, "learner": {"overlap": "off", "max_slots_per_rank": 2}}
+    run = start(tmp_path, "own", address, 8, learn_s=8.0, actors=1, **cores)
+    steps, taken, end_s = tmp_path / "own" / "runs" / "own" / "metrics.jsonl", [], time.monotonic() + 240
+    try:
+        while run.poll() is None and time.monotonic() < end_s:
+            source.bid(Bid("other", (0, 1, 2, 3, 4), (0.0, 10.0, 20.0, 30.0, 40.0)), 0.3)
+            known = len(steps.read_text().splitlines()) if steps.exists() else 0
+            if surplus := source.surplus:
+                time.sleep(0.3)
+                leases.release([taken.pop() for _ in range(surplus)])
+            elif len(taken) < (3 if known > 4 else 2):  # the run tries both numbers of slots first
+                taken += leases.collect(leases.ask(1), "rollout", 0.05)
+            time.sleep(0.05)
+        said = run.communicate(timeout=60)[0]
+    finally:
+        leases.release_all()
+    assert run.returncode == 0, said
+    rows = [json.loads(line) for line in steps.read_text().splitlines()]
+    waited = [row for row in rows if "waits for 1 slot that another run gives back in about 0.3 s" in row.get("pool/learn_reason", "")]
+    assert waited and all(row["pool/learn_slots"] == 2 for row in waited), [row.get("pool/learn_reason") for row in rows]
+    assert "the update waits for 1 slot" in said
 
 
 def test_a_run_that_the_pool_refuses_says_why_and_leaves_nothing(ray_cluster, tmp_path):

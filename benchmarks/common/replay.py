@@ -198,8 +198,8 @@ class ReplayedEngine:
 
 
 class ReplayedLearner:
-    """Stands where LearnerActor does: an update takes `learn_s`. What it has learned is a digest of every batch in order, so a
-    batch that is lost, learned twice or in another order shows in its weights."""
+    """Stands where LearnerActor does: an update takes `learn_s` on one slot, and half of that on two. What it has learned is a digest of
+    every batch in order, so a batch that is lost, learned twice or in another order shows in its weights."""
 
     def __init__(self, settings: RankSettings) -> None:
         self.learn_s, self.algorithm = 0.0, settings.algorithm
@@ -227,13 +227,13 @@ class ReplayedLearner:
         return []
 
     def update(self, share: Share, threads: int) -> tuple[UpdateStats, list[Span]]:
-        start = time.time()
-        time.sleep(self.learn_s)
+        start, seconds = time.time(), self.learn_s / threads
+        time.sleep(seconds)
         learned = self.early + share.batch.tokens.tobytes()
         self.digest, self.early = hashlib.blake2b(self.digest + learned, digest_size=8).digest(), b""
         self.updates += 1
         nothing = UpdateStats(0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, int(share.batch.lengths.sum()), 0)
-        return nothing, [Span("work", "update (replayed)", start, start + self.learn_s)]
+        return nothing, [Span("work", "update (replayed)", start, start + seconds)]
 
     def weights(self) -> tuple[dict[str, np.ndarray], tuple[int, list[Span]]]:
         return {"weight": np.frombuffer(self.digest, np.uint8)}, (int.from_bytes(self.digest), [])

@@ -94,8 +94,7 @@ class LeasedRanks:
             self.wanted = fewer
             return f"another run waits for its slots: training goes on with {fewer} of {ranks} ranks"
         view = self.pool.view
-        free = view.slots - view.held - sum(view.others.values())
-        more = min(self.max_ranks, view.target // self.slots_per_rank, ranks + free // self.slots_per_rank)
+        more = min(self.max_ranks, view.target // self.slots_per_rank, ranks + view.free // self.slots_per_rank)
         if more > ranks and now - self.changed_s > GROW_S:
             self.wanted = more
             return f"the pool has free slots: training goes on with {more} ranks after {ranks}"
