@@ -81,9 +81,10 @@ class MarketBids:
         """
         tried = [count for count in sizes.counts if sizes.tried[count] and count <= slots_per_rank] or [1]
         points = [(self.learner_ranks * count, sizes.predict(count, tokens)) for count in tried]
-        if tried[-1] < slots_per_rank:  # never tried: valued a little, so that free slots are used for it
-            points.append((self.learner_ranks * slots_per_rank, 0.999 * points[-1][1]))
-        self.pool.bid(self._bid(points), points[-1][1])
+        untried = []
+        if tried[-1] < slots_per_rank:  # as if slots divided the work evenly, otherwise it would never be tried
+            untried = [(self.learner_ranks * slots_per_rank, points[-1][1] * tried[-1] / slots_per_rank)]
+        self.pool.bid(self._bid([*points, *untried]), points[-1][1])
         view = self.pool.view
         room = min(slots_per_rank, max(1, view.target // self.learner_ranks))
         found = self._delay(points, room * self.learner_ranks, 0, value_per_s)

@@ -104,6 +104,15 @@ def test_an_update_gets_the_slots_that_the_pool_has_for_it(runs):
     assert x.metrics()["shared/runs"] == 2 and x.metrics()["shared/target_slots"] == 2
 
 
+def test_an_update_gets_free_slots_to_try_them():
+    bids = MarketBids(Pool(pool(4), "x"), Objective(prefer=0.8), 1)
+    assert bids.begin_update(LearnerSize(2), 2, 1000.0, 4.0) == (Delay(0.0, 2, ""), "")
+    sizes = LearnerSize(4)
+    sizes.observe(2, 1000.0, 4.0)
+    sizes.settle()
+    assert bids.begin_update(sizes, 4, 1000.0, 4.0) == (Delay(0.0, 4, ""), "")
+
+
 def test_an_update_waits_for_a_slot_that_a_rollout_gives_back(runs):
     x, y = runs
     hold(x, 1)
