@@ -85,7 +85,7 @@ def test_a_run_waits_for_its_slot_that_another_run_gives_back(ray_cluster, tmp_p
         leases.release_all()
     assert run.returncode == 0, said
     rows = [json.loads(line) for line in steps.read_text().splitlines()]
-    waited = [row for row in rows if "waits for 1 slot that another run gives back in about 0.3 s" in row.get("pool/learn_reason", "")]
+    waited = [row for row in rows if "waits for 1 slot that another run gives back" in row.get("pool/learn_reason", "")]
     assert any(row["pool/learn_slots"] == 2 for row in waited), [row.get("pool/learn_reason") for row in rows]
     assert "the update waits for 1 slot" in said
 
