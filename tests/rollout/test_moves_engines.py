@@ -137,8 +137,8 @@ def test_moved_while_they_decode_responses_stay_what_they_are(
     if late:
         monkeypatch.setattr(moving, "COPY_S", 0.0)
     before = ray.get([instance.actor.counts.remote() for instance in pool.working], timeout=60)
-    first = {"prefill": 10, "pages": 20, "copy, then pages": 60, "late copy, then pages": 80}[stages]
-    streams = moved_often(roll_out, whole, how, range(first, first + 10))
+    first = {"prefill": 100, "pages": 200, "copy, then pages": 300, "late copy, then pages": 400}[stages]
+    streams = moved_often(roll_out, whole, how, range(first, first + 40))
     after = ray.get([instance.actor.counts.remote() for instance in pool.working], timeout=60)
     moved = [one for stream in streams for one in stream.moved]
     assert {one.how for one in moved} == {how}
