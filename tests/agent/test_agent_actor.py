@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ class Game(AgentInstanceBase):
         if label == "sleep" and self.turn == 2:
             await asyncio.sleep(60)
         if label == "hold" and self.turn == 2:
-            time.sleep(60)
+            time.sleep(20)
         if label == "cancel":
             helper = asyncio.ensure_future(asyncio.sleep(60))
             helper.cancel()
@@ -84,7 +85,16 @@ def made(tmp_path: Path, files: dict[str, bytes]) -> Iterator[Callable[..., Agen
 
     yield make
     for actor in actors:
-        actor.loop.call_soon_threadsafe(actor.loop.stop)
+        asyncio.run_coroutine_threadsafe(end_loop(), actor.loop)
+
+
+async def end_loop() -> None:
+    """End what an episode has left in its loop, as soon as no agent holds that up."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for one in left:
+        one.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    asyncio.get_running_loop().stop()
 
 
 def play(actor: AgentActor, openings: list[EpisodeStart]) -> tuple[dict[int, EpisodeEnd], list[TurnRequest], list[AgentHung]]:
