@@ -105,7 +105,12 @@ class Instance:
 
 def is_loss(error: BaseException) -> bool:
     """Return whether a call failed because its process, its node or an argument was lost. Otherwise its own code raised."""
-    return isinstance(error.cause if isinstance(error, RayTaskError) else error, GONE)
+    return isinstance(_origin(error), GONE)
+
+
+def _origin(error: BaseException) -> BaseException | None:
+    """Return what a call's own code raised, or the error itself if it comes from Ray."""
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
 def lost_on_the_way(ref: Any) -> bool:
@@ -115,7 +120,7 @@ def lost_on_the_way(ref: Any) -> bool:
     try:
         ray.get(ref)
     except (RayTaskError, *GONE) as error:
-        return isinstance(error.cause if isinstance(error, RayTaskError) else error, ObjectLostError)
+        return isinstance(_origin(error), ObjectLostError)
     return False
 
 

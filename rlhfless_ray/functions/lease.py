@@ -55,7 +55,10 @@ class LeaseManager:
         source: SlotSource | None = None,
         nodes: ClusterNodes | None = None,
     ) -> None:
-        """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device). `source`: source of the slots; default: Ray's queue."""
+        """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device).
+
+        `source`: source of the slots; default: Ray's queue. `nodes`: the cluster's, if another part of the run reads them too.
+        """
         self.resource = resource
         self.bundle = bundle_of(resource)
         self.source: SlotSource = RayGroups(resource) if source is None else source

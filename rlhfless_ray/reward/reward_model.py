@@ -121,7 +121,7 @@ class ModelWorker(Worker):
         with tempfile.TemporaryDirectory(prefix="rlhfless-reward-") as name:
             arguments = self._load_arguments(Path(name))
             for number, member in enumerate(self.members, 1):
-                member.call("load", (*arguments,), {"divide": (rendezvous, number, count, self.device)})
+                member.call("load", arguments, {"divide": (rendezvous, number, count, self.device)})
             self.model.divide(rendezvous, 0, count, self.device)
             self._wait()
 

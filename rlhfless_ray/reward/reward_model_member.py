@@ -32,7 +32,7 @@ class RewardModelMember:
 
 
 def main() -> None:
-    """Carry out calls for ever. An exception ends the process, and with it the actor's: others wait in a collective operation then."""
+    """Carry out calls. An exception ends the process, and with it the actor's: others wait in a collective operation then."""
     connection = connect()
     import torch
 

@@ -100,7 +100,7 @@ class RankRun:
         selectors = None
         if nodes is not None:
             workers, resources, selectors = len(nodes), NO_SLOT, [{"ray.io/node-id": node} for node in nodes]
-        if private:  # its only node is this machine, which nobody drains. That saves a process
+        if private:  # its only node is this machine, which nobody drains, so no process needs to watch it
             os.environ[PREEMPTION_WATCHER] = "0"
         try:
             Trainer(

@@ -291,7 +291,7 @@ RAISED = RayTaskError("keep", "a traceback", ValueError("the object store is ful
 
 @pytest.mark.parametrize(("error", "said"), [(RAISED, ["a snapshot of the learner's state failed: the object store is full"]), (LOST, [])])
 def test_a_snapshot_that_fails_is_reported_unless_a_rank_was_lost(monkeypatch, error, said):
-    """Otherwise the batches since the last one would be kept for ever, and nobody would know why."""
+    """Otherwise the batches since the last one would be kept forever, and nobody would know why."""
 
     def get(refs):
         raise error
