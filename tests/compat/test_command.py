@@ -110,6 +110,13 @@ def test_a_script_needs_no_suffix(tmp_path):
     assert find(["bash", str(tmp_path / "train")]).flags == FLAGS
 
 
+def test_a_starter_with_a_file() -> None:
+    for command in ("deepspeed openrlhf/cli/train_sft.py --bf16", "torchrun --nproc_per_node=2 openrlhf/cli/train_sft.py --bf16"):
+        ranks = ["--elastic.learner.ranks", "2"] if "=2" in command else []
+        assert find(command.split()).flags == [*ranks, "--bf16"]
+        assert replaced(command.split())[1:] == ["-m", "rlhfless_ray.cli.train_sft", *ranks, "--bf16"]
+
+
 def test_every_launcher_is_either_ours_or_said_not_to_be():
     for launcher in launchers():
         if launcher in OURS:
@@ -175,6 +182,13 @@ def test_words_are_those_of_bash(words):
         'V=aBC; W=V; X=none; set -- ${V,,} ${V^^} ${V,} ${V^} "${!W}" ${!W} a~b',
         "V=a; N=0; while [[ $N -gt 0 ]]; do V=c; done; until [ $V = a ]; do V=b; done; set -- $V",
         'while [ ! -z "$NONE" ]; do V=1; done; for x in p q; do W=$x; break; done; set -- ${V:-none} $W',
+        'declare -A M=([a]=1 ["b c"]="2 3"); M[x-y]=4; M[a]=5; K=x-y; set -- ${M[a]} "${M[b c]}" ${M[$K]} ${M[none]:-n} ${#M[@]}',
+        'A=(p q r); I=1; A[I+1]=s; A[-3]=t; set -- ${A[I]} ${A[$I]} ${A[I+1]} ${A[-1]} ${A[0]} "${!A[@]}"',
+        "I=0; N=3; while (($I < $N)); do V=x; break; done; if ((I > 0)); then V=y; fi; ((N += 2)); ((I++)); "
+        "for ((J = 4; J < 9; J++)); do W=$J; break; done; ((I == 1 && N != 5)) || X=no; set -- $V $N $I $W $X",
+        'set -- {a,b}c x{1..3}y {3..1} {a,b}{1,2} a{,b} "{a,b}" {} {x}',
+        "V={a,b}; W=q; for s in {7..9}; do X=$s; break; done; set -- {$W,r}/s$W $V --o={c,d} $X",
+        "set -- a \\\n  `# why` \\\n  b",
     ],
 )
 def test_expansions_are_those_of_bash(setup):

@@ -148,7 +148,7 @@ def _ranks(launcher: str, before: Sequence[str]) -> list[str]:
 
 
 def _pairs(options: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in pairwise([*options, ""]):
         name, equals, value = option.partition("=")
         yield name, value if equals else following
 

@@ -1,7 +1,7 @@
 """Read the commands of a launch script without running it.
 
 Bash itself, even without a PATH, would carry out redirections, builtins, and programs named by their path. This module evaluates
-the part of the grammar that launch scripts use: words, quotes, variables, arrays, functions, `if`, `case` and loops.
+the part of the grammar that launch scripts use: words, quotes, braces, variables, arrays, functions, `((…))`, `if`, `case` and loops.
 A variable without a value stays as written, and so does a substitution `$(…)` except of `echo` and `expr`. The commands inside
 a substitution are read too. Only the first iteration of a loop is read. If the result of a test is unknown, every branch is read.
 """
@@ -15,9 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rlhfless_ray.compat.openrlhf.shell_flow import Flow, is_success
-from rlhfless_ray.compat.openrlhf.shell_values import NAME, Expansion, Scope, expand, output_of, split_fields
+from rlhfless_ray.compat.openrlhf.shell_values import NAME, Expansion, Scope, arithmetic, closing, expand, output_of, split_fields
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=")
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]+)\])?(\+?)=")
+ELEMENT = re.compile(r"\[([^\]]+)\]=(.*)", re.DOTALL)  # of an associative array
+CALCULATION = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+*/%]?)=(?!=)(.+)|([-+])\4)\s*", re.DOTALL)
+BRACES = re.compile(r"""\{(?:([^{}\s'"`\\]*,[^{}\s'"`\\]*)|(0|-?[1-9]\d*)\.\.(0|-?[1-9]\d*))\}([^\s;&|()<>'"`\\]*)(?=[\s;&|<>)]|$)""")
 DECLARES = ("export", "declare", "local", "readonly", "typeset")
 FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|function\s+([A-Za-z_][\w-]*)\s*\{")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a"}
@@ -84,6 +87,10 @@ def _step(r: Reader) -> None:
     elif char in " \t":
         _end_word(r)
         r.at += 1
+    elif r.word is None and rest.startswith("((") and rest[: closing(rest, "(", ")")].endswith("))"):
+        end = closing(rest, "(", ")")
+        _calculate(r, rest[2 : end - 2])
+        r.at += end
     elif char in "\n;&|()":
         _end_at_operator(r)
     elif char == "#" and r.word is None:
@@ -110,9 +117,12 @@ def _step(r: Reader) -> None:
             _add_unquoted(r, " ".join(expansion.values))
     elif char == "`":
         inner = rest[1:].partition("`")[0]
-        r.inner += _read_substitution(r.scope, inner)
-        _add(r, f"`{inner}`")
+        if not inner.lstrip().startswith("#"):  # a comment between two lines of a command
+            r.inner += _read_substitution(r.scope, inner)
+            _add(r, f"`{inner}`")
         r.at += len(inner) + 2
+    elif char == "{" and (braces := BRACES.match(rest)) and (r.words or not ASSIGNMENT.match(r.word or "")):
+        _expand_braces(r, braces)
     elif char == "~" and r.word is None and HOME.match(rest) and r.scope.values("HOME"):
         _add(r, "".join(r.scope.variables["HOME"]))
         r.at += 1
@@ -157,6 +167,39 @@ def _add_unquoted(r: Reader, text: str) -> None:
     _add_words(r, split_fields(text))
 
 
+def _expand_braces(r: Reader, braces: re.Match[str]) -> None:
+    """Add a word for each alternative of `{a,b}`, or for each number of `{1..3}`."""
+    listed, first, last, suffix = braces.groups()
+    if listed is None:
+        step = 1 if int(first) <= int(last) else -1
+        alternatives = [str(number) for number in range(int(first), int(last) + step, step)]
+    else:
+        alternatives = listed.split(",")
+    prefix, r.word = r.word or "", None
+    for alternative in alternatives:
+        for word in words_of(alternative + suffix, r.scope) or [""] * bool(prefix):
+            _end_word(r)
+            r.word = prefix + word
+    r.at += braces.end()
+
+
+def _calculate(r: Reader, text: str) -> None:
+    """Add `true` or `false` for `((…))`, or the text itself if its value is unknown. Of a loop's head only the first part is read."""
+    r.words = r.flow.strip_keywords(r.words, "", r.scope)
+    if not r.flow.runs:
+        return
+    first, is_head, _ = text.partition(";")
+    assigned = CALCULATION.fullmatch(first)
+    if assigned:
+        name, how, argument, twice = assigned.groups()
+        first = argument if how == "" else f"{name} {how or twice} ({argument or 1})"
+    value = arithmetic(r.scope, first)
+    if assigned and value:
+        r.scope.variables[assigned[1]] = [value]
+    if not is_head:
+        r.words.append(("true" if value != "0" else "false") if value else f"(({text}))")
+
+
 def _end_word(r: Reader) -> None:
     if r.word is not None:
         r.words.append(r.word)
@@ -188,12 +231,19 @@ def _apply_assignments(r: Reader, words: list[str]) -> tuple[list[str], dict[str
         names = [_assign(r, word) or word for word in words[1:] if word not in options]
         if words[0] == "export" or "-x" in options:
             scope.exported.update(names)
+        if _is_associative(words):
+            scope.keys |= {name: scope.keys.get(name, []) for name in names}
         return [], environment, True
     while words and ASSIGNMENT.match(words[0]):
         name = _assign(r, words[0])
         environment[name] = scope.variables[name][0]
         words = words[1:]
     return words, environment, True
+
+
+def _is_associative(words: list[str]) -> bool:
+    """Return whether a command declares associative arrays."""
+    return words[:1] != [] and words[0] in DECLARES and any(word.startswith("-") and "A" in word for word in words)
 
 
 def _assign(r: Reader, word: str) -> str:
@@ -206,8 +256,11 @@ def _assign(r: Reader, word: str) -> str:
     if old and not r.flow.is_certain and ("$(" in new or "`" in new):
         return name  # a branch that may not run, and a value that is not known
     if subscript is not None:
-        place = int(subscript) if subscript.isdigit() else 0
-        r.scope.variables[name] = [*old[:place], new, *old[place + 1 :]]
+        place, keys = r.scope.place(name, subscript), r.scope.keys.get(name)
+        if place is not None:
+            r.scope.variables[name] = [*old[:place], new, *old[place + 1 :]]
+        if keys is not None and place == len(keys):
+            keys.append(subscript)
     else:
         r.scope.variables[name] = [("".join(old[:1]) if plus else "") + new, *(old[1:] if plus else [])]
     return name
@@ -256,7 +309,12 @@ def _assign_array(r: Reader, name: str, *, append: bool) -> None:
     _end_word(inner)
     r.words = r.flow.strip_keywords(r.words, "", r.scope)  # a `then` may stand before the assignment
     if r.flow.runs:
-        r.scope.variables[name] = [*(r.scope.variables.get(name, []) if append else []), *inner.words]
+        values, scope = inner.words, r.scope
+        if _is_associative(r.words) or name in scope.keys:
+            elements = [element for word in values if (element := ELEMENT.fullmatch(word))]
+            scope.keys[name] = [*(scope.keys.get(name, []) if append else []), *(element[1] for element in elements)]
+            values = [element[2] for element in elements]
+        scope.variables[name] = [*(scope.variables.get(name, []) if append else []), *values]
         r.flow.record_status(True)
     r.at, r.word = inner.at + 1, None
 

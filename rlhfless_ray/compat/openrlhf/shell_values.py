@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 NAME = re.compile(r"[A-Za-z_]\w*")
-BRACED = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([@*]|\w+)\])?(?:(:?[-=+?]|%%?|##?|//?|,,?|\^\^?|:(?=[\s\w$(]))(.*))?", re.DOTALL)
+BRACED = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([^\]]+)\])?(?:(:?[-=+?]|%%?|##?|//?|,,?|\^\^?|:(?=[\s\w$(]))(.*))?", re.DOTALL)
 
 
 @dataclass
@@ -24,6 +24,8 @@ class Scope:
     functions: dict[str, str] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     depth: int = 0
+    keys: dict[str, list[str]] = field(default_factory=dict)
+    """Keys of associative arrays, in the order of their values in `variables`."""
 
     def environment(self) -> dict[str, str]:
         return {name: "".join(self.variables[name][:1]) for name in self.exported if name in self.variables}
@@ -36,6 +38,16 @@ class Scope:
         if name.isdigit() and name != "0":
             return None if self.arguments is None else self.arguments[int(name) - 1 : int(name)]
         return self.variables.get(name)
+
+    def place(self, name: str, subscript: str) -> int | None:
+        """Return the position of an array's element; that of a new key is behind the last. None if it is unknown."""
+        if name in self.keys:
+            keys = self.keys[name]
+            return keys.index(subscript) if subscript in keys else len(keys)
+        number = arithmetic(self, subscript)
+        if not number:
+            return None
+        return int(number) + (len(self.variables.get(name, [])) if int(number) < 0 else 0)
 
 
 @dataclass
@@ -53,12 +65,12 @@ def expand(text: str, at: int, scope: Scope, words_of: Callable[[str, Scope], li
     """Expand the `$…` at a position. `words_of`: splits words inside braces."""
     rest = text[at:]
     if sum_ := re.match(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", rest):
-        return Expansion([_arithmetic(scope, sum_[1]) or sum_[0]], at + sum_.end(), is_whole=True)
+        return Expansion([arithmetic(scope, sum_[1]) or sum_[0]], at + sum_.end(), is_whole=True)
     if rest.startswith("$("):
-        end = _closing(rest, "(", ")")
+        end = closing(rest, "(", ")")
         return Expansion([rest[:end]], at + end, is_whole=True)
     if rest.startswith("${"):
-        end = _closing(rest, "{", "}")
+        end = closing(rest, "{", "}")
         return _expand_braced(rest[:end], at + end, scope, words_of)
     plain = re.match(r"\$([A-Za-z_]\w*|\d|[@*#])", rest)
     if plain is None:
@@ -66,7 +78,7 @@ def expand(text: str, at: int, scope: Scope, words_of: Callable[[str, Scope], li
     return _expand_braced(f"${{{plain[1]}}}", at + plain.end(), scope, words_of, unknown=plain[0])
 
 
-def _closing(text: str, opens: str, closes: str) -> int:
+def closing(text: str, opens: str, closes: str) -> int:
     """Return the position after the bracket that closes the first one."""
     depth = 0
     for index, char in enumerate(text):
@@ -82,6 +94,8 @@ def _expand_braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, 
     if parts is None:
         return Expansion([whole], end, is_whole=True)
     measured, name, subscript, how, argument = parts.groups()
+    if measured == "!" and subscript in ("@", "*") and name in scope.variables:
+        return Expansion(scope.keys.get(name) or [str(number) for number in range(len(scope.variables[name]))], end, is_list=True)
     if measured == "!":  # indirect: the variable whose name this variable holds
         pointed = scope.values(name)
         if subscript or not pointed or NAME.fullmatch(pointed[0]) is None:
@@ -92,8 +106,8 @@ def _expand_braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, 
     every = is_list or name == "*" or subscript == "*"
     values = known
     if known is not None and not every:
-        place = int(subscript) if subscript and subscript.isdigit() else 0
-        values = known[place : place + 1]
+        place = scope.place(name, " ".join(words_of(subscript, scope))) if subscript else 0
+        values = None if place is None else known[place : place + 1]
     if measured:
         lengths = None if values is None else [str(len(values) if every else len("".join(values)))]
         return Expansion(lengths or [whole], end)
@@ -110,7 +124,7 @@ def _expand_braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, 
     if values is None:
         return Expansion([unknown or whole], end)
     if how == ":":
-        bounds = [_arithmetic(scope, text) for text in argument.split(":", 1)]
+        bounds = [arithmetic(scope, text) for text in argument.split(":", 1)]
         if not all(bounds):
             return Expansion([whole], end, is_whole=True)
         return Expansion(_slice(values, [int(bound) for bound in bounds], every, name), end, is_list)
@@ -141,7 +155,7 @@ def split_fields(text: str) -> list[str]:
     while at < len(text):
         end = at + 1
         if text.startswith("$(", at):
-            end = at + _closing(text[at:], "(", ")")
+            end = at + closing(text[at:], "(", ")")
         elif text[at] == "`":
             end = text.find("`", at + 1) + 1 or len(text)
         if text[at].isspace():
@@ -159,7 +173,7 @@ def output_of(words: list[str]) -> str | None:
     if words[:2] == ["echo", "-n"]:
         return " ".join(words[2:])
     if words[0] == "expr" and len(words) == 4:
-        return _arithmetic(Scope({}, set(), None), " ".join(words[1:])) or None
+        return arithmetic(Scope({}, set(), None), " ".join(words[1:])) or None
     return None
 
 
@@ -176,15 +190,28 @@ def _edit(value: str, kind: str, pattern: str, by: str) -> str:
     return re.sub(expression, lambda _: by, value, count=0 if kind == "//" else 1, flags=re.DOTALL)
 
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 
-def _arithmetic(scope: Scope, text: str) -> str:
-    """Evaluate + - * / % of whole numbers and variables. Returns an empty string for anything else."""
+def arithmetic(scope: Scope, text: str) -> str:
+    """Evaluate + - * / %, comparisons, && and || of whole numbers and variables. Returns an empty string for anything else."""
     known = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda name: "".join(scope.variables.get(name[1], ["?"])[:1]), text)
     known = re.sub(r"\$\{?(\d)\}?", lambda name: "".join(scope.values(name[1]) or ["?"]), known)
     try:
-        return str(_number(ast.parse(known.strip().replace("/", "//"), mode="eval").body))
+        known = known.strip().replace("/", "//").replace("&&", " and ").replace("||", " or ")
+        return str(_number(ast.parse(known, mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError):
         return ""
 
@@ -196,4 +223,8 @@ def _number(node: ast.expr) -> int:
         return -_number(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in OPERATORS:
+        return int(OPERATORS[type(node.ops[0])](_number(node.left), _number(node.comparators[0])))
+    if isinstance(node, ast.BoolOp):
+        return int((all if isinstance(node.op, ast.And) else any)([_number(value) for value in node.values]))
     raise ValueError
