@@ -42,6 +42,10 @@ class Conversation:
             self.text += self.settings["chat.csft_prompt"].strip() + " "
         return self.text
 
+    def tokens(self, prompt: str) -> Any:
+        """Add a prompt, and return the whole text's tokens (1, tokens) as the tokenizer makes them, a beginning-of-text token included."""
+        return self.tokenizer(self.ask(prompt), return_tensors="pt")["input_ids"]
+
     def answer(self, response: str) -> None:
         self.turns.append({"role": "assistant", "content": response})
         self.text += response
@@ -80,7 +84,7 @@ def _talk(settings: dict[str, Any]) -> None:
         if prompt.strip().lower() == "clear":
             conversation.clear()
             continue
-        ids = tokenizer(conversation.ask(prompt), return_tensors="pt", add_special_tokens=False)["input_ids"].to(device)
+        ids = conversation.tokens(prompt).to(device)
         if ids.shape[1] >= max_tokens:
             print(
                 f"the conversation has {ids.shape[1]} tokens of at most {max_tokens} (--max_len, or the model's); type clear to start again"

@@ -58,6 +58,7 @@ def test_defaults_make_a_recipe(task: str) -> None:
         (["--input_template", "Q: {}"], {"prompts.input_template": "Q: {}"}),
         (["--dataset", "a,b", "--dataset_probs", "0.3,0.7"], {"prompts.paths": ["a", "b"], "prompts.probabilities": [0.3, 0.7]}),
         (["--greedy_sampling"], {"rollout.temperature": 1.0}),
+        (["--max_samples", "2000000"], {"prompts.max_rows": 2000000}),
     ],
 )
 def test_flags_become_settings(flags: list[str], expected: dict[str, Any]) -> None:
@@ -72,6 +73,10 @@ def test_each_task_reads_its_own_flags() -> None:
     assert status["generate_vllm"]["--greedy_sampling"] == "no effect" and status["generate"]["--greedy_sampling"] == "honoured"
     assert found["generate"].settings["rollout.temperature"] == 0.0
     assert status["rm"]["--post_processor"] == "honoured" and status["generate"]["--post_processor"] == "no effect"
+    for flag, value, other in (("--csft_prompt", "x", ["--enable_csft"]), ("--rollout_batch_size", "4", ["--iter", "0"])):
+        for more, what in (([], "no effect"), (other, "honoured")):
+            one = translate_inference(BATCH, ["--eval_task", "generate", *LEAST, flag, value, *more])
+            assert {flag: status for flag, status, _ in one.outcomes}[flag] == what
     assert found["rm"].settings["batch_inference.processor"] == "rs" and found["rm"].recipe() is None
 
 
@@ -86,6 +91,7 @@ def test_each_task_reads_its_own_flags() -> None:
         (["--eval_task", "rm", *LEAST, "--reward_template", "{reward}"], "--reward_template: it needs {input} and {reward}"),
         (["--eval_task", "rm", *LEAST, "--use_ms"], "--use_ms: the ModelScope hub"),
         (["--eval_task", "rm", *LEAST, "--dataset_probs", "x"], "--dataset_probs: expected numbers separated by commas"),
+        (["--eval_task", "rm", *LEAST, "--dataset_probs", "0.5,0.5"], "--dataset_probs: 2 probabilities for 1 data sets"),
         (["--eval_task", "generate", *LEAST, "--iter", "-1"], "--iter: count from 0"),
         (["--eval_task", "generate", *LEAST, "--iter", "0", "--rollout_batch_size", "0"], "--rollout_batch_size: must be at least 1"),
     ],
@@ -220,6 +226,23 @@ def test_a_conversation_goes_on_until_it_is_cleared(tmp_path: Path) -> None:
     assert plain.ask("so").endswith("5.00 yes\nUser: so\nAssistant: <rm_score>: 5.00 ")
     with pytest.raises(UserError, match="--ta_prompt nowhere: No such file"):
         Conversation(translate_inference(CHAT, ["--pretrain", "m", "--ta_prompt", "nowhere"]).settings, _Tokenizer())
+
+
+def test_a_conversation_begins_with_the_tokenizers_first_token() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<s>": 0, "?": 1, "hi": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    settings = translate_inference(CHAT, ["--pretrain", "m", "--input_template", "{}"]).settings
+    assert Conversation(settings, PreTrainedTokenizerFast(tokenizer_object=words)).tokens("hi").tolist() == [[0, 2]]
+
+
+@pytest.mark.parametrize("template", ["{x} {}", "{} {}", "{} {"])
+def test_a_template_into_which_nothing_can_be_put_is_refused(template: str) -> None:
+    refusal = translate_inference(CHAT, ["--pretrain", "m", "--input_template", template]).refusal()
+    assert "--input_template: the template must hold one {}" in str(refusal)
 
 
 def test_explain_shows_what_is_refused() -> None:

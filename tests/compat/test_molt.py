@@ -29,6 +29,14 @@ def settings(*more: str) -> dict[str, Any]:
     return translate_molt([*LEAST, *more], {}).settings
 
 
+@pytest.mark.parametrize("more", [[], ["--algo.advantage.is_correction_level", "token", "--train.force_sync_mode"]])
+def test_partial_rollouts_without_overlap_are_refused_by_molts_flags(more: list[str]) -> None:
+    with pytest.raises(UserError, match=r"--train.partial_rollout_enable: .* set --algo.advantage.is_correction_level, and leave"):
+        settings("--train.partial_rollout_enable", *more)
+    found = settings("--train.partial_rollout_enable", "--algo.advantage.is_correction_level", "token")
+    assert found["rollout.partial"] == "continue"
+
+
 def test_every_flag_is_openrlhfs_or_has_a_meaning() -> None:
     known = flags_of(newest())
     own = {flag for flag in flags() if flag not in known}

@@ -123,6 +123,9 @@ def settings(launcher: str, *more: str) -> dict[str, Any]:
         ),
         ("train_prm", [], {"data.reward_tokens": None, "data.prompt_column": "input"}),
         ("train_dpo", ["--elastic.learner.ranks", "4"], {"learner.ranks": 4}),
+        ("train_dpo", [], {"data.max_rows": 1000000}),
+        ("train_dpo", ["--max_samples", "2000000"], {"data.max_rows": 2000000}),
+        ("train_sft", ["--input_template", "no gap"], {"data.input_template": None}),
         ("train_dpo", ["--tokenizer_chat_template", "{{ x }}"], {"data.chat_template": None}),
         ("train_dpo", ["--tokenizer_chat_template", "{{ x }}", "--apply_chat_template"], {"data.chat_template": "{{ x }}"}),
     ],
@@ -142,6 +145,8 @@ def test_flags_become_settings(launcher: str, flags: list[str], expected: dict[s
         ("train_sft", [*LEAST, "--save_steps", "5", "--save_hf_ckpt"], "--save_hf_ckpt: model folders beside checkpoints"),
         ("train_sft", ["--pretrain", "x", "--bf16"], "--dataset: name the data set"),
         ("train_sft", [*LEAST, "--dataset_probs", "0.5,x"], "--dataset_probs: expected numbers separated by commas"),
+        ("train_sft", [*LEAST, "--dataset", "a,b", "--dataset_probs", "1"], "--dataset_probs: 1 probabilities for 2 data sets"),
+        ("train_sft", [*LEAST, "--save_steps", "5", "--disable_ds_ckpt"], "--disable_ds_ckpt: a run that writes model folders only"),
         ("train_kd", LEAST, "--teacher_model: name the teacher"),
         ("train_prm", LEAST, "--placeholder_token: name the token that ends each step"),
         ("train_dpo", ["--data.dataset", "x", "--model.model_name_or_path", "y", "--optim", "muon"], "--optim: the optimizer muon"),
@@ -149,6 +154,41 @@ def test_flags_become_settings(launcher: str, flags: list[str], expected: dict[s
 )
 def test_what_cannot_be_done_is_refused_by_name(launcher: str, flags: list[str], named: str) -> None:
     assert named in str(translate_supervised(launcher, flags, {}).refusal())
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "more"),
+    [
+        ("train_sft", ["--lora_alpha", "8"], ["--lora_rank", "4"]),
+        ("train_sft", ["--wandb_project", "p"], ["--use_wandb", "x"]),
+        ("train_sft", ["--ckpt_path", "c"], ["--save_steps", "5"]),
+        ("train_dpo", ["--tokenizer_chat_template", "t"], ["--apply_chat_template"]),
+        ("train_dpo", ["--eval_split", "train"], ["--eval_dataset", "e"]),
+    ],
+)
+def test_a_flag_that_needs_another_has_no_effect_alone(launcher: str, flags: list[str], more: list[str]) -> None:
+    line = [*LEAST[:-1], *flags]  # without --bf16, which has an effect in older versions only
+    statuses = [{o.flag: o.status for o in translate_supervised(launcher, [*line, *other], {}).outcomes} for other in ([], more)]
+    assert [status[flags[0]] for status in statuses] == ["no effect", "honoured"]
+    assert translate_supervised("train_sft", [*LEAST, "--disable_ds_ckpt"], {}).refusal() is None
+
+
+def test_notes_are_true_for_the_launcher() -> None:
+    for launcher in TASKS:
+        notes = " ".join(translate_supervised(launcher, [*LEAST, *NEEDED.get(launcher, [])], {}).notes)
+        assert ("the first hundredth" in notes) == (launcher == "train_rm")  # the only one with such rows
+    notes = translate_supervised("train_sft", [*LEAST, "--input_template", "no gap"], {}).notes
+    assert "--input_template: the template has no {}, so it is not used" in notes
+    assert "in bash write $'\\n'" in " ".join(translate_supervised("train_sft", [*LEAST, "--input_template", "{}\\n"], {}).notes)
+
+
+@pytest.mark.parametrize("launcher", [launcher for launcher in TASKS if launcher != "train_prm"])
+def test_an_abbreviation_never_becomes_another_flag_of_an_older_version(launcher: str) -> None:
+    line = [*LEAST, *NEEDED.get(launcher, []), "--lr", "1e-5"]
+    with pytest.raises(UserError, match=r"ambiguous option: --lr could match .*; write the full name"):
+        translate_supervised(launcher, line, {})
+    if launcher in ("train_rm", "train_dpo", "train_kto"):  # until 0.8.4 they had one flag that begins so
+        assert translate_supervised(launcher, [*line, "--elastic.dialect", "0.8.4"], {}).settings["learner.warmup_share"] == 1e-5
 
 
 def test_unknown_flags_and_versions_are_named() -> None:

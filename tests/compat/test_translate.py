@@ -139,7 +139,8 @@ def test_rules_set_only_keys_that_they_name(line):
 
 
 def test_a_recipe_with_every_key_takes_every_flag(grown):
-    found = of(DOTTED + " --algo.kl.use_loss --algo.kl.estimator k2 --ds.lora.rank 8 --algo.dynamic_filtering_enable --train.async_enable")
+    weighted = " --train.async_enable --algo.advantage.is_correction_level token"
+    found = of(DOTTED + " --algo.kl.use_loss --algo.kl.estimator k2 --ds.lora.rank 8 --algo.dynamic_filtering_enable" + weighted)
     assert not found.refused
     tree = nested(found.wanted)
     assert tree["algorithm"]["advantage"]["estimator"] == "rloo" and tree["algorithm"]["kl"]["place"] == "loss"
@@ -452,8 +453,8 @@ def test_no_flag_of_theirs_begins_like_ours():
         ("--colocate_actor_ref --ref_num_gpus_per_node 4", "--ref_num_gpus_per_node must be equal (8 and 4)"),
         ("--async_train --vllm_enable_sleep --colocate_all_models", "--vllm_enable_sleep: not with --async_train"),
         ("--dual_clip 0.5", "--dual_clip: must be above 1"),
-        ("--input_template {}_{}", "--input_template: the template must have one {}"),
-        ("--input_template {x}{}", "--input_template: the template must have one {}"),
+        ("--input_template {}_{}", "--input_template: the template must hold one {}"),
+        ("--input_template {x}{}", "--input_template: the template must hold one {}"),
         ("--rollout_batch_size 1 --micro_rollout_batch_size 4", "fewer than the actor's 8 processes"),
         ("--packing_samples --vllm_num_engines 0", "--vllm_num_engines: packed samples"),
         ("--overlong_buffer_len 5000", "--overlong_buffer_len: must not exceed"),
@@ -690,6 +691,15 @@ def test_asynchronous_training_is_a_lag_of_one_step(flags, lag):
     assert not found.refused
     longer = any("at most one step old; OpenRLHF allows 2" in note for note in found.notes)
     assert longer == ("--async_train --async_queue_size 2" in flags)
+
+
+@pytest.mark.parametrize("version", ["0.8.1", "0.9.2", "0.10.1"])
+def test_older_weights_without_importance_weights_are_refused_by_the_flag_that_turns_them_on(version):
+    line = f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --async_train --elastic.dialect {version}"
+    switch = "--algo.advantage.is_correction_level" if version == "0.8.1" else "--enable_vllm_is_correction"
+    assert str(of(line).refusal()).endswith(
+        f"{switch} (default off): --async_train trains on samples of older weights, which needs importance weights here; turn them on"
+    )
 
 
 def test_a_batch_kept_its_place_in_the_first_versions():

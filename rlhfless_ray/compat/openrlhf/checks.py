@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.flag_semantics import template_notes, template_problem
 from rlhfless_ray.compat.openrlhf.flag_table import rule_of
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, PROMPT_LIMIT, SAMPLE_BUFFER_SINCE, THRESHOLD, Values
 
@@ -154,19 +155,9 @@ def _check_template(v: Values, notes: list[str]) -> None:
     if not template or v["data.apply_chat_template"]:
         return
     name = v.spelled("data.input_template")
-    if "{}" not in template:
-        notes.append(f"{name}: the template has no {{}}, so it is not used")
-        return
-    _require(_has_one_placeholder(template), f"{name}: the template must have one {{}} for the prompt; write other braces twice")
-    if "\\n" in template:
-        notes.append(f"{name}: the template has a backslash and an n instead of a newline; in bash write $'\\n'")
-
-
-def _has_one_placeholder(template: str) -> bool:
-    try:
-        return template.format("\0").count("\0") == 1
-    except (IndexError, KeyError, ValueError, AttributeError):
-        return False
+    problem = template_problem(template)
+    _require(not problem, f"{name}: {problem}")
+    notes += template_notes(name, template)
 
 
 def _check_loss(v: Values, notes: list[str]) -> None:

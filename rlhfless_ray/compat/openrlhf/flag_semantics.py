@@ -14,6 +14,7 @@ from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, PROMPT_L
 
 Make = Callable[[Any, Any], dict[str, Any]]  # a value and all values → settings
 
+ALL_ROWS = 10**8  # OpenRLHF's value for "all rows"
 PLACE_FREED_SINCE = "0.8.2"  # before, a batch kept its place in the asynchronous queue while it was trained
 RLOO_NOT_WHITENED_SINCE, KL_CUT_SINCE, STEPS_FROM_ZERO_SINCE = "0.8.5", "0.8.6", "0.9.1"
 
@@ -106,6 +107,26 @@ def probabilities(section: str) -> Make:
         return {f"{section}.probabilities": shares if len(shares) > 1 else None}
 
     return make
+
+
+def template_problem(template: str | None) -> str:
+    """Return why a prompt cannot be put into a template, or an empty string. One without `{}` is not used."""
+    from rlhfless_ray.recipe.data_sections import one_gap
+
+    try:
+        one_gap(template if template and "{}" in template else "{}")
+    except ValueError as error:
+        return f"the template {error}"
+    return ""
+
+
+def template_notes(flag: str, template: str | None) -> list[str]:
+    """Return the warnings of OpenRLHF's launchers about a template."""
+    if not template:
+        return []
+    if "{}" not in template:
+        return [f"{flag}: the template has no {{}}, so it is not used"]
+    return [f"{flag}: the template has a backslash and an n instead of a newline; in bash write $'\\n'"] if "\\n" in template else []
 
 
 def shares_of(text: str | None) -> list[float] | None:

@@ -21,7 +21,6 @@ KINDS: dict[Kind, str] = {
     "cond": "honoured or refused by name",
     "error": "refused",
 }
-ALL_ROWS = 10**8  # OpenRLHF's value for "all rows"
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ RULES: tuple[Rule, ...] = (
     _row("train.max_epochs", "exact", "algorithm.epochs"),
     _row("data.max_len", "exact", "prompts.max_prompt_tokens rollout.max_tokens rollout.max_total_tokens", m.lengths),
     _row("rollout.max_new_tokens", "exact", "rollout.max_tokens rollout.max_total_tokens prompts.max_prompt_tokens", m.lengths),
-    _row("data.max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": x if x < ALL_ROWS else None}),
+    _row("data.max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": x if x < m.ALL_ROWS else None}),
     # the loss
     _row(
         "actor.eps_clip",

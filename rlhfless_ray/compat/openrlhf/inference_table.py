@@ -7,8 +7,8 @@ from math import inf
 from typing import Any
 
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
-from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Kind, Values, numbers, only, required, row
-from rlhfless_ray.compat.openrlhf.supervised_table import ALL_ROWS, PLAIN_ATTENTION
+from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Kind, Values, only, required, row, shares_for
+from rlhfless_ray.compat.openrlhf.supervised_table import PLAIN_ATTENTION
 
 BATCH, CHAT = "batch_inference", "interactive_chat"
 LAUNCHERS = (BATCH, CHAT)
@@ -30,11 +30,12 @@ def _dtype(x: Any, v: Values) -> dict[str, Any]:
 
 
 def _rows(x: int | None, v: Values) -> dict[str, Any]:
-    return {} if x is None else {"batch_inference.rows": [x * v["rollout_batch_size"], (x + 1) * v["rollout_batch_size"]]}
+    number, size = v["iter"], v["rollout_batch_size"]
+    return {} if number is None else {"batch_inference.rows": [number * size, (number + 1) * size]}
 
 
-def _suffix(x: bool, v: Values) -> dict[str, Any]:
-    return {"batch_inference.prompt_suffix": v["csft_prompt"].strip() + " "} if x else {}
+def _suffix(x: bool | str, v: Values) -> dict[str, Any]:
+    return {"batch_inference.prompt_suffix": v["csft_prompt"].strip() + " "} if v["enable_csft"] else {}
 
 
 def _width(x: Any, v: Values) -> dict[str, Any]:
@@ -73,7 +74,7 @@ BATCH_RULES: tuple[FlagRule, ...] = (
         lambda x, v: m.dataset("prompts")(x or "", v),
         refuses=required("name the data set"),
     ),
-    _flag("dataset_probs", "exact", "prompts.probabilities", m.probabilities("prompts"), refuses=numbers),
+    _flag("dataset_probs", "exact", "prompts.probabilities", m.probabilities("prompts"), refuses=shares_for("dataset")),
     _flag("input_key", "exact", "prompts.prompt_column"),
     _flag("apply_chat_template", "exact", "prompts.template", lambda x, v: {"prompts.template": "chat"} if x else {}),
     _flag(
@@ -82,7 +83,7 @@ BATCH_RULES: tuple[FlagRule, ...] = (
         "prompts.input_template",
         lambda x, v: {"prompts.input_template": x} if x and "{}" in x and not v["apply_chat_template"] else {},
     ),
-    _flag("max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": int(x)} if x < ALL_ROWS else {}),
+    _flag("max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": int(x) if x < m.ALL_ROWS else None}),
     _flag("output_path", "exact", "batch_inference.output", refuses=required("name the file to write")),
     # generation
     _flag("prompt_max_len", "exact", "prompts.max_prompt_tokens", of=GENERATES),
@@ -106,12 +107,12 @@ BATCH_RULES: tuple[FlagRule, ...] = (
         "rollout_batch_size",
         "exact",
         "batch_inference.rows",
-        lambda x, v: {},
+        _rows,
         of=GENERATES,
         refuses=lambda x, v: "" if x >= 1 or v["iter"] is None else "must be at least 1",
     ),
     _flag("enable_csft", "exact", "batch_inference.prompt_suffix", _suffix, of=GENERATES),
-    _flag("csft_prompt", "exact", "batch_inference.prompt_suffix", lambda x, v: {}, of=GENERATES),
+    _flag("csft_prompt", "exact", "batch_inference.prompt_suffix", _suffix, of=GENERATES),
     # rewards
     _flag("output_key", "exact", "batch_inference.response_column", of=(REWARD,)),
     _flag("max_len", "exact", "batch_inference.max_tokens", of=(REWARD,)),
@@ -148,6 +149,12 @@ CHAT_RULES: tuple[FlagRule, ...] = (
         refuses=lambda x, v: "" if v["greedy_sampling"] or 0 < x < inf else "must be a number above 0; --greedy_sampling is without",
     ),
     _flag("repetition_penalty", "exact", "chat.repetition_penalty", refuses=lambda x, v: "" if 0 < x < inf else "must be a number above 0"),
-    _flag("input_template", "exact", "chat.input_template", lambda x, v: {"chat.input_template": x if x and "{}" in x else "{}"}),
+    _flag(
+        "input_template",
+        "exact",
+        "chat.input_template",
+        lambda x, v: {"chat.input_template": x if x and "{}" in x else "{}"},
+        refuses=lambda x, v: m.template_problem(x),
+    ),
     *[_flag(name, "exact", f"chat.{name}") for name in ("apply_chat_template", "ta_prompt", "enable_csft", "csft_prompt")],
 )

@@ -47,6 +47,8 @@ class FlagRule:
         why = self.refuses(value, v)
         if why:
             return REFUSED, why
+        if self.kind == "exact" and not self.settings(v):
+            return NO_EFFECT, "without effect in OpenRLHF too, beside the other flags"
         if self.kind == "exact":
             return HONOURED, ", ".join(f"`{key}`" for key in self.keys)
         return (HINT if self.kind == "hint" else NO_EFFECT), self.reading
@@ -66,9 +68,16 @@ def required(sentence: str) -> Callable[[Any, Values], str]:
     return lambda x, v: "" if x else sentence
 
 
-def numbers(x: str | None, v: Values) -> str:
-    """Refuse text that is not numbers separated by commas."""
-    return "expected numbers separated by commas" if shares_of(x) is None else ""
+def shares_for(sets: str) -> Callable[[str | None, Values], str]:
+    """Refuse text that is not a number for each data set that the flag `sets` names."""
+
+    def refuses(x: str | None, v: Values) -> str:
+        found, count = shares_of(x), len((v[sets] or "").split(","))
+        if found is None:
+            return "expected numbers separated by commas"
+        return "" if not found or len(found) == count else f"{len(found)} probabilities for {count} data sets"
+
+    return refuses
 
 
 @dataclass
@@ -186,19 +195,24 @@ def _parser(launcher: str, version: str, mixed: bool = False) -> FlagParser:
 def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any]]:
     """Return the newest version that accepts the line (or the wanted one), and {flag: value}.
 
-    If no version accepts it, the one that knows most of the flags does, with flags of the others. Raises UserError.
+    If no version accepts it, the one that knows most of the flags does, with flags of the others. An abbreviation that is ambiguous
+    in the newest version that has all the flags is refused, because it may mean another flag in an older one. Raises UserError.
     """
     known_versions = [version for version in versions_data()["versions"] if flags_of(launcher, version)]
     versions = [wanted] if wanted else list(reversed(known_versions))
     if wanted and wanted not in known_versions:
         raise UserError(f"--elastic.dialect: {launcher} is in OpenRLHF {known_versions[0]} to {known_versions[-1]}, not in {wanted}")
+    names = [token.partition("=")[0][2:] for token in tokens if token.startswith("--")]
     refused: list[tuple[int, str, str]] = []
     for version in versions:
+        flags = flags_of(launcher, version)
         try:
             return version, _values(_parser(launcher, version), tokens)
         except Refused as error:
-            known = sum(token.partition("=")[0][2:] in flags_of(launcher, version) for token in tokens if token.startswith("--"))
-            refused.append((known, version, str(error)))
+            refused.append((sum(name in flags for name in names), version, str(error)))
+        if refused[-1][2].startswith("ambiguous") and all(any(flag.startswith(name) for flag in flags) for name in names):
+            instead = "write the full name, or name the version with --elastic.dialect VERSION"
+            raise UserError(f"{launcher}: {refused[-1][2]}; {instead} (read as OpenRLHF {version})")
     known, version, message = max(refused, key=lambda one: one[0])
     if known and not wanted:
         try:

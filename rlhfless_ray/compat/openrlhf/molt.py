@@ -81,13 +81,13 @@ IDLE = {
     "--critic.muon.weight_decay": "the optimizer is adam",
 }
 REFUSES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "--actor.freeze_moe_router": (bool, "frozen routers " + NOT_HERE),
-    "--critic.freeze_moe_router": (bool, "frozen routers " + NOT_HERE),
+    "--actor.freeze_moe_router": (bool, "freezing of routers " + NOT_HERE),
+    "--critic.freeze_moe_router": (bool, "freezing of routers " + NOT_HERE),
     "--actor.freezing_steps": (lambda x: x > 0, "a policy frozen at first " + NOT_HERE),
-    "--critic.max_epochs": (lambda x: x is not None, "epochs of the critic alone " + NOT_HERE),
-    "--data.tools_key": (bool, "tools in prompts " + NOT_HERE),
+    "--critic.max_epochs": (lambda x: x is not None, "a number of epochs for the critic alone " + NOT_HERE),
+    "--data.tools_key": (bool, "a column of tools " + NOT_HERE),
     "--ckpt.disable_final_save": (bool, "the final model is always written; leave it out"),
-    "--ckpt.warm_resume_rollouts": (bool, "responses of before a stop " + NOT_HERE),
+    "--ckpt.warm_resume_rollouts": (bool, "going on with the responses of before a stop " + NOT_HERE),
     "--eval.eval_only": (bool, "nothing would be trained; use `rlhfless evaluate`"),
     "--eval.max_new_tokens": (lambda x: x is not None, "a limit of its own " + NOT_HERE),
     "--eval.top_p": (lambda x: x is not None, "a value of its own " + NOT_HERE),
@@ -135,6 +135,11 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
         given = vars(_parser().parse_args(theirs))
     except Refused as error:
         raise UserError(f"{MOLT}: {error} (read as Molt)") from None
+    if given.get("--train.partial_rollout_enable") and not _runs_ahead(given):
+        raise UserError(
+            "--train.partial_rollout_enable: it overlaps rollouts and updates, which needs importance weights here; set "
+            "--algo.advantage.is_correction_level, and leave --train.force_sync_mode out"
+        )
     own_tokens = [token for flag, text in ours for token in ((flag,) if text is None else (flag, text))]
     translation = translate([*_as_openrlhf(given), *own_tokens, DIALECT, newest()], environment)
     outcomes = [outcome for flag, value in given.items() if (outcome := _outcome(flag, value)) is not None]

@@ -9,11 +9,11 @@ from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.elastic_flags import separate
-from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name
+from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name, template_notes
 from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, defaults, flags_of, read
 from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
-from rlhfless_ray.compat.openrlhf.supervised_table import ALL_ROWS, ALWAYS, DPO, KD, KTO, OLDER_NAMES, RM, RULES, SFT, TASKS
+from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, RM, RULES, SFT, TASKS
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
@@ -75,7 +75,7 @@ def translate_supervised(
         if name not in spelled:
             continue
         rule = rules[name]
-        settings |= {key: x for key, x in rule.settings(values).items() if x is not None or key == "data.max_rows"}
+        settings |= {key: x for key, x in rule.settings(values).items() if x is not None}
         translation.owners |= {key: spelled[name] for key in rule.keys if rule.kind == "exact"}
         why = rule.refuses(value, values)
         if why and spelled[name] not in given:
@@ -83,13 +83,13 @@ def translate_supervised(
     for flag, value in given.items():
         translation.outcomes.append(Outcome(flag, *rules[_newest(flag[2:])].outcome(value, values)))
     translation.set_own(ours, known_keys(SupervisedRecipe))
-    translation.notes = _notes(launcher, values)
+    translation.notes = _notes(launcher, values, spelled)
     if "watch.run_name" in settings:
         settings["run.name"] = folder_name(str(settings["watch.run_name"])) or launcher
     return translation
 
 
-def _notes(launcher: str, v: dict[str, Any]) -> list[str]:
+def _notes(launcher: str, v: dict[str, Any], spelled: Mapping[str, str]) -> list[str]:
     notes = []
     if launcher == SFT:
         notes.append("the loss is the mean over all tokens of a batch; OpenRLHF's is a mean of the means of its micro-batches")
@@ -97,10 +97,10 @@ def _notes(launcher: str, v: dict[str, Any]) -> list[str]:
         notes.append("the KL divergence is estimated over a whole batch; OpenRLHF estimates it over each micro-batch")
     if launcher == KD:
         notes.append("the teacher is evaluated at the trained tokens; OpenRLHF evaluates it one token later, up to the token after the end")
-    if not v["eval.dataset"] and launcher in (SFT, RM, DPO):
+    if not v["eval.dataset"] and launcher == RM:
         notes.append("no evaluation; OpenRLHF evaluates on the first hundredth of the training rows in this case")
-    if v["data.max_samples"] >= ALL_ROWS:
-        notes.append("all rows are used")
+    if "data.input_template" in v and not v["data.apply_chat_template"]:
+        notes += template_notes(spelled["data.input_template"], v["data.input_template"])
     if launcher == RM and not v["data.prompt_key"]:
         notes.append("both texts of a pair are computed whole, so their common prompt is computed twice")
     return notes

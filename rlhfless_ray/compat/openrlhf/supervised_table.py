@@ -7,11 +7,10 @@ from typing import Any
 
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
 from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE
-from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Values, numbers, only, required, row
+from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Values, only, required, row, shares_for
 
 SFT, RM, DPO, KTO, KD, PRM = "train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"
 TASKS = {SFT: "sft", RM: "rm", DPO: "dpo", KTO: "kto", KD: "kd", PRM: "prm"}
-ALL_ROWS = 10**6  # the launchers' default for "all rows" is this or more
 
 
 def _dtype(x: Any, v: Values) -> dict[str, Any]:
@@ -31,17 +30,15 @@ def _template(x: str | None, v: Values) -> dict[str, Any]:
     replaced = (
         v["data.apply_chat_template"] or v.get("model.pretrain_mode_enable") or not (v.get("data.input_key") or v.get("data.prompt_key"))
     )
-    return {} if replaced or x is None else {"data.input_template": x}
+    return {} if replaced or "{}" not in (x or "") else {"data.input_template": x}
 
 
 def _responses(x: str | None, v: Values) -> dict[str, Any]:
     return {"data.response_column": "" if v.get("model.pretrain_mode_enable") else x or ""}
 
 
-def _trained(x: bool, v: Values) -> dict[str, Any]:
-    if v["model.pretrain_mode_enable"]:
-        return {"data.train_on": "all"}
-    return {"data.train_on": "assistant"} if v.get("data.multiturn") else {}
+def _turns(x: bool, v: Values) -> dict[str, Any]:
+    return {"data.train_on": "assistant"} if x and not v["model.pretrain_mode_enable"] else {}
 
 
 def _checkpoints(x: int, v: Values) -> dict[str, Any]:
@@ -82,7 +79,13 @@ RULES: tuple[FlagRule, ...] = (
         refuses=lambda x, v: "model folders beside checkpoints have no counterpart here yet" if x and v["ckpt.save_steps"] > 0 else "",
         reading="no checkpoints are requested",
     ),
-    row("ckpt.disable_ds", "disable_ds_ckpt", "noop", refuses=only(False, NOT_HERE), reading="the default"),
+    row(
+        "ckpt.disable_ds",
+        "disable_ds_ckpt",
+        "noop",
+        refuses=lambda x, v: f"a run that writes model folders only {NOT_HERE}; leave it out" if x and v["ckpt.save_steps"] > 0 else "",
+        reading="no checkpoints are requested",
+    ),
     row("ckpt.load_enable", "load_checkpoint", "hint", reading="continue the newest run of this name with a checkpoint there, if any"),
     row("ds.use_universal_ckpt", "use_ds_universal_ckpt", "noop", reading="every checkpoint is read at any number of ranks"),
     row("eval.steps", "eval_steps", "exact", "evaluate.every_steps evaluate.each_epoch", lambda x, v: _evaluations(x)),
@@ -159,7 +162,7 @@ RULES: tuple[FlagRule, ...] = (
     row("min_lr_ratio", "min_lr_ratio", "exact", "learner.min_rate_share"),
     row("max_norm", "max_norm", "exact", "learner.grad_clip"),
     # loss
-    row("model.pretrain_mode_enable", "pretrain_mode", "exact", "data.train_on", _trained),
+    row("model.pretrain_mode_enable", "pretrain_mode", "exact", "data.train_on", lambda x, v: {"data.train_on": "all"} if x else {}),
     row("model.loss_type", "loss", "exact", "loss.kind", lambda x, v: {"loss.kind": "sigmoid" if x == "sigmoid" else "logexp"}),
     row(
         "model.margin_loss_enable", "margin_loss", "exact", "data.margin_column", lambda x, v: {"data.margin_column": "margin" if x else ""}
@@ -194,10 +197,10 @@ RULES: tuple[FlagRule, ...] = (
     row("reward_tokens", "reward_tokens", "exact", "data.reward_tokens"),
     row("label_key", "label_key", "exact", "data.label_column"),
     row("data.dataset", "dataset", "exact", "data.path data.paths", m.dataset("data"), refuses=required("name the data set")),
-    row("data.dataset_probs", "dataset_probs", "exact", "data.probabilities", m.probabilities("data"), refuses=numbers),
+    row("data.dataset_probs", "dataset_probs", "exact", "data.probabilities", m.probabilities("data"), refuses=shares_for("data.dataset")),
     row("data.dataset_split", "dataset_split", "exact", "data.split"),
-    row("data.max_samples", "max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x) if x < ALL_ROWS else None}),
-    row("data.multiturn", "multiturn", "exact", "data.train_on", lambda x, v: {}),
+    row("data.max_samples", "max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x)}),
+    row("data.multiturn", "multiturn", "exact", "data.train_on", _turns),
     row("data.input_key", "input_key", "exact", "data.prompt_column"),
     row("data.output_key", "output_key", "exact", "data.response_column", _responses),
     row("data.prompt_key", "prompt_key", "exact", "data.prompt_column", lambda x, v: {"data.prompt_column": x or ""}),
