@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,8 +11,10 @@ from rlhfless_ray.cli.passthrough import split_options
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
+    from rlhfless_ray.compat.openrlhf.command import LaunchCommand
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
     from rlhfless_ray.compat.openrlhf.outcomes import CommandTranslation
+    from rlhfless_ray.compat.openrlhf.translate import Translation
 
 
 def explain(ctx: typer.Context) -> None:
@@ -21,47 +23,69 @@ def explain(ctx: typer.Context) -> None:
     Prints its dialect, the slots that it needs, the recipe, and which flags are honoured, read as hints, without effect or
     refused. The command may be wrapped in `ray job submit … --`, `srun` or `bash -c`. It may also be a launch script, or
     flags alone. `rlhfless explain --flags [LAUNCHER]` lists every flag of a launcher (default: train_ppo_ray).
-    Exit code 0 if the command would run, 2 if not.
+    Of a script that starts several, the first is explained, and of the others whether they would run.
+    Exit code 0 if all of them would run, 2 if not.
     """
     chosen, argv = split_options(ctx.args, "--json", "--flags")
-    from rlhfless_ray.compat.openrlhf.command import find, is_submission
-    from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation, flags_of_launcher, flags_today
+    from rlhfless_ray.compat.openrlhf.command import MOLT, find_all, is_submission
+    from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher, flags_of_molt, flags_today
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
     from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
-    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
-    from rlhfless_ray.compat.openrlhf.resources import fit
     from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
-    from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 
+    known = (LAUNCHER, *TASKS, *LAUNCHERS, MOLT)
     if "--flags" in chosen:
         name = argv[0].rpartition(".")[2] if argv else LAUNCHER
-        if name not in (LAUNCHER, *TASKS, *LAUNCHERS):
-            raise UserError(f"explain --flags {name}: name one of {', '.join((LAUNCHER, *TASKS, *LAUNCHERS))}")
-        print(flags_today() if name == LAUNCHER else flags_of_launcher(name))
+        if name not in known:
+            raise UserError(f"explain --flags {name}: name one of {', '.join(known)}")
+        print(flags_today() if name == LAUNCHER else flags_of_molt() if name == MOLT else flags_of_launcher(name))
         return
-    launch = find(argv)
-    translation = translate_launch(launch)
+    first, *rest = find_all(argv)
+    translation = _translated(first)
+    others = [(launch.launcher, _why_not(launch)) for launch in rest if launch.launcher in known]
+    if isinstance(translation, LauncherTranslation):
+        text, data = _explain_other(translation)
+    else:
+        text, data = _explain_ppo(translation, here=not is_submission(argv))
+    if "--json" in chosen:
+        data["also_starts"] = [{"launcher": name, "runs": why is None, "problem": why} for name, why in others]
+        print(json.dumps(data, indent=2))
+    else:
+        print(text)
+        if data["problem"]:
+            print(f"does not run: {data['problem']}")
+        for name, why in others:
+            print(f"also starts {name}, which would {f'not run: {why}' if why else 'run'}")
+    if not data["runs"] or any(why for _, why in others):
+        raise typer.Exit(2)
+
+
+def _translated(launch: LaunchCommand) -> Translation | LauncherTranslation:
+    """Return the translation of a launch. Raises UserError for one that cannot be read."""
+    from rlhfless_ray.compat.openrlhf.command import check_covered
+    from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
+
+    check_covered(launch.launcher)
+    try:
+        translation = translate_launch(launch)
+    except UserError as error:
+        unknown = next((flag for flag in launch.flags if "$" in flag and flag in str(error)), None)
+        hint = f"; `{unknown}` is known only when the script runs, so put its value there to explain it" if unknown else ""
+        raise UserError(f"{error}{hint}") from None
     if translation is None:
         raise UserError(f"openrlhf.cli.{launch.launcher}: `explain` reads launchers that train; start this one with `rlhfless run`")
-    if isinstance(translation, LauncherTranslation):
-        _explain_other(translation, as_json="--json" in chosen)
-        return
-    fewer = "" if is_submission(argv) else fit(translation)  # a job runs on another machine
-    if fewer:
-        translation.notes.append(fewer)
-    translation.notes += width_note(translation)
-    wrong = _problem(translation)
-    if not translation.refused and wrong is None and not is_submission(argv):
-        wrong = too_large_here(translation)
-    if "--json" in chosen:
-        print(json.dumps({**as_data(translation), "problem": wrong, "runs": not translation.refused and wrong is None}, indent=2))
-    else:
-        print(explanation(translation))
-        if wrong:
-            print(f"does not run: {wrong}")
-    if translation.refused or wrong:
-        raise typer.Exit(2)
+    return translation
+
+
+def _why_not(launch: LaunchCommand) -> str | None:
+    """Return why a launch would not run, or None if it would."""
+    try:
+        translation = _translated(launch)
+    except UserError as error:
+        return str(error)
+    wrong = translation.refusal() or translation.problem()
+    return str(wrong) if wrong else None
 
 
 def _problem(translation: CommandTranslation) -> str | None:
@@ -70,17 +94,25 @@ def _problem(translation: CommandTranslation) -> str | None:
     return str(error) if error else None
 
 
-def _explain_other(translation: LauncherTranslation, as_json: bool) -> None:
-    """Explain a command of a launcher beside PPO's."""
+def _explain_ppo(translation: Translation, here: bool) -> tuple[str, dict[str, Any]]:
+    """Return text and data about a command of PPO's launcher. `here`: it runs on this machine, not as a job on another one."""
+    from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation
+    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
+    from rlhfless_ray.compat.openrlhf.resources import fit
+
+    if here and (fewer := fit(translation)):
+        translation.notes.append(fewer)
+    translation.notes += width_note(translation)
     wrong = _problem(translation)
+    if here and not translation.refused and wrong is None:
+        wrong = too_large_here(translation)
+    return explanation(translation), {**as_data(translation), "problem": wrong, "runs": not translation.refused and wrong is None}
+
+
+def _explain_other(translation: LauncherTranslation) -> tuple[str, dict[str, Any]]:
+    """Return text and data about a command of a launcher beside PPO's."""
+    wrong = _problem(translation)
+    outcomes = [{"flag": flag, "status": status, "why": why} for flag, status, why in translation.outcomes]
     runs = not translation.refused and wrong is None
-    if as_json:
-        outcomes = [{"flag": flag, "status": status, "why": why} for flag, status, why in translation.outcomes]
-        described = {"dialect": translation.version, "runs": runs, "flags": outcomes, "problem": wrong, "recipe": translation.tree}
-        print(json.dumps(described, indent=2))
-    else:
-        print(translation.explanation())
-        if wrong:
-            print(f"does not run: {wrong}")
-    if not runs:
-        raise typer.Exit(2)
+    data = {"dialect": translation.version, "runs": runs, "flags": outcomes, "problem": wrong, "recipe": translation.tree}
+    return translation.explanation(), data

@@ -81,14 +81,16 @@ def _check_address(options: list[str]) -> None:
 
 def _check_flags(argv: list[str]) -> None:
     """Raise UserError for a command line with which the job would end at once."""
-    from rlhfless_ray.compat.openrlhf.command import INSIDE, find
+    from rlhfless_ray.compat.openrlhf.command import INSIDE, check_covered, find_all
     from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 
     if not any(INSIDE.search(token) for token in argv):
         return  # the launcher is in a script
-    translation = translate_launch(find(argv))
-    if translation is not None and (refused := translation.refusal()):
-        raise refused
+    for launch in find_all(argv):
+        check_covered(launch.launcher)
+        translation = translate_launch(launch)
+        if translation is not None and (refused := translation.refusal()):
+            raise refused
 
 
 def _start(argv: list[str], environment: dict[str, str], *, dry: bool) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.command import OURS, find, package_root, replaced, submission
+from rlhfless_ray.compat.openrlhf.command import OURS, find, find_all, package_root, replaced, submission
 from rlhfless_ray.compat.openrlhf.flags import launchers
 from rlhfless_ray.compat.openrlhf.shell import simple_commands
 
@@ -110,11 +110,24 @@ def test_a_script_needs_no_suffix(tmp_path):
     assert find(["bash", str(tmp_path / "train")]).flags == FLAGS
 
 
-def test_a_starter_with_a_file() -> None:
+def test_a_starter_with_a_file():
     for command in ("deepspeed openrlhf/cli/train_sft.py --bf16", "torchrun --nproc_per_node=2 openrlhf/cli/train_sft.py --bf16"):
         ranks = ["--elastic.learner.ranks", "2"] if "=2" in command else []
         assert find(command.split()).flags == [*ranks, "--bf16"]
         assert replaced(command.split())[1:] == ["-m", "rlhfless_ray.cli.train_sft", *ranks, "--bf16"]
+
+
+def test_every_launch_of_a_script_is_found_once(tmp_path):
+    (tmp_path / "settings.sh").write_text("MODEL=/m\n")
+    (tmp_path / "run.sh").write_text(
+        f"source {tmp_path}/settings.sh\n. {tmp_path}/nowhere\n"
+        'go() { echo "python -m openrlhf.cli.$1 --x"; deepspeed --module openrlhf.cli.$1 --pretrain $MODEL; }\n'
+        "go train_sft; go train_sft; python -m openrlhf.cli.serve_rm &\n"
+        "python -m openrlhf.cli.train_ppo_ray --help\npython -m openrlhf.cli.train_ppo_ray --pretrain $MODEL\n"
+    )
+    found = find_all(["bash", str(tmp_path / "run.sh")])
+    assert [launch.launcher for launch in found] == ["train_ppo_ray", "train_sft", "serve_rm"]
+    assert [launch.flags for launch in found[:2]] == [["--pretrain", "/m"]] * 2
 
 
 def test_every_launcher_is_either_ours_or_said_not_to_be():

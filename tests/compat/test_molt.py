@@ -44,6 +44,11 @@ def test_every_flag_is_openrlhfs_or_has_a_meaning() -> None:
     assert all(new in known for new in RENAMED.values())
 
 
+def test_the_list_of_flags_has_all_of_them() -> None:
+    listed = command_here("explain", "--flags", "molt.cli.train_rl_ray").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == list(flags())
+
+
 def test_defaults_are_molts() -> None:
     found = translate_molt(LEAST, {})
     assert found.refusal() is None, str(found.refusal())

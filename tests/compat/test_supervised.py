@@ -287,6 +287,27 @@ def test_explain_shows_the_recipe(tmp_path: Path) -> None:
     assert command_here("explain", "--", "bash", str(script)).returncode == 2
 
 
+def test_explain_tells_of_every_launch_of_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "stages.sh"
+    line = f"python -m openrlhf.cli.train_{{}} {' '.join(LEAST)}"
+    script.write_text(f"{line.format('sft')} --output_key a\n{line.format('dpo')}\n{line.format('rm')} --load_in_4bit\n")
+    said = command_here("explain", "--", "bash", str(script))
+    assert said.returncode == 2 and "dialect     train_sft" in said.stdout
+    assert said.stdout.endswith(
+        "also starts train_dpo, which would run\n"
+        "also starts train_rm, which would not run: --load_in_4bit: 4-bit weights have no counterpart here yet\n"
+    )
+    found = json.loads(command_here("explain", "--json", "--", "bash", str(script)).stdout)["also_starts"]
+    assert [(one["launcher"], one["runs"]) for one in found] == [("train_dpo", True), ("train_rm", False)]
+
+
+def test_explain_says_which_text_only_the_script_knows(tmp_path: Path) -> None:
+    script = tmp_path / "rm.sh"
+    script.write_text(f"python -m openrlhf.cli.train_rm {' '.join(LEAST)} --learning_rate $(cat rate)\n")
+    said = command_here("explain", "--", "bash", str(script))
+    assert said.returncode == 2 and "`$(cat rate)` is known only when the script runs, so put its value there" in said.stderr
+
+
 @pytest.mark.parametrize("signal_number", [None, 15])
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("status", ["done", "stopped"])

@@ -41,22 +41,33 @@ class LaunchCommand:
 
 
 def find(argv: Sequence[str]) -> LaunchCommand:
-    """Find the launcher in a command, after `ray job submit … --` or `srun`, in `bash -c '…'`, or in a script that the command runs.
+    """Return the first of `find_all`. Raises UserError if there is no launcher, or one that is not covered."""
+    launch = find_all(argv)[0]
+    check_covered(launch.launcher)
+    return launch
 
-    Flags alone belong to the PPO launcher. Raises UserError if there is no launcher, or one that is not covered.
+
+def find_all(argv: Sequence[str]) -> list[LaunchCommand]:
+    """Find the launchers in a command, after `ray job submit … --` or `srun`, in `bash -c '…'`, or in a script that the command runs.
+
+    Of a script with several, PPO's comes first, and those that neither train nor generate come last. Flags alone belong to the PPO
+    launcher. Raises UserError if there is no launcher.
     """
     if argv and argv[0].startswith("--"):
-        return LaunchCommand(LAUNCHER, list(argv))
-    launch = _locate(list(argv))
-    if launch is None:
+        return [LaunchCommand(LAUNCHER, list(argv))]
+    launches = _locate(list(argv))
+    if not launches:
         scripts = [token for before, token in pairwise(["", *argv]) if _is_script(token, before)]
         if missing := [script for script in scripts if not Path(script).exists()]:
             raise UserError(f"{missing[0]}: no such file")
         raise UserError(
             f"`{' '.join(argv)[:80]}`: no launcher of OpenRLHF in it; give a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
         )
-    check_covered(launch.launcher)
-    return launch
+    return sorted(launches, key=_priority)
+
+
+def _priority(launch: LaunchCommand) -> int:
+    return 0 if launch.launcher == LAUNCHER else 1 if launch.launcher in (*TASKS, *LAUNCHERS, MOLT) else 2
 
 
 def _is_script(token: str, before: str) -> bool:
@@ -75,27 +86,30 @@ def check_covered(launcher: str) -> None:
     raise UserError(f"openrlhf.cli.{launcher}: OpenRLHF has no such launcher")
 
 
-def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> LaunchCommand | None:
+def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> list[LaunchCommand]:
     for index, token in enumerate(argv):
         before = argv[index - 1] if index else ""
         module = MODULE.fullmatch(token.removeprefix("-m")) if before in MODULE_FLAGS or token.startswith("-m") else None
         here = module or FILE.fullmatch(token)
         if here:
-            return LaunchCommand(here[1], [*_ranks(here[1], argv[:index]), *argv[index + 1 :]])
+            return [LaunchCommand(here[1], [*_ranks(here[1], argv[:index]), *argv[index + 1 :]])]
         if " " in token or "\n" in token:
             if INSIDE.search(token) and token[0] not in "$`":  # the commands of a substitution are read on their own
                 return _in_shell(token, environment, argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None)
         elif _is_script(token, before) and Path(token).is_file():
             return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"), environment, argv[index + 1 :])
-    return None
+    return []
 
 
-def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None) -> LaunchCommand | None:
-    commands = simple_commands(text, environment, arguments)
-    commands.sort(key=lambda command: command.words[0] in PRINTS)  # a script may print its command before it runs it
-    launches = [launch for words, handed in commands if (launch := _locate(words, handed))]
-    ours = [launch for launch in launches if launch.launcher == LAUNCHER and launch.flags[:1] not in (["--help"], ["-h"])]
-    return next(iter(ours or launches), None)
+def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None) -> list[LaunchCommand]:
+    """Return the different launches of a script. One that is only printed or asked for help counts if there is no other."""
+    launches: list[tuple[bool, LaunchCommand]] = []
+    for words, handed in simple_commands(text, environment, arguments):
+        for launch in _locate(words, handed):
+            is_run = words[0] not in PRINTS and launch.flags[:1] not in (["--help"], ["-h"])
+            if (is_run, launch) not in launches:
+                launches.append((is_run, launch))
+    return [launch for is_run, launch in launches if is_run] or [launch for _, launch in launches]
 
 
 # ---------------------------------------------------------------- running it

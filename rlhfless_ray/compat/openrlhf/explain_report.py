@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES
+from rlhfless_ray.compat.openrlhf import molt
+from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES, rule_of
 from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, history, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
 from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of as other_flags
@@ -167,6 +168,23 @@ def flags_of_launcher(launcher: str) -> str:
         if names:
             keys = ", ".join(rule.keys) if rule.kind == "exact" else rule.reading
             lines.append(f"{' '.join(names):<48}  {KINDS[rule.kind]:<27}  {keys}")
+    return "\n".join(lines)
+
+
+def flags_of_molt() -> str:
+    """List every flag of Molt's launcher with its class and what it sets."""
+    lines = []
+    for flag in molt.flags():
+        rule = rule_of().get(molt.RENAMED.get(flag, flag)[2:])
+        if flag in molt.REFUSES:
+            kind, what = KINDS["error"], molt.REFUSES[flag][1]
+        elif flag in molt.SETTING:
+            kind, what = KINDS["exact"], molt.SETTING[flag]
+        elif rule is not None and flag not in molt.HINTS and flag not in molt.IDLE:
+            kind, what = KINDS[rule.kind], ", ".join(rule.keys)
+        else:
+            kind, what = (KINDS["hint"], molt.HINTS[flag]) if flag in molt.HINTS else (KINDS["noop"], molt.IDLE[flag])
+        lines.append(f"{flag:<48}  {kind:<27}  {what}")
     return "\n".join(lines)
 
 

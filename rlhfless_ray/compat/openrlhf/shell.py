@@ -1,9 +1,10 @@
 """Read the commands of a launch script without running it.
 
 Bash itself, even without a PATH, would carry out redirections, builtins, and programs named by their path. This module evaluates
-the part of the grammar that launch scripts use: words, quotes, braces, variables, arrays, functions, `((…))`, `if`, `case` and loops.
-A variable without a value stays as written, and so does a substitution `$(…)` except of `echo` and `expr`. The commands inside
-a substitution are read too. Only the first iteration of a loop is read. If the result of a test is unknown, every branch is read.
+the part of the grammar that launch scripts use: words, quotes, braces, variables, arrays, functions, `((…))`, `if`, `case` and
+loops. A file that the script sources is read, if it exists here. A variable without a value stays as written, and so does a
+substitution `$(…)` except of `echo` and `expr`. The commands inside a substitution are read too. Only the first iteration of a loop
+is read. If the result of a test is unknown, every branch is read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from rlhfless_ray.compat.openrlhf.shell_flow import Flow, is_success
@@ -270,9 +272,13 @@ def _run_command(r: Reader, words: list[str], environment: dict[str, str]) -> No
     scope = r.scope
     if words[0] == "shift" and scope.arguments is not None:
         scope.arguments = scope.arguments[int(words[1]) if words[1:2] and words[1].isdigit() else 1 :]
-    elif words[0] == "eval" and scope.depth < MAX_CALL_DEPTH:
+    elif words[0] in ("eval", "source", ".") and words[1:] and scope.depth < MAX_CALL_DEPTH:
+        file = Path(words[1])
         scope.depth += 1
-        _read(" ".join(words[1:]), scope, r.commands)
+        if words[0] == "eval":
+            _read(" ".join(words[1:]), scope, r.commands)
+        elif file.is_file():  # as seen from here; `cd` is not followed
+            _read(file.read_text(encoding="utf-8", errors="replace"), scope, r.commands)
         scope.depth -= 1
     elif words[0] in scope.functions and scope.depth < MAX_CALL_DEPTH:
         scope.called.add(words[0])
