@@ -1,13 +1,14 @@
 """What drafting gains by batch and temperature. `python -m benchmarks.speculation [--only CASE …] [--rounds N] [--texts FILE]`.
 
 Engines of one policy, without drafts and with them, answer the same requests in turn, in one process on one core. Times are of the
-processor, so that other work does not count. `chain` is the quickstart's policy after its warm start: groups of 8 responses, other
-prompts in each round, and responses that repeat themselves. `random` has as many parameters and random weights: there is little to draft
-from but at temperature 0. `27M` says what `chain` says and computes as much as 27 M parameters (`common/widen.py`). It is drafted for
-from text, by `chain`'s own policy, and by a drafter of 1 M parameters that starts from random weights and has learned from 8 steps'
-responses. `texts` needs a JSONL file with the columns `question` and `answer`: a policy of 2 M parameters learns 32 of them until the loss
-is 0.3 nats a token, and is made to compute as much as 27 M. Its prompts return from round to round, as in epochs. The first rounds, in
-which drafts have nothing to go by, do not count. Cases that are left out keep their rows of the last run.
+processor, so that other work does not count. `chain` is the quickstart's policy after its warm start: groups of 8 responses, other prompts
+in each round, and responses that repeat themselves. `random` has as many parameters and random weights: there is little to draft from but
+at temperature 0. `27M` says what `chain` says and computes as much as 27 M parameters (`common/widen.py`). It is drafted for from text, by
+`chain`'s own policy, by a drafter of 1 M parameters that starts from random weights and has learned from 8 steps' responses, and by an
+EAGLE-3 head of 0.3 M that has learned from the policy's states in the same responses. `texts` needs a JSONL file with the columns
+`question` and `answer`: a policy of 2 M parameters learns 32 of them until the loss is 0.3 nats a token, and is made to compute as much as
+27 M. Its prompts return from round to round, as in epochs. The first rounds, in which drafts have nothing to go by, do not count. Cases
+that are left out keep their rows of the last run.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0,), "
 GROUP, WARM = 8, 2
 TOKENS = {"chain": 160, "random": 96, "27M": 160, "texts": 150, "494M": 32}
 LARGER = 512, 8  # hidden size and layers of 27 M parameters
-LEARNED_STEPS, STEP_PROMPTS = 8, 32  # of the quickstart, from whose responses the drafter of `27M` has learned
+LEARNED_STEPS, STEP_PROMPTS = 8, 32  # of the quickstart, from whose responses the drafters of `27M` have learned
+HEAD_LAYERS, HEAD_PASSES = (1, 2, 8), 6  # the widened policy computes in its first two layers
 DRAFTER_HIDDEN, DRAFTER_LAYERS = 192, 2
 
 
 def kinds_of(case: str) -> dict[str, str]:
     """Return the case's engines: name → `rollout.speculation`."""
     if case == "27M":
-        return {"off": "off", "text": "auto", "own": "auto", "trained": "auto"}
+        return {"off": "off", "text": "auto", "own": "auto", "trained": "auto", "head": "auto"}
     return {kind: kind for kind in ("off", "on", "auto")}
 
 
@@ -121,25 +123,34 @@ def answer(engine: Any, requests: list[Any]) -> tuple[dict[int, list[int]], floa
     return tokens, time.process_time() - begin
 
 
-def trained(folder: Path, scratch: Path) -> dict[str, np.ndarray]:
-    """Return the drafter's weights after it has learned from responses of `chain`, as a run trains it."""
-    from rlhfless_ray.rollout.drafter_trainer import DrafterSettings, DrafterTrainer, SampledSequence
-    from rlhfless_ray.rollout.trained_drafter import PASSES
+def responses_of(policy: Files, scratch: Path) -> list[list[tuple[tuple[int, ...], list[int]]]]:
+    """Return (prompt, response) pairs of `chain`, by step."""
     from rlhfless_ray.types import Request
 
-    policy = files_of("chain", scratch)
-    source, trainer = engine("chain", "source", "off", policy, scratch), DrafterTrainer(folder, DrafterSettings(2e-3, 1.0))
+    source, steps = engine("chain", "source", "off", policy, scratch), []
     for step in range(LEARNED_STEPS):
-        said, prompts = [], prompts_of("chain", policy, STEP_PROMPTS, 10_000 + step)
+        steps.append([])
+        prompts = prompts_of("chain", policy, STEP_PROMPTS, 10_000 + step)
         for part in range(0, STEP_PROMPTS * GROUP, 64):
             keys = range(part, part + 64)
             found, _ = answer(
                 source, [Request(key, prompts[key // GROUP], 10**6 + 1000 * step + key, TOKENS["chain"], 1.0) for key in keys]
             )
-            for key, tokens in found.items():
-                prompt = prompts[key // GROUP]
-                logprobs = np.concatenate([np.full(len(prompt), np.nan, np.float32), np.zeros(len(tokens), np.float32)])
-                said.append(SampledSequence(np.array([*prompt, *tokens], np.int32), logprobs))
+            steps[-1] += [(prompts[key // GROUP], tokens) for key, tokens in found.items()]
+    return steps
+
+
+def trained(folder: Path, steps: list[list[tuple[tuple[int, ...], list[int]]]]) -> dict[str, np.ndarray]:
+    """Return the drafter's weights after it has learned from responses, as a run trains it."""
+    from rlhfless_ray.rollout.drafter_trainer import DrafterSettings, DrafterTrainer, SampledSequence
+    from rlhfless_ray.rollout.trained_drafter import PASSES
+
+    trainer = DrafterTrainer(folder, DrafterSettings(2e-3, 1.0))
+    for pairs in steps:
+        said = []
+        for prompt, tokens in pairs:
+            logprobs = np.concatenate([np.full(len(prompt), np.nan, np.float32), np.zeros(len(tokens), np.float32)])
+            said.append(SampledSequence(np.array([*prompt, *tokens], np.int32), logprobs))
         trainer.add(said)
         trainer.train(PASSES * sum(int(np.isfinite(one.logprobs).sum()) for one in said), lambda seconds: True)
     return trainer.weights()
@@ -151,6 +162,7 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
     from benchmarks.common.widen import widened
     from rlhfless_ray.rollout.control_queue import DraftNews
     from rlhfless_ray.types import Request
+    from rlhfless_ray.weights.model_folder import write_folder
 
     rows, kinds, drafters = [], kinds_of(case), drafters_of(case, scratch)
     pool: list[tuple[int, ...]] = []
@@ -161,7 +173,16 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
         files = widened(small, *LARGER)
     else:
         files = files_of(case, scratch)
-    weights = trained(drafters["trained"], scratch) if "trained" in drafters else None
+    weights = None
+    if drafters:
+        from benchmarks.common.train_head import train_head
+
+        steps = responses_of(files_of("chain", scratch), scratch)
+        weights = trained(drafters["trained"], steps)
+        sequences = [[*prompt, *tokens] for pairs in steps for prompt, tokens in pairs]
+        drafters["head"] = write_folder(
+            scratch / "head", train_head(write_folder(scratch / "27M", files), HEAD_LAYERS, sequences, HEAD_PASSES)
+        )
     engines = {name: engine(case, name, kind, files, scratch, drafters.get(name)) for name, kind in kinds.items()}
     if weights is not None:
         engines["trained"].update_drafts(DraftNews({}, (), weights))
@@ -237,6 +258,8 @@ def main() -> None:
     targets = [Target("auto over off, anywhere", min(row["over_off"][name] for row, name in decided), least=0.98, unit="×")]
     if drafted := [row["over_off"]["trained"] for row in rows if row["case"] == "27M" and row["batch"] <= 4]:
         targets.append(Target("a trained drafter over off, 27 M, at most 4 responses", min(drafted), least=1.5, unit="×"))
+    if drafted := [row["over_off"]["head"] for row in rows if "head" in row["over_off"] and row["batch"] <= 4]:
+        targets.append(Target("an EAGLE-3 head over off, 27 M, at most 4 responses", min(drafted), least=1.5, unit="×"))
     for case in ("chain", "texts"):
         if small := [row["over_off"]["auto"] for row in few if row["case"] == case]:
             targets.append(Target(f"auto over off, {case}, at most 4 responses and temperature 0.5", min(small), least=1.8, unit="×"))

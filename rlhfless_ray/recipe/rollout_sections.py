@@ -104,8 +104,9 @@ class RolloutConfig(Section):
     in bfloat16 rounding may decide near-ties differently. `auto`: each engine step drafts the tokens that are expected to save time.
     `on`: all drafts from text are verified. An engine keeps 400,000 tokens of responses for it, which take about 120 MB."""
     drafter: str = ""
-    """Folder (or Hugging Face hub name) of a small causal language model with the policy's tokenizer. Each engine loads it, and drafts
-    with it if drafts from text have few expected tokens. It draws with the same random numbers as the policy. Needs `speculation`."""
+    """Folder (or Hugging Face hub name) of a small causal language model with the policy's tokenizer, or of an EAGLE-3 head for the policy.
+    Each engine loads it, and drafts with it if drafts from text have few expected tokens. It draws with the same random numbers as the
+    policy. Needs `speculation`."""
     drafter_train: Annotated[Literal["on", "off"], OffIsAWord] = "off"
     """Train the drafter on the responses, on slots that engines have left at the end of a rollout. Without `drafter` it starts as a
     small model with random weights. Needs `speculation`, `functions.elastic` and a `max_lag_steps` of 0."""

@@ -5,6 +5,7 @@ Imported by engines with `rollout.speculation` only.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,16 @@ import numpy as np
 
 from placement.drafting import MODEL_SEQUENCES, MOST_TOKENS, Attempts, Draft, Learned, choose_lengths
 from rlhfless_ray.common.errors import one_line_with_type
+from rlhfless_ray.rollout.head_config import is_head
 from rlhfless_ray.rollout.text_drafts import TextSource
 from rlhfless_ray.types import EngineStep
 
 if TYPE_CHECKING:
+    import torch
+
     from rlhfless_ray.rollout.control_queue import DraftNews
-    from rlhfless_ray.rollout.model_drafts import Ask, ModelSource
+    from rlhfless_ray.rollout.head_drafts import HeadSource
+    from rlhfless_ray.rollout.model_drafts import Ask, DraftSource
 
 ALL = 1 << 30  # sequences
 MODEL = "model"  # name of the drafter among the sequences that rest; those have numbers
@@ -53,7 +58,7 @@ class Drafter:
         self.runner: Any = None
 
     def attach(self, runner: Any, always: bool, model: Path | None = None) -> None:
-        """Start drafting. `always`: verify all drafts in each step. `model`: folder of a model that drafts too."""
+        """Start drafting. `always`: verify all drafts in each step. `model`: folder of a model, or of a head, that drafts too."""
         self.runner, self.always = runner, always
         # vLLM would verify zeros for all sequences when one is near the end of the context. `propose` limits drafts to the end itself.
         runner.effective_drafter_max_model_len = self.most_tokens + MOST_TOKENS + 1
@@ -68,15 +73,39 @@ class Drafter:
         self.draft_s = 0.0  # seconds that the step spent on drafts
         self.running = self.context_tokens = 0  # of the last step
 
-    def _load(self, folder: Path) -> ModelSource | None:
+    def _load(self, folder: Path) -> DraftSource | None:
         from rlhfless_ray.rollout.model_drafts import ModelSource
 
+        longest = self.most_tokens + MOST_TOKENS + 1
         try:
-            vocabulary, longest = self.runner.model_config.get_vocab_size(), self.most_tokens + MOST_TOKENS + 1
-            return ModelSource(folder, vocabulary, longest, self.runner.device)
+            if is_head(json.loads((folder / "config.json").read_bytes())):
+                return self._load_head(folder, longest)
+            return ModelSource(folder, self.runner.model_config.get_vocab_size(), longest, self.runner.device)
         except Exception as error:  # loading may raise many types
             self._drop_model(error)
             return None
+
+    def _load_head(self, folder: Path, longest: int) -> HeadSource:
+        """Load a head, and show it the policy's hidden states from now on. See `states_worker`."""
+        from rlhfless_ray.rollout.head_drafts import HeadSource
+
+        runner = self.runner
+        head = HeadSource(folder, longest, runner.dtype, runner.device, runner.get_model().embed_input_ids)
+        forward = runner._model_forward
+
+        def observed(**inputs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            hidden, states = forward(**inputs)
+            if self.model is head:
+                batch = runner.input_batch
+                keys = [runner.requests[name].sampling_params.extra_args["key"] for name in batch.req_ids]
+                try:
+                    head.observe(keys, batch.num_computed_tokens_cpu[: len(keys)], runner.query_start_loc.np[: len(keys) + 1], states)
+                except Exception as error:
+                    self._drop_model(error)
+            return hidden, states
+
+        runner._model_forward = observed
+        return head
 
     def _drop_model(self, error: Exception) -> None:
         """Continue without the drafter model, whose failures must not end a run."""
@@ -190,12 +219,12 @@ class Drafter:
         max_drafted = max(min(MOST_TOKENS, left, self.most_tokens - len(tokens) - 1), 0)
         return _Sequence(batch.req_ids[row], key, int(batch.num_prompt_tokens[row]), tokens, max_drafted)
 
-    def _draft_by_model(self, model: ModelSource, due: Sequence[_Sequence], drafts: list[Draft], running: int, context_tokens: int) -> None:
+    def _draft_by_model(self, model: DraftSource, due: Sequence[_Sequence], drafts: list[Draft], running: int, context_tokens: int) -> None:
         """Replace drafts from text by the model's where those have more expected tokens."""
         acceptance, times = self.learned.acceptance, self.learned.times
         promised = acceptance.survival(drafts).sum(1)
         least = np.argsort(promised)[:MODEL_SEQUENCES].tolist()
-        places = [i for i in least if due[i].most and model.fits(due[i].tokens, due[i].most) and promised[i] < ENOUGH_PROMISED]
+        places = [i for i in least if due[i].most and model.fits(due[i].key, due[i].tokens, due[i].most) and promised[i] < ENOUGH_PROMISED]
         if not places:
             return
         step_s = times.step_s(running, context_tokens)

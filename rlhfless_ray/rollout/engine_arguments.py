@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.rollout.head_config import is_head, layers_read
 from rlhfless_ray.weights.model_folder import content_addressed_folder, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from vllm import EngineArgs
 
 
-def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | None, load_format: str) -> EngineArgs:
-    """Return vLLM's arguments for these settings. `pages`: None if the engine exchanges no KV pages with others."""
+def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | None, load_format: str, drafter: Path | None) -> EngineArgs:
+    """Return vLLM's arguments for these settings.
+
+    `pages`: None if the engine exchanges no KV pages with others. `drafter`: folder of a model that drafts.
+    """
     from vllm import EngineArgs
 
     on_cpu, width = settings.device == "cpu", settings.tensor_parallel
@@ -44,6 +48,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | 
         speculative_config=_speculative_config(settings.speculation),
         kv_transfer_config=_transfer_config(pages),
         quantization=_quantization_method(settings.quantization),
+        **_states_arguments(drafter),
         **memory,
         **_adapter_arguments(settings),
     )
@@ -89,6 +94,17 @@ def _speculative_config(kind: str) -> dict[str, Any] | None:
     from rlhfless_ray.rollout.drafts import MOST_TOKENS, Drafter
 
     return {"method": "custom_class", "model": f"{Drafter.__module__}.{Drafter.__qualname__}", "num_speculative_tokens": MOST_TOKENS}
+
+
+def _states_arguments(drafter: Path | None) -> dict[str, Any]:
+    """Return the arguments with which a policy returns the hidden states that a head reads."""
+    config = json.loads((drafter / "config.json").read_bytes()) if drafter is not None else {}
+    if not is_head(config):
+        return {}
+    from rlhfless_ray.rollout.states_worker import LAYERS, StatesWorker
+
+    name = f"{StatesWorker.__module__}.{StatesWorker.__qualname__}"
+    return {"worker_cls": name, "additional_config": {LAYERS: layers_read(config)}}
 
 
 def engine_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path:

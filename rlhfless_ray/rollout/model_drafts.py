@@ -6,6 +6,7 @@ temperature. Only engines with `rollout.drafter` import this module.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from placement.drafting import MODEL_SEQUENCES, SOURCES, Draft
 from rlhfless_ray.rollout.keyed_sampler import draw_in_chunks
+
+LEAST_CACHED = 256  # tokens of a sequence for which the cache has room at first
 
 
 @dataclass(frozen=True)
@@ -32,29 +35,39 @@ class Ask:
     top_p: float
 
 
-class ModelSource:
-    def __init__(self, folder: Path, vocabulary: int, longest_tokens: int, device: torch.device) -> None:
-        """`vocabulary`: the policy's, to which drafts are limited. `longest_tokens`: tokens of the longest sequence with its draft."""
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
-        self.model, self.device = model.eval().to(device), device
-        self.vocabulary = vocabulary
-        longest_tokens = min(longest_tokens, getattr(self.model.config, "max_position_embeddings", None) or longest_tokens)
-        self.cache = _SlotCache(longest_tokens)
+class DraftSource(ABC):
+    """A drafter with a cache of keys and values for up to `MODEL_SEQUENCES` sequences."""
+
+    def __init__(self, module: torch.nn.Module, longest_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`longest_tokens`: tokens of the longest sequence with its draft."""
+        self.module, self.longest_tokens, self.dtype, self.device = module, longest_tokens, dtype, device
+        self.cache = _SlotCache()
         self.slots: dict[int, int] = {}  # cache row of each sequence
-        self.cached = np.zeros((MODEL_SEQUENCES, longest_tokens), np.int64)  # tokens whose keys and values the cache has
-        self.sizes = np.zeros(MODEL_SEQUENCES, int)  # number of these tokens
+        self.sizes = np.zeros(MODEL_SEQUENCES, int)  # entries of each row
+
+    @abstractmethod
+    def fits(self, name: int, tokens: np.ndarray, most: int) -> bool:
+        """Return whether up to `most` tokens can be drafted for a sequence."""
+
+    @abstractmethod
+    def _unread(self, slot: int, ask: Ask) -> np.ndarray:
+        """Return the tokens of a sequence for which the cache has no entries yet, at least one. Sets `sizes[slot]`."""
+
+    @abstractmethod
+    def _compute(self, tokens: torch.Tensor, mask: torch.Tensor, entries: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Return the logits (sequences, vocabulary) after the last new token of each sequence.
+
+        tokens: (sequences, width), padded. mask: (sequences, 1, width, entries), added to the scores of attention. entries: (sequences,
+        width), the tokens' places in the cache. last: (sequences,) columns of the last tokens.
+        """
 
     @torch.inference_mode()
     def load(self, weights: dict[str, np.ndarray]) -> None:
         """Replace the weights. Keys and values of the old ones are dropped."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.module.named_parameters():
             parameter.copy_(torch.from_numpy(weights[name]))
         self.slots.clear()
         self.sizes[:] = 0
-
-    def fits(self, tokens: np.ndarray, most: int) -> bool:
-        """Return whether the model can read a sequence with its draft."""
-        return len(tokens) + most <= self.cache.longest
 
     def forget_all_but(self, names: Sequence[int]) -> None:
         for name in self.slots.keys() - set(names):
@@ -66,17 +79,8 @@ class ModelSource:
 
         `goes_on`: returns whether a further token is worth its pass, given the drafts so far.
         """
-        free = sorted(set(range(MODEL_SEQUENCES)) - set(self.slots.values()))
-        known = {ask.name for ask in asks}
-        for name in [name for name in self.slots if name not in known]:
-            free.append(self.slots[name])
-        for ask in asks:
-            if ask.name not in self.slots:
-                slot = free.pop(0)
-                self.slots = {name: used for name, used in self.slots.items() if used != slot} | {ask.name: slot}
-                self.sizes[slot] = 0
-        slots = np.array([self.slots[ask.name] for ask in asks])
-        new = [ask.tokens[self._shared(slot, ask.tokens) :] for slot, ask in zip(slots, asks, strict=True)]
+        slots = self._slots_of(asks)
+        new = [self._unread(slot, ask) for slot, ask in zip(slots.tolist(), asks, strict=True)]
         drafts = [Draft([], [], 0, SOURCES.index("model")) for _ in asks]
         temperature, top_p = self._tensor([ask.temperature for ask in asks], torch.float32), None
         if any(ask.top_p < 1 for ask in asks):
@@ -94,59 +98,95 @@ class ModelSource:
                 break
         return drafts
 
+    def _slots_of(self, asks: Sequence[Ask]) -> np.ndarray:
+        free = sorted(set(range(MODEL_SEQUENCES)) - set(self.slots.values()))
+        known = {ask.name for ask in asks}
+        for name in [name for name in self.slots if name not in known]:
+            free.append(self.slots[name])
+        for ask in asks:
+            if ask.name not in self.slots:
+                slot = free.pop(0)
+                self.slots = {name: used for name, used in self.slots.items() if used != slot} | {ask.name: slot}
+                self.sizes[slot] = 0
+        return np.array([self.slots[ask.name] for ask in asks])
+
     def _tensor(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype, device=self.device)
-
-    def _shared(self, slot: int, tokens: np.ndarray) -> int:
-        """Return how many of the first tokens the cache has. The last one is computed in any case, for its logits."""
-        size = min(int(self.sizes[slot]), len(tokens) - 1)
-        other = np.flatnonzero(self.cached[slot, :size] != tokens[:size])
-        self.sizes[slot] = int(other[0]) if len(other) else size
-        return int(self.sizes[slot])
 
     def _forward(self, slots: np.ndarray, new: Sequence[np.ndarray]) -> torch.Tensor:
         """Compute new tokens of each sequence, and return the logits (sequences, vocabulary) after the last ones."""
         counts = np.array([len(tokens) for tokens in new])
         padded = np.zeros((len(new), counts.max()), np.int64)
-        begins = self.sizes[slots]
-        for row, (slot, tokens) in enumerate(zip(slots, new, strict=True)):
+        for row, tokens in enumerate(new):
             padded[row, : len(tokens)] = tokens
-            self.cached[slot, begins[row] : begins[row] + len(tokens)] = tokens
+        begins = self.sizes[slots]
         self.sizes[slots] += counts
         # Padding is written behind a sequence's end, where nothing attends to it before it is overwritten.
-        positions = np.minimum(begins[:, None] + np.arange(padded.shape[1]), self.cache.longest - 1)
-        width = int(positions.max()) + 1
-        hidden, least = self._tensor(np.arange(width) > positions[:, :, None])[:, None], torch.finfo(self.model.dtype).min
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(hidden, least)
-        at = self._tensor(positions)
+        entries = np.minimum(begins[:, None] + np.arange(padded.shape[1]), self.longest_tokens - 1)
+        width = int(entries.max()) + 1
+        hidden, least = self._tensor(np.arange(width) > entries[:, :, None])[:, None], torch.finfo(self.dtype).min
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, least)
+        at = self._tensor(entries)
         self.cache.place(self._tensor(slots), at, width)
-        logits = self.model(self._tensor(padded), attention_mask=mask, position_ids=at, past_key_values=self.cache, use_cache=True).logits
-        return logits[torch.arange(len(new)), self._tensor(counts - 1), : self.vocabulary].float()
+        return self._compute(self._tensor(padded), mask, at, self._tensor(counts - 1))
+
+
+class ModelSource(DraftSource):
+    """Drafts from a whole causal language model."""
+
+    def __init__(self, folder: Path, vocabulary: int, longest_tokens: int, device: torch.device) -> None:
+        """`vocabulary`: the policy's, to which drafts are limited."""
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa")
+        longest_tokens = min(longest_tokens, getattr(model.config, "max_position_embeddings", None) or longest_tokens)
+        super().__init__(model.eval().to(device), longest_tokens, model.dtype, device)
+        self.vocabulary = vocabulary
+        self.cached = np.zeros((MODEL_SEQUENCES, longest_tokens), np.int64)  # tokens whose keys and values the cache has
+
+    def fits(self, name: int, tokens: np.ndarray, most: int) -> bool:
+        return len(tokens) + most <= self.longest_tokens
+
+    def _unread(self, slot: int, ask: Ask) -> np.ndarray:
+        size = min(int(self.sizes[slot]), len(ask.tokens) - 1)  # the last one is computed in any case, for its logits
+        other = np.flatnonzero(self.cached[slot, :size] != ask.tokens[:size])
+        self.sizes[slot] = int(other[0]) if len(other) else size
+        return ask.tokens[self.sizes[slot] :]
+
+    def _forward(self, slots: np.ndarray, new: Sequence[np.ndarray]) -> torch.Tensor:
+        for slot, tokens in zip(slots.tolist(), new, strict=True):
+            self.cached[slot, self.sizes[slot] : self.sizes[slot] + len(tokens)] = tokens
+        return super()._forward(slots, new)
+
+    def _compute(self, tokens: torch.Tensor, mask: torch.Tensor, entries: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        logits = self.module(tokens, attention_mask=mask, position_ids=entries, past_key_values=self.cache, use_cache=True).logits
+        return logits[torch.arange(len(tokens)), last, : self.vocabulary].float()
 
 
 class _SlotCache(DynamicCache):  # type: ignore[misc]
-    """Keys and values of sequences of different lengths: a row for each slot, written at any positions."""
+    """Keys and values of sequences of different lengths: a row for each slot, written at any entries. Rows grow with the longest one."""
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.longest = longest
         self.states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
 
-    def place(self, slots: torch.Tensor, positions: torch.Tensor, width: int) -> None:
-        """Set the slots and positions of the next pass. `width`: number of positions that it attends to."""
-        self.at, self.positions, self.width = slots, positions, width
+    def place(self, slots: torch.Tensor, entries: torch.Tensor, width: int) -> None:
+        """Set the slots and entries of the next pass. `width`: number of entries that it attends to."""
+        self.at, self.entries, self.width = slots, entries, width
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        if layer_idx not in self.states:
-            self.states[layer_idx] = (self._empty(key_states), self._empty(value_states))
-        attended = []
-        for kept, states in zip(self.states[layer_idx], (key_states, value_states), strict=True):
-            kept[self.at[:, None], :, self.positions] = states.transpose(1, 2)
+        both, attended = (key_states, value_states), []
+        if layer_idx not in self.states or self.states[layer_idx][0].shape[2] < self.width:
+            self.states[layer_idx] = self._grown(layer_idx, both)
+        for kept, states in zip(self.states[layer_idx], both, strict=True):
+            kept[self.at[:, None], :, self.entries] = states.transpose(1, 2)
             attended.append(kept[self.at, :, : self.width])
         return tuple(attended)
 
-    def _empty(self, states: torch.Tensor) -> torch.Tensor:
-        return states.new_zeros(MODEL_SEQUENCES, states.shape[1], self.longest, states.shape[3])
+    def _grown(self, layer: int, new: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        room = max(LEAST_CACHED, 1 << (self.width - 1).bit_length())
+        grown = tuple(states.new_zeros(MODEL_SEQUENCES, states.shape[1], room, states.shape[3]) for states in new)
+        for to, kept in zip(grown, self.states.get(layer, ()), strict=False):
+            to[:, :, : kept.shape[2]] = kept
+        return grown[0], grown[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.width

@@ -7,9 +7,10 @@ from typing import Any
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.head_config import EMBEDDINGS, NEEDED, is_head, plain_name, refusal
 from rlhfless_ray.weights.load_policy import load_tokenizer, model_folder
-from rlhfless_ray.weights.model_folder import config_of, read_folder, split_files
-from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.model_folder import check_tokenizer, config_of, read_folder, split_files, stored_weights
+from rlhfless_ray.weights.tensor_file import Files, save_tensors
 
 KEY = "rollout.drafter"
 
@@ -33,13 +34,18 @@ def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None
 def read_drafter(recipe: Recipe, tokenizer: Any, policy: Files) -> Files | None:
     """Return the files of `rollout.drafter`, of a small random model for `train`, or None without a drafter.
 
-    `policy`: the policy's files. Raises UserError if the drafter is not a model, or has other tokens than the policy.
+    `policy`: the policy's files. Raises UserError if the drafter is neither a model with the policy's tokens nor a head for this policy.
     """
     rollout = recipe.rollout
     if not rollout.drafter:
         return _random_drafter(recipe, config_of(policy)) if rollout.drafter_train == "on" else None
-    files = read_folder(model_folder(rollout.drafter, KEY), KEY)
-    config, words = config_of(files), tokenizer.get_vocab()
+    folder = model_folder(rollout.drafter, KEY)
+    files = read_folder(folder, KEY, needs_tokenizer=False)
+    config = config_of(files)
+    if is_head(config):
+        return _checked_head(recipe, files, policy)
+    check_tokenizer(files, folder, KEY)
+    words = tokenizer.get_vocab()
     if why := unsupported(config):
         raise UserError(f"{KEY}: a drafter needs full attention in each layer, but {why}; name another model, or leave it out")
     if load_tokenizer(files, recipe.policy.trust_remote_code, KEY).get_vocab() != words:
@@ -50,6 +56,21 @@ def read_drafter(recipe: Recipe, tokenizer: Any, policy: Files) -> Files | None:
     if size < tokens:
         raise UserError(f"{KEY}: its vocab_size {size} does not cover the tokenizer's {tokens} tokens; name a model that has them all")
     return files
+
+
+def _checked_head(recipe: Recipe, head: Files, policy: Files) -> Files:
+    """Return the files of a head, with the policy's embeddings if engines have several members, each of which has a part of them."""
+    if why := refusal(config_of(head), config_of(policy)):
+        raise UserError(f"{KEY}: {why}")
+    if recipe.rollout.drafter_train == "on":
+        raise UserError("rollout.drafter_train: an EAGLE head learns from hidden states, which engines do not send; set it to off")
+    names = {plain_name(name) for name, _ in stored_weights(head)}
+    if missing := [name for name in NEEDED if name not in names]:
+        raise UserError(f"{KEY}: the head has no {missing[0]}, so it is no EAGLE-3 head with a Llama layer")
+    if recipe.rollout.tensor_parallel == 1 or EMBEDDINGS in names:
+        return head
+    embeddings = next(tensor for name, tensor in stored_weights(policy) if name.endswith(EMBEDDINGS))
+    return {**head, "embeddings.safetensors": save_tensors({EMBEDDINGS: embeddings}, {"format": "pt"})}
 
 
 def random_drafter_config(recipe: Recipe, policy: dict[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class VllmEngine:
         self.stop_token_ids = read_stop_tokens(folder)
         self.max_model_len = settings.max_model_len
         with self._naming(architectures, "build"):
-            self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format))
+            self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format, drafter))
         core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         self.core = core
         self.sampler = install_sampler(core.model_executor.driver_worker)

@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def read_folder(path: Path, setting: str = "policy.path") -> Files:
+def read_folder(path: Path, setting: str = "policy.path", needs_tokenizer: bool = True) -> Files:
     """Read {file name: content}.
 
     Raises UserError if the folder has no config, safetensors weights or tokenizer, or its config.json is no JSON object. `setting`: the
@@ -38,8 +38,8 @@ def read_folder(path: Path, setting: str = "policy.path") -> Files:
     files = {file.name: file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in KEPT_SUFFIXES}
     if "config.json" not in files:
         raise UserError(f"{setting}: {path} has no config.json, so it is not a Hugging Face model folder")
-    if not {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"} & files.keys():
-        raise UserError(f"{setting}: {path} has no tokenizer (tokenizer.json); save one with tokenizer.save_pretrained")
+    if needs_tokenizer:
+        check_tokenizer(files, path, setting)
     if not any(name.endswith(WEIGHTS) for name in files):
         raise UserError(f"{setting}: {path} has no *.safetensors weights; save them with model.save_pretrained")
     contents = {name: read_content(file) for name, file in files.items()}
@@ -50,6 +50,12 @@ def read_folder(path: Path, setting: str = "policy.path") -> Files:
     if not isinstance(config, dict):
         raise UserError(f"{setting}: its config.json is not a JSON object, so it names no model_type")
     return contents
+
+
+def check_tokenizer(names: Iterable[str], path: Path, setting: str) -> None:
+    """Raise UserError if there is no tokenizer among the files of a model folder."""
+    if {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"}.isdisjoint(names):
+        raise UserError(f"{setting}: {path} has no tokenizer (tokenizer.json); save one with tokenizer.save_pretrained")
 
 
 def read_files(folder: Path) -> Files:

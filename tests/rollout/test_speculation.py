@@ -27,9 +27,12 @@ class Words:
 
 @pytest.fixture(scope="module")
 def engines(new_engine: Callable[..., Any]) -> dict[str, Any]:
+    from tiny_head import tiny_head  # imports vLLM, which an engine's test does first
+
     made = {kind: new_engine(FILES["A"], speculation=kind) for kind in ("off", "on", "auto")}
     # one drafter is the policy itself, the other has other weights
     made["twin"], made["model"] = (new_engine(FILES["A"], FILES[name], speculation="on") for name in "AB")
+    made["head"] = new_engine(FILES["A"], tiny_head(FILES["A"]["config.json"], draft_vocabulary=40), speculation="on")
     version = next(VERSIONS)
     for engine in made.values():
         engine.load(version, weights_of(FILES["A"]))
@@ -37,7 +40,7 @@ def engines(new_engine: Callable[..., Any]) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("kind", ["on", "auto", "model"])
+@pytest.mark.parametrize("kind", ["on", "auto", "model", "head"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_drafts_change_nothing_but_the_number_of_steps(engines: dict[str, Any], kind: str, temperature: float) -> None:
     """Asked twice: the second time the source knows what the first responses said, which other seeds repeat in part only."""
@@ -72,7 +75,7 @@ def test_a_drafter_that_is_trained_drafts_with_its_new_weights(engines: dict[str
     """Its keys and values of the old ones are dropped. Weights that do not fit cost the drafter and no token."""
     asked, drafter = requests(8, temperature=0.7, seed=6), engines["model"].drafter
     weights, model = weights_of(FILES["A"]), drafter.model
-    before = {name: parameter.detach().numpy().copy() for name, parameter in model.model.named_parameters()}
+    before = {name: parameter.detach().numpy().copy() for name, parameter in model.module.named_parameters()}
     try:
         engines["model"].take_steps()
         assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
@@ -128,7 +131,7 @@ def test_cut_and_told_responses_say_the_same(engines: dict[str, Any], seed: int,
     for one in asked:
         said = tuple(wanted[one.key].token_ids.tolist())
         rest.append(replace(one, generated=said[: int(rng.integers(0, len(said)))]))
-    for kind in ("model", "auto"):
+    for kind in ("model", "head", "auto"):
         engines[kind].update_drafts(
             DraftNews({}, tuple((seed * 10 + key, one.token_ids[: rng.integers(1, 24)]) for key, one in wanted.items()))
         )
