@@ -20,6 +20,7 @@ from test_adapter_engine import SERVED, Trained
 
 from rlhfless_ray.rollout.engine_members import started
 from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.rollout.prepare_vllm import prepare
 from rlhfless_ray.rollout.vllm_engine import VllmEngine
 from rlhfless_ray.weights.model_folder import without_weights, write_folder
 
@@ -40,7 +41,12 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {}, "int8": {"quantization": "int8"
 def main(file: Path, kind: str) -> None:
     settings = replace(SETTINGS, **KINDS[kind])
     with tempfile.TemporaryDirectory() as folder:
-        engine = VllmEngine(write_folder(Path(folder), without_weights(FILES["A"])), settings)
+        prepare()  # before `tiny_head` imports torch
+        from tiny_head import tiny_head
+
+        # of several members, so the head cannot use the policy's embeddings
+        drafter = write_folder(Path(folder, "head"), tiny_head(FILES["A"]["config.json"], embeddings=True)) if kind == "plain" else None
+        engine = VllmEngine(write_folder(Path(folder, "policy"), without_weights(FILES["A"])), settings, drafter=drafter)
     found = {}
     for name in "AB":
         if kind == "adapter":
@@ -50,13 +56,13 @@ def main(file: Path, kind: str) -> None:
         found[name] = answer(engine, requests())
         engine.park()
         engine.unpark()
-    differing = {}
+    drafted, differing = sum(step.by_model[0] for step in engine.take_steps()), {}
     if kind == "plain":
         engine.load(next(VERSIONS), weights_of(FILES["B"]))
     for name in "BA" if kind == "plain" else "":
         with tempfile.TemporaryDirectory() as folder:
             differing[name] = engine.differing(write_folder(Path(folder), FILES[name]), SETTINGS, weights_of(FILES[name]))
-    file.write_bytes(pickle.dumps(([member.process.pid for member in started], found, differing)))
+    file.write_bytes(pickle.dumps(([member.process.pid for member in started], found, differing, drafted)))
     threading.Timer(0.5, os.kill, (started[0].process.pid, signal.SIGKILL)).start()
     while True:
         answer(engine, requests())

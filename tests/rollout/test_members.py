@@ -22,8 +22,8 @@ from rlhfless_ray.runtime.agreement import tolerance
 pytestmark = pytest.mark.engine
 
 
-def answers_of_two(file: Path, kind: str) -> tuple[Any, Any, Any]:
-    """Return the further members' process ids, the answers under A and B, and the tensors that differ from them."""
+def answers_of_two(file: Path, kind: str) -> tuple[Any, Any, Any, Any]:
+    """Return the further members' process ids, the answers under A and B, the tensors that differ, and the tokens that a head drafted."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, str(Path(__file__).parent / "members_engine.py"), str(file), kind]
     ended = subprocess.run(command, env=environment, timeout=180, check=False)
@@ -33,10 +33,11 @@ def answers_of_two(file: Path, kind: str) -> tuple[Any, Any, Any]:
 
 def test_two_members_answer_as_one_and_end_when_one_is_lost(new_engine: Callable[..., Any], tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    pids, found, differing = answers_of_two(tmp_path / "answers", "plain")
+    pids, found, differing, drafted = answers_of_two(tmp_path / "answers", "plain")
     assert differing["B"] == [] and len(differing["A"]) > 5, "each member compares its part"
     assert len(pids) == 1 and not Path(f"/proc/{pids[0]}").exists()
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vllm_dist")]
+    assert drafted > 100
     engine = new_engine(FILES["A"])
     for name in "AB":
         put(engine, weights_of(FILES[name]))
@@ -47,13 +48,13 @@ def test_two_members_answer_as_one_and_end_when_one_is_lost(new_engine: Callable
 
 
 def test_two_members_share_an_adapter(tmp_path: Path) -> None:
-    _, found, _ = answers_of_two(tmp_path / "answers", "adapter")
+    _, found, *_ = answers_of_two(tmp_path / "answers", "adapter")
     for name in "AB":
         assert Trained(FILES["A"], ord(name)).largest_mismatch(requests(), found[name]) < 1e-4
 
 
 def test_two_members_quantise_their_parts(tmp_path: Path) -> None:
     """Each member scales the rows of its own part, so the result is near that of one member, not the same."""
-    _, found, _ = answers_of_two(tmp_path / "answers", "int8")
+    _, found, *_ = answers_of_two(tmp_path / "answers", "int8")
     for name in "AB":
         assert 1e-4 < mean_mismatch(FILES[name], requests(), found[name]) < tolerance("float32", "int8")
