@@ -148,26 +148,24 @@ class PageIndex:
             while node >= 0:
                 owners.setdefault(node, set()).add(who)
                 node = trie.nodes[node].parent
-        fresh = set(order)
         trunk = [n for n in order if len(owners[n]) > 1]
-        jobs = [self._job(trie, trunk, fresh, 0, [])] if trunk else []
+        jobs = [self._job(trie, trunk, 0, [])] if trunk else []
         for who in sorted(set(share)):
             mine = [n for n in order if owners[n] == {who}]
             if mine:
-                jobs.append(self._job(trie, mine, fresh, who, [0] if trunk else []))
+                jobs.append(self._job(trie, mine, who, [0] if trunk else []))
         return jobs
 
-    def _job(self, trie: Prefixes, nodes: list[int], fresh: set[int], producer: int, after: list[int]) -> PrefillJob:
+    def _job(self, trie: Prefixes, nodes: list[int], producer: int, after: list[int]) -> PrefillJob:
         inner = {trie.nodes[n].parent for n in nodes}
         ends = [trie.nodes[n] for n in nodes if n not in inner]
         before: dict[int, HeldPage] = {}
+        seen = {-1}
         for node in nodes:
-            parent = trie.nodes[node].parent
-            while parent >= 0:
-                held = self.by_address.get(trie.nodes[parent].address)
-                if held is not None:
+            while (node := trie.nodes[node].parent) not in seen:
+                seen.add(node)
+                if (held := self.by_address.get(trie.nodes[node].address)) is not None:
                     before[held.number] = held
-                parent = trie.nodes[parent].parent
         size = self.pages_per_bundle
         bundles = [nodes[i : i + size] for i in range(0, len(nodes), size)]
         return PrefillJob(producer, [(end.prompt, end.path_end) for end in ends], bundles, list(before.values()), after)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +75,31 @@ def test_jobs_compute_exactly_what_is_missing(prompts: list, before: list, produ
         computed += fresh
         returned.append(told)
     assert sorted(computed) == sorted({node.address for node in trie.nodes} - had)
+
+
+class Counted(list):  # type: ignore[type-arg]
+    """A list that counts its reads."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+def test_the_work_grows_with_the_tokens_not_with_their_square() -> None:
+    header = tuple(range(800))
+    for producers in (1, 2):
+        index = PageIndex(10**6)
+        ask(index, [header])
+        trie = distinct_prefixes([(*header, 900 + i, *range(2000)) for i in range(2)], BLOCK, root(b"", "v"))
+        new = index.missing(trie, PAGE)
+        nodes = trie.nodes = Counted(trie.nodes)
+        jobs = index.jobs(trie, new, producers)
+        reads, size = nodes.reads, len(nodes)
+        assert reads < 12 * size
+        held = {held.number for held in index.held.values()}
+        assert all({one.number for one in job.needs} == held for job in jobs)
 
 
 def test_shares_are_about_even_and_the_header_is_computed_once() -> None:
