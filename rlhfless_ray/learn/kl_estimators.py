@@ -35,8 +35,8 @@ def bounded_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, lim
     if limit is None:
         return kl_estimate(logprobs, reference_logprobs, estimator)
     if estimator == "k3":
-        # exp overflows from d = -88 on; at d = -limit k3 has long passed the limit, so cutting d first changes no value
-        difference = (logprobs - reference_logprobs).clamp(min=-max(limit, 1.0))
+        # exp overflows from d = -88 on; at d = -max(limit, 2) k3 has passed the limit, so cutting d first changes no value
+        difference = (logprobs - reference_logprobs).clamp(min=-max(limit, 2.0))
         return (torch.expm1(-difference) + difference).clamp(max=limit)
     return kl_estimate(logprobs, reference_logprobs, estimator).clamp(-limit, limit)
 

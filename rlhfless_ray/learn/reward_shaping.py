@@ -81,7 +81,7 @@ def token_kl(logprobs: np.ndarray, reference: np.ndarray, estimator: str, limit:
     elif estimator == "k2":
         estimate = np.square(difference) / 2
     elif estimator == "k3":  # beyond the limit exp would overflow, and its value is clamped anyway
-        difference = difference if limit is None else np.maximum(difference, -max(limit, 1.0))
+        difference = difference if limit is None else np.maximum(difference, -max(limit, 2.0))
         estimate = np.expm1(-difference) + difference
     else:
         raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rlhfless_ray.learn.kl_estimators import bounded_kl, kl_estimate, unbiased_kl
+from rlhfless_ray.learn.reward_shaping import token_kl
 
 ESTIMATORS = ["k1", "k2", "k3"]
 
@@ -78,6 +80,15 @@ def test_values_are_cut_and_stay_finite(estimator: str) -> None:
     assert not gradient[[0, 1, 5]].any(), "cut values have no gradient"
     expected = {"k1": torch.ones(6), "k2": difference, "k3": 1 - torch.exp(-difference)}[estimator]
     torch.testing.assert_close(gradient[2:5], expected[2:5].double() * (exact[2:5].abs() < 10))
+
+
+@pytest.mark.parametrize("limit", [0.3, 0.72, 1.0, 1.2, 1.3, 3.0])
+def test_every_limit_cuts_at_the_limit(limit: float) -> None:
+    """k3 is below its limit at d = -limit for limits between 0.72 and 1.26, so a difference that is cut there has too small a value."""
+    difference = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    exact = (torch.special.expm1(-difference) + difference).clamp(max=limit)
+    torch.testing.assert_close(bounded_kl(difference, torch.zeros_like(difference), "k3", limit), exact)
+    np.testing.assert_allclose(token_kl(difference.numpy(), np.zeros(81), "k3", limit), exact.numpy(), rtol=1e-12, atol=1e-15)
 
 
 def test_half_precision_is_widened() -> None:
