@@ -128,11 +128,16 @@ class DrafterTrainer:
         return loss.item(), (sampled[learned] - drafted).mean().item(), int(learned.sum())
 
     def _batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """Draw sequences at random. Returns tokens (sequences, columns) and the policy's log-probabilities, NaN in the padding."""
+        """Draw parts of sequences at random, each with a sampled token.
+
+        Returns tokens (parts, columns) and the policy's log-probabilities, NaN in the padding.
+        """
         parts: list[SampledSequence] = []
         while True:
             one = self.sequences[int(self.rng.integers(len(self.sequences)))]
-            begin = int(self.rng.integers(max(1, len(one.tokens) - WINDOW_TOKENS + 1)))
+            # around a sampled token, because most parts of a long prompt have none
+            learned = self.rng.choice(np.flatnonzero(~np.isnan(one.logprobs)))
+            begin = max(0, min(learned - self.rng.integers(1, WINDOW_TOKENS), len(one.tokens) - WINDOW_TOKENS))
             part = SampledSequence(one.tokens[begin : begin + WINDOW_TOKENS], one.logprobs[begin : begin + WINDOW_TOKENS])
             columns = max(len(part.tokens), *(len(other.tokens) for other in parts)) if parts else len(part.tokens)
             if parts and columns * (len(parts) + 1) > BATCH_TOKENS:

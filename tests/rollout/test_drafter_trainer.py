@@ -76,6 +76,20 @@ def test_it_keeps_the_newest_and_stops_when_it_is_told(trainer: DrafterTrainer, 
         assert tokens.shape == logprobs.shape and tokens.shape[1] <= 16 and tokens.size <= 100
 
 
+def test_every_update_reads_sampled_tokens_behind_a_long_prompt(trainer: DrafterTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_trainer, "BATCH_TOKENS", 32)
+    monkeypatch.setattr(drafter_trainer, "WINDOW_TOKENS", 16)
+    for said in (bigrams(20, seed=4)[0], [SampledSequence(np.full(2, 30, np.int32), np.array([np.nan, -1.0], np.float32))]):
+        prompt = SampledSequence(np.full(400, 30, np.int32), np.full(400, np.nan, np.float32))
+        trainer.sequences.clear()
+        trainer.add([SampledSequence(*map(np.concatenate, zip(vars(prompt).values(), vars(one).values()))) for one in said])  # noqa: B905
+        for _ in range(50):
+            tokens, logprobs = trainer._batch()
+            assert tokens.shape[1] == 16 and not np.isnan(logprobs[:, 1:]).all(1).any()
+        means, read, _ = trainer.train(40, lambda seconds: trainer.updates < 100)
+        assert read >= 40 and np.isfinite(means).all()
+
+
 def test_another_process_goes_on_from_the_weights(trainer: DrafterTrainer, tmp_path: Path) -> None:
     said, _ = bigrams(20, seed=2)
     trainer.add(said)
