@@ -7,7 +7,7 @@ import json
 import math
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,8 +79,8 @@ def is_safetensors(content: Content) -> bool:
 
 
 def parameter_count(files: Files) -> int:
-    """Return the number of parameters in all safetensors files. Invalid files count as empty."""
-    headers = [read_header(content) or {} for name, content in files.items() if name.endswith(WEIGHTS)]
+    """Return the number of parameters that transformers would load from these files. Invalid files count as empty."""
+    headers = [read_header(files[name]) or {} for name in _loaded_files(files, files.get(INDEX))]
     return sum(math.prod(entry["shape"]) for tensors in headers for entry in tensors.values())
 
 
@@ -92,7 +92,8 @@ def stored_tensors(path: Path) -> dict[str, Any]:
     Reads only the headers of the safetensors files. Files with incomplete headers are skipped.
     """
     tensors: dict[str, Any] = {}
-    for name in _loaded_files(path):
+    names, index = {file.name for file in path.glob(f"*{WEIGHTS}")}, path / INDEX
+    for name in _loaded_files(names, index.read_bytes() if index.is_file() else None):
         try:
             with (path / name).open("rb") as file:
                 (size,) = struct.unpack("<Q", file.read(8))
@@ -104,15 +105,18 @@ def stored_tensors(path: Path) -> dict[str, Any]:
     return tensors
 
 
-def _loaded_files(path: Path) -> list[str]:
-    """Return the files that transformers loads. A folder may hold its weights twice: in one file, and in shards or other formats."""
-    index = path / INDEX
-    if (path / "model.safetensors").is_file():
+def _loaded_files(names: Collection[str], index: Content | None) -> list[str]:
+    """Return the files that transformers loads. A folder may hold its weights twice: in one file, and in shards or other formats.
+
+    `names`: of the folder's files. `index`: content of INDEX.
+    """
+    if "model.safetensors" in names:
         return ["model.safetensors"]
     try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return sorted(file.name for file in path.glob(f"*{WEIGHTS}"))
+        wanted = set(json.loads(bytes(index or b"{}"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        wanted = {name for name in names if name.endswith(WEIGHTS)}
+    return sorted(wanted.intersection(names))
 
 
 def without_weights(files: Files) -> Files:
@@ -122,8 +126,7 @@ def without_weights(files: Files) -> Files:
 
 def stored_weights(files: Files) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of the weights that transformers would load from a folder with these files, as views of them."""
-    names = [name for name in files if name.endswith(WEIGHTS)]
-    for name in ["model.safetensors"] if "model.safetensors" in files else names:
+    for name in _loaded_files(files, files.get(INDEX)):
         yield from iterate_tensors(files[name])
 
 

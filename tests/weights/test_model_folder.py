@@ -12,6 +12,7 @@ from rlhfless_ray.weights.model_folder import (
     read_folder,
     split_files,
     stored_tensors,
+    stored_weights,
     with_dtype,
     without_weights,
     write_folder,
@@ -34,6 +35,20 @@ def test_a_folder_travels_as_bytes(tmp_path: Path) -> None:
     (folder / "sub").mkdir()
     assert read_folder(folder) == COMPLETE
     assert set(without_weights(COMPLETE)) == {"config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+def test_weights_that_a_folder_holds_twice_are_read_once(tmp_path: Path) -> None:
+    """Such as Mistral's: shards with an index, and one file with other names, which transformers does not load."""
+    import torch
+
+    tensors = {f"layer.{i}": torch.full((10,), float(i)) for i in range(4)}
+    files = {**split_files(tensors, 80), "consolidated.safetensors": split_files({"other": torch.zeros(40)})["model.safetensors"]}
+    assert len(files) == 4
+    assert parameter_count(files) == 40
+    assert {name: float(tensor[0]) for name, tensor in stored_weights(files)} == {f"layer.{i}": i for i in range(4)}
+    assert set(stored_tensors(write_folder(tmp_path / "model", files))) == set(tensors)
+    whole = {**files, **split_files(tensors)}
+    assert parameter_count(whole) == 40 and {name for name, _ in stored_weights(whole)} == set(tensors)
 
 
 @pytest.mark.parametrize(
