@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.common.peak_rss import added_peak_bytes
 from benchmarks.common.results import Spread
-from rlhfless_ray.learn.logprobs import chunked_logprobs
+from rlhfless_ray.learn.logprobs import chunked_logprobs, tokens_per_chunk
 
 Form = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -94,4 +94,4 @@ def logprob_peaks(heads: Heads, verl: Any, repeats: int) -> list[LogprobPeak]:
 
 
 def _ours(vocabulary: int, chunk: int | None, head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return chunked_logprobs(head, hidden, targets, vocabulary, 1.0, chunk)
+    return chunked_logprobs(head, hidden, targets, chunk or tokens_per_chunk(vocabulary))

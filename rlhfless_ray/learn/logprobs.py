@@ -21,12 +21,7 @@ BLOCK_BYTES = 1 << 23  # size of the rows of a chunk that are in float32 at once
 
 
 def chunked_logprobs(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    targets: Tensor,
-    vocabulary: int,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, chunk_tokens: int, temperature: float = 1.0, least_calls: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution.
 
@@ -39,26 +34,36 @@ def chunked_logprobs(
             weights work as in the model.
         hidden: (tokens, width).
         targets: (tokens,) int64.
-        chunk_tokens: tokens per chunk; default: as many as fit into CHUNK_BYTES.
+        chunk_tokens: tokens per chunk, see `tokens_per_chunk`.
+        least_calls: number of calls of the head, without tokens if there are fewer chunks.
 
     Raises:
         ValueError: The temperature is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"the temperature is {temperature:g}, must be positive")
-    size = chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
 
     def part(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return TargetLogprobs.apply(head(h), t, temperature)
 
-    # one chunk even without tokens: a rank without work takes part in the collectives that the head may need
-    pieces = list(zip(hidden.split(size), targets.split(size), strict=True)) if len(targets) else [(hidden, targets)]
+    return _in_chunks(part, chunk_tokens, least_calls, hidden, targets)
+
+
+def tokens_per_chunk(vocabulary: int) -> int:
+    """Return how many tokens' logits fit into CHUNK_BYTES."""
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
+
+
+def _in_chunks(part: Callable[..., tuple[Tensor, Tensor]], size: int, least_calls: int, *rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Call `part` on `size` rows of these tensors at a time, and join its results. The backward pass calls it again."""
+    pieces = list(zip(*(tensor.split(size) for tensor in rows), strict=True))
+    pieces += [tuple(tensor[:0] for tensor in rows)] * (least_calls - len(pieces))
     if torch.is_grad_enabled():
-        done = [checkpoint(part, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in pieces]
+        done = [checkpoint(part, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
     else:
-        done = [part(h, t) for h, t in pieces]
-    logprobs, entropies = zip(*done, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+        done = [part(*piece) for piece in pieces]
+    first, second = zip(*done, strict=True)
+    return torch.cat(first), torch.cat(second)
 
 
 def chunked_distillation(
@@ -67,15 +72,14 @@ def chunked_distillation(
     targets: Tensor,
     teacher_head: Callable[[Tensor], Tensor],
     teacher_hidden: Tensor,
-    vocabulary: int,
-    chunk_tokens: int | None = None,
+    chunk_tokens: int,
+    least_calls: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and the cross-entropy -Σ q·log p of the head's distribution p with the teacher's q, both (tokens,) float32.
 
     Arguments as in `chunked_logprobs`. The gradient flows to the head and to `hidden` only. If the heads have different sizes, the extra
     logits belong to no token: those of the teacher are dropped, and those that it lacks count as -inf.
     """
-    size = chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
 
     def part(h: Tensor, t: Tensor, taught: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = torch.log_softmax(head(h).float(), dim=-1)
@@ -84,13 +88,7 @@ def chunked_distillation(
             q = pad(torch.softmax(logits, dim=-1), (0, logprobs.shape[1] - logits.shape[1]))
         return logprobs.gather(-1, t[:, None]).squeeze(-1), -torch.linalg.vecdot(q, logprobs)
 
-    pieces = list(zip(hidden.split(size), targets.split(size), teacher_hidden.split(size), strict=True))
-    if torch.is_grad_enabled():
-        done = [checkpoint(part, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    else:
-        done = [part(*piece) for piece in pieces]
-    logprobs, crosses = zip(*done, strict=True)
-    return torch.cat(logprobs), torch.cat(crosses)
+    return _in_chunks(part, chunk_tokens, least_calls, hidden, targets, teacher_hidden)
 
 
 NUCLEUS_TOKENS = 32

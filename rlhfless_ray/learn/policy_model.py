@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.learn.logprobs import chunked_distillation, chunked_logprobs, nucleus_logprobs
+from rlhfless_ray.learn.logprobs import chunked_distillation, chunked_logprobs, nucleus_logprobs, tokens_per_chunk
 from rlhfless_ray.learn.micro_batch_tensors import attention_mask
 
 
@@ -43,22 +43,15 @@ class TokenLogprobs(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 log-probabilities are those of the
         nucleus, without gradient, and there are no entropies (0). Tensors: see `micro_batch_tensors.padded`."""
-        if self.balances and torch.is_grad_enabled():
-            outputs = base_outputs(self.model, ids, positions, segments, output_router_logits=True)
-            log = chunked_logprobs(
-                output_head(self.model), outputs.last_hidden_state[rows, columns], targets, self._vocabulary, temperature
-            )
-            return *log, router_loss(self.model, outputs.router_logits, seen)
-        hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
-        head = output_head(self.model)
+        balances = self.balances and torch.is_grad_enabled()
+        outputs = base_outputs(self.model, ids, positions, segments, **({"output_router_logits": True} if balances else {}))
+        hidden, head = outputs.last_hidden_state[rows, columns], output_head(self.model)
         if top_p < 1:
             logprobs = nucleus_logprobs(head, hidden, targets, temperature, top_p)
             return logprobs, torch.zeros_like(logprobs)
-        return chunked_logprobs(head, hidden, targets, self._vocabulary, temperature)
-
-    @property
-    def _vocabulary(self) -> int:
-        return self.model.config.get_text_config().vocab_size
+        size, calls = head_chunks(self.model, len(targets))
+        log = chunked_logprobs(head, hidden, targets, size, temperature, calls)
+        return (*log, router_loss(self.model, outputs.router_logits, seen)) if balances else log
 
 
 class TokenDistillation(nn.Module):
@@ -80,8 +73,8 @@ class TokenDistillation(nn.Module):
         with torch.no_grad():
             taught = hidden_states(teacher, ids, positions, segments)[rows, columns]
         hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
-        vocabulary = self.model.config.get_text_config().vocab_size
-        return chunked_distillation(output_head(self.model), hidden, targets, output_head(teacher), taught, vocabulary)
+        chunks = head_chunks(self.model, len(targets))
+        return chunked_distillation(output_head(self.model), hidden, targets, output_head(teacher), taught, *chunks)
 
 
 class TokenLogits(nn.Module):
@@ -136,6 +129,19 @@ def router_loss(model: Any, router_logits: tuple[Tensor, ...], seen: Tensor | No
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     balance = sys.modules[type(model).__module__].load_balancing_loss_func
     return balance(router_logits, experts, config.num_experts_per_tok, seen)
+
+
+def head_chunks(model: Any, tokens: int) -> tuple[int, int]:
+    """Return for how many tokens the output head computes at once, and how often each rank calls it. `tokens`: of this rank.
+
+    With ZeRO 3 each call gathers the head's weights from all ranks, so every rank makes as many as the one with the most tokens.
+    """
+    size = tokens_per_chunk(model.config.get_text_config().vocab_size)
+    calls = torch.tensor(-(-tokens // size))
+    if any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters()):
+        calls = calls.to(model.device)
+        torch.distributed.all_reduce(calls, torch.distributed.ReduceOp.MAX)
+    return size, int(calls)
 
 
 def output_head(model: Any) -> Callable[[Tensor], Tensor]:

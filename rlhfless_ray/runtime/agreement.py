@@ -35,7 +35,7 @@ QUANTIZED = {"off": 0.0, "int8": 0.1, "fp8": 0.2}
 ROUNDING = 8.0
 MAX_TOP_P_NATS = 1.0  # limit of a token's difference with top-p: rounding decides whether a token at its edge is included
 SAMPLES = 8  # number of samples that are compared, spread over the step
-TOKENS = 32  # tokens of each; few enough for one call of the output head, because with ZeRO 3 every rank must call it equally often
+TOKENS = 32  # tokens of each; few enough for one call of the output head, see `nucleus_logprobs`
 NAMING_S = 180.0  # timeout for finding the tensors that differ
 
 

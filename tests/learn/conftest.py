@@ -108,6 +108,7 @@ class Cases:
         rng = np.random.default_rng(7)
         self.files = tiny_policy(width=63)  # odd: the parts of two ranks are padded
         self.tied = tiny_policy(3, tied=True)
+        self.large = tiny_policy(vocabulary=1700)  # DeepSpeed shards parameters of more than 100,000 elements only
         self.bf16 = tiny_policy(0, dtype="bfloat16", width=63)
         self.batches = [random_batch(rng) for _ in range(3)]
         self.few = [random_batch(rng, groups=1, samples=1) for _ in range(2)]
@@ -152,6 +153,9 @@ class Cases:
         add("nan", self.files, self.with_nan, 0, 1, 2, 3)
         add("few", self.files, self.few, 0, 2, 3)
         add("tied", self.tied, self.batches, 0, 2, 3)
+        add("chunked", self.large, self.batches, 0, 3)
+        for stage in (0, 3):  # ranks have different numbers of chunks
+            cases[f"chunked/{stage}"]["chunk_bytes"] = 4 * 1700 * 5
         add("wide", self.files, self.batches, 0, learner={"micro_batch_tokens": 10**6})
         add("narrow", self.files, self.batches, 0, learner={"micro_batch_tokens": 1})
         add("recompute", self.files, self.batches, 0, learner={"gradient_checkpointing": True})

@@ -10,7 +10,7 @@ start from, `looks`: names of what to ask of `logprobs` before each update, `pas
 then given,
 `early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
 updates to take one, `parks`: whether to leave the device after each, `reads`: whether to read the published weights after each,
-`device`. The result holds `stats` per update and,
+`chunk_bytes`: of the logits that the head computes at once, `device`. The result holds `stats` per update and,
 from rank 0, `weights` after each update, and `snapshots` as {updates done: this rank's files}; on GPU `memory` as (bytes at work,
 bytes away) per update.
 """
@@ -82,10 +82,12 @@ def _own(shares: list[Any], rank: int, ranks: int) -> Any:
 def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
     import torch
 
+    from rlhfless_ray.learn import logprobs
     from rlhfless_ray.learn.learner_rank import LearnerRank
     from rlhfless_ray.learn.reference_rank import ReferenceRank
     from rlhfless_ray.learn.trainer_rank import read_state
 
+    logprobs.CHUNK_BYTES = case.get("chunk_bytes", 1 << 28)
     settings: RankSettings = replace(case["settings"], rank=rank, device=case.get("device", "cpu"))
     assert settings.learner.ranks == ranks
     state = case.get("state")

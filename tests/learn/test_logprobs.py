@@ -30,12 +30,12 @@ def case(kind: torch.dtype, tokens: int = 11) -> tuple[nn.Linear, Tensor, Tensor
     return head, hidden, targets, torch.randn(tokens, generator=generator), torch.randn(tokens, generator=generator)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 11, 100, None])
+@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
-def test_values_and_gradients_are_those_of_the_whole_matrix(chunk: int | None, temperature: float) -> None:
+def test_values_and_gradients_are_those_of_the_whole_matrix(chunk: int, temperature: float) -> None:
     head, hidden, targets, a, b = case(torch.float64)
     inputs = (hidden, *head.parameters())
-    found = chunked_logprobs(head, hidden, targets, VOCABULARY, temperature, chunk)
+    found = chunked_logprobs(head, hidden, targets, chunk, temperature)
     expected = whole(head, hidden, targets, temperature)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y)
@@ -48,19 +48,34 @@ def test_values_and_gradients_are_those_of_the_whole_matrix(chunk: int | None, t
 def test_only_one_of_the_two_may_be_used() -> None:
     head, hidden, targets, a, _ = case(torch.float64)
     for k in (0, 1):
-        (found,) = torch.autograd.grad((a * chunked_logprobs(head, hidden, targets, VOCABULARY, 1.0, 4)[k]).sum(), hidden)
+        (found,) = torch.autograd.grad((a * chunked_logprobs(head, hidden, targets, 4)[k]).sum(), hidden)
         (exact,) = torch.autograd.grad((a * whole(head, hidden, targets, 1.0)[k]).sum(), hidden)
         torch.testing.assert_close(found, exact)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 100, None])
+def test_calls_of_the_head_without_tokens_change_nothing() -> None:
+    """Another rank has more chunks, and each call gathers the head's weights: forward, and again backward."""
+    head, hidden, targets, a, b = case(torch.float64)
+    calls = []
+    head.register_forward_hook(lambda module, inputs, output: calls.append(len(inputs[0])))
+    exact = torch.autograd.grad(sum((w * x).sum() for w, x in zip((a, b), chunked_logprobs(head, hidden, targets, 5), strict=True)), hidden)
+    assert len(calls) == 2 * -(-len(targets) // 5)
+    calls.clear()
+    found = torch.autograd.grad(
+        sum((w * x).sum() for w, x in zip((a, b), chunked_logprobs(head, hidden, targets, 5, 1.0, 7), strict=True)), hidden
+    )
+    torch.testing.assert_close(found, exact)
+    assert len(calls) == 14 and calls.count(0) == 2 * (7 + -len(targets) // 5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("teacher_vocabulary", [VOCABULARY, VOCABULARY - 6, VOCABULARY + 6])
-def test_distillation_is_that_of_the_whole_matrix(chunk: int | None, teacher_vocabulary: int) -> None:
+def test_distillation_is_that_of_the_whole_matrix(chunk: int, teacher_vocabulary: int) -> None:
     head, hidden, targets, a, b = case(torch.float32)
     teacher = nn.Linear(5, teacher_vocabulary)
     taught = torch.randn(len(targets), 5, generator=torch.Generator().manual_seed(1))
     inputs = (hidden, *head.parameters())
-    found = chunked_distillation(head, hidden, targets, teacher, taught, VOCABULARY, chunk)
+    found = chunked_distillation(head, hidden, targets, teacher, taught, chunk)
     logprobs = head(hidden).log_softmax(-1)
     shared = min(VOCABULARY, teacher_vocabulary)
     q = teacher(taught)[:, :shared].softmax(-1).detach()
@@ -80,7 +95,7 @@ def test_the_closed_form_passes_gradcheck() -> None:
 @pytest.mark.parametrize(("kind", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 def test_types(kind: torch.dtype, near: float) -> None:
     head, hidden, targets, a, b = case(kind)
-    found, expected = chunked_logprobs(head, hidden, targets, VOCABULARY, 0.9, 4), whole(head, hidden, targets, 0.9)
+    found, expected = chunked_logprobs(head, hidden, targets, 4, 0.9), whole(head, hidden, targets, 0.9)
     for x, y in zip(found, expected, strict=True):
         assert x.dtype == torch.float32
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)  # the same logits: only the softmax is computed otherwise
@@ -102,10 +117,10 @@ def test_a_head_with_a_soft_cap_and_extreme_logits() -> None:
 
     inner, hidden, targets, a, b = case(torch.float64)
     head = Capped(inner)
-    found, expected = chunked_logprobs(head, hidden, targets, VOCABULARY, 1.0, 3), whole(head, hidden, targets, 1.0)
+    found, expected = chunked_logprobs(head, hidden, targets, 3), whole(head, hidden, targets, 1.0)
     slopes, exact = (torch.autograd.grad((a * x).sum() + (b * y).sum(), inner.weight) for x, y in (found, expected))
     torch.testing.assert_close(slopes[0], exact[0])
-    assert bool(torch.isfinite(chunked_logprobs(inner, 1e6 * hidden, targets, VOCABULARY)[1]).all())
+    assert bool(torch.isfinite(chunked_logprobs(inner, 1e6 * hidden, targets, 100)[1]).all())
 
 
 def test_a_token_that_cannot_be_drawn() -> None:
@@ -125,7 +140,7 @@ def test_no_graph_without_gradients_and_the_inputs_stay_as_they_are() -> None:
     head, hidden, targets, *_ = case(torch.float32)
     before = hidden.detach().clone()
     with torch.no_grad():
-        found = chunked_logprobs(nn.Identity(), torch.randn(5, VOCABULARY), torch.zeros(5, dtype=torch.int64), VOCABULARY, 0.5, 2)
+        found = chunked_logprobs(nn.Identity(), torch.randn(5, VOCABULARY), torch.zeros(5, dtype=torch.int64), 2, 0.5)
     assert not found[0].requires_grad
     logits = head(hidden).detach()
     kept = logits.clone()
@@ -138,7 +153,7 @@ def test_a_rank_without_tokens_still_calls_the_head() -> None:
     head, hidden, targets, *_ = case(torch.float32)
     calls = []
     head.register_forward_hook(lambda *_: calls.append(1))
-    logprobs, entropies = chunked_logprobs(head, hidden[:0], targets[:0], VOCABULARY)
+    logprobs, entropies = chunked_logprobs(head, hidden[:0], targets[:0], 4)
     (logprobs.sum() + entropies.sum()).backward()
     assert len(calls) == 2 and not head.weight.grad.any()
 
@@ -160,7 +175,7 @@ def test_no_matrix_of_all_tokens_is_ever_made() -> None:
     tokens = 256
     head, hidden, targets, a, b = case(torch.float32, tokens)
     with Largest() as seen:
-        x, y = chunked_logprobs(head, hidden, targets, VOCABULARY, 1.0, 8)
+        x, y = chunked_logprobs(head, hidden, targets, 8)
         ((a * x).sum() + (b * y).sum()).backward()
     assert seen.most == max(8 * VOCABULARY, tokens * WIDTH)
     with Largest() as naive:
@@ -172,4 +187,4 @@ def test_no_matrix_of_all_tokens_is_ever_made() -> None:
 def test_a_temperature_must_be_positive(temperature: float) -> None:
     head, hidden, targets, *_ = case(torch.float32)
     with pytest.raises(ValueError, match="must be positive"):
-        chunked_logprobs(head, hidden, targets, VOCABULARY, temperature)
+        chunked_logprobs(head, hidden, targets, 4, temperature)

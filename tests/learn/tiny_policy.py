@@ -22,13 +22,14 @@ def tiny_policy(
     spread: float = 0.1,
     width: int = 64,
     kv_heads: int = 1,
+    vocabulary: int = VOCABULARY,
 ) -> dict[str, bytes]:
     """{file name: content}; a larger `spread` of the initial weights makes a less uniform policy."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=width,
         head_dim=32,
         intermediate_size=96,
