@@ -7,7 +7,7 @@ statistics, and its advantage is NaN too. Arrays per token have the tokens of al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -45,16 +45,14 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return np.where(known, np.where(count >= 2, values - others, 0.0), np.nan)
 
 
-def batch_centred(rewards: np.ndarray, mean: float | None = None) -> np.ndarray:
+def batch_centred(rewards: np.ndarray) -> np.ndarray:
     """Subtract the mean of the whole rollout batch from each reward, as FlashREINFORCE does (OpenRLHF 0.11.2).
 
-    `rewards` may have any shape. `mean`: mean of the whole batch, if `rewards` is only a part of it.
+    `rewards` may have any shape.
     """
     known = np.isfinite(rewards)
     values = np.where(known, rewards, 0.0).astype(np.float64)
-    if mean is None:
-        mean = values.sum() / max(int(known.sum()), 1)
-    return np.where(known, values - mean, np.nan)
+    return np.where(known, values - values.sum() / max(int(known.sum()), 1), np.nan)
 
 
 def uncentred(rewards: np.ndarray) -> np.ndarray:
@@ -94,7 +92,7 @@ def gae(
     return advantages.astype(kind, copy=False), (advantages + values).astype(kind, copy=False)
 
 
-def spans(lengths: np.ndarray) -> Iterator[slice]:
+def spans(lengths: np.ndarray | Sequence[int]) -> Iterator[slice]:
     """Yield the slice of each sequence in the flat layout."""
     ends = np.cumsum(lengths).tolist()
     return (slice(end - int(length), end) for end, length in zip(ends, lengths, strict=True))

@@ -70,10 +70,7 @@ class CriticRank:
         divided as the policy's are."""
         start = time.time()
         torch.set_num_threads(threads)
-        if len(share) == 0:
-            stats = [nothing(CriticStats, "no sample of the step has a reward")]
-        else:
-            stats = [self._step(share, step) for step in share.steps] or [untouched(CriticStats)]
+        stats = [self._step(share, step) for step in share.steps] or [untouched(CriticStats) if len(share) else nothing(CriticStats)]
         return merged(stats), [Span("work", "update", start, time.time())]
 
     def _forward(self, tensors: dict[str, Tensor]) -> Tensor:

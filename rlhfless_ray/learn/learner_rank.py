@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.importance import Correction, correction_weights
+from rlhfless_ray.learn.importance import Correction, correction_weights, importance_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel, LoraAdapters
-from rlhfless_ray.learn.losses import clipped_loss, importance_weights, sequence_ratios, token_ratios, token_weights
+from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.overlap_rules import inexact
@@ -90,7 +90,7 @@ class LearnerRank:
         if self.early is not None:
             return self._finish_early(share), [Span("work", "update", start, time.time())]
         if len(share) == 0:
-            return nothing(UpdateStats, "no sample of the step has a reward"), [Span("work", "update", start, time.time())]
+            return nothing(UpdateStats), [Span("work", "update", start, time.time())]
         old = self._old(share)
         stats = [self._step(share, step, old) for step in share.steps] or [untouched(UpdateStats)]
         return merged(stats), [Span("work", "update", start, time.time())]

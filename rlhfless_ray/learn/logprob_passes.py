@@ -98,7 +98,7 @@ class Passes:
         if (answer := self.worker_group.wait_for_values(refs, self.what)) is not None:
             results, took_s = answer
             self.per_token_s = took_s / max(1, self.tokens)
-            for sample, span in zip(self.in_pass, spans(self._batch(self.in_pass).response_lengths), strict=True):
+            for sample, span in zip(self.in_pass, spans([sample.written_tokens for sample in self.in_pass]), strict=True):
                 self.known[sample.completion.key] = {name: results[name][span] for name in self.names}
         self.in_pass = []
         return self.worker_group.park() if self.context.leases.resource == "cpu" else []

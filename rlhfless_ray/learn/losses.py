@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.importance import importance_weights as importance_weights
-from rlhfless_ray.learn.kl_estimators import kl_estimate as kl_estimate
 from rlhfless_ray.learn.segment_ops import sequence_means
 
 LOG_RATIO_LIMIT = 20.0

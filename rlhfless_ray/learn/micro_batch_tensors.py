@@ -10,11 +10,7 @@ from torch import Tensor
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batches import MicroBatch
-
-
-def _row_tokens(batch: Batch, row: np.ndarray) -> int:
-    prompt = batch.prompt_lengths[row[0]]
-    return int(prompt + (batch.lengths[row] - prompt).sum())
+from rlhfless_ray.learn.packing import row_tokens
 
 
 def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.device) -> dict[str, Tensor]:
@@ -37,7 +33,7 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
     starts = np.concatenate([[0], np.cumsum(batch.lengths)])
     response_starts = np.concatenate([[0], np.cumsum(batch.response_lengths)])
     written_starts = starts - np.concatenate([[0], np.cumsum(batch.prompt_lengths)])  # in the mask
-    longest = max(_row_tokens(batch, row) for row in rows)
+    longest = max(row_tokens(batch.prompt_lengths, batch.lengths, row) for row in rows)
     ids, positions = np.zeros((2, len(rows), longest), np.int64)
     segments = np.full((len(rows), longest), -1, np.int64)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in ("rows", "columns", "targets", "flat", "sequence")}

@@ -65,7 +65,7 @@ def shared(
     """
 
     def dealt(rows: list[np.ndarray]) -> tuple[float, list[list[list[np.ndarray]]]]:
-        sizes = np.array([_row_tokens(prompts, lengths, row) for row in rows], np.int64)
+        sizes = np.array([row_tokens(prompts, lengths, row) for row in rows], np.int64)
         parts = padded(sizes, max_tokens, ranks)
         alone = np.array([len(row) == 1 for row in rows])
         # the largest of the micro-batches that ranks work on at the same time determines their duration
@@ -99,7 +99,7 @@ def _shared_rows(
         while count < len(members):
             spread = _spread(responses, np.argsort(-responses, kind="stable"), count)
             cut = [members[np.sort(part)] for part in spread]
-            sizes = np.array([_row_tokens(prompts, lengths, part) for part in cut])
+            sizes = np.array([row_tokens(prompts, lengths, part) for part in cut])
             work = sum(_work(sizes[[i]], False, width) for i in range(count))
             if work < least and sizes.max() <= max_tokens:
                 best, least = cut, work
@@ -108,7 +108,8 @@ def _shared_rows(
     return rows
 
 
-def _row_tokens(prompts: np.ndarray, lengths: np.ndarray, row: np.ndarray) -> int:
+def row_tokens(prompts: np.ndarray, lengths: np.ndarray, row: np.ndarray) -> int:
+    """Return the tokens of a row that has a prompt once and then the responses of these sequences."""
     return int(prompts[row[0]] + (lengths[row] - prompts[row]).sum())
 
 

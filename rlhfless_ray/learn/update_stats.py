@@ -12,9 +12,9 @@ from rlhfless_ray.types import CriticStats, UpdateStats
 Stats = TypeVar("Stats", UpdateStats, CriticStats)
 
 
-def nothing(kind: type[Stats], reason: str) -> Stats:
-    """Return the statistics of an update that had no samples to train on. `reason`: why."""
-    return _zeros(kind, skipped=1, skipped_last=1, reason=reason)
+def nothing(kind: type[Stats]) -> Stats:
+    """Return the statistics of an update that had no samples to train on."""
+    return _zeros(kind, skipped=1, skipped_last=1, reason="no sample of the step has a reward")
 
 
 def untouched(kind: type[Stats]) -> Stats:

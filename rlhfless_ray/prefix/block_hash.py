@@ -83,11 +83,6 @@ class Prefixes:
     def distinct_tokens(self) -> int:
         return sum(node.tokens for node in self.nodes)
 
-    def leaves(self) -> list[int]:
-        """Return the nodes without continuation: computing these prefixes computes all of them."""
-        inner = {node.parent for node in self.nodes}
-        return [n for n in range(len(self.nodes)) if n not in inner]
-
 
 def distinct_prefixes(prompts: Iterable[Sequence[int] | np.ndarray], block_size: int, start: bytes = b"") -> Prefixes:
     """Build the trie of the reusable parts of `prompts` (token ids).

@@ -53,7 +53,6 @@ class SharedSlots:
         self.answer: Any = None  # resolves when the request is granted
         self.leaving: set[int] = set()  # engines that give up their slots
         self.look_again_s = 0.0
-        self.taken = self.given = 0
 
     def refs(self) -> list[Any]:
         return [] if self.answer is None else [self.answer]
@@ -79,9 +78,6 @@ class SharedSlots:
             self.leases.withdraw([self.request])
             self.request = self.answer = None
 
-    def metrics(self) -> dict[str, int]:
-        return {"shared/slots_taken": self.taken, "shared/slots_given": self.given}
-
     def _wait_s(self, driver: Rollout) -> float:
         """Return how long the rollout must go on for one more engine to pay."""
         return 2 * (self.start_s if any(instance.memory_mb > 0 for instance in driver.pool.parked) else driver.start_s)
@@ -92,13 +88,11 @@ class SharedSlots:
             return
         got = self.leases.without_lost(self.leases.collect([request], driver.pool.kind, 0.0))
         if got:
-            self.taken += 1
             driver.pool.assign_leases(got)  # the next moves send requests to it
             fetch_weights(driver.pool, driver.weights)
 
     def _give(self, driver: Rollout) -> None:
         working = {driver.calls.number(instance): instance for instance in driver.pool.working}
-        self.given += len(self.leaving - set(working))
         self.leaving &= set(working)
         now, spare = time.monotonic(), len(working) - len(self.leaving) - 1
         if (surplus := min(self.source.surplus, spare)) > 0 and now > self.look_again_s and not driver.migrations.leaving:

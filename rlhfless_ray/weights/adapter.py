@@ -161,7 +161,6 @@ def merge_folder(base: Path, adapter: Adapter, output: Path, dtype: str, head: s
     seen: set[str] = set()
     for file in files:
         tensors = {name: adapter.merged(name, weight) for name, weight in load_file(file).items()}
-        seen |= tensors.keys()
         if file == files[-1] and f"{head}.weight" in adapter.unused():
             tensors |= {name: adapter.whole[name] for name in adapter.unused() if name.startswith(f"{head}.")}
             adapter.used |= tensors.keys()

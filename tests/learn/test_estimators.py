@@ -103,7 +103,7 @@ def test_equals_the_loops(name: str, seed: int, gamma: float, lambd: float, divi
 
 @pytest.mark.parametrize("name", [name for name, estimator in ESTIMATORS.items() if not estimator.whole_batch])
 def test_parts_make_the_whole(name: str) -> None:
-    """Groups do not see one another until advantages are whitened. (The estimator left out needs the mean reward, see `batch_centred`.)"""
+    """Groups do not see one another until advantages are whitened. (The estimator left out takes the mean of all rewards.)"""
     case = Case(7)
     whole = estimate(name, case.rewards, case.lengths, values=case.values, **case.arguments)[0]
     cut = 2 * SAMPLES

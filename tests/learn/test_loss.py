@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.losses import clipped_loss, importance_weights, kl_estimate, token_ratios, token_weights
+from rlhfless_ray.learn.importance import importance_weights
+from rlhfless_ray.learn.kl_estimators import kl_estimate
+from rlhfless_ray.learn.losses import clipped_loss, token_ratios, token_weights
 
 TOKEN = st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3, allow_subnormal=False))
 

@@ -67,6 +67,6 @@ def test_too_many_in_a_row_end_the_run_with_advice_that_fits(worker_group: Worke
         worker_group.update(merged([step("-"), step("-")]))
     worker_group.skipped_in_a_row = 0
     for _ in range(3):
-        worker_group.update(nothing(UpdateStats, "no sample of the step has a reward"))
+        worker_group.update(nothing(UpdateStats))
     with pytest.raises(RunError, match=r"no sample of the step has a reward; look at samples/$"):
-        worker_group.update(nothing(UpdateStats, "no sample of the step has a reward"))
+        worker_group.update(nothing(UpdateStats))

@@ -44,18 +44,6 @@ def _begins(part: tuple[int, ...], prefix: tuple[int, ...], block: int) -> bool:
     return part[: len(prefix)] == prefix and (len(prefix) % block == 0 or len(part) == len(prefix))
 
 
-@settings(deadline=None, max_examples=100)
-@given(prompts=prompts_of_few_tokens, block=st.integers(1, 5))
-def test_leaves_reach_every_node(prompts: list[tuple[int, ...]], block: int) -> None:
-    trie = distinct_prefixes(prompts, block)
-    reached = set()
-    for leaf in trie.leaves():
-        while leaf >= 0:
-            reached.add(leaf)
-            leaf = trie.nodes[leaf].parent
-    assert reached == set(range(len(trie.nodes)))
-
-
 def test_a_shared_header_counts_once() -> None:
     header = list(range(64))
     trie = distinct_prefixes([header + [100 + i] * 33 for i in range(10)], 32)

@@ -169,7 +169,8 @@ def pages_of(world: World, asked: list[Any], version: int = 1) -> tuple[Any, Any
     call(maker.forget)
     prompts = [request.token_ids for request in asked]
     trie = distinct_prefixes(prompts, BLOCK, call(maker.kind).start(salt(version)))
-    prefixes = [np.array(prompts[trie.nodes[n].prompt][: trie.nodes[n].path_end], np.int32) for n in trie.leaves()]
+    inner = {node.parent for node in trie.nodes}
+    prefixes = [np.array(prompts[node.prompt][: node.path_end], np.int32) for n, node in enumerate(trie.nodes) if n not in inner]
     addresses = [[node.address for node in trie.nodes]]
     done, bundle = ray.get(maker.prefill.options(num_returns=2).remote(version, prefixes, addresses, [], 10.0, 1), timeout=120)
     assert done.tokens == trie.distinct_tokens and done.pages == len(trie.nodes), "each block is computed once"
