@@ -315,12 +315,14 @@ class WorkerGroup:
         `trained`: write only what is trained, see `TrainerRank.model_files`; this needs no lease. Otherwise the complete weights are
         written, adapters merged, which needs leases. Raises OSError if the disk is full.
         """
+        working = self.working
         if not self.by_rank:
-            self.pool.leases.release(self.assign_leases([]))
-            self.pool.leases.release(self.park())
+            self._assign_free_leases()
         ask = lambda: [i.actor.save_model.remote(str(folder.resolve()), trained) for i in self.by_rank]  # noqa: E731
         replies = self._call_until_answered(ask, f"the {self.name}'s model files")
         self._record_spans(spans for _, spans in replies)
+        if self.working and not working:  # ranks that were lost have started again under leases
+            self.broker.put(self.park())
         return receive([delivery for delivery, _ in replies], folder)
 
     def config(self) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -283,6 +284,29 @@ def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path)
     assert worker_group.recovery.has_now and worker_group.ask_save(tmp_path) == []
     assert worker_group.save(tmp_path, 1.0).keys() == {"model.safetensors"}
     assert (tmp_path / "model.safetensors").read_bytes() == b"w"
+
+
+def test_parked_ranks_that_are_lost_while_they_write_the_model_are_parked_again(monkeypatch, tmp_path):
+    """The rollout of the next step may need every slot."""
+    cluster = Cluster("cpu", {"here": [0]})
+    worker_group = gang_on(cluster, Slot("here", 0))
+    replies: list[Any] = [LearnerLost("gone"), (Delivery(files={"model.safetensors": b"w"}), [])]
+
+    def save_model(folder: str, trained: bool) -> Any:
+        if isinstance(reply := replies.pop(0), Exception):
+            raise reply
+        return reply
+
+    def handle_loss(lost: LearnerLost) -> None:
+        worker_group.recovery.restarts += 1
+
+    actor = worker_group.by_rank[0].actor
+    actor.save_model = SimpleNamespace(remote=lambda *arguments: partial(save_model, *arguments))
+    actor.park = SimpleNamespace(remote=lambda: "parked")
+    monkeypatch.setattr(worker_group, "handle_loss", handle_loss)
+    assert worker_group.save_model(tmp_path, trained=True).keys() == {"model.safetensors"}
+    assert worker_group.recovery.restarts == 1
+    assert not worker_group.working and [lease.slot for lease in worker_group.broker.free] == [Slot("here", 0)]
 
 
 LOST = RayTaskError("keep", "a traceback", ObjectLostError("00", "", ""))
