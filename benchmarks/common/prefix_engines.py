@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.shared_work import HALF_BILLION
-from rlhfless_ray.rollout.engine_actor import set_threads
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.prefill_actor import PageActor
 from rlhfless_ray.types import Request
@@ -53,7 +52,7 @@ class TimedActor(PageActor):
 
     def answer_first(self, version: int, prompts: list[np.ndarray], keys: list[int], refs: list[Any], within_s: float) -> Used:
         """The first token of a response to each request (prompt number in `keys`): prefill and nothing else."""
-        set_threads(1)
+        self._set_threads(1)
         self.engine.engine.reset_prefix_cache()
         cached: list[int] = []
         step = self.engine.engine.step

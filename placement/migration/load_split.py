@@ -117,9 +117,8 @@ def best_split(
     tried: list[np.ndarray] = []
     for shape, law in shapes:
         for m in sorted({int(np.clip(round(law * count), 1, most)) for count in COUNTS}):
-            if m == 1 and shape != 1.0 if isinstance(shape, float) else m == 1:
-                continue  # one group is the same by every shape
-            tried.append(_cuts(shape, m, n))
+            if m > 1 or not tried:  # one group is the same by every shape
+                tried.append(_cuts(shape, m, n))
     groups = np.array([len(cuts) - 1 for cuts in tried])
     begin, end = (np.concatenate([cuts[part] for cuts in tried]) for part in (slice(None, -1), slice(1, None)))
     alive = np.concatenate([(end - begin)[:, None].astype(float), sums[end] - sums[begin]], 1)

@@ -32,7 +32,6 @@ class CriticRank:
 
     def __init__(self, settings: CriticSettings) -> None:
         self.settings, self.critic, self.seed = settings, settings.critic, settings.seed % 2**63
-        self.rank, self.ranks = settings.rank, settings.learner.ranks
         self.trainer = TrainerRank(settings)
         self.device = self.trainer.device
         self.sharing: PromptSharing | None = None
@@ -88,7 +87,7 @@ class CriticRank:
             rows = cut or [np.arange(1)]
             tensors = padded(batch, rows, self.device)
             before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
-            with self.trainer.dropping(batch, np.concatenate(rows), self.seed, share.indices):
+            with self.trainer.dropping(batch, np.concatenate(rows), share.indices):
                 values = self._forward(tensors)
                 token_loss, clipped = value_loss(values, before, wanted, self.critic.value_clip)
                 loss = token_loss.sum() * (weight if cut else 0.0)

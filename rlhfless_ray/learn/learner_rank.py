@@ -42,7 +42,6 @@ class LearnerRank:
     def __init__(self, settings: RankSettings) -> None:
         self.settings = settings
         self.learner, self.algorithm, self.seed = settings.learner, settings.algorithm, settings.seed % 2**63
-        self.rank, self.ranks = settings.rank, settings.learner.ranks
         self.trainer = TrainerRank(settings)
         self.device = self.trainer.device
         loss = self.algorithm.loss
@@ -201,7 +200,7 @@ class LearnerRank:
             tensors = padded(batch, rows, self.device)
             weight = weights[:, tensors["sequence"]] if cut else torch.zeros(2, len(tensors["flat"]), device=self.device)
             mine = {name: x[tensors["flat"]] for name, x in tokens.items()}
-            with self.trainer.dropping(batch, np.concatenate(rows), self.seed, share.indices):
+            with self.trainer.dropping(batch, np.concatenate(rows), share.indices):
                 loss, values, worst = self._micro_loss(tensors, weight, mine, len(batch), kl_coefficient)
                 self.trainer.backward(loss)
             sums += values

@@ -61,18 +61,8 @@ def learner_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> Rank
 
 
 def critic_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> CriticSettings:
-    return CriticSettings(
-        learner=recipe.critic_learner,
-        lora=recipe.lora,
-        algorithm=recipe.algorithm,
-        policy=recipe.policy,
-        critic=recipe.critic,
-        optimizer_steps=recipe.optimizer_steps,
-        temperature=recipe.rollout.temperature,
-        seed=recipe.run.seed,
-        rank=rank,
-        device=device,
-    )
+    of_learner = vars(learner_settings(recipe, rank, device))
+    return CriticSettings(**{**of_learner, "learner": recipe.critic_learner, "ema_beta": None}, critic=recipe.critic)
 
 
 def reference_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> ReferenceSettings:

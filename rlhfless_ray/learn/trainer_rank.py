@@ -142,11 +142,11 @@ class TrainerRank:
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
-    def dropping(self, batch: Batch, sequences: np.ndarray, seed: int, numbers: np.ndarray | None = None) -> AbstractContextManager[None]:
+    def dropping(self, batch: Batch, sequences: np.ndarray, numbers: np.ndarray | None = None) -> AbstractContextManager[None]:
         """Apply dropout to the passes of a step inside the block, see `LoraAdapters.dropping`."""
         if self.lora is None or not self.drops:
             return nullcontext()
-        return self.lora.dropping(batch, sequences, [seed, self.optimizer_steps], numbers)
+        return self.lora.dropping(batch, sequences, [self.settings.seed % 2**63, self.optimizer_steps], numbers)
 
     @property
     def drops(self) -> bool:

@@ -75,8 +75,10 @@ class RolloutActor:
         return {"memory_mb": memory_mb, "spans": spans, "keeps_no_pages": pages.refused if pages is not None else ""}
 
     def _set_threads(self, threads: int) -> None:
-        """Use as many threads as leased cores. A further member has one."""
-        set_threads(threads - self.settings.tensor_parallel + 1)
+        """Use as many threads as leased cores. A further member has one. Set before each call, because OpenMP keeps it per thread."""
+        import torch
+
+        torch.set_num_threads(threads - self.settings.tensor_parallel + 1)
 
     def _tokenizer(self) -> Any:
         from rlhfless_ray.weights.load_policy import load_tokenizer
@@ -217,13 +219,6 @@ class RolloutActor:
         on_device_mb = None if self.engine is None else self.engine.kept_on_device_mb()
         report = report_parked_memory([Span("transfer", "give memory back", start, time.time())], on_device_mb)
         return {**report, "memory_mb": report["memory_mb"] + members_memory_mb()}
-
-
-def set_threads(threads: int) -> None:
-    """Use as many threads as leased cores. Set before each call in the working thread, because OpenMP keeps it per thread."""
-    import torch
-
-    torch.set_num_threads(threads)
 
 
 def fetch_drafter(drafts: DraftNews | None) -> DraftNews | None:

@@ -208,7 +208,7 @@ class SupervisedRank:
             numbers = cut or list(np.arange(1 if self.task == "kto" else examples.per_row)[:, None])
             tensors = padded(batch, numbers, self.device)
             sequences = np.concatenate(numbers)
-            with self.trainer.dropping(batch, sequences, self.seed) if learn else nullcontext(), torch.set_grad_enabled(learn):
+            with self.trainer.dropping(batch, sequences) if learn else nullcontext(), torch.set_grad_enabled(learn):
                 loss, parts = self._loss(batch, tensors, np.unique(sequences // examples.per_row), lengths, reference, kl, extras)
                 if learn:
                     self.trainer.backward(loss if cut else loss * 0.0)

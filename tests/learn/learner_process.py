@@ -167,7 +167,7 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     from rlhfless_ray.learn.trainer_rank import read_state
 
     critic = CriticRank(replace(case["settings"], rank=rank))
-    assert critic.ranks == ranks
+    assert critic.settings.learner.ranks == ranks
     state = case.get("state")
     critic.open(case["files"], ("127.0.0.1", port), 1, None if state is None else read_state(state))
     found: dict[str, Any] = {"stats": [], "weights": [], "values": [], "snapshots": {}, "config": critic.config()}
