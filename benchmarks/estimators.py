@@ -29,7 +29,7 @@ from benchmarks.learning.estimator_speed import Inputs, Timing, timings
 from benchmarks.learning.logprob_memory import Heads, LogprobPeak, logprob_peaks
 from benchmarks.peers.peer_env import peer_python
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios
-from rlhfless_ray.learn.packing import padded, padding_share
+from rlhfless_ray.learn.packing import padded
 from rlhfless_ray.learn.whiten import whiten
 
 LENGTHS = Path(__file__).resolve().parent.parent / "placement" / "catalog" / "data" / "lengths.yaml"
@@ -76,6 +76,13 @@ def by_length(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
         cuts.append(order[start : start + size])
         start += size
     return cuts
+
+
+def padding_share(lengths: np.ndarray, micro_batches: list[list[np.ndarray]]) -> float:
+    """Return the share of padded positions if each micro-batch is padded to its longest sequence: 0 to 1."""
+    parts = [part for mine in micro_batches for part in mine if len(part)]
+    positions = sum(int(lengths[part].max()) * len(part) for part in parts)
+    return 1 - int(np.sum(lengths)) / positions if positions else 0.0
 
 
 def padding(samples: int, budget: int, ranks: int) -> Padding:

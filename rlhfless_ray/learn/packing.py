@@ -123,13 +123,6 @@ def _work(sizes: np.ndarray, alone: bool, width: int) -> float:
     return len(sizes) * longest * (1 + longest / ((12 if alone else 6) * width))
 
 
-def padding_share(lengths: np.ndarray, micro_batches: list[list[np.ndarray]]) -> float:
-    """Return the share of padded positions if each micro-batch is padded to its longest sequence: 0 to 1."""
-    parts = [part for mine in micro_batches for part in mine if len(part)]
-    positions = sum(int(lengths[part].max()) * len(part) for part in parts)
-    return 1 - int(np.sum(lengths)) / positions if positions else 0.0
-
-
 def _checked(lengths: np.ndarray, max_tokens: int, ranks: int) -> np.ndarray:
     lengths = np.asarray(lengths, np.int64)
     if max_tokens < 1 or ranks < 1 or (len(lengths) and int(lengths.min()) < 1):

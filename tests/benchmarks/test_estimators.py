@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.common.peak_rss import added_peak_bytes
-from benchmarks.estimators import gsm8k_lengths, padding
+from benchmarks.estimators import gsm8k_lengths, padding, padding_share
 from benchmarks.learning.estimator_speed import LOOP_SAMPLES, Inputs, timings
 from benchmarks.learning.logprob_memory import Heads, logprob_peaks, naive
 from rlhfless_ray.learn.logprobs import chunked_logprobs
@@ -25,6 +25,11 @@ def test_lengths_have_the_published_middle() -> None:
     lengths = gsm8k_lengths(20_000, seed=0)
     assert np.median(lengths) == pytest.approx(290 + 102, rel=0.05)
     assert lengths.max() <= 1024 + 102 * np.exp(0.3 * 5)
+
+
+def test_padding_share_by_hand() -> None:
+    assert padding_share(np.array([2, 4, 3]), [[np.array([0, 1])], [np.array([2])]]) == pytest.approx(2 / 11)
+    assert padding_share(np.array([], np.int64), [[], []]) == 0
 
 
 def test_padding_shares_are_shares() -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.packing import padded, padding_share
+from benchmarks.estimators import padding_share
+from rlhfless_ray.learn.packing import padded
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40).map(lambda x: np.array(x, np.int64))
 
@@ -58,11 +59,6 @@ def test_padded_is_the_best_of_all_cuts(lengths: list[int], budget: int, overhea
 def test_gsm8k_has_little_padding(samples: int, budget: int, ranks: int) -> None:
     lengths = gsm8k_lengths(samples, seed=samples)
     assert padding_share(lengths, padded(lengths, budget, ranks)) < 0.05
-
-
-def test_padding_share_by_hand() -> None:
-    assert padding_share(np.array([2, 4, 3]), [[np.array([0, 1])], [np.array([2])]]) == pytest.approx(2 / 11)
-    assert padding_share(np.array([], np.int64), [[], []]) == 0
 
 
 @pytest.mark.parametrize(("lengths", "budget", "ranks"), [([0, 3], 5, 1), ([3], 0, 1), ([3], 5, 0)])
