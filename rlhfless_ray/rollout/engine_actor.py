@@ -162,11 +162,14 @@ class RolloutActor:
                 start = end
         finally:
             self.control_queue.close()
-            # what arrived during the call may be for a request of the next one
-            old = self.carried[:of_earlier]
-            del self.carried[:of_earlier]
-            for address in set(old) - set(self.carried):
-                self.engine.pages.rows.pop(address, None)
+            self._drop_carried(of_earlier)  # what arrived during the call may be for a request of the next one
+
+    def _drop_carried(self, count: int) -> None:
+        """Drop the first pages that arrived with requests, unless they have arrived again since."""
+        old = self.carried[:count]
+        del self.carried[:count]
+        for address in set(old) - set(self.carried):
+            self.engine.pages.rows.pop(address, None)
 
     def enqueue(self, epoch: int, command: EngineCommand) -> bool:
         """Add a command for the call with this epoch. Runs beside `rollout`. Returns False if that call is over."""
@@ -214,6 +217,7 @@ class RolloutActor:
         start = time.time()
         if self.engine is not None:
             self.engine.park()
+            self._drop_carried(len(self.carried))  # views of objects, which the object store could not free
         if self.settings.device == "cpu":
             release_unused_memory()
         on_device_mb = None if self.engine is None else self.engine.kept_on_device_mb()

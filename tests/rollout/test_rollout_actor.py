@@ -89,3 +89,20 @@ def test_what_a_parked_engine_keeps_on_its_device_is_not_what_torch_thinks(
     assert slept == [2] and engine.version is None
     assert told["spans"][-1].what == "give memory back, 500 MB stay"
     assert 500 < told["memory_mb"] < 500 + 2 * own_memory_mb()
+
+
+def test_a_parked_engine_holds_no_pages_that_came_with_requests(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are views of objects, whose memory the object store could not free."""
+    import ray
+
+    from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
+    from rlhfless_ray.rollout.engine_actor import ANY_VERSION
+
+    store = PageStore()
+    store.kind = PageLayout(b"kind", 4, 16)
+    actor.engine = SimpleNamespace(pages=store, park=lambda: None, kept_on_device_mb=lambda: 0.0)
+    bundle = Bundle.seal(store.kind.start(ANY_VERSION), [b"a", b"b"], np.zeros((2, 16), np.uint8))
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: bundle)
+    assert actor.receive_pages(["reference"]) and set(store.rows) == {b"a", b"b"}
+    actor.park()
+    assert not store.rows and not actor.carried
