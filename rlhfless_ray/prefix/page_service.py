@@ -128,13 +128,13 @@ class PrefixApp:
     async def _layout(self, actor: Any, within_s: float) -> PageLayout:
         key = actor._actor_id
         if key not in self.layouts:
-            self.layouts[key] = await asyncio.wait_for(_value(actor.kind.remote()), within_s)
+            self.layouts[key] = await asyncio.wait_for(actor.kind.remote(), within_s)
         return self.layouts[key]
 
     async def _run_job(self, producer: int, done: Any, held: list[HeldPage], within_s: float) -> tuple[int, Prefilled] | str:
         """Await a job, and return its result or the reason of its failure. A failed job's pages are dropped, to be computed again."""
         try:
-            return producer, await asyncio.wait_for(_value(done), within_s)
+            return producer, await asyncio.wait_for(done, within_s)
         except Exception as error:
             for page in held:
                 self.index.drop(page)
@@ -146,10 +146,6 @@ class PrefixApp:
         while time.monotonic() - self.last_heartbeat_s < self.heartbeat_s:
             time.sleep(min(1.0, self.heartbeat_s / 4))
         serve.delete(self.name, _blocking=False)
-
-
-async def _value(ref: Any) -> Any:
-    return await ref
 
 
 def _describe(error: BaseException) -> str:
