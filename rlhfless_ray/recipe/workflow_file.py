@@ -63,6 +63,8 @@ class WorkflowStage(Section):
                 raise ValueError("a stage with `repeat` has `stages` and nothing else but `start`")
             if any(stage.repeat for stage in self.stages):
                 raise ValueError("a stage with `repeat` holds no other `repeat`; write the inner one out")
+            if unknown := [name for name in self.start if name not in {stage.name for stage in self.stages}]:
+                raise ValueError(f"`start`: `{unknown[0]}` is none of the repeated stages")
         elif len(kinds) != 1 or not self.name or self.stages or self.start:
             raise ValueError("a stage has a `name` and one of `train`, `generate` and `evaluate`")
         elif bool(self.models) != (self.evaluate is not None):
@@ -136,7 +138,9 @@ class Workflow(RecipeFile):
                 raise UserError(f"stage {stage.name}: {key}: the result of stage {name} is a {what}, not a {wanted}")
 
     def _recipe(self, kind: Kind, name: str, tree: dict[str, Any], models: dict[str, Path]) -> Recipe | SupervisedRecipe | GenerationRecipe:
-        where = f"stage {name}"
+        where, run = f"stage {name}", tree.get("run")
+        if isinstance(run, dict) and (decided := [key for key in ("name", "root") if key in run]):
+            raise UserError(f"{where}: run.{decided[0]}: the workflow decides it for its stages; leave it out")
         tree = _merged({"run": {"root": str(self.folder), "name": name}}, tree, wins=True)
         if kind == "train":
             return (SupervisedRecipe if "task" in tree else Recipe).parse(tree, where=where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -185,17 +185,28 @@ def _check_shares(file: SweepFile, runs: Iterable[PlannedRun], where: str) -> No
         )
 
 
-def _check_metric(file: SweepFile, runs: Iterable[PlannedRun], where: str) -> None:
-    """Raise UserError if a run never has the metric that decides which runs end early."""
+def _lacks_metric(recipe: Recipe | SupervisedRecipe, metric: str) -> str:
+    """Return why a run never has a metric, or an empty string."""
+    supervised = isinstance(recipe, SupervisedRecipe)
+    if metric not in (SUPERVISED_METRICS if supervised else POLICY_METRICS):
+        return f"{'supervised stages' if supervised else 'runs of a policy'} have no metric {metric}"
+    if not metric.startswith("eval/"):
+        return ""
+    if isinstance(recipe, SupervisedRecipe):
+        return "" if recipe.evaluate.rows or recipe.evaluate.path else f"evaluate.rows is 0, so it has no {metric}"
+    return "" if recipe.evaluate.prompts else f"evaluate.prompts is 0, so it has no {metric}"
+
+
+def _check_metric(file: SweepFile, runs: Sequence[PlannedRun], where: str) -> None:
+    """Raise UserError if no run has the metric that the file names, or if one lacks the metric that decides which runs end early."""
+    lacking = [(run, why) for run in runs if (why := _lacks_metric(run.recipe, file.metric))]
     if file.early_stopping is None:
+        if "metric" in file.model_fields_set and len(lacking) == len(runs):
+            raise UserError(f"{where}: run {lacking[0][0].name}: {lacking[0][1]}, and no other run has it; name another `metric`")
         return
+    for run, why in lacking:
+        raise UserError(f"{where}: run {run.name}: {why}, which early_stopping needs")
     for run in runs:
-        supervised = isinstance(run.recipe, SupervisedRecipe)
-        if file.metric not in (SUPERVISED_METRICS if supervised else POLICY_METRICS):
-            kind = "supervised stages" if supervised else "runs of a policy"
-            raise UserError(f"{where}: run {run.name}: {kind} have no metric {file.metric}, which early_stopping needs")
-        if isinstance(run.recipe, Recipe) and file.metric.startswith("eval/") and not run.recipe.evaluate.prompts:
-            raise UserError(f"{where}: run {run.name}: evaluate.prompts is 0, so it has no {file.metric}, which early_stopping needs")
         first, steps = file.early_stopping.first_step, run.recipe.run.steps
         if steps is not None and first >= steps:
             raise UserError(f"{where}: early_stopping.first_step: {first} is not before the end of run {run.name}, which has {steps} steps")

@@ -76,6 +76,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"metric": "eval/loss", "early_stopping": {"first_step": 2}},
         "runs of a policy have no metric eval/loss, which early_stopping needs",
     ),
+    "metric of no run": ({"metric": "eval/loss"}, "runs of a policy have no metric eval/loss, and no other run has it"),
+    "metric of a stage without evaluation": (
+        {
+            "recipe": str(ROOT / "recipes" / "sft.yaml"),
+            "set": {"evaluate.rows": 0},
+            "metric": "eval/loss",
+            "early_stopping": {"first_step": 2},
+        },
+        "evaluate.rows is 0, so it has no eval/loss, which early_stopping needs",
+    ),
     "metric never evaluated": (
         {"set": {"evaluate.prompts": 0}, "early_stopping": {"first_step": 2}},
         "evaluate.prompts is 0, so it has no eval/accuracy_sampled",
