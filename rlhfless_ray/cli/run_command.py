@@ -89,8 +89,8 @@ def _check_flags(argv: list[str]) -> None:
     for launch in find_all(argv):
         check_covered(launch.launcher)
         translation = translate_launch(launch)
-        if translation is not None and (refused := translation.refusal()):
-            raise refused
+        if translation is not None and (wrong := translation.refusal() or translation.problem()):
+            raise wrong
 
 
 def _start(argv: list[str], environment: dict[str, str], *, dry: bool) -> None:

@@ -144,7 +144,9 @@ def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
     for number, turn in enumerate(turns, 1):
         for key in ("role", "content"):
             if turn.get(key) is None and key in template and not (key == "content" and turn.get("tool_calls")):
-                return f"turn {number} has no `{key}`" + ("" if key in turn else f", only {', '.join(f'`{name}`' for name in turn)}")
+                return f"turn {number} has no `{key}`" + (
+                    "" if key in turn else f", only {', '.join(f'`{name}`' for name in turn) or 'an empty turn'}"
+                )
     return ""
 
 

@@ -35,7 +35,9 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
     train = reader.read(rows, where)
     if evaluate.path:
         sources = [evaluate.path] if Path(evaluate.path).exists() else [part.strip() for part in evaluate.path.split(",")]
-        heldout = reader.read(read_sources(sources, evaluate.split, "evaluate", max_rows=evaluate.rows or None), "evaluate.path")
+        heldout = reader.read(
+            read_sources(sources, evaluate.split, "evaluate", max_rows=evaluate.rows or None), f"evaluate.path {evaluate.path}"
+        )
         return reader.collect(train, heldout)
     if len(train) <= evaluate.rows:
         raise UserError(f"evaluate.rows: {evaluate.rows} held-out rows leave none of the {len(train)} of {where} to train on; lower it")

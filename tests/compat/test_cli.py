@@ -162,6 +162,8 @@ def test_run_and_submit_build_the_command():
     rows = ["python3", "-m", "openrlhf.cli.train_kd", "--pretrain", "m", "--dataset", "d"]
     done = command_here("submit", "--dry-run", "--address", "http://h:1", "--", *rows)
     assert done.returncode == 2 and "--teacher_model: name the teacher" in done.stderr
+    done = command_here("submit", "--dry-run", "--address", "http://h:1", "--", *rows, "--teacher_model", "t", "--max_len", "3")
+    assert done.returncode == 2 and "--max_len: recipe: `data.max_tokens`: input should be greater" in done.stderr
     done = command_here("submit", "--dry-run", "--no-package", "--working-dir", ".", "--", "bash", "train.sh")
     assert "py_modules" not in done.stdout and done.stdout.rstrip().endswith("-- python3 -m rlhfless_ray run -- bash train.sh")
     assert command_here("submit", "--dry-run").returncode == 2

@@ -218,6 +218,12 @@ def test_shares_and_reward_tokens_are_checked() -> None:
             {"template": "chat", "train_on": "assistant", "response_column": ""},
             "line 2: turn 2 has no `content`",
         ),
+        (
+            "sft",
+            {"prompt": [{}]},
+            {"template": "chat", "train_on": "assistant", "response_column": ""},
+            "line 2: turn 1 has no `role`, only an empty turn; fix",
+        ),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, tokenizer: Any, stage: str, row: Any, data: dict[str, Any], message: str) -> None:
@@ -227,6 +233,13 @@ def test_bad_rows_are_named(tmp_path: Path, tokenizer: Any, stage: str, row: Any
     with pytest.raises(UserError) as error:
         load_rows(recipe(tmp_path, [good, row], stage, **data), tokenizer)
     assert message in str(error.value)
+
+
+def test_a_bad_row_of_the_held_out_file_is_named_with_the_file(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "a"}\n')
+    evaluate = {"path": str(tmp_path / "held.jsonl")}
+    with pytest.raises(UserError, match=r"^evaluate.path .*held.jsonl, line 1: no column `response`"):
+        load_rows(recipe(tmp_path, [{"prompt": "a", "response": "b"}], evaluate=evaluate), tokenizer)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, tokenizer: Any) -> None:
