@@ -46,13 +46,15 @@ class EngineCalls:
     ) -> None:
         self.pool, self.token_log, self.interval_s, self.drafts, self.kept = pool, token_log, interval_s, drafts, kept
         self.engines: list[Instance] = []  # by number
+        self._numbers: dict[int, int] = {}  # by id of the instance
         self.running: dict[Any, EngineCall] = {}  # by the call's generator
 
     def number(self, instance: Instance) -> int:
         """Return the instance's number, which it gets on first use."""
-        if instance not in self.engines:
+        number = self._numbers.setdefault(id(instance), len(self.engines))
+        if number == len(self.engines):
             self.engines.append(instance)
-        return self.engines.index(instance)
+        return number
 
     def find(self, number: int) -> EngineCall | None:
         """Return the running call of an engine."""

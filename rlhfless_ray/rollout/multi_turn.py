@@ -48,19 +48,19 @@ class MultiTurnRollout(RolloutDriver):
         super().__init__(pool, [], np.zeros(0), weights, **{**options, "migration": None})
         self.agents, self.episodes = agents, requests
         self.ended_keys = [completion.key for completion in before if completion.finish_reason != UNFINISHED]
+        self.is_over = np.zeros(len(requests), bool)
+        self.is_over[self.ended_keys] = True
         earlier = {completion.key: replies_of(completion) for completion in before}
         self.openings = [
             EpisodeStart(request.key, prompt, label, request.temperature, request.top_p, request.min_tokens, earlier.get(request.key, ()))
             for request, (prompt, label) in zip(requests, labels, strict=True)
-            if request.key not in self.ended_keys
+            if not self.is_over[request.key]
         ]
         self.versions = {completion.key: list(versions_of_turns(completion)) for completion in before}  # of the turns so far, by key
         self.tokens, self.turns = expected, GrowableArray(np.zeros(0))
         self.written = np.zeros(len(requests), np.int64)
         for completion in before:
             self.written[completion.key] = len(completion.token_ids)
-        self.is_over = np.zeros(len(requests), bool)
-        self.is_over[self.ended_keys] = True
         self.home = np.full(len(requests), -1)  # number of each episode's engine
         self.waiting: dict[int, tuple[int, TurnRequest]] = {}  # by request: the agent call's epoch, and the turn it requested
 
