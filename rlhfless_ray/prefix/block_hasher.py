@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhfless_ray.prefix.block_hash import blocks_after
 
-MAX_PROMPTS = 4096  # prompts whose hashes are cached
+MAX_PROMPTS, MAX_TOKENS = 4096, 2_000_000  # prompts whose hashes are cached, and their tokens: about 17 MB
 
 
 def is_identified_by_tokens(request: Any) -> bool:
@@ -31,6 +31,7 @@ class BlockHasher:
         """`start`: maps a cache salt to the root of addresses. `fallback`: vLLM's hasher, for requests with more than tokens."""
         self.start, self.block_size, self.fallback = start, block_size, fallback
         self.known: dict[tuple[str, bytes], list[bytes]] = {}  # by salt and tokens
+        self.tokens = 0  # in `known`
 
     def __call__(self, request: Any) -> list[bytes]:
         """Return the names of the full blocks that have none yet, in order."""
@@ -44,7 +45,10 @@ class BlockHasher:
             return blocks_after(request.block_hashes[-1], data, self.block_size)
         key = request.cache_salt, data
         if key not in self.known:
-            if len(self.known) >= MAX_PROMPTS:
+            tokens = full * self.block_size
+            if len(self.known) >= MAX_PROMPTS or self.tokens + tokens > MAX_TOKENS:
                 self.known.clear()
+                self.tokens = 0
+            self.tokens += tokens
             self.known[key] = blocks_after(self.start(request.cache_salt), data, self.block_size)
         return list(self.known[key])

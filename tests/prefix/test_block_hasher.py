@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfless_ray.prefix import block_hasher
 from rlhfless_ray.prefix.block_hash import chain, root
 from rlhfless_ray.prefix.block_hasher import MAX_PROMPTS, BlockHasher
 
@@ -60,3 +62,13 @@ def test_few_prompts_are_remembered() -> None:
     for token in range(MAX_PROMPTS + 3):
         names(request([token]))
     assert len(names.known) == 3
+
+
+def test_few_tokens_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts of many steps would take hundreds of megabytes in each engine."""
+    monkeypatch.setattr(block_hasher, "MAX_TOKENS", 100)
+    names = hasher(1)
+    for token in range(20):
+        assert len(names(request([token] * 30))) == 30
+        assert sum(map(len, names.known.values())) == names.tokens <= 100
+    assert len(names(request([7] * 300))) == 300 and len(names.known) == 1
