@@ -104,14 +104,12 @@ class ColocatedGroups:
 
     def save(self, folder: Path, deadline_s: float | None = None) -> dict[str, str]:
         """Write the state of learner and critic to a folder, and return the files' checksums. The critic's files have a prefix."""
-        pending = [(group, prefix, group.ask_save(folder, prefix)) for group, prefix in self._prefixes()]
+        prefixes = [(group, OF_CRITIC if group is self.critic else "") for group in self.learners]
+        pending = [(group, prefix, group.ask_save(folder, prefix)) for group, prefix in prefixes]
         sums: dict[str, str] = {}
         for group, prefix, refs in pending:
             sums |= group.save(folder, deadline_s, prefix, refs)
         return sums
-
-    def _prefixes(self) -> list[tuple[WorkerGroup, str]]:
-        return [(group, OF_CRITIC if group is self.critic else "") for group in self.learners]
 
     @property
     def kept_now(self) -> bool:

@@ -28,9 +28,9 @@ from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-SUMS = (
-    *("loss", "policy_loss", "kl", "router_balance", "entropy", "clipped", "importance", "capped", "mismatch", "ppo_kl"),
-    *("sampler_kl", "reference_gap", "ratio", "ratio_squared"),
+SUMS = (  # fields of UpdateStats, and then of what its share of effective samples is computed from
+    *("loss", "policy_loss", "kl", "router_balance", "entropy", "clip_share", "importance_mean", "importance_capped_share"),
+    *("mismatch_mean", "ppo_kl", "sampler_kl", "reference_gap", "ratio", "ratio_squared"),
 )
 LAGS = 9  # divergences are summed by lag: 0 to 8 updates, the largest `rollout.max_lag_steps`
 WEIGHTED = 4  # the first so many of SUMS are weighted like the loss; the others count every token the same
@@ -87,11 +87,11 @@ class LearnerRank:
         start = time.time()
         torch.set_num_threads(threads)
         if self.early is not None:
-            return self._finish_early(share), [Span("work", "update", start, time.time())]
-        if len(share) == 0:
-            return nothing(UpdateStats), [Span("work", "update", start, time.time())]
-        old = self._old(share)
-        stats = [self._step(share, step, old) for step in share.steps] or [untouched(UpdateStats)]
+            stats = [self._finish_early(share)]
+        else:
+            old = self._old(share)
+            without_step = untouched(UpdateStats) if len(share) else nothing(UpdateStats)
+            stats = [self._step(share, step, old) for step in share.steps] or [without_step]
         return merged(stats), [Span("work", "update", start, time.time())]
 
     def accumulate(self, share: Share, threads: int) -> list[Span]:
@@ -217,18 +217,11 @@ class LearnerRank:
         divergence, of_lag = sums[len(SUMS) :].view(2, LAGS)
         sums[WEIGHTED : len(SUMS)] /= accumulated.tokens  # statistics are means over tokens, whatever the loss averages over
         named = dict(zip(SUMS, sums[: len(SUMS)].tolist(), strict=True))
-        effective = named["ratio"] ** 2 / named["ratio_squared"] if named["ratio_squared"] else 0.0
+        ratio, ratio_squared = named.pop("ratio"), named.pop("ratio_squared")
         if self.correction is not None and self.correction.gates_sequences:
-            named["capped"] *= accumulated.tokens / accumulated.sequences
+            named["importance_capped_share"] *= accumulated.tokens / accumulated.sequences
         return UpdateStats(
-            loss=named["loss"],
-            policy_loss=named["policy_loss"],
-            kl=named["kl"],
-            entropy=named["entropy"],
-            clip_share=named["clipped"],
-            importance_mean=named["importance"],
-            importance_capped_share=named["capped"],
-            mismatch_mean=named["mismatch"],
+            **named,
             mismatch_max=float(max_mismatch),
             grad_norm=norm,
             learning_rate=rate,
@@ -237,13 +230,9 @@ class LearnerRank:
             reason=reason,
             applied=int(applied),
             skipped_last=int(not applied),
-            ppo_kl=named["ppo_kl"],
-            sampler_kl=named["sampler_kl"],
-            reference_gap=named["reference_gap"],
             next_learning_rate=self.trainer.rate(),
             last_grad_norm=norm,
-            effective_share=effective,
-            router_balance=named["router_balance"],
+            effective_share=ratio**2 / ratio_squared if ratio_squared else 0.0,
             kl_by_lag={lag: float(divergence[lag] / count) for lag, count in enumerate(of_lag.tolist()) if count},
         )
 
