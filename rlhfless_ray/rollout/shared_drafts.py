@@ -44,7 +44,7 @@ class SharedDrafts:
 
     def begin(self, token_log: TokenLog) -> None:
         """Start a rollout. Prompts that come later, as in multi-turn rollouts, share no text."""
-        self.log = token_log
+        self.log, self.kept = token_log, token_log.finished.copy()  # responses of earlier rollouts are in `earlier`
         self.prompts = [_digest(request) for request in token_log.requests]
         self.groups: dict[str, list[int]] = {}
         for i, prompt in enumerate(self.prompts):
@@ -84,7 +84,7 @@ class SharedDrafts:
         texts = []
         for i in indices:
             sent = self.sent.get((i, number), 0)
-            if self.log.length[i] > sent:
+            if self.log.length[i] > sent and not self.kept[i]:
                 texts.append((self.text_names[i], self.log.tokens(i)[sent:]))
                 self.sent[i, number] = int(self.log.length[i])
         return texts
@@ -106,7 +106,7 @@ class SharedDrafts:
         for i, engine in self.sent:
             known_by[i].add(self.instances[engine])
         for i, prompt in enumerate(self.prompts):
-            if self.log.finished[i] and self.log.length[i]:
+            if self.log.finished[i] and self.log.length[i] and not self.kept[i]:
                 self._keep(prompt, _Text(self.text_names[i], self.log.tokens(i), known_by[i]))
         while self.total > self.kept_tokens:
             self.total -= sum(len(text.tokens) for text in self.earlier.pop(next(iter(self.earlier))))

@@ -38,6 +38,27 @@ def say(log: TokenLog, engine: int, index: int, tokens: list[int], end: int = GO
     log.accept(engine, "e", TokenDeltas.of(1, [(log.requests[index].key, start, len(tokens), end)], tokens, np.zeros(len(tokens))))
 
 
+def test_a_response_that_an_earlier_rollout_finished_is_told_and_kept_once() -> None:
+    """As with partial rollouts, whose finished responses wait for the others of their group."""
+    shared, told = SharedDrafts(), Engines()
+    requests = [Request(key, (1, 2), key, 50, 1.0) for key in range(2)]
+    first = TokenLog(requests)
+    shared.begin(first)
+    first.assign(np.array([0, 1]), 0)
+    shared.for_call(0, "engine 0", [0, 1])
+    say(first, 0, 0, [5, 6], STOP)
+    say(first, 0, 1, [7])
+    shared.end([])
+    again = TokenLog(requests, [first.completion(0), *first.unfinished(1)])
+    shared.begin(again)
+    for number in (0, 1):
+        again.assign(np.array([1]), number)
+        told.hear(number, shared.for_call(number, f"engine {number}", [1]))
+    assert (told.texts(0), told.texts(1)) == ([], [[5, 6]]), "engine 0 has written it"
+    shared.end([])
+    assert [text.tokens.tolist() for texts in shared.earlier.values() for text in texts] == [[5, 6]] and shared.total == 2
+
+
 def test_siblings_on_other_engines_hear_each_token_once_and_later_steps_hear_the_whole() -> None:
     shared, told = SharedDrafts(), Engines()
     requests = [Request(key, (1, 2, key // 2), key, 50, 1.0) for key in range(4)]  # two prompts, two responses to each
