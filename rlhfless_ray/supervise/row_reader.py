@@ -199,9 +199,9 @@ class RowReader:
             prompt = self.data.input_template.format(prompt)
         if prompt is None or response is None:
             if not whole:
+                missing = "prompt" if prompt is None else "response"
                 raise UserError(
-                    f"{self.name}: there is no {'prompt' if prompt is None else 'response'} beside column `{column}`; name its column, "
-                    "or set data.train_on to all"
+                    f"{self.name}: there is no {missing} beside column `{column}`; set data.{missing}_column, or data.train_on to all"
                 )
             return "", prompt or response
         return ("", prompt + response) if whole else (prompt, response)

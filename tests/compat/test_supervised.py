@@ -164,12 +164,13 @@ def test_what_cannot_be_done_is_refused_by_name(launcher: str, flags: list[str],
         ("train_sft", ["--ckpt_path", "c"], ["--save_steps", "5"]),
         ("train_dpo", ["--tokenizer_chat_template", "t"], ["--apply_chat_template"]),
         ("train_dpo", ["--eval_split", "train"], ["--eval_dataset", "e"]),
+        ("train_dpo", ["--lr_scheduler", "linear", "--min_lr_ratio", "0.2"], ["--lr_scheduler", "cosine_with_min_lr"]),
     ],
 )
 def test_a_flag_that_needs_another_has_no_effect_alone(launcher: str, flags: list[str], more: list[str]) -> None:
     line = [*LEAST[:-1], *flags]  # without --bf16, which has an effect in older versions only
     statuses = [{o.flag: o.status for o in translate_supervised(launcher, [*line, *other], {}).outcomes} for other in ([], more)]
-    assert [status[flags[0]] for status in statuses] == ["no effect", "honoured"]
+    assert [status[flags[-2]] for status in statuses] == ["no effect", "honoured"]
     assert translate_supervised("train_sft", [*LEAST, "--disable_ds_ckpt"], {}).refusal() is None
 
 

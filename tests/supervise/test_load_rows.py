@@ -235,6 +235,14 @@ def test_bad_rows_are_named(tmp_path: Path, tokenizer: Any, stage: str, row: Any
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(("missing", "there"), [("response", "prompt"), ("prompt", "response")])
+def test_a_text_alone_names_the_column_that_is_missing(tmp_path: Path, tokenizer: Any, missing: str, there: str) -> None:
+    with pytest.raises(
+        UserError, match=f"line 1: there is no {missing} beside column `{there}`; set data.{missing}_column, or data.train_on"
+    ):
+        load_rows(recipe(tmp_path, [{there: "a"}], **{f"{missing}_column": ""}), tokenizer)
+
+
 def test_a_bad_row_of_the_held_out_file_is_named_with_the_file(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "held.jsonl").write_text('{"prompt": "a"}\n')
     evaluate = {"path": str(tmp_path / "held.jsonl")}

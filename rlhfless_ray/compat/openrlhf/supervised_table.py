@@ -26,6 +26,10 @@ def _warmup(x: float, v: Values) -> dict[str, Any]:
     return {} if v["lr_scheduler"] == "constant" else {"learner.warmup_share": x}
 
 
+def _floor(x: float, v: Values) -> dict[str, Any]:
+    return {"learner.min_rate_share": x} if v["lr_scheduler"] == "cosine_with_min_lr" else {}
+
+
 def _template(x: str | None, v: Values) -> dict[str, Any]:
     replaced = (
         v["data.apply_chat_template"] or v.get("model.pretrain_mode_enable") or not (v.get("data.input_key") or v.get("data.prompt_key"))
@@ -159,7 +163,7 @@ RULES: tuple[FlagRule, ...] = (
     row("adam.weight_decay", "l2", "exact", "learner.weight_decay"),
     row("lr_scheduler", "lr_scheduler", "exact", "learner.schedule"),
     row("lr_warmup_ratio", "lr_warmup_ratio", "exact", "learner.warmup_share", _warmup),
-    row("min_lr_ratio", "min_lr_ratio", "exact", "learner.min_rate_share"),
+    row("min_lr_ratio", "min_lr_ratio", "exact", "learner.min_rate_share", _floor),
     row("max_norm", "max_norm", "exact", "learner.grad_clip"),
     # loss
     row("model.pretrain_mode_enable", "pretrain_mode", "exact", "data.train_on", lambda x, v: {"data.train_on": "all"} if x else {}),
