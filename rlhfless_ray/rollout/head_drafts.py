@@ -159,7 +159,7 @@ class HeadSource(DraftSource):
                 if track is None or not track.begin + track.read <= begin <= track.end:
                     track = _Track(begin)
                 track.cut(begin)
-                track.add(read[first:last])
+                track.add(read[first:last].clone())  # a view would keep the states of all sequences, also those of long prompts
                 tracks[name] = track
         self.tracks = tracks
         self.forget_all_but(list(tracks))

@@ -176,6 +176,8 @@ def test_states_that_wait_too_long_are_dropped(sampling: ModuleType, tmp_path: P
         source.observe([3], [position], [0, 1], [torch.zeros(1, size)] * len(LAYERS))
         track = source.tracks[3]
         assert track.end == position + 1 and min(position + 1, 8) <= track.unread <= 16
+    source.observe([3, 4], [50, 0], [0, 1, 13], [torch.zeros(13, size)] * len(LAYERS))
+    assert source.tracks[3].waiting[-1].untyped_storage().nbytes() == 4 * size, "a prompt that was computed beside it is not kept"
     source.observe(list(range(17)), [0] * 17, list(range(18)), [torch.zeros(17, size)] * len(LAYERS))
     assert not source.tracks, "more sequences than it drafts for"
 
