@@ -693,6 +693,19 @@ def test_asynchronous_training_is_a_lag_of_one_step(flags, lag):
     assert longer == ("--async_train --async_queue_size 2" in flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "alone", "more"),
+    [
+        ("--vllm_is_correction_type icepop --elastic.dialect 0.10.1", "no effect", "--enable_vllm_is_correction"),
+        ("--use_icepop --elastic.dialect 0.9.2", "no effect", "--enable_vllm_is_correction"),
+        ("--lr_warmup_ratio 0.1 --lr_scheduler constant", "no effect", "--lr_scheduler constant_with_warmup"),
+    ],
+)
+def test_a_flag_that_needs_another_has_no_effect_alone(flags, alone, more):
+    assert status(of(f"{BASE} {flags}"), flags.split()[0]) == alone
+    assert status(of(f"{BASE} {flags} {more}"), flags.split()[0]) == "honoured"
+
+
 @pytest.mark.parametrize("version", ["0.8.1", "0.9.2", "0.10.1"])
 def test_older_weights_without_importance_weights_are_refused_by_the_flag_that_turns_them_on(version):
     line = f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --async_train --elastic.dialect {version}"

@@ -70,6 +70,9 @@ def _optimizer_rows(model: str, section: str) -> list[Rule]:
     def key(name: str) -> str:
         return f"{section}.{name}"
 
+    def no_warmup(v: Values) -> str:
+        return unused(v) or ("a constant rate has no warm-up" if v[f"{model}.lr_scheduler"] == "constant" else "")
+
     def no_floor(v: Values) -> str:
         return unused(v) or ("" if v[f"{model}.lr_scheduler"] == "cosine_with_min_lr" else "only cosine_with_min_lr has a floor")
 
@@ -91,7 +94,7 @@ def _optimizer_rows(model: str, section: str) -> list[Rule]:
             idle=unused,
         ),
         _row(f"{model}.lr_scheduler", "exact", schedule, m.schedule(model, section), idle=unused),
-        _row(f"{model}.lr_warmup_ratio", "exact", schedule, m.schedule(model, section), idle=unused),
+        _row(f"{model}.lr_warmup_ratio", "exact", schedule, m.schedule(model, section), idle=no_warmup),
         _row(f"{model}.min_lr_ratio", "exact", schedule, m.schedule(model, section), idle=no_floor),
         _row(f"{model}.max_norm", "exact", key("grad_clip"), idle=unused),
     ]

@@ -213,7 +213,8 @@ def _correction(values: Values, line: CommandLine) -> None:
     """Convert the switch and kind of 0.8.9 to 0.11.1 to level and mode. Gating was always the ratio."""
     given = line.given.values
     switch = next((flag for flag in ENABLE if flag in given), None)
-    if switch is None:
+    if switch is None:  # a kind alone turns nothing on
+        values.given |= {flag: (MODE,) for flag in (*KIND, "--use_icepop") if flag in given}
         return
     kind_flag = next((flag for flag in (*KIND, "--use_icepop") if flag in given), None)
     kind = "icepop" if kind_flag == "--use_icepop" else given.get(kind_flag, "tis") if kind_flag else "tis"
