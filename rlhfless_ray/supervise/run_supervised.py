@@ -80,6 +80,7 @@ class SupervisedStage:
         for setting, path in (("save.path", recipe.save.path), ("checkpoint.path", recipe.checkpoint.path)):
             if path:
                 check_writable(Path(path), setting)
+        self.folder = newest_folder(recipe) if resume else RunFolder(Path())
         if not resume:
             _check_no_checkpoints(recipe)
         self.model_path, self.files = _initial_model(recipe)
@@ -112,7 +113,6 @@ class SupervisedStage:
 
     def run(self) -> RunFolder:
         with ExitStack() as stack:
-            self.folder = newest_folder(self.recipe) if self.resume else RunFolder(Path())
             is_new = not self.resume or not self.folder.path.is_dir()
             if not is_new:
                 stack.enter_context(self.folder.locked())

@@ -199,7 +199,7 @@ def test_other_commands_say_what_the_recipe_is(tmp_path: Path) -> None:
 
 
 def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    said = command_here("train", str(recipe(tmp_path, "none")), "--resume")
+    said = command_here("train", str(recipe(tmp_path, "none")), "--resume", "policy.path=/nowhere")  # before anything is read
     assert said.returncode == 2 and "--resume: no run with a checkpoint" in said.stderr
     assert os.listdir(tmp_path) == ["none.yaml"]
 
