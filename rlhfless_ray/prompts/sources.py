@@ -57,7 +57,7 @@ def read_source(source: str, split: str, setting: str) -> list[NamedRow]:
         return _name_rows(_build_from_script(path, where), split, setting, where)
     if path.is_file() or path.suffix.lower() in FILE_TYPES:
         if split != "train":
-            raise UserError(f"{setting}.split: {source} is one file, it has no split `{split}`; leave the setting out")
+            raise UserError(f"{setting}.split: {source} is one file, it has no split `{split}`; set it to train")
         return read_file(path, where)
     if path.is_dir():
         return _name_rows(_load_folder(path, subdir, where), split, setting, where)
@@ -74,7 +74,7 @@ def _name_rows(data: Dataset | DatasetDict, split: str, setting: str, where: str
             raise UserError(f"{setting}.split: {where} has no split `{split}`, only {', '.join(f'`{name}`' for name in data)}")
         data = data[split]
     elif split != "train":
-        raise UserError(f"{setting}.split: {where} has no splits, so no `{split}` either; leave the setting out")
+        raise UserError(f"{setting}.split: {where} has no splits, so no `{split}` either; set it to train")
     if not len(data):
         raise UserError(f"{where}: the data set is empty; give one with at least one row")
     return [(f"row {number}", dict(row)) for number, row in enumerate(data, 1)]

@@ -105,7 +105,7 @@ def test_a_name_that_is_nowhere_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_file_has_no_splits(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"prompts.split: .* it has no split `test`"):
+    with pytest.raises(UserError, match=r"prompts.split: .* it has no split `test`; set it to train"):
         loaded({"path": jsonl(tmp_path / "a.jsonl", rows("a")), "split": "test"})
 
 
