@@ -20,10 +20,11 @@ def departures(v: Values) -> list[str]:
 def other_meanings(line: CommandLine, v: Values) -> list[str]:
     """Return notes on flags that mean something else in other versions that accept the line."""
     differing: dict[tuple[str, str], list[str]] = {}
+    here = [(rule, rule.settings(v)) for rule in RULES if rule.kind in ("exact", "cond") and not rule.idle(v)]
     for version in line.accepted_by:
         there = replace(v, version=version)
-        for rule in RULES:
-            if rule.kind in ("exact", "cond") and not rule.idle(v) and (changed := _changed(rule.settings(v), rule.settings(there))):
+        for rule, settings in here:
+            if (other := rule.settings(there)) != settings and (changed := _changed(settings, other)):
                 differing.setdefault((v.spelled(rule.name), changed), []).append(version)
     return [
         f"{flag}: OpenRLHF {span_text(where[0], where[-1])} accepts this command too and means {changed}; choose that with "

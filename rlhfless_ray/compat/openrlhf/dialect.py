@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -67,32 +68,29 @@ def read(tokens: Sequence[str], version: str | None = None) -> CommandLine:
     if version is not None:
         return _strictly(tokens, version)
     names = _option_names(tokens)
-    readers = [v for v in versions() if _reads(v, tokens, names)]
+    readers = {v: given for v in versions() if (given := _reading(v, tokens, names)) is not None}
     if not readers:
         return _mixture(tokens, names)
     best = max(readers, key=lambda v: (sum(name in flags_of(v) for name in names), place(v)))
     for name in names:
         if len(_resolve(name, best)) > 1:
-            raise Unreadable(_ambiguous(name, readers), best)
-    accepted = {v: parse(parser_of(v), tokens) for v in readers if all(len(_resolve(name, v)) == 1 for name in names)}
+            raise Unreadable(_ambiguous(name, [*readers]), best)
+    accepted = {v: given for v, given in readers.items() if all(len(_resolve(name, v)) == 1 for name in names)}
     return CommandLine(best, accepted[best], [v for v in accepted if accepted[v] == accepted[best]])
 
 
-def _reads(version: str, tokens: Sequence[str], names: list[str]) -> bool:
-    """Return whether a version accepts the line with some full name for each ambiguous abbreviation."""
+def _reading(version: str, tokens: Sequence[str], names: list[str]) -> Given | None:
+    """Return the line as a version reads it with some full name for each ambiguous abbreviation, or None."""
     if not all(_resolve(name, version) for name in names):  # avoids building parsers that cannot accept the line
-        return False
+        return None
     places = [(index, name, _one_of_each_form(name, version)) for index, name, _ in _options(tokens) if name != "--help"]
     for flags in itertools.islice(itertools.product(*(candidates for *_, candidates in places)), MAX_READINGS):
         line = list(tokens)
         for (index, name, _), flag in zip(places, flags, strict=True):
             line[index] = flag + line[index][len(name) :]
-        try:
-            parse(parser_of(version), line)
-        except Refused:
-            continue
-        return True
-    return False
+        with suppress(Refused):
+            return parse(parser_of(version), line)
+    return None
 
 
 def _one_of_each_form(name: str, version: str) -> list[str]:

@@ -150,6 +150,15 @@ def canonical(line: CommandLine, environment: Mapping[str, str] = os.environ) ->
 
 def defaults(version: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return every newest name's default in a dialect. Names that the dialect lacks get the value that was fixed there."""
+    value = dict(_defaults(version))
+    if place(version) < place(QUEUE_FLAG_SINCE) and environment.get("OPENRLHF_ASYNC_QUEUE_SIZE", "").isdigit():
+        value["train.async_queue_size"] = int(environment["OPENRLHF_ASYNC_QUEUE_SIZE"])
+    return value
+
+
+@cache
+def _defaults(version: str) -> dict[str, Any]:
+    """Return the defaults that no environment changes."""
     value: dict[str, Any] = {PROMPT_LIMIT: None}
     for known in (flags_of(newest()), flags_of(version)):
         for flag, spec in known.items():
@@ -166,8 +175,6 @@ def defaults(version: str, environment: Mapping[str, str] = os.environ) -> dict[
         value["data.max_len"] = value[PROMPT_LIMIT] + value["rollout.max_new_tokens"]
     if place(version) < place(BEST_CHECKPOINT_SINCE):
         value["ckpt.best_metric_key"] = "none"
-    if place(version) < place(QUEUE_FLAG_SINCE) and environment.get("OPENRLHF_ASYNC_QUEUE_SIZE", "").isdigit():
-        value["train.async_queue_size"] = int(environment["OPENRLHF_ASYNC_QUEUE_SIZE"])
     return value
 
 

@@ -171,14 +171,10 @@ def _other_defaults(line: CommandLine, v: Values) -> list[str]:
     own_defaults = defaults(line.version, {})  # not `v.value`, into which the launcher fills some values
     for version in line.accepted_by:
         for name, value in defaults(version, {}).items():
+            if value in (own_defaults[name], STAMPED) or name in v.set_by:
+                continue
             rule = rule_of().get(name)
-            if (
-                name in v.set_by
-                or rule is None
-                or rule.kind not in ("exact", "cond")
-                or rule.idle(v)
-                or value in (own_defaults[name], STAMPED)
-            ):
+            if rule is None or rule.kind not in ("exact", "cond") or rule.idle(v):
                 continue
             if rule.settings(v) != rule.settings(replace(v, value={**v.value, name: value})):
                 differing.setdefault((name, shown(value)), []).append(version)
