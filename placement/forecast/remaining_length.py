@@ -12,6 +12,7 @@ KNEE = 0.36  # share of variance explained at which half of the forecasts count 
 SHARES = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.999])  # possible shares of uninformative forecasts
 SHARE_PRIOR = np.array([1, 1, 2, 3, 4, 3, 2, 1]) / 17  # prior probability of each
 STEPS = 24  # points of the grid of future tokens
+GRID = np.linspace(0, 1, STEPS + 1)[1:] ** 2  # relative to the largest number of future tokens
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def predict_remaining(
     pool = 1 - own
     top = max(np.exp(pool_mean + 3.6 * pool_sd), float(np.exp((mean + 2.5 * sd).max())), 1.3 * float(generated.max()) + 3)
     top = min(top, max(limit, float(generated.min()) + 1))
-    tokens = (top - float(generated.min())) * np.linspace(0, 1, STEPS + 1)[1:] ** 2
+    tokens = (top - float(generated.min())) * GRID
     later = np.log(generated[:, None] + tokens + 1e-3)
     alive = own[:, None] * _ratio((mean[:, None] - later) / sd[:, None], own_now)
     if uninformative_share > 0:

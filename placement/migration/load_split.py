@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -48,8 +49,10 @@ def estimate_splits(
     Time is the expectation of the latest end over all actors. Of n members with s expected survivors all have ended
     with probability (1 - s/n)^n, as if all were alike.
     """
-    width = np.diff(tokens, prepend=0.0)
-    split = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(alive)]))
+    width = _steps(tokens)
+    split = np.zeros(len(alive), int)
+    split[first[1:]] = 1
+    split = np.cumsum(split)
     now = alive[:, :1]
     middle = (alive[:, 1:] + alive[:, :-1]) / 2
     clock = np.zeros_like(alive)
@@ -68,7 +71,14 @@ def estimate_splits(
     left = np.interp((mine + shift).ravel(), (clock + shift).ravel(), alive.ravel()).reshape(len(alive), -1)
     left[mine > clock[:, -1:]] = 0.0
     late = np.add.reduceat(now * np.log1p(-np.minimum(left / now, 1 - 1e-12)), first, axis=0)
-    return np.sum((1 - np.exp(late)) * np.diff(at, prepend=0.0, axis=1), axis=1), cost
+    return np.sum((1 - np.exp(late)) * _steps(at), axis=1), cost
+
+
+def _steps(values: np.ndarray) -> np.ndarray:
+    """Return the differences along the last axis, the first from 0. `np.diff` takes several times as long for few values."""
+    steps = values.copy()
+    steps[..., 1:] -= values[..., :-1]
+    return steps
 
 
 @dataclass(frozen=True)
@@ -116,9 +126,9 @@ def best_split(
     shapes += [(ratio, law_actors) for ratio in RATIOS]
     tried: list[np.ndarray] = []
     for shape, law in shapes:
-        for m in sorted({int(np.clip(round(law * count), 1, most)) for count in COUNTS}):
+        for m in sorted({min(max(round(law * count), 1), most) for count in COUNTS}):
             if m > 1 or not tried:  # one group is the same by every shape
-                tried.append(_cuts(shape, m, n))
+                tried.append(_cuts(shape, m, n) if isinstance(shape, np.ndarray) else _geometric_cuts(shape, m, n))
     groups = np.array([len(cuts) - 1 for cuts in tried])
     begin, end = (np.concatenate([cuts[part] for cuts in tried]) for part in (slice(None, -1), slice(1, None)))
     alive = np.concatenate([(end - begin)[:, None].astype(float), sums[end] - sums[begin]], 1)
@@ -141,10 +151,12 @@ def even_split(view: RemainingLengths, base_s: float, per_seq_s: float, cost_wei
     return Split(group, actors, estimate_split(alive, view.tokens, base_s, per_seq_s, cost_weight))
 
 
-def _cuts(shape: np.ndarray | float, m: int, n: int) -> np.ndarray:
-    if isinstance(shape, np.ndarray):
-        inner = np.searchsorted(shape, np.arange(1, m) / m)
-    else:
-        share = np.geomspace(1, shape, m)
-        inner = np.round(np.cumsum(share / share.sum()) * n).astype(int)[:-1]
-    return np.unique(np.r_[0, inner, n])
+def _cuts(shape: np.ndarray, m: int, n: int) -> np.ndarray:
+    return np.unique(np.concatenate([[0], np.searchsorted(shape, np.arange(1, m) / m), [n]]))
+
+
+@lru_cache(maxsize=4096)  # the same numbers of actors and sequences come again and again
+def _geometric_cuts(ratio: float, m: int, n: int) -> np.ndarray:
+    share = np.geomspace(1, ratio, m)
+    inner = np.round(np.cumsum(share / share.sum()) * n).astype(int)[:-1]
+    return np.unique(np.concatenate([[0], inner, [n]]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -244,7 +244,7 @@ class PoolState:
         return sum(slot.holder == run for slot in self.slots.values())
 
     def _held(self) -> Counter[str]:
-        return Counter(slot.holder for slot in self.slots.values() if slot.holder)
+        return Counter([slot.holder for slot in self.slots.values() if slot.holder])
 
     def clearing(self) -> Clearing:
         """Return the targets of all runs.
@@ -283,11 +283,11 @@ class PoolState:
     def waiting(self, now_s: float) -> dict[str, int]:
         """Return {run: slots} of the runs below their target that want slots, or wanted some a moment ago."""
         targets, held = self.clearing().slots, self._held()
-        asking = Counter(request.run for request in self.requests.values())
+        asking = {request.run for request in self.requests.values()}
         return {
             name: missing
             for name, run in self.runs.items()
-            if (missing := targets[name] - held[name]) > 0 and (asking[name] or now_s - run.withdrew_s <= RECENT_S)
+            if (missing := targets[name] - held[name]) > 0 and (name in asking or now_s - run.withdrew_s <= RECENT_S)
         }
 
     def view(self, run: str, now_s: float) -> PoolView:
@@ -295,11 +295,12 @@ class PoolState:
         known, cleared, held = self.runs[run], self.clearing(), self.held(run)
         waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
         surplus = min(max(0, held - cleared.slots[run]), sum(waiting.values()))
-        parked_mb: Counter[str] = Counter()
+        parked_mb: dict[str, float] = defaultdict(float)
         due = []
         for name, other in self.runs.items():
             if name != run:
-                parked_mb.update(other.parked_mb)
+                for node, kept_mb in other.parked_mb.items():
+                    parked_mb[node] += kept_mb
                 if other.gives_at_s is not None and (above := self.held(name) - cleared.slots[name]) > 0:
                     due.append((max(0.0, other.gives_at_s - now_s), above))
         return PoolView(

@@ -126,8 +126,11 @@ class VirtualEngines:
         order = np.lexsort((left, self.actor[chosen]))
         chosen, left = chosen[order], left[order]
         actor = self.actor[chosen]
-        first = np.flatnonzero(np.diff(actor, prepend=-1))
-        size = np.diff(first, append=len(chosen))
+        begins = np.ones(len(chosen), bool)
+        begins[1:] = actor[1:] != actor[:-1]
+        first = np.flatnonzero(begins)
+        size = np.empty_like(first)
+        size[:-1], size[-1] = first[1:] - first[:-1], len(chosen) - first[-1]
         position = np.arange(len(chosen)) - np.repeat(first, size)
         running = np.repeat(size, size) - position
         before = np.empty(len(chosen))  # tokens made since the slice began, as each phase begins
