@@ -9,15 +9,20 @@ from typing import Any
 
 import nbformat
 import pytest
+import yaml
 from nbclient import NotebookClient
 
+from docs.check import small_recipe
 from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the recipes, where Jupyter starts their notebooks, with a cache in which a policy from scratch is warm-started once."""
-    return Path(shutil.copytree(ROOT / "recipes", tmp_path_factory.mktemp("notebooks") / "recipes"))
+    """A copy of the recipes, where Jupyter starts their notebooks, with a cache in which a policy from scratch is warm-started once.
+    The quickstart has little work in it."""
+    folder = Path(shutil.copytree(ROOT / "recipes", tmp_path_factory.mktemp("notebooks") / "recipes"))
+    (folder / "quickstart.yaml").write_text(yaml.safe_dump(small_recipe("quickstart")))
+    return folder
 
 
 def execute(name: str, folder: Path, replaced: dict[str, str] | None = None) -> list[Any]:
