@@ -85,5 +85,6 @@ class RecipeFile(Section):
 
     def to_yaml(self) -> str:
         """Return the whole recipe as YAML, defaults included."""
-        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C it takes a quarter of the time
+        text: str = yaml.dump(self.model_dump(mode="json"), Dumper=dumper, sort_keys=False, allow_unicode=True)
         return text

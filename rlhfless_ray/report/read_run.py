@@ -57,7 +57,7 @@ class RunRecord:
     def settings(self) -> dict[str, Any]:
         """The recipe's sections by name; empty if it cannot be read."""
         try:
-            tree = yaml.safe_load(self.recipe)
+            tree = yaml.load(self.recipe, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         except yaml.YAMLError:
             return {}
         return tree if isinstance(tree, dict) else {}
