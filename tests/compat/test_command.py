@@ -218,6 +218,16 @@ def test_the_home_folder_and_an_eval_without_end():
     assert found[2:] == ["/home/me/m", "/home/me", "~/m", "x~", "~y"]
 
 
+@pytest.mark.parametrize("script", ["M[x]=1\nset -- a", "A=(b <<EOF\nc\nEOF\n)\nset -- a", "echo {1..999999}\nset -- a"])
+def test_what_bash_would_not_do_either_ends_nothing(script):
+    assert simple_commands(script, {})[-1].words == ["set", "--", "a"]
+
+
+def test_a_word_that_holds_itself_is_not_read_without_end():
+    with pytest.raises(UserError, match="no launcher of OpenRLHF in it"):
+        find(["bash", "-c", "x openrlhf.cl${i.train_sft --module openrlhf.cli.train_sft --bf16"])
+
+
 @pytest.mark.parametrize("shell", ["bash", "srun -n 1 /bin/bash -s"])
 def test_commands_that_a_shell_reads_from_its_input(shell):
     script = f"M=/m\n{shell} <<EOF 2>&1 | tee log\ncd /x\npython3 -m {MODULE} --pretrain $M {shlex.join(FLAGS[2:])}\nEOF\necho done\n"

@@ -29,6 +29,7 @@ INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
 MODULE_FLAGS = ("-m", "--module")
 STARTERS = ("deepspeed", "torchrun")
 """Programs that start the launchers of supervised stages, one process for each rank."""
+MAX_SHELLS = 10  # of shells that start shells; a word that cannot be expanded may hold itself
 PRINTS = ("echo", "printf", "[", "[[", "test")
 PACKAGES = ("rlhfless_ray", "placement")
 
@@ -86,7 +87,9 @@ def check_covered(launcher: str) -> None:
     raise UserError(f"openrlhf.cli.{launcher}: OpenRLHF has no such launcher")
 
 
-def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> list[LaunchCommand]:
+def _locate(argv: list[str], environment: Mapping[str, str] = os.environ, depth: int = 0) -> list[LaunchCommand]:
+    if depth > MAX_SHELLS:
+        return []
     for index, token in enumerate(argv):
         before = argv[index - 1] if index else ""
         module = MODULE.fullmatch(token.removeprefix("-m")) if before in MODULE_FLAGS or token.startswith("-m") else None
@@ -95,17 +98,18 @@ def _locate(argv: list[str], environment: Mapping[str, str] = os.environ) -> lis
             return [LaunchCommand(here[1], [*_ranks(here[1], argv[:index]), *argv[index + 1 :]])]
         if " " in token or "\n" in token:
             if INSIDE.search(token) and token[0] not in "$`":  # the commands of a substitution are read on their own
-                return _in_shell(token, environment, argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None)
+                arguments = argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None
+                return _in_shell(token, environment, arguments, depth)
         elif _is_script(token, before) and Path(token).is_file():
-            return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"), environment, argv[index + 1 :])
+            return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"), environment, argv[index + 1 :], depth)
     return []
 
 
-def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None) -> list[LaunchCommand]:
+def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None, depth: int) -> list[LaunchCommand]:
     """Return the different launches of a script. One that is only printed or asked for help counts if there is no other."""
     launches: list[tuple[bool, LaunchCommand]] = []
     for words, handed in simple_commands(text, environment, arguments):
-        for launch in _locate(words, handed):
+        for launch in _locate(words, handed, depth + 1):
             is_run = words[0] not in PRINTS and launch.flags[:1] not in (["--help"], ["-h"])
             if (is_run, launch) not in launches:
                 launches.append((is_run, launch))

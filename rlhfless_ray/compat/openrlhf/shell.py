@@ -28,6 +28,7 @@ FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|functio
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a"}
 HOME = re.compile(r"~(?=[/\s;]|$)")
 MAX_CALL_DEPTH = 20  # of functions that call functions
+MAX_NUMBERS = 10_000  # of `{1..N}`
 
 
 class Command(NamedTuple):
@@ -170,8 +171,12 @@ def _add_unquoted(r: Reader, text: str) -> None:
 
 
 def _expand_braces(r: Reader, braces: re.Match[str]) -> None:
-    """Add a word for each alternative of `{a,b}`, or for each number of `{1..3}`."""
+    """Add a word for each alternative of `{a,b}`, or for each number of `{1..3}`. Very many numbers stay as written."""
     listed, first, last, suffix = braces.groups()
+    if listed is None and abs(int(last) - int(first)) >= MAX_NUMBERS:
+        _add(r, "{")
+        r.at += 1
+        return
     if listed is None:
         step = 1 if int(first) <= int(last) else -1
         alternatives = [str(number) for number in range(int(first), int(last) + step, step)]
@@ -238,7 +243,7 @@ def _apply_assignments(r: Reader, words: list[str]) -> tuple[list[str], dict[str
         return [], environment, True
     while words and ASSIGNMENT.match(words[0]):
         name = _assign(r, words[0])
-        environment[name] = scope.variables[name][0]
+        environment[name] = "".join(scope.variables.get(name, [])[:1])
         words = words[1:]
     return words, environment, True
 
@@ -306,8 +311,8 @@ def _end_at_operator(r: Reader) -> None:
 
 def _assign_array(r: Reader, name: str, *, append: bool) -> None:
     inner = Reader(r.text, r.scope, r.at + 1)
-    while inner.at < len(r.text) and r.text[inner.at] != ")":
-        if r.text[inner.at] == "\n":
+    while inner.at < len(inner.text) and inner.text[inner.at] != ")":
+        if inner.text[inner.at] == "\n":
             _end_word(inner)
             inner.at += 1
         else:
@@ -322,7 +327,7 @@ def _assign_array(r: Reader, name: str, *, append: bool) -> None:
             values = [element[2] for element in elements]
         scope.variables[name] = [*(scope.variables.get(name, []) if append else []), *values]
         r.flow.record_status(True)
-    r.at, r.word = inner.at + 1, None
+    r.text, r.at, r.word = inner.text, inner.at + 1, None  # reading a here-document removes the text before it
 
 
 def _define_function(r: Reader, name: str, at: int) -> None:
