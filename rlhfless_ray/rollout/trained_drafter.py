@@ -62,10 +62,9 @@ class TrainedDrafter:
             if sample.action_mask is not None:
                 logprobs[~sample.action_mask] = np.nan
             tokens = np.concatenate([np.array(prompt, np.int32), sample.completion.token_ids])
-            # an episode that failed, or whose agent keeps no log-probabilities, has nothing to learn
-            if sampled := int(np.count_nonzero(~np.isnan(logprobs))):
+            if sample.written_tokens:  # none in a failed episode
                 self.queue.append(SampledSequence(tokens, np.concatenate([np.full(len(prompt), np.nan, np.float32), logprobs])))
-                self.owed += PASSES * sampled
+                self.owed += PASSES * sample.written_tokens
         self.owed = min(self.owed, PASSES * KEPT_TOKENS)
         while sum(len(sequence.tokens) for sequence in self.queue) > KEPT_TOKENS:
             self.queue.popleft()

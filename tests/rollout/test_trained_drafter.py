@@ -29,10 +29,10 @@ def test_a_process_is_ready_that_has_worked_or_has_imported(
 
 
 def test_only_sampled_tokens_are_work() -> None:
-    """A failed episode has no token. An agent that keeps no log-probabilities leaves NaN."""
+    """A failed episode has no token."""
     drafter = TrainedDrafter(SimpleNamespace(), SimpleNamespace(parked=[]))  # type: ignore[arg-type]
     whole, masked = np.array([-1.0, -2.0, -3.0], np.float32), np.array([True, False, True])
-    for logprobs, mask in ((whole[:0], None), (np.full(3, np.nan, np.float32), None), (whole, None), (whole, masked)):
+    for logprobs, mask in ((whole[:0], None), (whole, None), (whole, masked)):
         done = Completion(0, np.arange(len(logprobs), dtype=np.int32), logprobs, "stop", 1)
         drafter.add_samples([Sample(Prompt(0, "p", (7, 8)), 0, done, action_mask=mask)])
     assert drafter.owed == PASSES * 5
