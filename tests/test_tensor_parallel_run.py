@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,18 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("priv
 WIDE = {"rollout__tensor_parallel": 2}
 
 
+def member_of(engine: int) -> int:
+    """Process id of an engine's further member. The engine's child only waits for it; both have the connection as standard input."""
+    (child,) = [one.pid for one in psutil.Process(engine).children() if "engine_member" in " ".join(one.cmdline())]
+    connection, found = os.readlink(f"/proc/{child}/fd/0"), []
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/0") == connection and pid != child:
+                found.append(pid)
+    (member,) = found
+    return member
+
+
 class Killing(Runtime):
     """A run that stops a further member of its engine in the middle of the second rollout, and kills one in the third."""
 
@@ -35,10 +48,8 @@ class Killing(Runtime):
 
         def look(done: int, total: int) -> None:
             if len(self.ended) < step.number - 1 and 0 < done < total:
-                engine = psutil.Process(pid_of(self.rollout.working[0]))
-                (member,) = [one for one in engine.children() if "engine_member" in " ".join(one.cmdline())]
-                self.ended.append(member.pid)
-                os.kill(member.pid, signal.SIGSTOP if step.number == 2 else signal.SIGKILL)
+                self.ended.append(member_of(pid_of(self.rollout.working[0])))
+                os.kill(self.ended[-1], signal.SIGSTOP if step.number == 2 else signal.SIGKILL)
             on_progress(done, total)
 
         stage._on_progress = look  # type: ignore[method-assign]

@@ -2,7 +2,9 @@
 
 Importing vLLM takes 5.2 CPU seconds, most of what starting an engine costs. A forked worker has it done. The server imports everything in
 one thread. Ray starts workers through `worker_prefix`: this file, run as a program, hands its arguments, environment and
-outputs to the server, and ends with the forked worker. If it is killed, the worker is, too. Without a server it runs the worker itself.
+standard streams to the server, and ends with the forked worker. If it is killed, the worker is, too. Without a server it runs the worker
+itself. Further members of an actor are forked in the same way, see
+`local_ray.forked`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ READY_S, POLL_S = 30.0, 0.05  # Ray gives a worker 60 s to register
 REFUSED_S = 1.0  # longest time between a server's socket and its first answer
 END_S = 5.0  # for a server to end, which has little to do but may still import
 FAILED = ".failed"  # suffix of a file that says that the server could not start
+STREAMS = (0, 1, 2)  # standard input, output and error, which a worker takes over
 AT_LOADING = "GLIBC_TUNABLES"  # a variable that counts when a program is loaded, so not in a forked process
 
 
@@ -84,7 +87,7 @@ def ask(address: str, command: list[str]) -> None:
             os.execv(command[0], command)
         time.sleep(POLL_S)
     wanted = json.dumps([command, dict(os.environ), os.getcwd()]).encode()
-    socket.send_fds(server, [len(wanted).to_bytes(4, "big")], [1, 2])
+    socket.send_fds(server, [len(wanted).to_bytes(4, "big")], STREAMS)
     server.sendall(wanted)
     sys.exit(int.from_bytes(server.recv(1) or b"\1", "big"))
 
@@ -136,23 +139,23 @@ def _import_everything(architectures: Sequence[str]) -> None:
 def _fork(listening: socket.socket, watched: selectors.BaseSelector) -> None:
     """Fork a worker for the next connection, and watch both. A client that is gone by then gets none."""
     client, _ = listening.accept()
-    outputs: list[int] = []
+    streams: list[int] = []
     try:
-        size, outputs, *_ = socket.recv_fds(client, 4, 2)
+        size, streams, *_ = socket.recv_fds(client, 4, len(STREAMS))
         with client.makefile("rb") as received:
             command, environment, folder = json.loads(received.read(int.from_bytes(size, "big")))
     except (OSError, ValueError):
         client.close()
-        for output in outputs:
-            os.close(output)
+        for stream in streams:
+            os.close(stream)
         return
     process = os.fork()
     if process == 0:
         for inherited in (watched, listening, client):
             inherited.close()
-        _become_worker(command, environment, folder, outputs)
-    for output in outputs:
-        os.close(output)
+        _become_worker(command, environment, folder, streams)
+    for stream in streams:
+        os.close(stream)
     ended = os.pidfd_open(process)
     for event in (client, ended):
         watched.register(event, selectors.EVENT_READ, (client, ended, process))
@@ -172,8 +175,8 @@ def _end(key: selectors.SelectorKey, watched: selectors.BaseSelector) -> None:
     os.close(ended)
 
 
-def _become_worker(command: list[str], environment: dict[str, str], folder: str, outputs: list[int]) -> NoReturn:
-    """Do what `python setup_worker.py …` does, in a forked process, and exit."""
+def _become_worker(command: list[str], environment: dict[str, str], folder: str, streams: list[int]) -> NoReturn:
+    """Do what a command of Python does, in a forked process, and exit: `python setup_worker.py …`, `python -m …` or `python FILE …`."""
     import atexit
     import runpy
     import tempfile
@@ -184,11 +187,11 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
     code = 1
     try:
         os.setpgid(0, 0)  # Ray ends the process group of a worker that has ended
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, output in enumerate(outputs, 1):
-            os.dup2(output, number)
-            os.close(output)
+        for number, stream in zip(STREAMS, streams, strict=True):
+            os.dup2(stream, number)
+            os.close(stream)
         os.chdir(folder)
+        loaded_with = os.environ.get(AT_LOADING)
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None  # read TMPDIR again
@@ -197,14 +200,24 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
         from ray._private.workers import setup_worker
         from ray.core.generated.common_pb2 import Language  # type: ignore[attr-defined]
 
-        known, sys.argv = setup_worker.parser.parse_known_args(command[2:])
-        context = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}")
-        if context.command_prefix or context.py_executable != sys.executable or AT_LOADING in context.env_vars:
-            context.exec_worker(sys.argv, Language.Value(known.language))
-        os.environ.update(context.env_vars)
+        is_of_ray, sys.argv = command[1] == setup_worker.__file__, command[1:]
+        if is_of_ray:
+            known, sys.argv = setup_worker.parser.parse_known_args(command[2:])
+            context = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}")
+            if context.command_prefix or context.py_executable != sys.executable or AT_LOADING in context.env_vars:
+                context.exec_worker(sys.argv, Language.Value(known.language))
+            os.environ.update(context.env_vars)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        elif os.environ.get(AT_LOADING) != loaded_with:
+            os.execv(command[0], command)
         paths = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(sys.argv[0]))
+            runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

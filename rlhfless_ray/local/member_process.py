@@ -8,15 +8,19 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from typing import Any
+from functools import cached_property
+from typing import Any, BinaryIO
 
 import cloudpickle
+
+from rlhfless_ray.local.local_ray import forked
 
 LOST_RC = 70  # exit status of an actor's process that has lost a member
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -28,12 +32,11 @@ class MemberProcess:
     """A further member's process, and the connection to it."""
 
     def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """Start `python -m module SOCKET arguments…`, where SOCKET is a file descriptor. `environment`: added to this process's."""
+        """Start `python -m module arguments…`, whose standard input is the connection. `environment`: added to this process's."""
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
-            stdin=subprocess.PIPE,  # closed when this process ends, however it ends
-            pass_fds=[theirs.fileno()],
+            forked([sys.executable, "-m", module, *arguments]),
+            stdin=theirs.fileno(),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **(environment or {})},
         )
         theirs.close()
@@ -44,8 +47,13 @@ class MemberProcess:
     def _exit_when_lost(self) -> None:
         """End this process with the member: a collective operation that waits for a lost member may wait forever."""
         status = self.process.wait()
-        print(f"member {self.process.pid} of this process ended with status {status}", file=sys.stderr, flush=True)
+        print(f"a member of process {os.getpid()} ended with status {status}", file=sys.stderr, flush=True)
         os._exit(LOST_RC)
+
+    @cached_property
+    def pid(self) -> int:
+        """The member's process id, which is the first that it sends. `process` may only wait for it."""
+        return pickle.load(self.reader)
 
     def call(self, method: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         cloudpickle.dump((method, args, kwargs or {}), self.writer)
@@ -53,6 +61,7 @@ class MemberProcess:
 
     def result(self) -> Any:
         """Return the result of the last call, or raise its exception."""
+        assert self.pid
         result = pickle.load(self.reader)
         if isinstance(result, Exception):
             raise result
@@ -63,17 +72,23 @@ def members_memory_mb() -> float:
     """Return the proportional set size of this process's further members in MB."""
     import psutil
 
-    return sum(psutil.Process(member.process.pid).memory_full_info().pss for member in running) / 2**20
+    return sum(psutil.Process(member.pid).memory_full_info().pss for member in running) / 2**20
 
 
-def connect() -> socket.socket:
-    """Return the connection of a member's process to the process that started it, whose end it does not outlive."""
-    # A stopped process reads no end of its input. The kernel kills it as well when its parent was killed for being hung.
+def connect() -> tuple[BinaryIO, BinaryIO]:
+    """Return the reader and writer of a member's connection to the process that started it, whose end it does not outlive."""
+    # A stopped process notices no end of its connection. The kernel kills it as well when its parent was killed for being hung.
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    return socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=_exit_with_connection, daemon=True).start()
+    connection = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    reader, writer = connection.makefile("rb"), connection.makefile("wb")
+    pickle.dump(os.getpid(), writer)
+    writer.flush()
+    return reader, writer
 
 
-def _exit_with_parent() -> None:
-    sys.stdin.buffer.read()
+def _exit_with_connection() -> None:
+    ends = select.poll()
+    ends.register(sys.stdin.fileno(), select.POLLRDHUP)
+    ends.poll()
     os._exit(0)

@@ -1,6 +1,6 @@
 """A further member of a divided reward model: a process with its slices, which takes part in every pass.
 
-`python -m rlhfless_ray.reward.reward_model_member SOCKET` starts one. SOCKET is a file descriptor.
+`python -m rlhfless_ray.reward.reward_model_member` starts one, whose standard input is the connection.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ class RewardModelMember:
 
 def main() -> None:
     """Carry out calls. An exception ends the process, and with it the actor's: others wait in a collective operation then."""
-    connection = connect()
+    reader, writer = connect()
     import torch
 
     torch.set_num_threads(1)
-    reader, writer = connection.makefile("rb"), connection.makefile("wb")
     member = RewardModelMember()
     while True:
         method, args, kwargs = pickle.load(reader)

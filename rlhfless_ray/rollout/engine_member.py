@@ -1,12 +1,11 @@
 """A further member of an engine: a process with its part of the weights and KV cache, which carries out the engine's calls.
 
-`python -m rlhfless_ray.rollout.engine_member SOCKET ON_CPU ARCHITECTURE…` starts one. SOCKET is a file descriptor.
+`python -m rlhfless_ray.rollout.engine_member ON_CPU ARCHITECTURE…` starts one, whose standard input is the connection.
 """
 
 from __future__ import annotations
 
 import pickle
-import socket
 import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -85,9 +84,8 @@ class MemberWorker:
         return run_method(self.worker, method, args, kwargs)
 
 
-def serve(connection: socket.socket) -> None:
+def serve(reader: BinaryIO, writer: BinaryIO) -> None:
     """Carry out calls for ever. An exception in a step ends the process: the engine waits in a collective operation then."""
-    reader, writer = connection.makefile("rb"), connection.makefile("wb")
     member = MemberWorker(reader)
     while True:
         method, args, kwargs = pickle.load(reader)
@@ -105,14 +103,14 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    connection = connect()
+    reader, writer = connect()
     from rlhfless_ray.rollout.prepare_vllm import prepare
 
-    prepare(sys.argv[2] == "1", sys.argv[3:])
+    prepare(sys.argv[1] == "1", sys.argv[2:])
     import torch
 
     torch.set_num_threads(1)
-    serve(connection)
+    serve(reader, writer)
 
 
 if __name__ == "__main__":

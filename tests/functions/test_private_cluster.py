@@ -59,10 +59,12 @@ def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it
 
 
 FORKED = """
-import json, os, signal, socket, sys
+import json, os, signal, socket, subprocess, sys
 import psutil, ray
 from rlhfless_ray import Recipe
 from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.local.fork_server import worker_prefix
+from rlhfless_ray.local import local_ray
 
 tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}
 cluster = RayCluster(Recipe.parse(tree), architectures=["Qwen2ForCausalLM"])
@@ -89,6 +91,14 @@ for content in (b"", (5).to_bytes(4, "big") + b"{"):  # a client that is killed 
     client.send(content)
     client.close()
 said["after"] = psutil.Process(ray.get(Worker.remote().about.remote(), timeout=60)[0]).ppid() == server.pid
+os.environ["RLHFLESS_WORKER_PREFIX"] = worker_prefix(cluster.fork_server.address)
+told = "import os, sys; print(os.getppid(), 'vllm' in sys.modules, *sys.argv[1:], input())"
+open(sys.argv[1], "w").write(told)
+commands = ["-m", "base64", "-e"], [sys.argv[1], "argument"]
+encoded, script = (subprocess.check_output(local_ray.forked([sys.executable, *more]), input=b"word").decode().split() for more in commands)
+said["module"], said["script"] = encoded, [int(script[0]) == server.pid, *script[1:]]
+del os.environ["RLHFLESS_WORKER_PREFIX"]
+said["not forked"] = local_ray.forked(["python"])
 cluster.stop()
 said["left"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
 print(json.dumps({**said, "server": server.poll() is not None, "prefix": os.environ.get("RLHFLESS_WORKER_PREFIX")}))
@@ -97,9 +107,11 @@ print(json.dumps({**said, "server": server.poll() is not None, "prefix": os.envi
 
 @pytest.mark.ray
 @pytest.mark.engine
-def test_workers_are_forked_unless_a_variable_counts_when_a_program_is_loaded() -> None:
+def test_workers_are_forked_unless_a_variable_counts_when_a_program_is_loaded(tmp_path: Path) -> None:
     kept = {k: v for k, v in environment().items() if k != WORKER_PREFIX}
-    ended = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path / "script.py")], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout.splitlines()[-1])
     assert said == {
@@ -108,6 +120,9 @@ def test_workers_are_forked_unless_a_variable_counts_when_a_program_is_loaded() 
         "child": True,
         "killed": True,
         "after": True,
+        "module": ["d29yZA=="],
+        "script": [True, "True", "argument", "word"],
+        "not forked": ["python"],
         "left": [],
         "server": True,
         "prefix": None,

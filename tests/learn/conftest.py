@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from rlhfless_ray.learn import rank_settings
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.carry import carried
 from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings
+from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.recipe import Recipe
 from tests.conftest import made_once
 
@@ -80,19 +79,14 @@ def run_gangs(folder: Path, jobs: dict[int, dict[str, Any]]) -> dict[int, list[d
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             worker_groups.append(f"{ranks}:{probe.getsockname()[1]}")
-    with (folder / "log").open("wb") as log:  # a session of its own: the ranks are ended with their parent
+    with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, HERE / "learner_process.py", folder, *worker_groups],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            forked([sys.executable, str(HERE / "learner_process.py"), str(folder), *worker_groups]), env=environment, stdout=log, stderr=log
         )
     try:
         code = process.wait(timeout=800)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     said = "".join(f"{path.name}:\n{path.read_text(errors='replace')[-4000:]}\n" for path in sorted(folder.glob("log*")))
     assert code == 0, f"a learner process ended with an error:\n{said}"
     return run_gangs(folder, jobs)
@@ -318,7 +312,7 @@ class Cases:
 
 
 @pytest.fixture(scope="session")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+def cases(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> Cases:
     folder = made_once(tmp_path_factory, "learner", lambda folder: Cases(folder).run())
     made = Cases(folder)
     made.run()

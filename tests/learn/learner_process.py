@@ -32,6 +32,7 @@ import numpy as np
 
 from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings, ReferenceSettings
 from rlhfless_ray.local.fast_imports import fast_imports
+from rlhfless_ray.local.member_process import PARENT_DEATH_SIGNAL
 
 
 def _values(weights: dict[str, np.ndarray] | None) -> dict[str, np.ndarray] | None:
@@ -209,6 +210,7 @@ def fork(rank: int, ranks: int, port: int, folder: Path) -> int:
         return process
     code = 1
     try:
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         log = os.open(folder / f"log{ranks}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)

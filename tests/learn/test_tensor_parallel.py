@@ -55,7 +55,7 @@ class Wide:
 
 
 @pytest.fixture(scope="session")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Wide:
+def both(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> Wide:
     cases = Cases(Path())  # their settings and batches, not their results
     return Wide(made_once(tmp_path_factory, "tensor-parallel", lambda folder: Wide(folder, cases)), cases)
 

@@ -62,8 +62,8 @@ def main(file: Path, kind: str) -> None:
     for name in "BA" if kind == "plain" else "":
         with tempfile.TemporaryDirectory() as folder:
             differing[name] = engine.differing(write_folder(Path(folder), FILES[name]), SETTINGS, weights_of(FILES[name]))
-    file.write_bytes(pickle.dumps(([member.process.pid for member in started], found, differing, drafted)))
-    threading.Timer(0.5, os.kill, (started[0].process.pid, signal.SIGKILL)).start()
+    file.write_bytes(pickle.dumps(([member.pid for member in started], found, differing, drafted)))
+    threading.Timer(0.5, os.kill, (started[0].pid, signal.SIGKILL)).start()
     while True:
         answer(engine, requests())
 

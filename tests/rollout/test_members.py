@@ -16,16 +16,17 @@ from asking import FILES, answer, put, requests, weights_of
 from test_adapter_engine import Trained
 from test_quantization import mean_mismatch
 
+from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.local.member_process import LOST_RC
 from rlhfless_ray.runtime.agreement import tolerance
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("warm_processes")]
 
 
 def answers_of_two(file: Path, kind: str) -> tuple[Any, Any, Any, Any]:
     """Return the further members' process ids, the answers under A and B, the tensors that differ, and the tokens that a head drafted."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, str(Path(__file__).parent / "members_engine.py"), str(file), kind]
+    command = forked([sys.executable, str(Path(__file__).parent / "members_engine.py"), str(file), kind])
     ended = subprocess.run(command, env=environment, timeout=180, check=False)
     assert ended.returncode == LOST_RC, "a wait for a lost member would not end"
     return pickle.loads(file.read_bytes())

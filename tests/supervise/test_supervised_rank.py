@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -74,7 +75,7 @@ def write_steps(folder: Path, name: str) -> SupervisedRecipe:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> dict[int, dict[str, Any]]:
     from rlhfless_ray.learn.tiny_model import scratch_policy
 
     folder = tmp_path_factory.mktemp("ranks")
@@ -87,6 +88,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     cases = {name: (recipe, load_rows(recipe, tokenizer), steps) for name, recipe in recipes.items()}
     (folder / "cases.pickle").write_bytes(pickle.dumps(cases))
     found: dict[int, dict[str, Any]] = {}
+    script = str(Path(__file__).with_name("rank_process.py"))
     for ranks in (1, 2, DIVIDED):
         if ranks == DIVIDED:  # in processes of their own, because DeepSpeed keeps the groups of ranks of its first model
             divided = {name: cases[name] for name in DIVIDED_CASES}
@@ -96,14 +98,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
             port = free.getsockname()[1]
         started = [
             subprocess.Popen(
-                [
-                    sys.executable,
-                    str(Path(__file__).with_name("rank_process.py")),
-                    str(folder),
-                    str(rank),
-                    "2" if ranks == DIVIDED else str(ranks),
-                    str(port),
-                ],
+                forked([sys.executable, script, str(folder), str(rank), "2" if ranks == DIVIDED else str(ranks), str(port)]),
                 cwd=ROOT,
                 env={**environment(), "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
