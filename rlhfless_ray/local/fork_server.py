@@ -127,9 +127,11 @@ def _import_everything(architectures: Sequence[str]) -> None:
 
         prepare(True, architectures)
         import deepspeed  # noqa: F401
+        import jsonschema  # noqa: F401 - Ray imports it
         import peft  # noqa: F401
 
-        import rlhfless_ray.learn.learner_rank
+        import rlhfless_ray.learn.rank_actors
+        import rlhfless_ray.recipe
         import rlhfless_ray.rollout.engine_actor
         import rlhfless_ray.rollout.vllm_engine  # noqa: F401
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
