@@ -12,7 +12,7 @@ CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py
 # Compiled modules halve every process's start: Python must be allowed to keep them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test lint types pure pure-first pure-second install wheel docs docs-check pictures
+.PHONY: demo check test lint types pure install wheel docs docs-check pictures
 
 install: $(VENV)/.installed
 
@@ -32,20 +32,19 @@ $(VENV)/.installed: .ci/requirements-cpu.txt setup.cfg pyproject.toml
 demo: install
 	@$(BIN)/rlhfless train recipes/quickstart.yaml
 
-# A minute to trust a change: format, lint, types and the pure tests, on two cores. Three at once, because some tests wait, and the types
-# take half as long as one half of the tests.
+# A minute to trust a change: format, lint, types and the pure tests, on two cores.
 check: install
-	@$(MAKE) --no-print-directory -j 3 lint pure-first types pure-second
+	@$(MAKE) --no-print-directory -j 3 lint pure types
 
-# $(1): markers, $(2): options, $(3): processes. What fails is run once more, alone: a test that fails only beside others on a busy
-# machine is named and does not fail CI.
-pytest = $(BIN)/python -m pytest -q $(3) -m $(1) $(2) || { \
+# $(1): markers, $(2): processes. What fails is run once more, alone: a test that fails only beside others on a busy machine is named and
+# does not fail CI. A process with threads must not be forked.
+pytest = OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -m $(1) --processes $(2) || { \
 	  echo "the tests that failed, once more, alone:"; \
-	  $(BIN)/python -m pytest -q -m $(1) $(2) --last-failed --last-failed-no-failures none; }
+	  $(BIN)/python -m pytest -q -m $(1) --last-failed --last-failed-no-failures none; }
 
 # Everything that CI needs. The other tests wait for Ray much of the time: a third process fills two cores, where there is memory for it.
 test: check
-	@$(call pytest,"not pure",,-n $(WORKERS))
+	@$(call pytest,"not pure",$(WORKERS))
 
 lint: install
 	@$(BIN)/ruff check $(CODE)
@@ -54,17 +53,8 @@ lint: install
 types: install
 	@$(BIN)/mypy rlhfless_ray placement
 
-# Two processes, each with the tests of about half the processor time: the files of a folder are in the same one.
-FIRST_HALF := $(addprefix tests/,agent benchmarks learn placement prefix reward rollout supervise weights)
-
 pure: install
-	@$(MAKE) --no-print-directory -j 2 pure-first pure-second
-
-pure-first: install
-	@export OMP_NUM_THREADS=1; $(call pytest,pure,-o cache_dir=.pytest_cache/first $(FIRST_HALF))
-
-pure-second: install
-	@export OMP_NUM_THREADS=1; $(call pytest,pure,-o cache_dir=.pytest_cache/second $(addprefix --ignore=,$(FIRST_HALF)))
+	@export OMP_NUM_THREADS=1; $(call pytest,pure,2)
 
 wheel: install
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .

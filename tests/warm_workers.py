@@ -19,7 +19,7 @@ keep: list[Any] = []
 def start(folder: Path) -> None:
     """Have a server in `folder`, shared with others that call this. It ends with the last of them."""
     address = str(folder / "warm")
-    if len(address) > MAX_ADDRESS:
+    if WORKER_PREFIX in os.environ or len(address) > MAX_ADDRESS:
         return
     users = address + "_users"  # a pipe that every user keeps open, and whose end the server reads
     with FileLock(address + ".lock"):

@@ -3,8 +3,7 @@
 Importing vLLM takes 5.2 CPU seconds, most of what starting an engine costs. A forked worker has it done. The server imports everything in
 one thread. Ray starts workers through `worker_prefix`: this file, run as a program, hands its arguments, environment and
 standard streams to the server, and ends with the forked worker. If it is killed, the worker is, too. Without a server it runs the worker
-itself. Further members of an actor are forked in the same way, see
-`local_ray.forked`.
+itself. Further members of an actor are forked in the same way, see `local_ray.forked`.
 """
 
 from __future__ import annotations
