@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import command
+from tests.conftest import command_here
 
-pytestmark = pytest.mark.slow  # twenty processes that simulate
+pytestmark = pytest.mark.slow  # twenty commands, some of which simulate
 
 
 def spec(tmp_path, **changes) -> str:
@@ -19,13 +19,13 @@ def spec(tmp_path, **changes) -> str:
 
 
 def test_a_table(tmp_path):
-    done = command("simulate", spec(tmp_path), "--policy", "fixed", "--policy", "consolidate")
+    done = command_here("simulate", spec(tmp_path), "--policy", "fixed", "--policy", "consolidate")
     assert done.returncode == 0, done.stderr
     assert "8 × L40S" in done.stdout and "consolidate" in done.stdout and "no policy can come below" in done.stdout
 
 
 def test_json_has_means_over_seeds(tmp_path):
-    done = command("simulate", spec(tmp_path), "--policy", "fixed", "--json", "--seeds", "2")
+    done = command_here("simulate", spec(tmp_path), "--policy", "fixed", "--json", "--seeds", "2")
     found = json.loads(done.stdout)
     row = found["policies"]["fixed"]
     assert found["seeds"] == 2 and row["step_s"]["sd"] > 0
@@ -45,7 +45,7 @@ def test_json_has_means_over_seeds(tmp_path):
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, change, said):
-    done = command("simulate", spec(tmp_path, **change))
+    done = command_here("simulate", spec(tmp_path, **change))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and said in lines[0]
@@ -53,24 +53,25 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, change, said):
 
 def test_a_malformed_trace_names_line_and_column(tmp_path):
     (tmp_path / "lengths.csv").write_text("response_tokens\n" + "5\n" * 8 + "many\n")
-    done = command("simulate", spec(tmp_path, trace="lengths.csv"))
+    done = command_here("simulate", spec(tmp_path, trace="lengths.csv"))
     assert done.returncode == 2 and "line 10, column `response_tokens`" in done.stderr
 
 
 def test_a_device_may_be_changed_field_by_field_and_a_number_written_as_yaml_takes_for_text(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(Path(spec(tmp_path)).read_text() + "\ndevice: {like: H100, memory_bytes_per_s: 2e12}\n")
-    done = command("simulate", str(path), "--policy", "fixed", "--json")
+    done = command_here("simulate", str(path), "--policy", "fixed", "--json")
     slower = json.loads(done.stdout)["policies"]["fixed"]["step_s"]["mean"]
-    done = command("simulate", spec(tmp_path, device="H100"), "--policy", "fixed", "--json")
+    done = command_here("simulate", spec(tmp_path, device="H100"), "--policy", "fixed", "--json")
     assert slower > json.loads(done.stdout)["policies"]["fixed"]["step_s"]["mean"]
 
 
 def test_prefer_is_checked_and_used(tmp_path):
-    done = command("simulate", spec(tmp_path), "--prefer", "1.5")
+    done = command_here("simulate", spec(tmp_path), "--prefer", "1.5")
     assert done.returncode == 2 and "`prefer` must lie in 0" in done.stderr
     cheap, fast = (
-        json.loads(command("simulate", spec(tmp_path), "--policy", "rlhfless-paper", "--json", "--prefer", p).stdout) for p in ("0", "1")
+        json.loads(command_here("simulate", spec(tmp_path), "--policy", "rlhfless-paper", "--json", "--prefer", p).stdout)
+        for p in ("0", "1")
     )
     assert cheap["prefer"] == 0 and fast["prefer"] == 1
     cost = [found["policies"]["rlhfless-paper"]["full_device_s"]["mean"] for found in (cheap, fast)]
@@ -79,19 +80,19 @@ def test_prefer_is_checked_and_used(tmp_path):
 
 def test_files_that_are_no_text(tmp_path):
     (tmp_path / "lengths.csv").write_bytes(bytes(range(200, 256)))
-    done = command("simulate", spec(tmp_path, trace="lengths.csv"))
+    done = command_here("simulate", spec(tmp_path, trace="lengths.csv"))
     assert done.returncode == 2 and "lengths.csv: not a text file" in done.stderr
-    done = command("simulate", str(tmp_path))
+    done = command_here("simulate", str(tmp_path))
     assert done.returncode == 2 and "no such file" in done.stderr
 
 
 def test_nothing_or_both_named(tmp_path):
-    assert command("simulate").returncode == 2
-    assert command("simulate", spec(tmp_path), "--setting", "qwen3b-gsm8k-grpo").returncode == 2
-    done = command("simulate", "--setting", "qwen3b-gsm8k-grp")
+    assert command_here("simulate").returncode == 2
+    assert command_here("simulate", spec(tmp_path), "--setting", "qwen3b-gsm8k-grpo").returncode == 2
+    done = command_here("simulate", "--setting", "qwen3b-gsm8k-grp")
     assert done.returncode == 2 and "did you mean `qwen3b-gsm8k-grpo`?" in done.stderr
 
 
 def test_the_shipped_settings_are_listed():
-    done = command("simulate", "--setting", "list")
+    done = command_here("simulate", "--setting", "list")
     assert done.returncode == 0 and "llama70b-20-nodes" in done.stdout.split()

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -42,7 +41,7 @@ from rlhfless_ray.supervise.rank_run import RankRun
 from rlhfless_ray.supervise.run_supervised import SupervisedStage
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.remote_folder import writer
-from tests.conftest import ROOT, environment, small_recipe, write_recipe
+from tests.conftest import command_here, small_recipe, write_recipe
 
 MIB = 2**20
 
@@ -458,7 +457,7 @@ def shorter(prompt, response, row):
 @pytest.mark.ray
 @pytest.mark.engine
 @pytest.mark.parametrize("by", ["filler", "checkpoints"])
-def test_a_run_ends_with_one_sentence_and_goes_on_when_there_is_space(tmp_path: Path, small_disk: Path, by: str) -> None:
+def test_a_run_ends_with_one_sentence_and_goes_on_when_there_is_space(private_ray: None, tmp_path: Path, small_disk: Path, by: str) -> None:
     """`filler`: somebody else takes the space, and samples are the first to find none. `checkpoints`: the run's own do."""
     recipe = write_recipe(
         tmp_path,
@@ -475,17 +474,7 @@ def test_a_run_ends_with_one_sentence_and_goes_on_when_there_is_space(tmp_path: 
         _resize(small_disk, 4 * MIB)
     run = small_disk / "runs" / "small"
 
-    def train(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "rlhfless_ray", "train", recipe, *more],
-            capture_output=True,
-            text=True,
-            timeout=400,
-            cwd=ROOT,
-            env=environment(),
-        )
-
-    done = train()
+    done = command_here("train", recipe)
     assert done.returncode == 1, done.stderr
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("run failed: ")]
     assert sentence.startswith(f"run failed: {run}/") and sentence.endswith(
@@ -505,7 +494,7 @@ def test_a_run_ends_with_one_sentence_and_goes_on_when_there_is_space(tmp_path: 
 
     (small_disk / "filler").unlink(missing_ok=True)
     _resize(small_disk, 64 * MIB)
-    again = train("--resume")
+    again = command_here("train", recipe, "--resume")
     assert again.returncode == 0, again.stderr
     rows, torn = read_jsonl(run / "metrics.jsonl")
     assert not torn and {row["step"] for row in rows} >= set(range(newest + 1, 6))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +15,9 @@ from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import read_folder, write_folder
-from tests.conftest import environment
+from tests.conftest import command_here
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
@@ -122,10 +120,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, line: str) -> list[tuple[int, dict]]:
     """The steps that the log tells."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", *line.split()], cwd=folder, env=environment(), timeout=600,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = command_here(*line.split(), module="rlhfless_ray.cli.train_ppo_ray", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^Global step (\d+): (\{.*\})$", done.stdout, re.MULTILINE)
     return [(int(step), ast.literal_eval(values)) for step, values in found]
@@ -183,10 +178,7 @@ def test_an_agent_plays_several_turns_and_only_the_policys_are_learned(folder: P
 
 def test_a_bad_agent_file_ends_the_command_before_anything_starts(folder: Path) -> None:
     (folder / "agent.py").write_text(AGENT.replace('"done"', '"over"'))
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhfless_ray.cli.train_ppo_ray", *TURNS.split()], cwd=folder, env=environment(), timeout=600,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = command_here(*TURNS.split(), module="rlhfless_ray.cli.train_ppo_ray", cwd=folder)
     assert done.returncode == 2 and "without `done`" in done.stderr, done.stderr
     assert "usage: train_ppo_ray.py [-h]" in done.stderr, "that of the dialect, as for a mistake that argparse finds"
     assert "\ntrain_ppo_ray.py: error: --train.agent_func_path: agent.path agent.py: " in done.stderr

@@ -139,27 +139,19 @@ def test_the_command(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    from tests.conftest import ROOT, environment
+    from tests.conftest import ROOT, command_here, environment
 
-    def combined(*flags: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "rlhfless_ray.cli.lora_combiner", *flags],
-            cwd=ROOT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-
+    module = "rlhfless_ray.cli.lora_combiner"
     adapter(model("LlamaForCausalLM", folder=tmp_path / "base"), tmp_path / "lora")
     flags = ["--model_path", str(tmp_path / "base"), "--lora_path", str(tmp_path / "lora"), "--output_path", str(tmp_path / "out")]
-    done = combined(*flags, "--ds.param_dtype", "bf16")
+    command = [sys.executable, "-m", module, *flags, "--ds.param_dtype", "bf16"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert f"merged 14 weights; the model is in {tmp_path / 'out'}" in done.stdout
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    done = combined(*flags[:2], *flags[4:], "--lora_path", str(tmp_path / "nowhere"))
+    done = command_here(*flags[:2], *flags[4:], "--lora_path", str(tmp_path / "nowhere"), module=module)
     assert done.returncode == 2 and "error:" in done.stderr and "adapter_config.json is missing" in done.stderr
-    assert combined("--model_path", "x").returncode == 2
+    assert command_here("--model_path", "x", module=module).returncode == 2
 
 
 def test_adapters_that_engines_cannot_hold_are_named() -> None:
