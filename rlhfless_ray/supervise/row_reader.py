@@ -59,7 +59,7 @@ class RowReader:
 
     def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
         self.where = where
-        examples, same_before = [], len(self.same)
+        examples, same_before, cut_before = [], len(self.same), len(self.cut)
         for name, row in rows:
             self.name = f"{where}, {name}"
             try:
@@ -70,6 +70,11 @@ class RowReader:
             raise UserError(f"{where}: all {len(rows)} rows are too long or empty and are left out; raise data.max_tokens")
         if rows and len(self.same) - same_before == len(rows):
             columns = f"`{self.data.chosen_column}` and `{self.data.rejected_column}`"
+            if len(self.cut) > cut_before:
+                raise UserError(
+                    f"{where}: {columns} are the same in all {len(rows)} rows once they are cut at {self.data.max_tokens} tokens; raise "
+                    "data.max_tokens"
+                )
             raise UserError(f"{where}: {columns} are the same in all {len(rows)} rows, so there is nothing to prefer; name other columns")
         return examples
 

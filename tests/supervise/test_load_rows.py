@@ -177,6 +177,9 @@ def test_openrlhfs_contract_trains_equal_pairs_and_names_them(tmp_path: Path, to
     assert loaded.notes == ("1 rows have the same `chosen` and `rejected`, which teach no preference: line 2",)
     with pytest.raises(UserError, match=r"`chosen` and `rejected` are the same in all 2 rows, so there is nothing to prefer"):
         read(tmp_path, tokenizer, [same, same], "dpo", contract="openrlhf")
+    cut = {"prompt": "a=", "chosen": "b" * 9 + "c", "rejected": "b" * 9 + "d"}
+    with pytest.raises(UserError, match=r"are the same in all 2 rows once they are cut at 8 tokens; raise data.max_tokens"):
+        read(tmp_path, tokenizer, [cut, cut], "dpo", contract="openrlhf", max_tokens=8)
 
 
 def test_shares_and_reward_tokens_are_checked() -> None:
