@@ -6,10 +6,13 @@ from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.compat.openrlhf.batch_inference import run_batch
 from rlhfless_ray.compat.openrlhf.inference import translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import BATCH
+from rlhfless_ray.compat.openrlhf.resources import fit_width
 
 
 def _run(tokens: list[str]) -> None:
     translation = translate_inference(BATCH, tokens)
+    if narrower := fit_width(translation.settings):
+        translation.notes.append(narrower)
     translation.check()
     run_batch(translation)
 

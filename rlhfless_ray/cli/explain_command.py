@@ -32,6 +32,7 @@ def explain(ctx: typer.Context) -> None:
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
     from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
+    from rlhfless_ray.compat.openrlhf.resources import fit_width
     from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
 
     known = (LAUNCHER, *TASKS, *LAUNCHERS, MOLT)
@@ -45,6 +46,8 @@ def explain(ctx: typer.Context) -> None:
     translation = _translated(first)
     others = [(launch.launcher, _why_not(launch)) for launch in rest if launch.launcher in known]
     if isinstance(translation, LauncherTranslation):
+        if not is_submission(argv) and (narrower := fit_width(translation.settings)):
+            translation.notes.append(narrower)
         text, data = _explain_other(translation)
     else:
         text, data = _explain_ppo(translation, here=not is_submission(argv))

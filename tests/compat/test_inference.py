@@ -16,6 +16,7 @@ from rlhfless_ray.compat.openrlhf.inference import RULES, translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import BATCH, CHAT, GENERATES, LAUNCHERS
 from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
 from rlhfless_ray.compat.openrlhf.post_processors import processed
+from rlhfless_ray.compat.openrlhf.resources import fit_width
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.reading import known_keys
 from tests.conftest import command_here
@@ -243,6 +244,18 @@ def test_a_conversation_begins_with_the_tokenizers_first_token() -> None:
 def test_a_template_into_which_nothing_can_be_put_is_refused(template: str) -> None:
     refusal = translate_inference(CHAT, ["--pretrain", "m", "--input_template", template]).refusal()
     assert "--input_template: the template must hold one {}" in str(refusal)
+
+
+def test_engines_are_as_wide_as_the_machine_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with PPO's launcher: OpenRLHF's scripts name GPUs, which cores are not."""
+    line = ["--eval_task", "generate_vllm", *LEAST, "--tp_size", "4"]
+    for gpus, width in (("0,1,2,3", 4), ("0,1", 2), ("", 1)):
+        found = translate_inference(BATCH, line)
+        monkeypatch.setattr("rlhfless_ray.compat.openrlhf.resources.visible_gpus", lambda _, gpus=gpus: len(gpus[::2]))
+        assert (fit_width(found.settings, {}) == "") == (width == 4) and found.settings["rollout.tensor_parallel"] == width
+    assert fit_width(found.settings | {"rollout.tensor_parallel": 4}, {"RAY_ADDRESS": "head:6379"}) == ""
+    said = command_here("explain", "--", "python", "-m", "openrlhf.cli.batch_inference", *line, "--elastic.functions.slot", "cpu")
+    assert said.returncode == 0 and "4 devices per engine (slots are CPU cores): an engine takes 1" in said.stdout
 
 
 def test_explain_shows_what_is_refused() -> None:

@@ -26,7 +26,7 @@ def slots_of(translation: Translation) -> Slots:
         return int(translation.settings.get(key, otherwise))
 
     v = translation.values
-    engine = _least_width(translation)
+    engine = _least_width(translation.settings)
     from rlhfless_ray.recipe import Recipe
 
     rollout = Recipe.model_fields["rollout"].default
@@ -41,9 +41,9 @@ def slots_of(translation: Translation) -> Slots:
     return Slots(fewest, at_most, openrlhf_gpus(v))
 
 
-def _least_width(translation: Translation) -> int:
+def _least_width(settings: Mapping[str, Any]) -> int:
     """Return the slots of the narrowest engine."""
-    width = translation.settings.get("rollout.tensor_parallel", 1)
+    width = settings.get("rollout.tensor_parallel", 1)
     return 1 if width == "auto" else int(width)
 
 
@@ -73,26 +73,36 @@ def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.
     return int(settings.get("cluster.cpus") or len(os.sched_getaffinity(0)))
 
 
+def fit_width(settings: dict[str, Any], environment: Mapping[str, str] = os.environ) -> str:
+    """Reduce the width of engines to the available GPUs. Returns a note, or an empty string.
+
+    Where slots are CPU cores an engine gets one, because cores share their memory and OpenRLHF's number is of devices.
+    """
+    here, width = slots_here(settings, environment), _least_width(settings)
+    if here is None or width <= 1:
+        return ""
+    on_gpus = visible_gpus(environment) and settings.get("functions.slot", "auto") != "cpu"
+    fewer = max(n for n in range(1, (here if on_gpus else 1) + 1) if width % n == 0)
+    if fewer == width:
+        return ""
+    settings["rollout.tensor_parallel"] = fewer
+    there = f"GPUs of this machine: {here}" if on_gpus else "slots are CPU cores"
+    return f"the command requests {width} devices per engine ({there}): an engine takes {fewer}, with the same results"
+
+
 def fit(translation: Translation, environment: Mapping[str, str] = os.environ) -> str:
     """Reduce numbers of ranks, and the width of engines, to the available slots, for which OpenRLHF would wait forever.
 
-    Where slots are CPU cores an engine gets one, because cores share their memory and OpenRLHF's number is of devices. Returns a note,
-    or an empty string.
+    Returns a note, or an empty string.
     """
     here, notes = slots_here(translation.settings, environment), []
-    width = _least_width(translation)
-    if here is not None and width > 1 and "rollout.tensor_parallel" not in translation.own:
-        on_gpus = visible_gpus(environment) and translation.settings.get("functions.slot", "auto") != "cpu"
-        fewer = max(n for n in range(1, (here if on_gpus else 1) + 1) if width % n == 0)
-        if fewer < width:
-            translation.settings["rollout.tensor_parallel"] = fewer
-            there = f"GPUs of this machine: {here}" if on_gpus else "slots are CPU cores"
-            notes.append(f"the command requests {width} devices per engine ({there}): an engine takes {fewer}, with the same results")
+    if "rollout.tensor_parallel" not in translation.own and (narrower := fit_width(translation.settings, environment)):
+        notes.append(narrower)
     for name in ("critic", "reference", "learner"):
         key = f"{name}.ranks"
         ranks = int(translation.settings.get(key, 1))
         if here is not None and name == "learner" and translation.settings.get("rollout.max_lag_steps"):
-            engines = int(translation.settings.get("rollout.min_actors", 1)) * _least_width(translation)
+            engines = int(translation.settings.get("rollout.min_actors", 1)) * _least_width(translation.settings)
             here = max(1, here - engines)
         if here is not None and ranks > here and key not in translation.own:
             translation.settings[key] = here
