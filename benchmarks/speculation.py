@@ -36,7 +36,7 @@ GROUP, WARM = 8, 2
 TOKENS = {"chain": 160, "random": 96, "27M": 160, "texts": 150, "494M": 32}
 LARGER = 512, 8  # hidden size and layers of 27 M parameters
 LEARNED_STEPS, STEP_PROMPTS = 8, 32  # of the quickstart, from whose responses the drafters of `27M` have learned
-HEAD_LAYERS, HEAD_PASSES = (1, 2, 8), 6  # the widened policy computes in its first two layers
+HEAD_LAYERS, HEAD_PASSES = (0, 1, 2), 6  # the widened policy computes in its first two layers
 DRAFTER_HIDDEN, DRAFTER_LAYERS = 192, 2
 
 
@@ -175,14 +175,14 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
         files = files_of(case, scratch)
     weights = None
     if drafters:
-        from benchmarks.common.train_head import train_head
+        from benchmarks.common.train_head import train_head, widened_head
 
         steps = responses_of(files_of("chain", scratch), scratch)
         weights = trained(drafters["trained"], steps)
         sequences = [[*prompt, *tokens] for pairs in steps for prompt, tokens in pairs]
-        drafters["head"] = write_folder(
-            scratch / "head", train_head(write_folder(scratch / "27M", files), HEAD_LAYERS, sequences, HEAD_PASSES)
-        )
+        small = write_folder(scratch / "chain", files_of("chain", scratch))
+        head = widened_head(train_head(small, HEAD_LAYERS, sequences, HEAD_PASSES), LARGER[0])
+        drafters["head"] = write_folder(scratch / "head", head)
     engines = {name: engine(case, name, kind, files, scratch, drafters.get(name)) for name, kind in kinds.items()}
     if weights is not None:
         engines["trained"].update_drafts(DraftNews({}, (), weights))

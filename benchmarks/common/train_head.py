@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlhfless_ray.rollout.head_drafts import Eagle3Head
@@ -52,6 +52,15 @@ def train_head(policy: Path, layers: tuple[int, ...], sequences: Sequence[Sequen
             optimizer.step()
             schedule.step()
     return {"config.json": json.dumps(config).encode(), "model.safetensors": save(head.state_dict())}
+
+
+def widened_head(head: Files, hidden: int) -> Files:
+    """Return the head for the policy after `widen.widened`, whose states are those of the smaller one and zeros."""
+    config, tensors = json.loads(bytes(head["config.json"])), load(bytes(head["model.safetensors"]))
+    layers = tensors["fc.weight"].split(config["target_hidden_size"], 1)
+    padded = [torch.nn.functional.pad(layer, (0, hidden - layer.shape[1])) for layer in layers]
+    tensors["fc.weight"] = torch.cat(padded, 1)
+    return {"config.json": json.dumps({**config, "target_hidden_size": hidden}).encode(), "model.safetensors": save(tensors)}
 
 
 def _loss(head: Eagle3Head, model: Any, layers: tuple[int, ...], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
