@@ -98,8 +98,9 @@ class Drafter:
             if self.model is head:
                 batch = runner.input_batch
                 keys = [runner.requests[name].sampling_params.extra_args["key"] for name in batch.req_ids]
+                bounds = runner.query_start_loc.np[: len(keys) + 1]
                 try:
-                    head.observe(keys, batch.num_computed_tokens_cpu[: len(keys)], runner.query_start_loc.np[: len(keys) + 1], states)
+                    self._read(head.observe, keys, batch.num_computed_tokens_cpu[: len(keys)], bounds, states)
                 except Exception as error:
                     self._drop_model(error)
             return hidden, states
@@ -155,7 +156,7 @@ class Drafter:
             self.attempts.forget(MODEL)
 
     def _read(self, read: Callable[..., None], *text: Any) -> None:
-        """Add a text, unless drafts have saved too little time to pay for it."""
+        """Add a text or hidden states, unless drafts have saved too little time to pay for it."""
         if self.always or self.attempts.balance > 0:
             begin = time.thread_time()
             read(*text)
