@@ -37,8 +37,8 @@ check: install
 	@$(MAKE) --no-print-directory -j 3 lint pure types
 
 # $(1): markers, $(2): processes. What fails is run once more, alone: a test that fails only beside others on a busy machine is named and
-# does not fail CI. A process with threads must not be forked.
-pytest = OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -m $(1) --processes $(2) || { \
+# does not fail CI.
+pytest = $(BIN)/python -m pytest -q -m $(1) -n $(2) || { \
 	  echo "the tests that failed, once more, alone:"; \
 	  $(BIN)/python -m pytest -q -m $(1) --last-failed --last-failed-no-failures none; }
 

@@ -28,7 +28,6 @@ import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loade
 from rlhfless_ray.local.local_ray import WORKER_PREFIX
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from tests import warm_workers
-from tests.forked_processes import pytest_addoption, pytest_runtestloop  # noqa: F401 - hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -166,6 +165,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks[item.path])
 
 
+# Files whose tests read what one process makes in minutes, by folder and names: another process would only wait for it.
+TOGETHER = {"tests/learn/": ("test_critic.py", "test_learner.py", "test_lora.py")}
+
+
+def unit_of(file: str) -> str:
+    """What a process of pytest is given at once: the file, or the folder's files in `TOGETHER`."""
+    folder, slash, name = file.rpartition("/")
+    return folder + slash + ("" if name in TOGETHER.get(folder + slash, ()) else name)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process whole files, and those of `TOGETHER` to the same one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(super()._split_scope(nodeid))
+
+    return Together(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keep what test files import out of garbage collections: each would look through torch and transformers for a second."""
@@ -257,13 +278,13 @@ def cpu_s() -> float:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork the workers of the first test's Ray, and of all after it, from one process that has imported everything."""
     if item.get_closest_marker("ray"):
-        warm_workers.start(item.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+        warm_workers.start(shared_folder(item.config._tmp_path_factory))  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")
 def warm_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
     """`forked` takes the processes that tests start themselves from there, too."""
-    warm_workers.start(tmp_path_factory.getbasetemp())
+    warm_workers.start(shared_folder(tmp_path_factory))
 
 
 @pytest.fixture
@@ -292,9 +313,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary folder of all processes that the tests are spread over."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
     """A folder that costs minutes to make, for all processes that the tests are spread over: the first to need it makes it."""
-    folder = tmp_path_factory.getbasetemp() / name
+    folder = shared_folder(tmp_path_factory) / name
     with FileLock(f"{folder}.lock", timeout=880):
         if not (folder / "made").exists():
             shutil.rmtree(folder, ignore_errors=True)

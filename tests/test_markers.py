@@ -84,7 +84,7 @@ def cases():
 def outcomes(folder: Path, *arguments: str) -> tuple[dict[str, str], str]:
     """Outcome by test ("PASSED", "FAILED", "ERROR" where the set-up fails), and everything that pytest said."""
     (folder / "test_it.py").write_text(PURE)
-    command = [sys.executable, "-m", "pytest", "-rA", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "tests.conftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "/dev/null"]
     ended = subprocess.run(
         [*command, *arguments, str(folder / "test_it.py")], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.weights.load_policy import quiet_libraries
 
 VOCABULARY = 61
 EOS = 1
@@ -46,7 +45,6 @@ def tiny_policy(
         pad_token_id=0,
         attention_dropout=0.1,
     )
-    quiet_libraries()  # a progress bar would start a thread, and test files are imported in a process that forks
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(seed)
         Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
