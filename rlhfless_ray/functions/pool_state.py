@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -295,12 +295,12 @@ class PoolState:
         known, cleared, held = self.runs[run], self.clearing(), self.held(run)
         waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
         surplus = min(max(0, held - cleared.slots[run]), sum(waiting.values()))
-        parked_mb: dict[str, float] = defaultdict(float)
+        parked_mb: dict[str, float] = {}
         due = []
         for name, other in self.runs.items():
             if name != run:
                 for node, kept_mb in other.parked_mb.items():
-                    parked_mb[node] += kept_mb
+                    parked_mb[node] = parked_mb.get(node, 0.0) + kept_mb
                 if other.gives_at_s is not None and (above := self.held(name) - cleared.slots[name]) > 0:
                     due.append((max(0.0, other.gives_at_s - now_s), above))
         return PoolView(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -190,6 +191,14 @@ def test_a_run_that_is_silent_loses_its_slots_and_one_that_speaks_does_not():
     state.match(0.0)
     state.runs["y"].heard_s = SILENT_S
     assert [info.run for info in state.silent(SILENT_S + 1)] == ["x"]
+
+
+def test_a_view_says_what_the_other_runs_keep_parked_and_can_be_shown() -> None:
+    state = pool()
+    for name in "xyz":
+        state.join(RunInfo(name), 0.0)
+        state.runs[name].parked_mb = {"a": 100.0, name: 50.0}
+    assert asdict(state.view("x", 1.0))["parked_mb"] == {"a": 200.0, "y": 50.0, "z": 50.0}
 
 
 def test_a_free_slot_goes_back_to_ray_after_a_while():
