@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.planning.objective import Objective
+from placement.planning.objective import Objective, choose_nearest
 from placement.planning.plan import Plan
 
 MAX_COST_SHARE = 0.5  # share of the predicted saving that a change may cost (Nereus)
@@ -109,27 +109,36 @@ class ResizeHistory:
 def time_value(objective: Objective, plans: Sequence[Plan]) -> float:
     """Return the worth of a second of rollout time, in cost, for an objective on a frontier of plans.
 
-    `prefer` p scores p·T/T* + (1-p)·C/C*, so a second is worth p/(1-p)·C*/T*. For `knee`, and `budget` if it is met,
-    cost and time count alike over the frontier's width. For `deadline_s`, if it is met, a second is worth nothing.
+    `prefer` p scores p·T/T* + (1-p)·C/C*, so a second is worth p/(1-p)·C*/T*. For `deadline_s` a second is
+    worth nothing if a plan meets it, and otherwise as much as for `prefer` 1. For `knee` and `budget` cost and time count alike
+    over the frontier's width.
     """
-    if not plans or objective.deadline_s is not None:
+    if not plans:
         return 0.0
     times, costs = [p.time_s for p in plans], [p.cost for p in plans]
-    if objective.prefer is not None:
-        share = min(objective.prefer, MAX_PREFER)
+    if objective.deadline_s is not None and min(times) <= objective.deadline_s:
+        return 0.0
+    prefer = objective.prefer if objective.deadline_s is None else 1.0
+    if prefer is not None:
+        share = min(prefer, MAX_PREFER)
         return share / (1 - share) * min(costs) / max(min(times), 1e-12)
     return (max(costs) - min(costs)) / max(max(times) - min(times), 1e-12) if len(plans) > 1 else 1.0
 
 
 def best_held_plan(plans: Sequence[Plan], current: int, objective: Objective) -> Plan | None:
-    """Return the best plan that needs no more actors than `current`, or None if every plan needs more."""
+    """Return the best plan that needs no more actors than `current`, or None if every plan that meets the objective needs more.
+
+    Where no plan meets it, return the nearest of those that need no more.
+    """
+    held = [plan for plan in plans if plan.actors <= current]
+
+    def meets(plan: Plan) -> bool:
+        return plan.time_s <= (objective.deadline_s or math.inf) and plan.cost <= (objective.budget or math.inf)
+
+    if not any(map(meets, plans)):
+        return choose_nearest(held, objective).plan if held else None
     worth = time_value(objective, plans)
-    can = [plan for plan in plans if plan.actors <= current]
-    if objective.deadline_s is not None:
-        can = [plan for plan in can if plan.time_s <= objective.deadline_s] or can[:1]
-    elif objective.budget is not None:
-        can = [plan for plan in can if plan.cost <= objective.budget] or can[-1:]
-    return min(can, key=lambda plan: plan.cost + worth * plan.time_s, default=None)
+    return min(filter(meets, held), key=lambda plan: plan.cost + worth * plan.time_s, default=None)
 
 
 def decide(

@@ -310,7 +310,7 @@ class Autoscaler:
             width,
             best.plan,
             start_s=start.predict(),
-            value_per_s=max(time_value(self.objective, [plan for plans in frontiers.values() for plan in plans]), MIN_SECOND_VALUE),
+            value_per_s=max(time_value(self.objective, [plan for plans in adjusted.values() for plan in plans]), MIN_SECOND_VALUE),
             lasts=min(self.width_history.horizon(step), self.recipe.run.steps - step + 1),
             gamma=self.recipe.objective.payback,
         )
@@ -323,7 +323,7 @@ class Autoscaler:
         adjusted = self._with_overhead(plans, self.engines.width)
         choice = choose_nearest(adjusted, self.objective)
         chosen = plans[choice.index]
-        self.value_per_s = max(time_value(self.objective, plans), MIN_SECOND_VALUE)
+        self.value_per_s = max(time_value(self.objective, adjusted), MIN_SECOND_VALUE)
         self.history = self.history.record(step, chosen.actors)
         best = best_held_plan(adjusted, self.actors, self.objective) if self.actors else None
         stay = next((plan for plan, adjusted_plan in zip(plans, adjusted, strict=True) if adjusted_plan is best), None)

@@ -97,6 +97,14 @@ def test_a_deadline_and_a_budget_cover_what_surrounds_decoding():
         assert plan.predicted_s <= (goal.deadline_s or np.inf) and plan.predicted_slot_s <= (goal.budget or np.inf) * (1 + 1e-9)
 
 
+def test_a_deadline_that_the_engines_held_miss_brings_more_of_them():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
+    fastest = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    auto.objective, auto.actors = Objective(deadline_s=1.001 * fastest.predicted_s), 1
+    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
+    assert plan.actors > 1 and plan.predicted_s <= auto.objective.deadline_s
+
+
 def test_a_planner_that_fails_keeps_the_last_good_size_and_says_so(monkeypatch):
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}), SPEED))
     good = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.planning.frontier import frontier
-from placement.planning.objective import Objective, choose
+from placement.planning.objective import Objective, choose, choose_nearest
 from placement.planning.plan import Plan
 from placement.scaling.resize_policy import (
     Decision,
@@ -149,12 +149,25 @@ def test_the_worth_of_a_second_agrees_with_the_choice(seed: int, prefer: float, 
 def test_staying_keeps_to_the_deadline_and_the_budget_where_it_can() -> None:
     plans = [plan(4, 1.0, 9.0), plan(3, 2.0, 6.0), plan(2, 3.0, 5.0), plan(1, 5.0, 4.0)]
     assert best_held_plan(plans, 3, Objective(deadline_s=3.5)).actors == 2
-    assert best_held_plan(plans, 2, Objective(deadline_s=2.5)).actors == 2  # the nearest it can
+    assert best_held_plan(plans, 2, Objective(deadline_s=2.5)) is None, "three actors meet it, two do not"
+    assert best_held_plan(plans, 2, Objective(deadline_s=0.5)).actors == 2, "none meets it, and this is the nearest"
+    assert best_held_plan(plans, 2, Objective(budget=3.0)).actors == 1
     assert best_held_plan(plans, 4, Objective(budget=5.5)).actors == 2
     assert best_held_plan(plans[:1], 3, Objective(knee=True)) is None
     assert time_value(Objective(deadline_s=2.0), plans) == 0
+    assert time_value(Objective(deadline_s=0.5), plans) == time_value(Objective(prefer=1.0), plans)
     assert time_value(Objective(knee=True), plans) == pytest.approx(5 / 4)
     assert time_value(Objective(prefer=0.5), plans) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("deadline_s", [2.5, 0.5])
+def test_a_missed_deadline_brings_more_actors_although_they_cost_more(deadline_s: float) -> None:
+    """2.5 s can be met by three actors. 0.5 s cannot be met, and four come nearest."""
+    plans, goal = [plan(4, 1.0, 9.0), plan(3, 2.0, 6.0), plan(2, 3.0, 5.0), plan(1, 9.0, 4.0)], Objective(deadline_s=deadline_s)
+    chosen, stay = choose_nearest(plans, goal).plan, best_held_plan(plans, 1, goal)
+    worth = time_value(goal, plans)
+    found = decide(1, chosen, stay, transition=Transition(0.1), history=ResizeHistory(), step=1, value_per_s=worth)
+    assert found.action == "Grow" and found.actors == chosen.actors
 
 
 def test_a_planner_that_raises_does_not_stop_the_loop() -> None:
