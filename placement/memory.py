@@ -16,6 +16,7 @@ GRADIENT_BYTES = 4  # gradients are accumulated in float32 whatever the weights'
 MOMENT_BYTES = 8  # Adam's two moments in float32
 MASTER_BYTES = 4  # DeepSpeed's ZeRO optimizers keep a copy of the weights in float32, also of float32 weights
 AVERAGE_BYTES = 4  # an exponential moving average of the weights, in float32 on the host
+TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3")  # families whose output head is the embeddings unless they say otherwise
 MOST_LAYERS = 10_000  # no model has more; a configuration with more is not counted
 
 # Decoder families whose parameters are counted exactly. For each family:
@@ -31,12 +32,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"biases": ("attention_bias", "mlp_bias")},
     "mistral": {},
     "granite": {"biases": ("attention_bias", "mlp_bias")},
-    "smollm3": {"biases": ("attention_bias", "mlp_bias"), "tie_word_embeddings": True},
+    "smollm3": {"biases": ("attention_bias", "mlp_bias")},
     "phi3": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"biases": ("attention_bias",), "qk_norm": "head", "head_dim": 128},
-    "gemma": {"biases": ("attention_bias",), "tie_word_embeddings": True, "head_dim": 256},
-    "gemma2": {"biases": ("attention_bias",), "tie_word_embeddings": True, "head_dim": 256, "norms": 4},
+    "gemma": {"biases": ("attention_bias",), "head_dim": 256},
+    "gemma2": {"biases": ("attention_bias",), "head_dim": 256, "norms": 4},
     "mixtral": {"experts": "intermediate_size"},
     "olmoe": {"biases": ("attention_bias",), "experts": "intermediate_size", "qk_norm": "all"},
     "qwen2_moe": {"qkv_bias": True, "experts": "moe_intermediate_size", "dense_too": True, "shared": "shared_expert_intermediate_size"},
@@ -69,7 +70,7 @@ def parameter_count(config: Mapping[str, Any], head: bool = True) -> int | None:
         if layers > MOST_LAYERS:
             return None
         total = sum(_layer(config, family, number) for number in range(layers)) + hidden + vocabulary * hidden
-        if head and not config.get("tie_word_embeddings", family.get("tie_word_embeddings", False)):
+        if head and not ties_ends(config):
             total += vocabulary * hidden
     except (TypeError, ValueError):  # an invalid value, which loading the model will report
         return None
@@ -147,7 +148,12 @@ def end_parameters(config: Mapping[str, Any]) -> int:
     vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size")
     if not isinstance(vocabulary, int) or not isinstance(hidden, int):
         return 0
-    return vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return vocabulary * hidden * (1 if ties_ends(config) else 2)
+
+
+def ties_ends(config: Mapping[str, Any]) -> bool:
+    """Return whether embeddings and output head share their weights. Configurations of some families leave it out."""
+    return bool(config.get("tie_word_embeddings", config.get("model_type") in TIED))
 
 
 def kv_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, width: int = 1) -> int:

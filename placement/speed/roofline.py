@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from placement.memory import text_part
+from placement.memory import text_part, ties_ends
 from placement.speed.decode_speed import Speed
 
 BYTES = 2  # bf16
@@ -30,7 +30,6 @@ SIZES: dict[str, tuple[str, ...]] = {  # names of sizes in Hugging Face configur
 }
 OPTIONAL = ("kv_heads", "head", "experts", "expert", "experts_per_token", "shared_expert")
 TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "gpt_bigcode")  # feed-forward without a gate
-TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3")  # families whose configurations leave `tie_word_embeddings` out
 FEW_SEQUENCES = 4  # an engine that holds fewer of its longest sequences at once has almost no KV cache
 
 
@@ -112,7 +111,7 @@ class Model:
             heads,
             size("kv_heads") or heads,
             size("vocabulary"),
-            bool(config.get("tie_word_embeddings", kind in TIED)),
+            ties_ends(config),
             head_size or hidden // heads,
             gated=kind not in TWO_MATRICES,
             experts=experts,

@@ -147,6 +147,21 @@ def test_widths_that_share_every_head_and_layer():
     )
 
 
+def test_a_family_s_head_that_is_its_embeddings_counts_once():
+    """Gemma's configurations leave `tie_word_embeddings` out. Counted twice, its ends were larger than a small model."""
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+        "head_dim": 16,
+    }
+    for family, ends in (("gemma", 64_000), ("llama", 128_000)):
+        config = {"model_type": family, **sizes}
+        assert end_parameters(config) == ends < parameter_count(config)
+
+
 def test_ranks_that_share_a_copy_hold_a_part_of_all_but_its_ends():
     ends, layers = 100_000, 900_000
     alone, wide = Training(1, 1, 2), Training(2, 1, 2, tensor_parallel=2, undivided=ends)
