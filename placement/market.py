@@ -123,7 +123,8 @@ def bid_of(run: str, points: Sequence[tuple[int, float]], objective: Objective, 
 
 @dataclass(frozen=True)
 class Credits:
-    """Balances of runs in slot-seconds: positive if a run lent part of its share, negative if it borrowed. Their sum is at most 0.
+    """Balances of runs in slot-seconds: positive if a run lent part of its share, negative if it borrowed. Each is bounded, and a run
+    that lends to one whose debt is at its bound still earns: their sum may be above 0.
 
     Examples
     --------
