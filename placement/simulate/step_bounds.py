@@ -9,6 +9,7 @@ import numpy as np
 from placement.planning.bounds import Bounds, rollout_bounds
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.simulate_step import StepInput
+from placement.speed.drafted_speed import DraftedSpeed
 
 
 def step_bounds(times: PhaseTimes, given: StepInput) -> Bounds:
@@ -27,9 +28,10 @@ def step_bounds(times: PhaseTimes, given: StepInput) -> Bounds:
         of_widths = [step_bounds(t, given) for t in times.widths]
         return replace(min(of_widths, key=lambda b: b.time_s), cost=min(b.cost for b in of_widths))
     d, width = times.devices, times.width
+    speed = times.speed.least if isinstance(times.speed, DraftedSpeed) else times.speed
     # Sequences may move, so bounds over partitions on few actors do not hold. Use an actor each, and one for all.
-    each = rollout_bounds(given.lengths, times.speed, len(given.lengths), prompts=given.prompts)
-    one = rollout_bounds(given.lengths, times.speed, 1, prompts=given.prompts)
+    each = rollout_bounds(given.lengths, speed, len(given.lengths), prompts=given.prompts)
+    one = rollout_bounds(given.lengths, speed, 1, prompts=given.prompts)
     own = given.tokens[int(np.argmax(given.lengths))]
     start = min(times.reshard_s, times.broadcast_s)
     late = times.setting.updates > 1

@@ -40,6 +40,13 @@ class DraftedSpeed(Speed):
         """(MOST_DRAFTED + 1,) tokens of a sequence in a step, by the number that is drafted."""
         return np.cumsum(self.acceptance ** np.arange(MOST_DRAFTED + 1))
 
+    @property
+    def least(self) -> Speed:
+        """Affine terms that no number of sequences and no context go below. A step makes at most `tokens[-1]` tokens of a sequence, and
+        at least one verified token for each."""
+        most = float(self.tokens[-1])
+        return Speed(self.plain.base_s / most, self.plain.per_seq_s, self.plain.per_ctx_s / most, self.plain.prefill_s)
+
     def per_token(self, running: np.ndarray, rate: np.ndarray, growth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds of a token of each sequence, and their growth, from those of a step without drafts. All (n,)."""
         drafted = np.arange(MOST_DRAFTED + 1)[:, None]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.catalog import catalog
-from placement.simulate import named, parse, simulate
+from placement.simulate import PhaseTimes, named, parse, simulate
+from placement.simulate.rollout.simulate_rollout import simulate_rollout
+from placement.simulate.simulate_step import StepInput
+from placement.simulate.step_bounds import step_bounds
 from placement.speed.decode_speed import Speed
 from placement.speed.drafted_speed import MOST_DRAFTED, DraftedSpeed
 
@@ -40,6 +46,20 @@ def test_every_policy_is_faster_with_drafts_and_none_changes_without() -> None:
         assert drafts.policies[name].step_s < 0.9 * plain.policies[name].step_s
     with pytest.raises(ValueError, match="`acceptance` must be at least 0"):
         setting.but(acceptance=1.0)
+
+
+def test_no_rollout_costs_less_than_the_bound_with_drafts() -> None:
+    """The planners' terms are above those of more sequences than the batch, and of contexts, which each step reads for several tokens."""
+    setting = named("qwen3b-gsm8k-grpo").but(acceptance=0.75)
+    times = PhaseTimes.from_setting(setting)
+    lengths = np.round(np.random.default_rng(0).lognormal(6, 0.5, 512)).clip(1, 2048)
+    prompts = np.full(512, 100.0)
+    step = StepInput(lengths, prompts, np.arange(512), lengths[:, None])
+    decoding = step_bounds(times, step).cost - step_bounds(replace(times, speed=Speed(1e-15, 0.0)), step).cost
+    made = simulate_rollout(lengths, lengths[:, None], times.speed, policy="random", max_actors=1, prompts=prompts)
+    assert 0.8 * made.cost < decoding < made.cost
+    for running, context in itertools.product((1, 7, 64, 5000), (0, 100_000)):
+        assert times.speed.least.step_s(running, context) <= times.speed.step_s(running, context) * (1 + 1e-12)
 
 
 def test_shipped_acceptance_gives_the_published_speedups() -> None:
