@@ -33,6 +33,11 @@ def test_json_has_means_over_seeds(tmp_path):
     assert row["step_s"]["mean"] >= found["bound"]["step_s"]
 
 
+def test_partial_rollouts_have_no_bound_of_one_step(tmp_path):
+    done = command_here("simulate", spec(tmp_path, max_lag_steps=2, partial=True), "--policy", "april", "--json")
+    assert json.loads(done.stdout)["bound"] is None
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -45,7 +45,7 @@ class PolicyRun:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A simulated run of a setting. bounds: lower bounds per step, which no policy can beat."""
+    """A simulated run of a setting. bounds: lower bounds per step, which no policy can beat unless responses outlive a step."""
 
     setting: Setting
     seed: int

@@ -93,11 +93,13 @@ def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, An
     """Return means and standard deviations over seeds: seconds per step, device-seconds held and worked, and the bounds.
 
     `plain`: synchronous `fixed` with the narrowest engines, on the same workloads. Ratios are of means. `saving_if_all_are_billed`
-    is for clusters where nobody takes released devices at once, so that all devices are billed throughout.
+    is for clusters where nobody takes released devices at once, so that all devices are billed throughout. With partial rollouts a
+    response may be spread over steps, so there is no bound of one.
     """
     import numpy as np
 
     setting = runs[0].setting
+    bound = {"step_s": float(np.mean([r.bound_s for r in runs])), "device_s": float(np.mean([r.bound_cost for r in runs]))}
     rows: dict[str, Any] = {}
     for name in runs[0].policies:
         runs_of_policy = [run.policies[name] for run in runs]
@@ -138,7 +140,7 @@ def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, An
         },
         "seeds": len(runs),
         "steps": len(runs[0].bounds),
-        "bound": {"step_s": float(np.mean([r.bound_s for r in runs])), "device_s": float(np.mean([r.bound_cost for r in runs]))},
+        "bound": None if setting.partial else bound,
         "policies": rows,
     }
 
@@ -180,9 +182,8 @@ def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
         f"{wide}; plain fixed has engines of {width} and takes {results['plain_fixed']['step_s']:.2f} s a step. Cost: with released "
         "devices sold at once, and in brackets with all devices billed throughout (`--prefer 1` plans for that)."
     )
-    if results["partial"]:  # a response may be spread over steps, so the bounds of one step do not hold
-        return
-    console.print(f"no policy can come below {bound['step_s']:.2f} s, nor below {bound['device_s']:.0f} device-seconds")
+    if bound:
+        console.print(f"no policy can come below {bound['step_s']:.2f} s, nor below {bound['device_s']:.0f} device-seconds")
 
 
 def _plot(runs: list[SimulatedRun], plain: list[SimulatedRun], path: Path) -> None:
@@ -201,10 +202,11 @@ def _plot(runs: list[SimulatedRun], plain: list[SimulatedRun], path: Path) -> No
         at = (row["step_s"]["mean"], row["full_device_s"]["mean"])
         axes.errorbar(*at, xerr=row["step_s"]["sd"], yerr=row["full_device_s"]["sd"], fmt="o", capsize=2)
         axes.annotate(name, at, textcoords="offset points", xytext=(6, 4), fontsize=8)
-    axes.axvline(results["bound"]["step_s"], color="grey", linestyle=":", label="time bound")
-    axes.axhline(results["bound"]["device_s"], color="grey", linestyle="--", label="cost bound")
+    if bound := results["bound"]:
+        axes.axvline(bound["step_s"], color="grey", linestyle=":", label="time bound")
+        axes.axhline(bound["device_s"], color="grey", linestyle="--", label="cost bound")
+        axes.legend(fontsize=8)
     axes.set(xlabel="seconds per step", ylabel="device-seconds held per step", title=results["setting"], ylim=(0, None))
-    axes.legend(fontsize=8)
     figure.tight_layout()
     try:
         figure.savefig(path, dpi=150)
