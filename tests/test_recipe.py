@@ -151,6 +151,12 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("functions.keep_alive_s", float("nan"), "`functions.keep_alive_s`"),
         ("evaluate.prompts", 10**12, "`evaluate.prompts`: input should be less than or equal to 1000000"),
         ("prompts.rows", 10**12, "`prompts.rows`: input should be less than or equal to 1000000"),
+        ("learner.zero_stage", True, "`learner.zero_stage`: expected a number, not true or false"),
+        ("rollout.tensor_parallel", True, "`rollout.tensor_parallel`: expected `auto` or a whole number of at least 1 (got True)"),
+        ("rollout.tensor_parallel", 0, "`rollout.tensor_parallel`: expected `auto` or a whole number of at least 1 (got 0)"),
+        ("rollout.oversample", True, "`rollout.oversample`: expected `auto` or a number (got True)"),
+        ("rollout.oversample", "twice", "`rollout.oversample`: expected `auto` or a number (got 'twice')"),
+        ("rollout.oversample", float("nan"), "`rollout.oversample`: expected `auto` or a number (got nan)"),
         ("algorithm.kl", 3, "`algorithm.kl`: expected a section with keys such as `coefficient`, not a value (got 3)"),
     ],
 )

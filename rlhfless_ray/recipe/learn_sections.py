@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlhfless_ray.common.estimators import ESTIMATORS, OTHER_NAMES, EstimatorName
-from rlhfless_ray.recipe.section import Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto, TokensOrAuto, raise_first
+from rlhfless_ray.recipe.section import CountOrAuto, Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto, raise_first
 
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first value that placement.peak_memory tries; processes without a planner do not import that
 
@@ -255,7 +255,7 @@ class LearnerConfig(Section):
     CPU slots it saves nothing. `auto`: only if nothing else fits the device."""
     grad_clip: float = Field(1.0, gt=0)
     """Largest gradient norm (Euclidean, over all weights). A longer gradient is scaled down to it."""
-    micro_batch_tokens: TokensOrAuto = "auto"
+    micro_batch_tokens: CountOrAuto = "auto"
     """Padded tokens of one micro-batch. `auto`: 8192, or less where a predicted update would not fit the memory."""
     share_prompts: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
     """`auto`: compute a prompt once for several responses to it where that saves a tenth of the work, in learner, critic and

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless_ray.recipe.section import OffIsAWord, Section, Texts
+from rlhfless_ray.recipe.section import CountOrAuto, NumberOrAuto, OffIsAWord, Section, Texts
 
 
 class PolicyConfig(Section):
@@ -72,7 +72,7 @@ class RolloutConfig(Section):
     continue in the next step from their last token, under the new weights (see `partial_kv`). An agent plays its episode again and
     gets the same replies, up to its last whole turn. `restart`: unfinished responses begin again. `off`: a rollout ends with its longest
     response. `continue` and `restart` need `max_lag_steps` of at least 1."""
-    oversample: Literal["auto"] | float = "auto"
+    oversample: NumberOrAuto = "auto"
     """With `partial`: groups generated at once in a step, as a multiple of `prompts.batch_prompts`; from 1 to `max_lag_steps` + 1, or
     to `max_lag_steps` with `ahead`. `auto`: chosen in each step from forecasts, measured speeds and the measured loss of learning value
     of old tokens; 1.5 in the first step, or that limit if it is lower."""
@@ -85,7 +85,7 @@ class RolloutConfig(Section):
     once. After the update, unfinished responses continue under the new weights. Without `partial`, a lag always means this."""
     nodes: dict[str, str] = Field(default_factory=dict)
     """Ray labels that the engines' nodes must have, such as `{market: spot}`. Empty: any node."""
-    tensor_parallel: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    tensor_parallel: CountOrAuto = 1
     """Number of slots of one engine. Each holds a part of the weights and of the KV cache, and all of them compute every token together.
     They are leased on one node, all or none. The number must divide the policy's heads and layers. `auto`: the plan of each step
     chooses the width, and `max_actors` then counts slots."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 MAX_ROWS = 1_000_000  # rows that a built-in task generates, in half a minute
-NUMBERS = (int, float, int | None, float | None)
+NUMBERS = (int, float, int | None, float | None, Literal[0, 1, 2, 3])
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ScheduleName = Literal[
@@ -46,11 +47,17 @@ def _yaml_word(value: Any) -> Any:
 OffIsAWord = BeforeValidator(_yaml_word)
 
 
-def _tokens_or_auto(value: Any) -> Any:
+def _count_or_auto(value: Any) -> Any:
     """Reject other values in one sentence: pydantic would report each member of the union."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise ValueError("expected `auto` or a whole number of at least 1")
+
+
+def _number_or_auto(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+        return value
+    raise ValueError("expected `auto` or a number")
 
 
 def _switch_or_auto(value: Any) -> Any:
@@ -65,5 +72,6 @@ def _one_or_several(value: Any) -> Any:
 
 
 Texts = Annotated[list[str], BeforeValidator(_one_or_several)]
-TokensOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_tokens_or_auto)]
+CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+NumberOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
 SwitchOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)]
