@@ -34,6 +34,16 @@ def test_a_training_recipe_is_read_without_what_only_learning_needs(tmp_path: Pa
     assert recipe.rollout.max_lag_steps == 0 and recipe.algorithm.epochs == 1
     assert recipe.prompts.batch_prompts == 8  # the recipe's
     assert not GenerationRecipe.of({"prompts": {"task": "chain"}}).scores
+    trained = {"speculation": "auto", "drafter_train": "on"}
+    assert GenerationRecipe.of({**tree, "rollout": trained}).rollout.drafter_train == "off", "nothing trains it, so it would stay random"
+    supervised = {"task": "kd", "data": {"task": "chain"}, "teacher": {"path": "t"}, "run": {"min_ranks": 1}, "evaluate": {"rows": 8}}
+    assert GenerationRecipe.of({**supervised, "prompts": {"task": "chain"}}).evaluate.prompts == 256
+
+
+@pytest.mark.parametrize("section", ["prompts", "run", "rollout", "reward"])
+def test_a_section_that_is_a_value_is_refused(section: str) -> None:
+    with pytest.raises(UserError, match=f"^recipe: `{section}`: expected a section with keys such as"):
+        GenerationRecipe.of({"prompts": {"task": "chain"}, section: 3})
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,15 @@ def test_responses_without_a_reward_are_the_result_themselves() -> None:
     assert parse(SFT, GENERATE, after).plan()[-1].tree["data"]["path"] == "runs/w/g/responses.jsonl"
 
 
+def test_a_reward_of_all_stages_makes_pairs() -> None:
+    drawn = {"name": "g", "generate": {"prompts": {"task": "chain"}}}
+    after = {"name": "e", "generate": {"prompts": {"path": "${g}"}, "policy": {"path": "m"}, "reward": {"function": "math"}}}
+    for reward, result in (({"function": "task"}, "pairs.jsonl"), ({"normalize": True}, "responses.jsonl")):
+        planned = parse(drawn, after, settings={"reward": reward}).plan()
+        assert planned[0].makes_pairs == (result == "pairs.jsonl")
+        assert planned[1].tree["prompts"]["path"] == f"runs/w/g/{result}"
+
+
 def test_a_file_that_is_no_workflow_is_called_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^workflow .*none\.yaml: no such file"):
         Workflow.load(tmp_path / "none.yaml")
@@ -59,7 +68,11 @@ def test_a_file_that_is_no_workflow_is_called_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stages", "says"),
     [
-        ([GENERATE], r"stage g: `\$\{sft\}` is no earlier stage; there are none yet"),
+        (
+            [SFT, evaluation("sft"), {"name": "after", "train": {"task": "sft", "data": {"path": "${e}"}}}],
+            r"stage after: `\$\{e\}` is no earlier stage with a result; there are `sft`",
+        ),
+        ([GENERATE], r"stage g: `\$\{sft\}` is no earlier stage with a result; there are none yet"),
         ([SFT, SFT], "two stages are called sft"),
         ([{"name": "a", "train": {"task": "sft", "dta": {}}}], "stage a: unknown key `dta`; did you mean `data`"),
         ([{"name": "a"}], "one of `train`, `generate` and `evaluate`"),

@@ -11,17 +11,19 @@ from pydantic import Field
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.recipe.reading import apply_override
+from rlhfless_ray.recipe.reading import apply_override, merge_sections
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.rollout_sections import RolloutConfig
 
-OF_LEARNING = ("task", "data", "loss", "algorithm", "learner", "critic", "reference", "lora", "ema", "checkpoint", "save")
+OF_LEARNING = ("task", "data", "loss", "teacher", "algorithm", "learner", "critic", "reference", "lora", "ema", "checkpoint", "save")
 OF_STEPS = {
-    "run": ("steps", "episodes", "epochs"),
-    "rollout": ("max_lag_steps", "partial", "partial_kv", "oversample", "ahead", "agreement"),
+    "run": ("steps", "episodes", "epochs", "min_ranks", "max_restarts"),
+    "evaluate": ("rows", "each_epoch"),
+    "rollout": ("max_lag_steps", "partial", "partial_kv", "oversample", "ahead", "agreement", "drafter_train"),
 }
 FIXED: dict[str, dict[str, Any]] = {
     "run": {"episodes": 1},
+    "prompts": {"shuffle": False},
     "learner": {"overlap": "off", "zero_stage": 1},
     "checkpoint": {"memory_every_steps": 0},
 }
@@ -71,18 +73,14 @@ class GenerationRecipe(Recipe):
     @classmethod
     def of(cls, tree: dict[str, Any], name: str = "generate", where: str = "recipe") -> GenerationRecipe:
         """Validate a nested dict as `read` does."""
-        tree = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in tree.items() if section not in OF_LEARNING}
-        for section, keys in OF_STEPS.items():
-            for key in keys:
-                if isinstance(tree.get(section), dict):
-                    tree[section].pop(key, None)
+        tree = {section: keys for section, keys in tree.items() if section not in OF_LEARNING}
+        for section, dropped in OF_STEPS.items():
+            if isinstance(own := tree.get(section), dict):
+                tree[section] = {key: value for key, value in own.items() if key not in dropped}
         if isinstance(agent := tree.get("agent"), dict) and agent.get("path"):
             raise UserError(f"{where}: agent.path: `rlhfless generate` and `evaluate` have no agents; name a reward instead, or none")
-        for section, values in FIXED.items():
-            tree[section] = {**(tree.get(section) or {}), **values}
-        prompts = tree["prompts"] = {"batch_prompts": BATCH_PROMPTS, **(tree.get("prompts") or {}), "shuffle": False}
-        if not tree.get("reward"):
-            prompts.setdefault("answer_column", "")
-        if not tree["run"].get("name"):
-            tree["run"]["name"] = name
+        tree = merge_sections(FIXED, tree, wins=True)
+        tree = merge_sections({"prompts": {"batch_prompts": BATCH_PROMPTS, **({} if tree.get("reward") else {"answer_column": ""})}}, tree)
+        if isinstance(run := tree["run"], dict) and not run.get("name"):
+            run["name"] = name
         return cls.parse(tree, where=where)

@@ -57,6 +57,16 @@ def set_key(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     node[leaf] = value
 
 
+def merge_sections(sections: dict[str, dict[str, Any]], tree: dict[str, Any], *, wins: bool = False) -> dict[str, Any]:
+    """Put keys into the sections of a tree. `wins`: they take precedence. A section that is a value stays, for parsing to refuse."""
+    merged = {**tree}
+    for section, keys in sections.items():
+        own = tree.get(section) or {}
+        if isinstance(own, dict):
+            merged[section] = {**own, **keys} if wins else {**keys, **own}
+    return merged
+
+
 def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
     """Describe the first mistake of a validation error in one sentence, with its key and value."""
     first = error.errors()[0]

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.reading import merge_sections
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.section import Section
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -89,6 +90,17 @@ class PlannedStage:
     recipe: Recipe | SupervisedRecipe | GenerationRecipe
     models: dict[str, Path]
 
+    @property
+    def makes_pairs(self) -> bool:
+        return isinstance(self.recipe, GenerationRecipe) and self.recipe.scores
+
+    @property
+    def result(self) -> tuple[str, str]:
+        """Name of the result in the stage's folder, and what it is."""
+        if self.kind == "train":
+            return "model", REWARD_MODEL if _setting(self.recipe, "task") == "rm" else POLICY
+        return (PAIRS if self.makes_pairs else RESPONSES), DATA_SET
+
 
 class Workflow(RecipeFile):
     """Stages in order, and settings of all of them.
@@ -116,45 +128,49 @@ class Workflow(RecipeFile):
             UserError: For a mistake in a recipe or a reference, with the stage's name.
         """
         planned: list[PlannedStage] = []
-        for stage, name, resolve in _expand(self.stages, self.folder):
+        results: dict[str, str] = {}
+        made: dict[str, tuple[str, str]] = {}  # path of a result → its stage, and what it is
+        for stage, name, resolve in _expand(self.stages, results):
             if any(one.name == name for one in planned):
                 raise UserError(f"stages: two stages are called {name}; rename one")
             kind = next(kind for kind in KINDS if getattr(stage, kind) is not None)
-            tree = _merged(self.settings, _resolved(getattr(stage, kind), resolve))
+            tree = merge_sections(self.settings, _resolved(getattr(stage, kind), resolve))
             models = {model: Path(resolve(model)) for model in stage.models}
             planned.append(PlannedStage(name, kind, tree, self._recipe(kind, name, tree, models), models))
-            self._check_results(planned)
+            _check_uses(planned[-1], made)
+            if kind != "evaluate":
+                file, what = planned[-1].result
+                results[name] = str(self.folder / name / file)
+                made[results[name]] = name, what
         return planned
-
-    def _check_results(self, planned: list[PlannedStage]) -> None:
-        """Raise UserError if the last stage uses the result of an earlier one as something else."""
-        *earlier, stage = planned
-        made = {str(self.folder / one.name / result): (one.name, what) for one in earlier for result, what in [_result(one)]}
-        uses = {f"models: {name}": str(path) for name, path in stage.models.items()} | {key: _setting(stage.recipe, key) for key in USES}
-        for key, value in uses.items():
-            name, what = made.get(str(value), ("", ""))
-            wanted = USES.get(key, POLICY)
-            if name and what != wanted and not (key == "policy.path" and what == REWARD_MODEL and _setting(stage.recipe, "task") == "rm"):
-                raise UserError(f"stage {stage.name}: {key}: the result of stage {name} is a {what}, not a {wanted}")
 
     def _recipe(self, kind: Kind, name: str, tree: dict[str, Any], models: dict[str, Path]) -> Recipe | SupervisedRecipe | GenerationRecipe:
         where, run = f"stage {name}", tree.get("run")
         if isinstance(run, dict) and (decided := [key for key in ("name", "root") if key in run]):
             raise UserError(f"{where}: run.{decided[0]}: the workflow decides it for its stages; leave it out")
-        tree = _merged({"run": {"root": str(self.folder), "name": name}}, tree, wins=True)
+        tree = merge_sections({"run": {"root": str(self.folder), "name": name}}, tree, wins=True)
         if kind == "train":
             return (SupervisedRecipe if "task" in tree else Recipe).parse(tree, where=where)
         if models:
-            tree = _merged({"policy": {"path": str(next(iter(models.values())))}}, tree, wins=True)
+            tree = merge_sections({"policy": {"path": str(next(iter(models.values())))}}, tree, wins=True)
         return GenerationRecipe.of(tree, name, where)
 
 
 Resolve = Callable[[str], str]
 
 
-def _expand(stages: Sequence[WorkflowStage], folder: Path) -> Iterator[tuple[WorkflowStage, str, Resolve]]:
-    """Yield every stage with its name and a function from names to results."""
-    results: dict[str, str] = {}
+def _check_uses(stage: PlannedStage, made: dict[str, tuple[str, str]]) -> None:
+    """Raise UserError if a stage uses the result of an earlier one as something else."""
+    uses = {f"models: {name}": str(path) for name, path in stage.models.items()} | {key: _setting(stage.recipe, key) for key in USES}
+    for key, value in uses.items():
+        name, what = made.get(str(value), ("", ""))
+        wanted = USES.get(key, POLICY)
+        if name and what != wanted and not (key == "policy.path" and what == REWARD_MODEL and _setting(stage.recipe, "task") == "rm"):
+            raise UserError(f"stage {stage.name}: {key}: the result of stage {name} is a {what}, not a {wanted}")
+
+
+def _expand(stages: Sequence[WorkflowStage], results: dict[str, str]) -> Iterator[tuple[WorkflowStage, str, Resolve]]:
+    """Yield every stage with its name and a function from names to results. Before the next stage, the caller adds its result."""
 
     def resolver(numbers: dict[str, str], where: str) -> Resolve:
         def resolve(name: str) -> str:
@@ -162,19 +178,14 @@ def _expand(stages: Sequence[WorkflowStage], folder: Path) -> Iterator[tuple[Wor
                 return numbers[name]
             if name not in results:
                 known = ", ".join(f"`{one}`" for one in results) or "none yet"
-                raise UserError(f"stage {where}: `${{{name}}}` is no earlier stage; there are {known}")
+                raise UserError(f"stage {where}: `${{{name}}}` is no earlier stage with a result; there are {known}")
             return results[name]
 
         return resolve
 
-    def result(stage: WorkflowStage, name: str) -> str:
-        of_generate = PAIRS if stage.generate and stage.generate.get("reward") else RESPONSES
-        return str(folder / name / ("model" if stage.train is not None else of_generate))
-
     for stage in stages:
         if not stage.repeat:
             yield stage, stage.name, resolver({}, stage.name)
-            results[stage.name] = result(stage, stage.name)
             continue
         for inner, source in stage.start.items():
             results[inner] = resolver({}, "with repeat")(source)
@@ -182,7 +193,8 @@ def _expand(stages: Sequence[WorkflowStage], folder: Path) -> Iterator[tuple[Wor
             for inner_stage in stage.stages:
                 name = f"{inner_stage.name}-{number}"
                 yield inner_stage, name, resolver({ROUND: str(number)}, name)
-                results[inner_stage.name] = results[name] = result(inner_stage, name)
+                if name in results:
+                    results[inner_stage.name] = results[name]
 
 
 def _resolved(value: Any, resolve: Resolve) -> Any:
@@ -192,23 +204,6 @@ def _resolved(value: Any, resolve: Resolve) -> Any:
     if isinstance(value, list):
         return [_resolved(item, resolve) for item in value]
     return {key: _resolved(item, resolve) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _merged(settings: dict[str, dict[str, Any]], tree: dict[str, Any], *, wins: bool = False) -> dict[str, Any]:
-    """Put settings into the sections of a tree. `wins`: they take precedence. A section that is a value stays, for parsing to refuse."""
-    merged = {**tree}
-    for section, keys in settings.items():
-        own = tree.get(section) or {}
-        if isinstance(own, dict):
-            merged[section] = {**own, **keys} if wins else {**keys, **own}
-    return merged
-
-
-def _result(stage: PlannedStage) -> tuple[str, str]:
-    """Return the name of a stage's result in its folder, and what it is."""
-    if stage.kind == "train":
-        return "model", REWARD_MODEL if _setting(stage.recipe, "task") == "rm" else POLICY
-    return (PAIRS if stage.tree.get("reward") else RESPONSES), DATA_SET
 
 
 def _setting(recipe: Any, key: str) -> Any:

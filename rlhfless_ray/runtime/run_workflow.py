@@ -78,7 +78,7 @@ def is_done(folder: Path, stage: PlannedStage) -> bool:
     path = folder / stage.name
     if stage.kind == "evaluate":
         return (path / FILE).is_file()
-    return RunFolder(path).is_done and (stage.kind == "train" or not _makes_pairs(stage) or (path / PAIRS).is_file())
+    return RunFolder(path).is_done and (stage.kind == "train" or not stage.makes_pairs or (path / PAIRS).is_file())
 
 
 def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:
@@ -105,7 +105,7 @@ def _run(path: Path, stage: PlannedStage) -> None:
             evaluate(recipe, list(stage.models.values()), resume=resume, labels=list(stage.models))
             return
         responses = generate(recipe, resume=resume)
-        if recipe.scores and not write_rows(path / PAIRS, preference_pairs(responses)):
+        if stage.makes_pairs and not write_rows(path / PAIRS, preference_pairs(responses)):
             raise UserError(
                 f"stage {stage.name}: no prompt has responses of different rewards, so there are no pairs; raise the temperature"
             )
@@ -115,10 +115,6 @@ def _run(path: Path, stage: PlannedStage) -> None:
         with Runtime(recipe, resume=resume) as run:
             for _ in run:
                 pass
-
-
-def _makes_pairs(stage: PlannedStage) -> bool:
-    return isinstance(stage.recipe, GenerationRecipe) and stage.recipe.scores
 
 
 def _can_resume(path: Path, stage: PlannedStage) -> bool:
