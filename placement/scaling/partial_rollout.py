@@ -7,6 +7,7 @@ version. So no token of a trained group is more versions old than the bound.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ TRIED = 4  # steps of the pipeline that a share is tried on, once groups have ev
 
 
 def choose_groups(
-    last_steps: Sequence[int], completed: Sequence[int], step: int, quota: int, per_step: int | None = None
+    last_steps: Sequence[int] | np.ndarray, completed: Sequence[int] | np.ndarray, step: int, quota: int, per_step: int | None = None
 ) -> list[int] | None:
     """Choose the groups that a step trains, or return None while one of them is not complete.
 
@@ -34,15 +35,32 @@ def choose_groups(
         Ascending numbers of `quota` groups: the first complete ones, except that enough groups with an early last step are among
         them for all others to be trained in time.
     """
-    until, chosen = np.asarray(last_steps), list[int]()
+    until, complete = np.asarray(last_steps), np.asarray(completed, int)
+    chosen = np.zeros(len(until), bool)
+
+    def choose(candidates: np.ndarray, wanted: int) -> None:
+        chosen[candidates[~chosen[candidates]][: max(0, wanted - int(chosen.sum()))]] = True
+
     for last in range(step, int(until.max(initial=step)) + 1):
         # the steps after this one, up to `last`, train the other groups that may not be trained later than that
         owed = min(quota, int((until <= last).sum()) - (last - step) * (per_step or quota))
-        chosen += [g for g in completed if until[g] <= last and g not in chosen][: max(0, owed - len(chosen))]
-        if len(chosen) < owed:
+        choose(complete[until[complete] <= last], owed)
+        if chosen.sum() < owed:
             return None
-    chosen += [g for g in completed if g not in chosen][: quota - len(chosen)]
-    return sorted(chosen) if len(chosen) == quota else None
+    choose(complete, quota)
+    return np.flatnonzero(chosen).tolist() if chosen.sum() == quota else None
+
+
+def _first_batch(last_steps: np.ndarray, order: np.ndarray, step: int, quota: int) -> tuple[int, list[int]]:
+    """Return how many groups, in the order in which they become complete, a step waits for, and those that it trains."""
+
+    def chosen(count: int) -> list[int] | None:
+        return choose_groups(last_steps, order[:count], step, quota)
+
+    count = bisect_left(range(len(order)), True, quota, key=lambda n: chosen(n) is not None)  # more complete groups are never worse
+    found = chosen(count)
+    assert found is not None, "all groups that are at work suffice"
+    return count, found
 
 
 def find_late(last_steps: Sequence[int], step: int, quota: int) -> list[int]:
@@ -113,10 +131,8 @@ def steady_step(groups: np.ndarray, quota: int, share: float, bound: int, costs:
         made = drawn.sum(2)
         left = lengths - made
         ends = left.max(1)
-        order = np.argsort(ends, kind="stable").tolist()
-        count = quota
-        while (chosen := choose_groups((begun + bound).tolist(), order[:count], step, quota)) is None:
-            count += 1
+        order = np.argsort(ends, kind="stable")
+        count, chosen = _first_batch(begun + bound, order, step, quota)
         decoded = np.minimum(left, ends[order[count - 1]])
         context = decoded * (costs.prompt_tokens + made) + decoded**2 / 2
         again = (costs.prompt_tokens + made)[(made > 0) & (decoded > 0)].sum() * speed.prefill_s * costs.recomputes
