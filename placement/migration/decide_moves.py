@@ -145,19 +145,15 @@ def cut_at_share(live: LiveState, begun: np.ndarray, tau: float) -> np.ndarray:
     """
     index = live.live
     held = np.bincount(live.actor[index], minlength=len(begun))
-    share = 1 - held / np.maximum(begun, 1)
-    new, cut = live.actor.copy(), set()
-    for a in range(len(begun)):
-        others = [b for b in range(len(begun) - 1, -1, -1) if b != a and held[b] and b not in cut]
-        free = {b: int(begun[b] - held[b]) for b in others}
-        if not held[a] or share[a] < tau or sum(free.values()) < held[a]:
-            continue
-        receivers = [b for b in others for _ in range(free[b])]
-        for i, b in zip(index[new[index] == a], receivers, strict=False):
-            new[i] = b
-            held[b] += 1
-        held[a] = 0
-        cut.add(a)
+    new = live.actor.copy()
+    for a in np.flatnonzero((held > 0) & (1 - held / np.maximum(begun, 1) >= tau)):
+        free = np.where(held > 0, begun - held, 0)
+        free[a] = 0
+        if free.sum() >= held[a]:
+            receivers = np.repeat(np.arange(len(begun))[::-1], free[::-1])[: held[a]]
+            new[index[new[index] == a]] = receivers
+            held += np.bincount(receivers, minlength=len(begun))
+            held[a] = 0
     return new
 
 
