@@ -70,7 +70,7 @@ def delay(points: Sequence[tuple[int, float]], have: int, due: Sequence[tuple[fl
     in_s, count, seconds = best
     if count == own:
         return Delay(0.0, own, refused)
-    reason = f"waits for {_slots(count - own)} that another run gives back in about {in_s:.2g} s: {seconds:.3g} s on {_slots(count)}"
+    reason = f"waits for {_slots(count - have)} that another run gives back in about {in_s:.2g} s: {seconds:.3g} s on {_slots(count)}"
     return Delay(min(MAX_DELAY_S, PAYBACK * (own_s - seconds)), count, f"{reason}, {own_s:.3g} s on {own}")
 
 

@@ -61,6 +61,8 @@ def test_it_ends_earlier_and_loses_at_most_half_of_the_saving_if_the_slots_do_no
 
 
 def test_what_it_says() -> None:
+    spare = delay([(1, 8.0), (4, 3.0)], 3, [(0.5, 2)], 2.0)
+    assert spare.reason.startswith("waits for 1 slot that another run gives back"), "two of the four are there and idle"
     points = [(1, 8.0), (2, 4.5), (4, 3.0)]
     assert delay(points, 1, [], 2.0) == Delay(0.0, 1, "")
     assert delay(points, 4, [(0.1, 2)], 2.0) == Delay(0.0, 4, ""), "more slots than it can use"
