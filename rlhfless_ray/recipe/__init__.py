@@ -212,13 +212,12 @@ class Recipe(RecipeFile):
     def _mistakes_in_partial_rollouts(self) -> Iterator[str]:
         """Check responses that outlive a step."""
         rollout = self.rollout
-        if rollout.partial_kv == "keep":
-            if rollout.partial != "continue":
-                raise ValueError("rollout.partial_kv: only responses that continue have KV to keep; set rollout.partial to continue")
-            if self.agent.path:
-                raise ValueError("rollout.partial_kv: an agent plays an unfinished episode again from its beginning, so leave it out")
-            if self.lora.publish == "adapter":
-                raise ValueError("rollout.partial_kv: engines that hold an adapter keep no KV pages; set lora.publish to merged")
+        if rollout.partial_kv == "keep" and rollout.partial != "continue":
+            yield "rollout.partial_kv: only responses that continue have KV to keep; set rollout.partial to continue"
+        if rollout.partial_kv == "keep" and self.agent.path:
+            yield "rollout.partial_kv: an agent plays an unfinished episode again from its beginning, so leave it out"
+        if rollout.partial_kv == "keep" and self.lora.publish == "adapter":
+            yield "rollout.partial_kv: engines that hold an adapter keep no KV pages; set lora.publish to merged"
         if rollout.partial == "off":
             if rollout.max_lag_steps > 1:
                 yield (
