@@ -74,13 +74,13 @@ class Bid:
         return self.slots[-1]
 
 
-def bid_of(run: str, points: Sequence[tuple[int, float]], objective: Objective, share: float | None = None, weight: float = 1.0) -> Bid:
+def bid_of(run: str, points: Sequence[tuple[int, float]], objective: Objective) -> Bid:
     """Return the bid of a run that knows its time with each number of slots.
 
     Parameters
     ----------
-    run, share, weight
-        See `Bid`.
+    run : str
+        Name of the run.
     points : sequence of (int, float)
         Slots, and seconds until the phase ends with them; every slot is held until then.
     objective : Objective
@@ -118,7 +118,7 @@ def bid_of(run: str, points: Sequence[tuple[int, float]], objective: Objective, 
         if better and gain > worth[-1]:
             slots, worth, seconds_of = [*slots, count], [*worth, gain], seconds
             least = min(least, count * seconds + exchange * seconds)
-    return Bid(run, tuple(slots), tuple(worth), share, weight)
+    return Bid(run, tuple(slots), tuple(worth))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class TrainingLog:
     phases_s: dict[str, float]
     step_s: float | None
 
-    def lengths(self, prompts: int, samples: int, seed: int = 0) -> np.ndarray:
+    def lengths(self, prompts: int, samples: int) -> np.ndarray:
         """Return log-normal lengths with the log's mean and longest response, shape (prompts, samples)."""
         if self.max_tokens is None:
             raise ValueError(f"a log of {self.system} without the longest response: its lengths cannot be drawn")
@@ -52,7 +52,7 @@ class TrainingLog:
         quantiles = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
         drawn = np.exp(spread * quantiles)
         drawn = np.clip(np.round(drawn * self.mean_tokens / drawn.mean()), 1, self.max_tokens)
-        return np.random.default_rng(seed).permutation(drawn).reshape(prompts, samples)
+        return np.random.default_rng(0).permutation(drawn).reshape(prompts, samples)
 
 
 def read_log(path: Path) -> TrainingLog:

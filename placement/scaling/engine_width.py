@@ -53,14 +53,13 @@ def decide_width(
     value_per_s: float,
     lasts: float,
     gamma: float = MAX_COST_SHARE,
-    min_saving: float = MIN_SAVING,
 ) -> WidthDecision:
     """Decide whether engines of `width` slots replace those of the `current` width.
 
     stay: the best plan at the current width, or None if none of them meets the objective. chosen: the best at `width`. start_s:
     until its engines are ready. value_per_s: worth of a second of the step. lasts: steps that the change will last.
 
-    A change pays back as any resize does (`resize_policy.decide`): it saves at least `min_saving` of a step's cost, and
+    A change pays back as any resize does (`resize_policy.decide`): it saves at least MIN_SAVING of a step's cost, and
     the starts of its engines cost at most gamma · saving per step · steps.
     """
     if width == current:
@@ -72,7 +71,7 @@ def decide_width(
     before = stay.cost + value_per_s * stay.time_s
     saving = before - chosen.cost - value_per_s * chosen.time_s
     once = (width * chosen.actors + value_per_s) * start_s
-    pays, why = pays_back(saving, before, once, lasts, gamma, min_saving)
+    pays, why = pays_back(saving, before, once, lasts, gamma, MIN_SAVING)
     return WidthDecision(width if pays else current, f"{figures} {why}")
 
 

@@ -25,19 +25,19 @@ class LearnerSize:
         self.terms = {count: Term(1.0) for count in self.counts}
         self.tried = dict.fromkeys(self.counts, 0)
 
-    def decide(self, current: int, tokens: float, *, value_per_s: float, price: float = 1.0) -> Decision:
-        """Choose the slots for an update of this many tokens: least price · slots · seconds + value_per_s · seconds.
+    def decide(self, current: int, tokens: float, *, value_per_s: float) -> Decision:
+        """Choose the slots for an update of this many tokens: least slots · seconds + value_per_s · seconds.
 
         Takes fewer slots on a tie. value_per_s: worth of a second of the step (`resize_policy.time_value`).
         """
         for count in reversed(self.counts):
             if self.tried[count] < MIN_TRIALS:
-                return _to(count, current, f"trying {count}: not measured yet", self.terms[count].predict(tokens), price)
+                return _to(count, current, f"trying {count}: not measured yet", self.terms[count].predict(tokens))
         seconds = {count: self.terms[count].predict(tokens) for count in self.counts}
-        best = min(self.counts, key=lambda count: ((price * count + value_per_s) * seconds[count], count))
+        best = min(self.counts, key=lambda count: ((count + value_per_s) * seconds[count], count))
         others = ", ".join(f"{count}: {seconds[count]:.3g} s" for count in self.counts if count != best)
         reason = f"{best} slots: {seconds[best]:.3g} s for {best * seconds[best]:.3g} slot-s" + (f" ({others})" if others else "")
-        return _to(best, current, reason, seconds[best], price)
+        return _to(best, current, reason, seconds[best])
 
     def predict(self, slots: int, tokens: float) -> float:
         """Return the seconds of an update, from the nearest count that was tried."""
@@ -65,6 +65,6 @@ class LearnerSize:
                 self.terms[int(key)].restore(term)
 
 
-def _to(count: int, current: int, reason: str, seconds: float, price: float) -> Decision:
+def _to(count: int, current: int, reason: str, seconds: float) -> Decision:
     kind = Hold if count == current else Grow if count > current else Shrink
-    return kind(count, reason, seconds, price * count * seconds)
+    return kind(count, reason, seconds, count * seconds)

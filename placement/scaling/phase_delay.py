@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placement.market import PAYBACK
+from placement.scaling.engine_width import slots
 
 MAX_DELAY_S = 5.0  # longest delay, however much it would save: what other runs say of themselves is a forecast
 
@@ -64,15 +65,11 @@ def delay(points: Sequence[tuple[int, float]], have: int, due: Sequence[tuple[fl
             continue
         cost = own * in_s + count * seconds + value_per_s * (in_s + seconds)
         if in_s > min(MAX_DELAY_S, PAYBACK * (own_s - seconds)) or cost >= least:
-            refused = refused or f"begins on {_slots(own)}: another one comes in about {in_s:.2g} s, and saves {own_s - seconds:.3g} s"
+            refused = refused or f"begins on {slots(own)}: another one comes in about {in_s:.2g} s, and saves {own_s - seconds:.3g} s"
         else:
             best, least = (in_s, count, seconds), cost
     in_s, count, seconds = best
     if count == own:
         return Delay(0.0, own, refused)
-    reason = f"waits for {_slots(count - have)} that another run gives back in about {in_s:.2g} s: {seconds:.3g} s on {_slots(count)}"
+    reason = f"waits for {slots(count - have)} that another run gives back in about {in_s:.2g} s: {seconds:.3g} s on {slots(count)}"
     return Delay(min(MAX_DELAY_S, PAYBACK * (own_s - seconds)), count, f"{reason}, {own_s:.3g} s on {own}")
-
-
-def _slots(count: int) -> str:
-    return f"{count} slot{'' if count == 1 else 's'}"

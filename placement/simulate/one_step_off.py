@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from placement.simulate.elastic_policy import ROUGH_POLICY
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import PREFERS, near, near_prefers, shards_less
 from placement.simulate.plan_search import Planner, Trial
@@ -18,7 +19,6 @@ from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSett
 LAG = (0.0, 1.0)  # share of the trained tokens by lag
 NOT_BUILT = "ours (not built)"  # name of what the runtime does not do yet
 ENGINES = (1.0, 0.5, 0.25)  # shares of the engines that fit beside the learner, where the search begins
-ROUGH_POLICY = "consolidate"  # as in `elastic_policy`
 
 
 def fixed_one_step_off(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:

@@ -23,9 +23,8 @@ class RlhflessPaper:
     will last longest, so that the move opens no new tail.
     """
 
-    def __init__(self, job: RolloutJob, tau: float = TAU) -> None:
+    def __init__(self, job: RolloutJob) -> None:
         self.job = job
-        self.tau = tau
         self.forecast = job.scenarios.mean(1)
         self.shape = Forecast.from_scenarios(job.scenarios)
         self.order = np.argsort(self.forecast, kind="stable")
@@ -55,12 +54,12 @@ class RlhflessPaper:
     def cut(self, view: View) -> Action | None:
         """Empty each actor past τ whose unfinished sequences all fit into free slots elsewhere, shortest group first."""
         state = LiveState(self.shape, view.generated, view.finished, view.actor, tuple(sorted(view.ready_s)))
-        new = cut_at_share(state, self.size, self.tau)
+        new = cut_at_share(state, self.size, TAU)
         live = view.live
         cut = sorted(set(view.actor[live].tolist()) - set(new[live].tolist()))
         if not cut:
             return None
-        return Action(new, f"{self.tau:.0%} finished on actors {cut}: the rest moved to free slots")
+        return Action(new, f"{TAU:.0%} finished on actors {cut}: the rest moved to free slots")
 
 
 def normalise(values: np.ndarray) -> np.ndarray:
