@@ -14,6 +14,7 @@ from typing import Any
 
 from placement.speed.roofline import Device, Model
 
+MAY_BE_0 = [f.name for f in fields(Device) if f.default == 0]
 DATA = Path(__file__).resolve().parent / "data"
 
 
@@ -85,7 +86,8 @@ def device(entry: str | dict[str, Any]) -> Device:
     for key, value in given.items():
         match_name("field of a device", key, known)
         value = given[key] = number(value) if key != "name" else value
-        if key != "name" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key != "name" and not (is_number and (0 < value < math.inf or (value == 0 and key in MAY_BE_0))):
             raise ValueError(f"device: `{key}` must be a positive, finite number, not {value!r}")
     if not isinstance(given.get("name", ""), str):
         raise ValueError(f"device: `name` must be a word, not {given['name']!r}")

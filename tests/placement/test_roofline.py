@@ -120,6 +120,7 @@ def test_unknown_names_get_the_nearest() -> None:
 def test_a_device_of_the_user(tmp_path) -> None:
     mine = catalog.device({"like": "H100", "name": "H100-slow", "memory_bytes_per_s": 2e12})
     assert isinstance(mine, Device) and mine.memory_bytes_per_s == 2e12 and mine.link_bytes_per_s == catalog.device("H100").link_bytes_per_s
+    assert catalog.device({"like": "CPU-core", "step_s": 0, "spot_preempt_per_hour": 0.0}).step_s == 0, "these may be absent, which is 0"
     with pytest.raises(ValueError, match="`memory_bytes` must be a positive, finite number, not -1"):
         catalog.device({"like": "H100", "memory_bytes": -1})
     with pytest.raises(ValueError, match="`memory_bytes_per_s` is missing"):
