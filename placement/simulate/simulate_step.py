@@ -34,9 +34,7 @@ class StepInput:
     scenarios: np.ndarray
     seed: int = 0
     is_trial: bool = False
-    cache: dict[tuple[object, ...], SimulatedRollout] = field(
-        default_factory=dict, compare=False, repr=False
-    )  # rollouts made already, by arguments
+    cache: dict[tuple[object, ...], SimulatedRollout] = field(default_factory=dict, compare=False, repr=False)
     learned_tokens: float = 0.0
 
     @property

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from placement.simulate.elastic_policy import elastic, ours, then_learn, trial
 from placement.simulate.learner_queue import LearnerDevices, run_learner
 from placement.simulate.one_step_off import NOT_BUILT, fixed_one_step_off, ours_beside, ours_one_step_off, splits
-from placement.simulate.partial_policies import partial_policies
+from placement.simulate.partial_policies import Policy, partial_policies
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import candidates, fits, neighbours, resized
 from placement.simulate.plan_search import Planner
@@ -29,8 +28,6 @@ from placement.simulate.simulate_step import (
 )
 
 __all__ = ["POLICIES", "Policy", "disaggregated", "elastic", "fixed", "fixed_plus", "global_cut", "oracle", "ours", "phased", "policies_of"]
-
-Policy = Callable[[PhaseTimes, StepInput, Planner], StepRun]
 
 
 def fixed(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
