@@ -163,7 +163,7 @@ def _on(demand: PrefixDemand, costs: PrefixCosts, instances: int) -> tuple[float
 def _break_even(advantage: float, slope: float, header: int) -> float:
     """Return the header tokens at which the advantage is zero, from its present value and its slope per token."""
     if slope <= 0:
-        return 0.0 if advantage > 0 and slope == 0 else math.inf
+        return 0.0 if advantage > 0 else math.inf  # it pays now, and with shorter headers even more
     return max(0.0, header - advantage / slope)
 
 

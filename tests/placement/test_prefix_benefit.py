@@ -107,3 +107,10 @@ def test_costs_are_fitted_and_survive_a_checkpoint() -> None:
     again = PrefixSpeed.first_guess(1e-5, 2**14)
     again.restore(speed.state())
     assert again.costs() == found
+
+
+def test_a_service_that_pays_without_a_header_says_so() -> None:
+    """One engine computes a prompt's rest for every response. A longer header only moves pages there."""
+    rest = PrefixDemand(32, 1000, 40, 320, np.array([8000.0]), np.array([100.0]), np.array([40.0]), np.array([40.0]))
+    choice = choose_prefix(rest, PrefixCosts(1e-3, 1e-5, 1e-5, 1e-5))
+    assert choice.on and choice.break_even_tokens == 0 and "pays from a shared header of 0 tokens" in choice.reason
