@@ -31,12 +31,14 @@ class LearnerLost(RunError):
 
 
 class Recovery:
-    def __init__(self, every_steps: int, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, every_steps: int, say: Callable[[str], None] = lambda _: None, *, on_disk: bool = True) -> None:
         """Configure recovery from lost processes.
 
-        `every_steps`: updates between two in-memory snapshots; 0: only checkpoints on disk. `say`: callback for log messages.
+        `every_steps`: updates between two in-memory snapshots; 0: only checkpoints on disk. `say`: callback for log messages. `on_disk`:
+        whether there are such checkpoints. Without either, no batch is kept, because all of the run's would be.
         """
-        self.every_steps, self.say = every_steps, say
+        self.every_steps, self.say, self.keeps_batches = every_steps, say, every_steps > 0 or on_disk
+        self.is_final = False  # the ranks have worked on a batch that was not kept: a lost learner cannot be restored
         self.complete: Snapshot = None  # the newest complete snapshot; None: the policy's files are the state
         self.load: Callable[[], StoredFiles] | None = None  # finds the snapshot if it is on disk
         self.since: list[tuple[str, Batch]] = []  # "accumulate" and "update" calls after the snapshot
@@ -53,7 +55,10 @@ class Recovery:
 
     def record(self, what: str, batch: Batch) -> None:
         """Remember that the ranks got a batch to "accumulate", or finished an "update" with it."""
-        self.since.append((what, batch))
+        if self.keeps_batches:
+            self.since.append((what, batch))
+        else:
+            self.is_final = True
 
     @property
     def is_due(self) -> bool:
@@ -62,7 +67,7 @@ class Recovery:
     @property
     def has_now(self) -> bool:
         """Whether there is a snapshot of the current state, possibly a pending one."""
-        return not self.updates and (self.pending is not None or self.complete is not None)
+        return not self.updates and not self.is_final and (self.pending is not None or self.complete is not None)
 
     def take(self, replies: list[list[Any]], nodes: list[str]) -> None:
         """Begin to keep a snapshot. `replies`: (files, their cost) of each rank. `nodes`: the ranks' nodes, which hold the files."""

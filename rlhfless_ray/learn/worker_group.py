@@ -164,6 +164,11 @@ class WorkerGroup:
 
     def handle_loss(self, lost: LearnerLost, cause: FailureCause | None = None) -> None:
         """End every rank, because they hold their state together. The next `assign_leases` restarts them."""
+        if self.recovery.is_final:
+            raise RunError(
+                f"{lost}; there is no copy of the {self.name}'s state: set checkpoint.memory_every_steps to at least 1, or "
+                "checkpoint.resumable to true"
+            )
         cause = cause or lost.cause or self.pool.cause(*self.by_rank)
         self.recovery.restarts += 1
         self.recovery.say(f"{lost}: the {self.name} restarts from its newest snapshot")

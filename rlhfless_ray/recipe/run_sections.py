@@ -137,7 +137,8 @@ class CheckpointConfig(Section):
     """With `path`: also write a Hugging Face model folder, `global_step<n>_hf`. These are never removed, but of the best checkpoint only
     the newest exists."""
     resumable: bool = True
-    """Off, with `path`: write model folders only. Such a run cannot be resumed."""
+    """Off, with `path`: write model folders only. Such a run cannot be resumed, and a lost learner ends it unless copies of its state are
+    in memory (`memory_every_steps`)."""
 
     @model_validator(mode="after")
     def _check_path(self) -> CheckpointConfig:

@@ -73,9 +73,10 @@ class PoolMaker:
         self.pages = large_page_environment(parameters) if self.resource == "cpu" else {}  # of processes with weights of the learner's size
         self.snapshot_steps = snapshot_every_steps(recipe, parameters)
         if self.snapshot_steps == 0 and recipe.checkpoint.memory_every_steps is None:
+            then = "continues from the newest checkpoint" if recipe.checkpoint.resumable else "ends the run"
             say(
                 "the learner's state is not copied in memory, because two copies would take more than a quarter of this machine's; a "
-                "lost learner continues from the newest checkpoint (checkpoint.memory_every_steps)"
+                f"lost learner {then} (checkpoint.memory_every_steps)"
             )
 
     def engines(self, cls: type, config: Any, engine: EngineSettings, drafter: list[Any]) -> WorkerPool:
@@ -123,7 +124,7 @@ class PoolMaker:
             parked_memory=self.parked if kind == "reference" else None,  # a learner's memory is its state, which must stay
         )
         shares_base = kind == "learn" and recipe.lora.publish == "adapter"
-        recovery = Recovery(self.snapshot_steps, self.say)
+        recovery = Recovery(self.snapshot_steps, self.say, on_disk=recipe.checkpoint.resumable)
         return WorkerGroup(pool, ranks, recipe.learner, self.broker, name or kind, recovery, shares_base)
 
     def _starter(self, cls: type | None, *arguments: Any) -> Callable[[Any], Any]:

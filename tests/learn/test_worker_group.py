@@ -24,6 +24,7 @@ from rlhfless_ray.learn.recovery import LearnerLost, Recovery
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.runtime.pool_maker import PoolMaker
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.model_folder import read_files
 from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles
@@ -326,6 +327,20 @@ def test_a_snapshot_that_fails_is_reported_unless_a_rank_was_lost(monkeypatch, e
     recovery.complete, recovery.since, recovery.pending = ["before"], [("update", None)], (1, ["cost"], ["files"])  # type: ignore[list-item]
     recovery.settle()
     assert recovery.complete == ["before"] and recovery.updates == 1 and told == said
+
+
+def test_a_run_without_snapshots_keeps_no_batches_and_ends_with_its_learner():
+    worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
+    tree["checkpoint"] = {"memory_every_steps": 0, "resumable": False, "path": "somewhere"}
+    maker = PoolMaker(Recipe.parse(tree), worker_group.pool.leases, {}, pytest.fail)
+    recovery = worker_group.recovery = maker.worker_group("learn", object, pytest.fail, 1).recovery
+    assert not recovery.is_final, "at first the model's folder is the state"
+    for what in ("accumulate", "update", "update"):
+        recovery.record(what, None)  # type: ignore[arg-type]
+    assert recovery.since == [] and not recovery.has_now
+    with pytest.raises(RunError, match=r"^it died; there is no copy of the learner's state: set checkpoint\.memory_every_steps"):
+        worker_group.handle_loss(LearnerLost("it died", FailureCause.DIED))
 
 
 @pytest.mark.parametrize(("error", "published"), [(RAISED, 0), (LOST, 2)])
