@@ -108,7 +108,8 @@ class PoolClient:
         """Leave the pool. The last run ends it."""
         if self.closed.is_set():
             return
-        self.closed.set()
+        with self.lock:  # it may be joining again
+            self.closed.set()
         with suppress(RayActorError, GetTimeoutError):  # the end of the heartbeat says the same a little later
             if ray.get(self.handle.leave.remote(self.info.run), timeout=ANSWER_S):
                 ray.get(self.handle.end_if_empty.remote(), timeout=ANSWER_S)
@@ -215,9 +216,10 @@ class PoolClient:
     def _beat(self) -> None:
         while not self.closed.is_set() and not self.lost:
             try:
-                self._accept(ray.get(self._send_statement(BEAT_S, self.view.surplus), timeout=BEAT_S + ANSWER_S))
-            except (RayActorError, GetTimeoutError, UnknownRun) as error:
-                self._rejoin(error)
+                try:
+                    self._accept(ray.get(self._send_statement(BEAT_S, self.view.surplus), timeout=BEAT_S + ANSWER_S))
+                except (RayActorError, GetTimeoutError, UnknownRun) as error:
+                    self._rejoin(error)
             except Exception as error:  # the run's next call ends it with this sentence
                 self.lost = f"the heartbeat to the slot pool failed: {one_line_with_type(error, 300)}"
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ray.exceptions import RayActorError
 
 from placement.market import Bid
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
-from rlhfless_ray.functions.slot_pool import SlotPool
+from rlhfless_ray.functions.slot_pool import SlotPool, UnknownRun
 from tests.functions.test_pool_state import pool
 
 NODES = {"a": (3, {}), "b": (2, {})}
@@ -231,13 +234,61 @@ TestMessages = Messages.TestCase
 TestMessages.settings = settings(max_examples=100, stateful_step_count=40)
 
 
-def test_a_heartbeat_that_fails_ends_the_run_with_its_reason():
+def client_of(handle: object) -> PoolClient:
     client = object.__new__(PoolClient)
-    client.slots, client.view = RunSlots("x"), PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0)
-    client.lock, client.closed, client.lost, client.handle = threading.RLock(), threading.Event(), "", object()  # not an actor
+    client.slots, client.view, client.info = RunSlots("x"), PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0), RunInfo("x")
+    client.lock, client.closed, client.lost, client.handle = threading.RLock(), threading.Event(), "", handle
+    return client
+
+
+def test_a_heartbeat_that_fails_ends_the_run_with_its_reason():
+    client = client_of(object())  # not an actor
     client._beat()
     with pytest.raises(RunError, match="the heartbeat to the slot pool failed: AttributeError"):
         client.bid(Bid("x", (1,), (0.0,)))
+
+
+def test_a_heartbeat_that_cannot_find_the_pool_again_ends_the_run_with_its_reason(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise only its thread would end, and the pool would take the run for silent."""
+
+    def lose(*_: object) -> None:
+        raise RayActorError
+
+    def fail() -> None:
+        raise ValueError("the name is taken")
+
+    client = client_of(SimpleNamespace(tell=SimpleNamespace(remote=lose)))
+    monkeypatch.setattr(client, "_find", fail)
+    client._beat()
+    with pytest.raises(RunError, match="the heartbeat to the slot pool failed: ValueError: the name is taken"):
+        client.bid(Bid("x", (1,), (0.0,)))
+
+
+def test_a_run_that_leaves_while_it_joins_again_is_not_in_the_pool(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise the pool would keep its slots until it takes the run for silent."""
+    joining, calls = threading.Event(), list[str]()
+
+    def lose(*_: object) -> None:
+        raise UnknownRun
+
+    def join(*_: object) -> tuple[str, list[str]]:
+        joining.set()
+        time.sleep(0.2)  # for `close`, which does not wait
+        calls.append("join")
+        return "", []
+
+    client = client_of(None)
+    methods = {"tell": lose, "join": join, "leave": lambda _: calls.append("leave")}
+    pool = SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
+    monkeypatch.setattr(client, "_find", lambda: pool)
+    monkeypatch.setattr(client, "say", lambda _: None, raising=False)
+    monkeypatch.setattr("rlhfless_ray.functions.pool_client.ray.get", lambda reply, timeout: reply)
+    thread = threading.Thread(target=client._rejoin, args=(UnknownRun(),))
+    thread.start()
+    assert joining.wait(5.0)
+    client.close()
+    thread.join()
+    assert calls == ["join", "leave"]
 
 
 def test_a_pool_whose_own_work_fails_ends_so_that_ray_starts_another(
