@@ -91,6 +91,8 @@ class Autoscaler:
         """Choose plans by another objective from now on."""
         self.recipe = self.recipe.model_copy(update={"objective": objective})
         self.objective = _objective(self.recipe)
+        if self.bids is not None:
+            self.bids.objective = self.objective
 
     def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
         """Draw joint lengths of all responses to `prompts`; those of one prompt are adjacent."""

@@ -12,10 +12,13 @@ from placement.speed.decode_speed import Speed
 from rlhfless_ray import Recipe
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler, response_tokens
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
+from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample
+from tests.autoscaler.test_market_bids import FRONTIER, Pool
+from tests.functions.test_pool_state import pool
 
 SPEED = Speed(0.01, 1e-4)
 
@@ -291,3 +294,13 @@ def test_the_objective_can_be_changed_between_steps():
     with pytest.raises(UserError, match="a plan has one goal"):
         run.objective = {"deadline_s": 1.0, "knee": True}
     assert run.objective.prefer == 0.0
+
+
+def test_bids_follow_an_objective_that_is_changed():
+    autoscaler = Autoscaler(recipe(objective={"prefer": 0.0}), SPEED)
+    bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
+    bids.divide({1: FRONTIER}, 0)
+    assert bids.most == 1
+    autoscaler.set_objective(recipe(objective={"prefer": 0.8}).objective)
+    bids.divide({1: FRONTIER}, 0)
+    assert bids.most == 4
