@@ -216,6 +216,21 @@ def test_a_stop_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_
         assert resumed.by(Stopped(signal.SIGINT)) == did, "what it evaluated since is worth a checkpoint"
 
 
+@pytest.mark.parametrize(
+    ("step", "value", "saved"), [(3, 0.5, ["best_step_3", "step_3"]), (3, 0.3, []), (4, 0.3, ["step_4"]), (0, 0.5, [])]
+)
+def test_an_evaluation_that_a_stop_interrupted_counts_for_checkpoints(tmp_path: Path, step: int, value: float, saved: list[str]) -> None:
+    """One is due at step 4. The evaluation before step 1 needs none: its policy is in the first checkpoint."""
+    run = Ended(tmp_path, checkpoint__every_steps=4).run
+    run.best, run.steps_done = Best("accuracy_sampled"), step
+    run.best.value = 0.4
+    run.record.evaluation = lambda *_: None
+    run.record_evaluation({"eval/accuracy_sampled": value})
+    found = {path.parent.name: json.loads(path.read_text())["metric_value"] for path in run.checkpoints.folder.glob("*/metric.json")}
+    assert found == dict.fromkeys(saved, value)
+    assert not saved or run.checkpoints.load()[2]["best_value"] == max(value, 0.4)
+
+
 @pytest.mark.parametrize("error", [KeyError("history"), TypeError("unexpected keyword"), ValueError("older")])
 def test_a_planner_of_another_version_is_named(tmp_path: Path, error: Exception) -> None:
     ended = Ended(tmp_path)

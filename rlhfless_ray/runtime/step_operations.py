@@ -314,6 +314,9 @@ class StepOperations(CheckpointedRun):
         every = self.recipe.evaluate.every_steps
         return number == self.recipe.run.steps or (every > 0 and number % every == 0)
 
+    def checkpoint_is_due(self, number: int) -> bool:
+        return number % self.recipe.checkpoint.every_steps == 0 or number == self.recipe.run.steps
+
     def evaluate(self) -> dict[str, float]:
         assert self.weights is not None
         self.weights = self.learn_stage.worker_groups.wait_for_copy(self.weights)
@@ -328,8 +331,10 @@ class StepOperations(CheckpointedRun):
     def record_evaluation(self, evaluation: dict[str, float]) -> None:
         self.phases.take()
         self.owes_evaluation = False
-        self.best.read_metric(evaluation)  # raises at once instead of in an hour if no evaluation has the metric
+        metric = self.best.read_metric(evaluation)  # raises at once instead of in an hour if no evaluation has the metric
         self.record.evaluation(self.steps_done, evaluation)
+        if self.steps_done and ((best := self.best.improved(metric)) or self.checkpoint_is_due(self.steps_done)):
+            self._save(metric=metric, best=best, export=True)  # the one of the stop that interrupted the evaluation has no metric
 
     def decide_end(self, step: Step, upcoming: Step | None) -> StepEnd:
         """Decide what to do at the end of a step.
@@ -339,7 +344,7 @@ class StepOperations(CheckpointedRun):
         """
         metric = self.best.read_metric(step.evaluation)
         best = self.best.improved(metric)
-        save = best or step.number % self.recipe.checkpoint.every_steps == 0 or step.number == self.recipe.run.steps
+        save = best or self.checkpoint_is_due(step.number)
         others_wait = not self.cluster.private and self.leases.others_wait()
         prefixes = upcoming.prefixes if upcoming is not None else None
         wanted = save or others_wait or (prefixes is not None and prefixes.choice.on)
