@@ -203,6 +203,17 @@ def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp
     assert resumed.owes_evaluation
 
 
+def test_a_resumed_run_knows_what_old_tokens_cost(tmp_path: Path) -> None:
+    ended = Ended(tmp_path)
+    ended.run.partial_rollouts.stale_cost.observe(2.0, 0.5)
+    ended.by(Stopped(signal.SIGINT))
+    resumed = Ended(tmp_path).run
+    resumed.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: None)
+    resumed.autoscaler.restore = lambda _: None
+    resumed._restore_driver(ended.driver())
+    assert resumed.partial_rollouts.stale_cost.per_version == ended.run.partial_rollouts.stale_cost.per_version > 0
+
+
 def test_a_stop_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_it_is(tmp_path: Path) -> None:
     """Its metric, by which it may stay, is that of a step that is not there any more."""
     for owes, did in ((False, []), (True, ["snapshot within None"])):

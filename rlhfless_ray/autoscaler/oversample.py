@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,11 +14,12 @@ from rlhfless_ray.types import Step
 FADE = 0.8  # factor per step on the weight of earlier steps
 
 
+@dataclass
 class StaleCost:
     """Loss of learning value per version of lag: c in exp(-c · mean lag), fitted to the importance weights' effective sample size."""
 
-    def __init__(self) -> None:
-        self.lost = self.lags = 0.0
+    lost: float = 0.0
+    lags: float = 0.0
 
     def observe(self, lag: float, effective_share: float) -> None:
         """Record a step's mean lag, and the effective share of its tokens."""

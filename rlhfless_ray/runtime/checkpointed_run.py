@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.autoscaler.oversample import StaleCost
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.worker_group import WorkerGroup
@@ -64,6 +66,7 @@ class CheckpointedRun:
             "refill": self.refill_done,
             **({"ahead": [as_json(sample) for sample in self.ahead_done]} if self.ahead_done else {}),
             **({"in_flight": self.partial_rollouts.state(self.in_flight_done)} if self.in_flight_done else {}),
+            "stale_cost": asdict(self.partial_rollouts.stale_cost),
             "autoscaler": self.autoscaler.state(),
             "learning": self.learn_stage.state(),
             "moves": self.rollout_stage.state(),
@@ -86,6 +89,7 @@ class CheckpointedRun:
         if groups := state.get("in_flight"):
             self.partial_rollouts.restore(groups, self.prompts.train)
             self.in_flight_done = self.partial_rollouts.in_flight
+        self.partial_rollouts.stale_cost = StaleCost(**state.get("stale_cost", {}))
         try:
             self.autoscaler.restore(state["autoscaler"])
         except (KeyError, TypeError, ValueError) as error:
