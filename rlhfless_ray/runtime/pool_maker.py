@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def prices(recipe: Recipe, resource: str, nodes: ClusterNodes) -> Prices:
     price = recipe.price
     usual, special = price.slot_per_hour(resource), price.rollout_slot_per_hour
 
+    @cache  # as it was when the node was first used: a node that is drained has no slots, but still its price
     def slot_per_hour(node: str) -> float:
         return special if special is not None and node in nodes.slots(recipe.rollout.nodes) else usual
 

@@ -6,14 +6,19 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfless_ray.functions import cluster_nodes
 from rlhfless_ray.functions import ledger as module
+from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.ledger import Ledger, Prices, Row
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.runtime.pool_maker import prices
 from rlhfless_ray.types import Span
 
 START = 1_000_000.0
@@ -175,6 +180,19 @@ def test_parked_memory_costs_its_part_of_what_goes_with_a_slot(clock: Clock) -> 
     money = {row.instance: row.money for row in ledger.rows}
     assert money == {"A": pytest.approx(10 * 0.01 / 20), "B": 0.0, "C": 0.0}
     assert ledger.parked_price("n", 16000.0) == 2.0, "who keeps the memory of two slots from others pays for two"
+
+
+def test_a_node_that_is_drained_keeps_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"NodeID": "a", "Alive": True, "Labels": {"market": "spot"}, "Resources": {"CPU": 2}}
+    monkeypatch.setattr(cluster_nodes, "ray", SimpleNamespace(nodes=lambda: [node]))
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"nodes": {"market": "spot"}}}
+    tree["price"] = {"cpu_slot_per_hour": 10.0, "rollout_slot_per_hour": 2.0}
+    nodes, drained = ClusterNodes("cpu"), set[str]()
+    nodes.notices = lambda: drained
+    price = prices(Recipe.parse(tree), "cpu", nodes).slot_per_hour
+    assert price("a") == 2.0
+    drained.add("a")
+    assert price("a") == 2.0, "an engine that is parked before it leaves"
 
 
 def test_a_cut_gives_every_row_one_step(clock: Clock) -> None:
