@@ -135,9 +135,9 @@ class Ended:
         run.dynamic_sampling = DynamicSampling(run.recipe, Cursor(64, 8, True, 3))
         run.partial_rollouts = PartialRollouts(run.recipe)
         run.weights, run.in_update, run.step = WeightVersion(3, "weights"), False, Step(4)
-        run.first_row, run.quality, run.agreement, run.memory = 0, {}, None, SimpleNamespace(take=dict)
+        run.quality, run.agreement, run.memory = {}, None, SimpleNamespace(take=dict)
         run.least_mb, run.memory_fit = {}, Fit(run.recipe, [])
-        run.ledger = SimpleNamespace(begin_step=lambda step: None, totals_since=lambda row: {})
+        run.ledger = SimpleNamespace(step=3, count=0, begin_step=lambda step: None, totals_since=lambda row: {})
         run.autoscaler = SimpleNamespace(
             state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None, bids=None
         )
@@ -152,7 +152,8 @@ class Ended:
         run.record = SimpleNamespace(
             progress=SimpleNamespace(message=self.messages.append),
             step=lambda step, *_: self.did.append(f"record {step.number}"),
-            costs=lambda *_, **__: {},
+            counted=0,
+            costs=lambda totals: {},
             close=lambda *_: None,
             checkpointed=lambda: None,
             put_off=lambda _: None,

@@ -39,7 +39,7 @@ class RunRecorder:
         self.reported_s = time.monotonic()
         self.report_took_s = 0.0
         self.replaced_before = 0
-        self.counted = 0  # number of ledger rows that are in the metrics
+        self.counted = ledger.count  # number of rows of the ledger that are in a step's costs, or in none
         self.later: list[Callable[[], None]] = []
 
     def put_off(self, work: Callable[[], None]) -> None:
@@ -57,9 +57,9 @@ class RunRecorder:
             row = {"step": step, "time_s": time.time() - self.ledger.started_s, **metrics}
             self.progress.step(self.metrics.amend(row))
 
-    def costs(self, totals: dict[str, float], first_row: int) -> dict[str, Any]:
-        """Return the cost metrics of a step. `totals`: totals of its ledger rows, from `first_row` until now."""
-        total, self.counted = self.ledger.totals(), self.ledger.count
+    def costs(self, totals: dict[str, float]) -> dict[str, Any]:
+        """Return the cost metrics of a step. `totals`: totals of its ledger rows, those since the step before."""
+        total, first_row, self.counted = self.ledger.totals(), self.counted, self.ledger.count
         return {
             "cost/busy_slot_s": totals["busy_slot_s"],
             "cost/full_slot_s": totals["full_slot_s"],

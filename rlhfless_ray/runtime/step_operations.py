@@ -73,7 +73,6 @@ class StepOperations(CheckpointedRun):
     cursor_after: dict[str, Any]  # the cursor's state after this step
     quality: dict[str, Any]  # metrics of this step's samples, forecast and update
     costs: dict[str, Any]  # metrics of this step's leases
-    first_row: int  # the ledger's first row of this step
     slots: int  # of the cluster
     ahead: Sequence[Sample] = ()  # responses of the next step, without rewards, once they are generated
     begun_ahead: list[Group] | None = None  # groups of the next step, if a partial rollout was beside the update
@@ -146,7 +145,6 @@ class StepOperations(CheckpointedRun):
         STOP.check()
         if self.ledger.step != step.number:  # otherwise its engines have started already
             self.ledger.begin_step(step.number)
-            self.first_row = self.ledger.count
         self.leases.waited_s = 0.0
         self.step = step
         assert self.weights is not None
@@ -330,6 +328,8 @@ class StepOperations(CheckpointedRun):
 
     def record_evaluation(self, evaluation: dict[str, float]) -> None:
         self.phases.take()
+        self.ledger.begin_step(self.ledger.step)
+        self.record.counted = self.ledger.count
         self.owes_evaluation = False
         metric = self.best.read_metric(evaluation)  # raises at once instead of in an hour if no evaluation has the metric
         self.record.evaluation(self.steps_done, evaluation)
@@ -363,14 +363,13 @@ class StepOperations(CheckpointedRun):
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
         self.ledger.begin_step(step.number + starts_next)
-        totals = self.ledger.totals_since(self.first_row)
-        self.costs = self.record.costs(totals, self.first_row)
+        totals = self.ledger.totals_since(self.record.counted)
+        self.costs = self.record.costs(totals)
         return totals
 
     def start_engines(self, upcoming: Step) -> None:
         """Start the next step's engines under the free leases, without waiting until they have loaded the weights."""
         assert self.weights is not None
-        self.first_row = self.ledger.count
         self.weights = self.learn_stage.worker_groups.wait_for_copy(self.weights)
         self.rollout_stage.begin(upcoming, self.weights)
         self.rollout.expect(upcoming.plan.actors)

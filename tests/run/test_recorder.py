@@ -10,11 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhfless_ray.common.step_timer import StepTimer
+from rlhfless_ray.functions import ledger as ledger_module
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run import recorder as module
+from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
+from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.types import Step, WeightVersion
 from tests.conftest import small_recipe
 
 
@@ -88,3 +93,31 @@ def test_the_last_report_is_not_overwritten_by_an_earlier_one(record: RunRecorde
     assert record.reporter is not None and record.reporter.returncode is not None and time.monotonic() - start < 200
     assert "The run finished" in (record.folder.path / "report.html").read_text()
     assert {p.name for p in record.folder.path.iterdir()} >= {"report.html", "timeline.json"}
+
+
+def test_every_leased_second_after_the_first_evaluation_is_in_the_costs_of_a_step(record: RunRecorder, monkeypatch) -> None:
+    """A step's costs and its wall time are of the same interval: what a checkpoint takes belongs to the next step."""
+    now = [record.ledger.started_s]
+    monkeypatch.setattr(ledger_module, "time", SimpleNamespace(time=lambda: now[0]))
+    run = Runtime.__new__(Runtime)
+    run.ledger, run.record, run.phases, run.best = record.ledger, record, StepTimer(lambda _: None), Best("none")
+    run.weights, run.cursor_after, run.leases = WeightVersion(0, "weights"), {}, SimpleNamespace()  # type: ignore[assignment]
+    run.dynamic_sampling, run.partial_rollouts = SimpleNamespace(state=list), SimpleNamespace(in_flight=())  # type: ignore[assignment]
+    groups = SimpleNamespace(wait_for_copy=lambda weights: weights)
+    run.learn_stage = SimpleNamespace(passes_s=0.0, worker_groups=groups)  # type: ignore[assignment]
+    run.rollout_stage = SimpleNamespace(begin=lambda *_: None)  # type: ignore[assignment]
+    run.rollout = SimpleNamespace(expect=lambda count: None)  # type: ignore[assignment]
+    record.ledger.hold("slot", "node", "0", "learn", "")
+    now[0] += 7.0
+    run.record_evaluation({})
+    found = []
+    for number, starts_next in ((1, True), (2, False), (3, False)):
+        run.begin_step(Step(number))
+        now[0] += 5.0
+        totals = run._close(Step(number), starts_next)
+        assert totals["full_slot_s"] == run.costs["cost/full_slot_s"]
+        found.append(totals["full_slot_s"])
+        if starts_next:
+            run.start_engines(SimpleNamespace(plan=SimpleNamespace(actors=1)))  # type: ignore[arg-type]
+        now[0] += 4.0
+    assert found == pytest.approx([5.0, 9.0, 9.0])
