@@ -72,7 +72,6 @@ class LeaseManager:
         self.nodes = ClusterNodes(resource) if nodes is None else nodes
         self.look_again_s = -float("inf")  # earliest time of the next check whether others wait
         self.granted = 0  # number of leases so far
-        self.handed_over = 0  # how often a lease went from one instance to another
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
@@ -207,8 +206,6 @@ class LeaseManager:
 
     def hand_over(self, lease: Lease, kind: str, instance: str) -> None:
         """Hand a lease to another instance of this run."""
-        if lease.holder and lease.holder != instance:
-            self.handed_over += 1
         lease.holder = instance
         self.ledger.hold(lease.id, lease.slot.node, str(lease.slot.device), kind, instance)
 

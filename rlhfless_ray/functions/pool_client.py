@@ -69,7 +69,7 @@ class PoolClient:
 
     def arrival(self, request: LeaseRequest) -> Any:
         """Return a reference that resolves when the request is granted, or at the latest after STANDING_S. Then `wait` tells."""
-        return self.handle.arrival.remote(self.info.run, self._id(request), STANDING_S)
+        return self.handle.arrival.remote(self._id(request), STANDING_S)
 
     def withdraw(self, requests: list[LeaseRequest]) -> None:
         self.release([self._id(request) for request in requests])

@@ -116,7 +116,7 @@ class SlotPool:
             await self._change(end_s - now)
             now = self._known(run, statement.session)
 
-    async def arrival(self, run: str, id: str, seconds: float) -> None:
+    async def arrival(self, id: str, seconds: float) -> None:
         """Return when a request is granted or ended, at the latest after `seconds`. This changes nothing."""
         end_s = time.monotonic() + seconds
         while id in self.state.requests and (left_s := end_s - time.monotonic()) > 0:

@@ -163,20 +163,10 @@ class WorkerPool:
         prefer = {instance.slot.node for instance in self.parked}
         return self.leases.take_together(self.width, self.kind, spare, prefer, self.labels, need, wait_s)
 
-    def resume(self, instance: Instance, spare: list[Lease]) -> list[Lease]:
-        """Resume a parked instance under a spare lease or a new one of its node, and return the leases left.
-
-        Raises RunError past the lease deadline.
-        """
-        fitting = [lease for lease in spare if self.fits(instance, lease.slot)][:1]
-        requests = [] if fitting else self.leases.ask(1, [instance.slot.node])
-        self.assign_leases(fitting or self.leases.collect(requests, self.kind, self.leases.deadline_s, need=1), instance)
-        return [lease for lease in spare if lease not in fitting]
-
-    def assign_leases(self, leases: list[Lease], instance: Instance | None = None) -> Instance:
-        """Assign leases of one node to the given or a fitting parked instance (warm start), or to a new one."""
+    def assign_leases(self, leases: list[Lease]) -> Instance:
+        """Assign leases of one node to a fitting parked instance (warm start), or to a new one."""
         slot = self._slot(leases)
-        instance = instance or self._find(slot)
+        instance = self._find(slot)
         if instance is None:
             instance = Instance(self.kind, slot, self.start(slot), width=self.width)
             self.cold_starts += 1

@@ -91,7 +91,7 @@ def test_handing_over_does_not_touch_the_group_and_changes_the_holder_in_the_led
     time.sleep(0.02)
     leases.hand_over(lease, "learn", "learn-1")
     time.sleep(0.02)
-    assert leases.source.groups[lease.id].id == group and leases.handed_over == 1
+    assert leases.source.groups[lease.id].id == group and lease.holder == "learn-1"
     leases.release([lease])
     kinds = [row.kind for row in leases.ledger.rows]
     assert kinds[-1] == "learn" and "rollout" in kinds
