@@ -103,9 +103,10 @@ class LeaseManager:
         for request in requests:
             if needed := len(leases) < need:
                 self.withdraw([one for one in self.pending.values() if one not in requests])
-            grant = self.source.wait(request, start + (self.deadline_s if needed else wait_s))
-            while grant is None and needed and self.source.may_wait():
-                grant = self.source.wait(request, time.monotonic() + PREFERRED_S)
+            end = start + (self.deadline_s if needed else wait_s)
+            grant = self.source.wait(request, end)
+            while grant is None and needed and (time.monotonic() < end or self.source.may_wait()):  # sooner: its node was lost
+                grant = self.source.wait(request, max(end, time.monotonic() + PREFERRED_S))
             if grant is None:
                 self.withdraw([request])
             else:

@@ -71,3 +71,23 @@ def test_a_standing_request_does_not_keep_the_only_slot_from_one_that_is_needed(
     [successor] = leases.take(1, "rollout", need=1)
     assert time.monotonic() - began_s < 0.4 and list(leases.held) == [successor.id] and not leases.pending
     assert state.held("x") == 1 and not state.requests
+
+
+def test_a_needed_slot_whose_node_is_lost_as_it_is_granted_is_waited_for(monkeypatch):
+    """Ray grants its request again on another node. A run that has time left must not end."""
+    [slots], waits = joined(state := pool(1), "x"), []
+    source: Any = Source(state, slots)
+    granted = source.wait
+
+    def lose(request: LeaseRequest, until_s: float) -> Grant | None:
+        waits.append(until_s)
+        return granted(request, until_s) if len(waits) > 2 else None
+
+    source.wait = lose
+    leases = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", source)
+    monkeypatch.setattr(leases, "availability", lambda: "no Ray")
+    [lease] = leases.take(1, "rollout")
+    assert list(leases.held) == [lease.id] and len(waits) == 3
+    leases.release([lease])
+    waits.clear()
+    assert leases.take(1, "rollout", need=0, wait_s=5.0) == [] and len(waits) == 1, "one that is not needed is given up"
