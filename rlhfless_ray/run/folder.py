@@ -209,7 +209,9 @@ class RunFolder:
         self.write_status()
         path, text = self.path / "recipe.yaml", recipe.to_yaml()
         if path.exists() and path.read_text() != text:
-            os.replace(path, self.path / f"recipe_until_step_{steps_done}.yaml")
+            earlier = self.path / f"recipe_until_step_{steps_done}.yaml"
+            if not earlier.exists():  # otherwise no step was completed since
+                os.replace(path, earlier)
             replace_file(path, text.encode())
 
     def read_status(self) -> dict[str, Any]:

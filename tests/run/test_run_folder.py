@@ -176,6 +176,10 @@ def test_a_resume_keeps_the_beginning_and_both_recipes(tmp_path: Path, monkeypat
     assert Recipe.load(folder.path / "recipe_until_step_4.yaml") == recipe(tmp_path)
     again.begin(new, "machine", 4)
     assert len(again.status["resumed_at"]) == 2 and len(list(folder.path.glob("recipe*"))) == 2
+    third = changed(tmp_path, "run", steps=11)
+    again.begin(third, "machine", 4)
+    assert Recipe.load(folder.path / "recipe.yaml") == third
+    assert Recipe.load(folder.path / "recipe_until_step_4.yaml") == recipe(tmp_path), "the second one has completed no step"
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------
