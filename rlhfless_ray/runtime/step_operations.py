@@ -114,12 +114,14 @@ class StepOperations(CheckpointedRun):
         now = self.autoscaler.engines.width
         limits = {width: self.context.most_engines(width) for width in {now: 0, **self.context.most_by_width}}
         if self.in_update and self.rolls_out_ahead:  # engines get the slots that the learner leaves
-            learner = [lease for rank in self.worker_group.by_rank for lease in rank.leases]
-            limits = {width: min(n, most_instances(self.leases.nodes.slots({}), width, learner)) for width, n in limits.items()}
+            nodes, ranks = self.leases.nodes.slots(self.recipe.rollout.nodes), self.worker_group.by_rank
+            learner = [lease for rank in ranks for lease in rank.leases]
+            limits = {width: min(n, most_instances(nodes, width, learner)) for width, n in limits.items()}
         least, warm = self.recipe.rollout.min_actors, self.rollout_stage.warm
         others = {width: (n, warm(width)) for width, n in limits.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
-        plan = self.autoscaler.plan(scenarios, step.prompts, limits[now], step=step.number, warm=warm(now), others=others)
+        most = max(least, limits[now])  # the rollout waits for the fewest
+        plan = self.autoscaler.plan(scenarios, step.prompts, most, step=step.number, warm=warm(now), others=others)
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan

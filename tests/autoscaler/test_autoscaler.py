@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from placement.planning.objective import Objective
+from placement.scaling.resize_policy import Hold
 from placement.speed.decode_speed import Speed
 from rlhfless_ray import Recipe
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler, response_tokens
@@ -15,8 +17,9 @@ from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.runtime.runtime import Runtime
-from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample
+from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample, Step
 from tests.autoscaler.test_market_bids import FRONTIER, Pool
 from tests.functions.test_pool_state import pool
 
@@ -304,3 +307,26 @@ def test_bids_follow_an_objective_that_is_changed():
     autoscaler.set_objective(recipe(objective={"prefer": 0.8}).objective)
     bids.divide({1: FRONTIER}, 0)
     assert bids.most == 4
+
+
+def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_their_own_nodes():
+    spot, most = {"market": "spot"}, list[int]()
+    run = Runtime.__new__(Runtime)
+    run.recipe = recipe(rollout={"max_lag_steps": 1, "nodes": spot})
+    nodes = SimpleNamespace(slots=lambda labels: {"spot": 4} if labels == spot else {"spot": 4, "other": 4})
+    run.leases, run.in_update = SimpleNamespace(nodes=nodes), True  # type: ignore[assignment]
+    run.context = SimpleNamespace(most_engines=lambda width: 4, most_by_width={})  # type: ignore[assignment]
+    ranks = [SimpleNamespace(leases=[Lease("a", Slot("spot", 0)), Lease("b", Slot("spot", 1))])]
+    run.worker_group, run.rollout_stage = SimpleNamespace(by_rank=ranks), SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
+
+    def plan(scenarios, prompts, max_actors, **_):
+        most.append(max_actors)
+        return SimpleNamespace(decision=Hold(1, ""))
+
+    run.autoscaler = SimpleNamespace(engines=SimpleNamespace(width=1), plan=plan)  # type: ignore[assignment]
+    step = Step(1)
+    step.prompts, step.forecast = prompts(), None  # type: ignore[assignment]
+    run.plan(step)
+    ranks[0].leases += [Lease("c", Slot("spot", 2)), Lease("d", Slot("spot", 3))]
+    run.plan(step)
+    assert most == [2, 1], "it waits for rollout.min_actors in any case"
