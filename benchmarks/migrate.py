@@ -127,7 +127,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     try:
         leases = LeaseManager("cpu", ledger, 60.0, "migrate")
         pool = WorkerPool(
-            "rollout", lambda slot: start_actor(RolloutActor, slot, "cpu", {}, without_weights(files), settings), leases, ledger, 60.0
+            "rollout", lambda slot: start_actor(RolloutActor, slot, "cpu", {}, without_weights(files), settings), leases, 60.0
         )
         pool.resize(2, [], need=2)
         for instance in pool.working:

@@ -435,7 +435,7 @@ def two_engines(kind: type, files: dict[str, bytes], settings: EngineSettings) -
 
     ledger, plain = Ledger("cpu", 1.0), without_weights(files)
     leases = LeaseManager("cpu", ledger, 60.0, f"engines{time.time_ns()}")
-    made = WorkerPool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, plain, settings), leases, ledger, 600.0)
+    made = WorkerPool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, plain, settings), leases, 600.0)
     made.resize(2, [], need=2)
     for instance in made.working:
         instance.start_result(300.0)

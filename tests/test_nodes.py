@@ -134,7 +134,7 @@ def test_what_was_on_a_lost_node_is_replaced_elsewhere_or_dropped(nodes):
     passing = nodes.add_node(num_cpus=2, object_store_memory=128 * 2**20)
     nodes.wait_for_nodes(timeout=120)
     leases = leases_of()
-    pool = WorkerPool("work", lambda slot: start_actor(worker_class(), slot, "cpu", {}), leases, leases.ledger, 1e9)
+    pool = WorkerPool("work", lambda slot: start_actor(worker_class(), slot, "cpu", {}), leases, 1e9)
     try:
         for lease in leases.collect(leases.ask(2, [passing.node_id] * 2), "work", 60.0, need=2):
             pool.assign_leases([lease])
@@ -169,7 +169,7 @@ def test_engines_of_cheap_nodes_work_there_only_at_their_price(nodes):
     }
     leases = LeaseManager("cpu", Ledger("cpu", prices(Recipe.parse(tree), "cpu", lists)), 60.0, f"nodes{time.time_ns()}", nodes=lists)
     start = lambda slot: start_actor(worker_class(), slot, "cpu", {})  # noqa: E731
-    pool = WorkerPool("rollout", start, leases, leases.ledger, 1e9, labels=labels)
+    pool = WorkerPool("rollout", start, leases, 1e9, labels=labels)
     other = next(node for node in node_slots("cpu") if node != spot.node_id)
     try:
         [elsewhere] = leases.collect(leases.ask(1, [other]), "learn", 60.0, need=1)

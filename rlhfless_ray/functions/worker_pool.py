@@ -16,7 +16,6 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
 from rlhfless_ray.functions.lease import PREFERRED_S, Lease, LeaseManager, Slot
-from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
@@ -33,7 +32,6 @@ class WorkerPool:
         kind: str,
         start: Callable[[Slot], Any],
         leases: LeaseManager,
-        ledger: Ledger,
         keep_alive_s: float,
         *,
         on_device: bool = False,
@@ -58,7 +56,7 @@ class WorkerPool:
         self.kind = kind
         self.start = start
         self.leases = leases
-        self.ledger = ledger
+        self.ledger = leases.ledger
         self.keep_alive_s = keep_alive_s
         self.on_device = on_device
         self.leave_s = leave_s

@@ -118,7 +118,6 @@ class PoolMaker:
             kind,
             lambda slot: start_actor(cls, slot, resource, self.pages, settings(recipe, next(numbers), resource)),
             self.leases,
-            self.leases.ledger,
             float("inf"),
             on_device=True,
             leave_s=recipe.learner.deadline_s,
@@ -135,4 +134,4 @@ class PoolMaker:
 
     def _pool(self, kind: str, start: Callable[[Any], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
         options |= {"faults": self.faults, "parked_memory": self.parked}
-        return WorkerPool(kind, start, self.leases, self.leases.ledger, self.recipe.functions.keep_alive_s, on_device=on_device, **options)
+        return WorkerPool(kind, start, self.leases, self.recipe.functions.keep_alive_s, on_device=on_device, **options)

@@ -47,7 +47,7 @@ def pool(ray_cluster: None) -> Iterator[WorkerPool]:
     ledger = Ledger("cpu", Prices(slot_per_hour=lambda node: 3600.0, parked_share=1.0))
     leases = LeaseManager("cpu", ledger, 60.0, f"parked{time.time_ns()}")
     holder = holder_class()
-    made = WorkerPool("work", lambda slot: start_actor(holder, slot, "cpu", {}), leases, ledger, 600.0, give_back_after_s=5.0)
+    made = WorkerPool("work", lambda slot: start_actor(holder, slot, "cpu", {}), leases, 600.0, give_back_after_s=5.0)
     yield made
     made.close()
     leases.release_all()

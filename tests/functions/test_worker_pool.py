@@ -48,7 +48,7 @@ def worker_class() -> type:
 def pool(request, ray_cluster):
     ledger = Ledger(request.param, 1.0)
     leases = LeaseManager(request.param, ledger, 60.0, f"pool{time.time_ns()}")
-    pool = WorkerPool("work", lambda slot: start_actor(worker_class(), slot, request.param, {}), leases, ledger, keep_alive_s=600.0)
+    pool = WorkerPool("work", lambda slot: start_actor(worker_class(), slot, request.param, {}), leases, keep_alive_s=600.0)
     yield pool
     pool.close()
     leases.release_all()
@@ -217,7 +217,7 @@ def engines(ray_cluster):
     """A pool of engines on devices; what they are asked and what is released is in `order`."""
     ledger = Ledger("gpu", 1.0)
     leases = LeaseManager("gpu", ledger, 60.0, f"pool{time.time_ns()}")
-    pool = WorkerPool("rollout", lambda slot: start_actor(engine_class(), slot, "gpu", {}), leases, ledger, 600.0, on_device=True)
+    pool = WorkerPool("rollout", lambda slot: start_actor(engine_class(), slot, "gpu", {}), leases, 600.0, on_device=True)
     yield pool
     pool.close()
     leases.release_all()

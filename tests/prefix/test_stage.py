@@ -60,8 +60,7 @@ def make(serving: None) -> Iterator[Callable[..., PrefixStage]]:
         context = RunContext(recipe, ledger, SlotBroker(leases), StepTimer(lambda *_: None), record, scaler, 2)  # type: ignore[arg-type]
         fake = producer_class()
         pools = [
-            WorkerPool(kind, lambda slot: start_actor(fake, slot, "cpu", {}, delay_s), leases, ledger, 300.0)
-            for kind in ("prefill", "rollout")
+            WorkerPool(kind, lambda slot: start_actor(fake, slot, "cpu", {}, delay_s), leases, 300.0) for kind in ("prefill", "rollout")
         ]
         options = {"block_size": KIND.block_size, "page_bytes": KIND.page_bytes, "store_bytes": 10**6, **more}
         stage = PrefixStage(context, pools[0], mode, run_id=f"stage{len(made)}{id(ledger)}", **options)  # type: ignore[arg-type]

@@ -194,7 +194,7 @@ def test_a_real_process_that_exits_is_replaced_and_the_sample_named(ray_cluster)
     ledger = Ledger("cpu", 1.0)
     leases = LeaseManager("cpu", ledger, 60.0, f"score{time.time_ns()}")
     source = RewardSource("file", "score", file="mine.py", text=DEADLY)
-    pool = WorkerPool("score", lambda slot: start_actor(RewardActor, slot, "cpu", {}, source, 1.0), leases, ledger, 60.0)
+    pool = WorkerPool("score", lambda slot: start_actor(RewardActor, slot, "cpu", {}, source, 1.0), leases, 60.0)
     try:
         pool.resize(1, [])
         samples = samples_of("a", "die", "b")
@@ -236,7 +236,6 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
             source.pool_kind,
             lambda slot, shared=shared: start_actor(RewardActor, slot, "cpu", {}, shared, 2.0, "cpu"),
             leases,
-            ledger,
             60.0,
             on_device=source.on_device,
         )

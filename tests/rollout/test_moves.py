@@ -151,9 +151,7 @@ class RunContext:
         self.ledger = Ledger("cpu", 1.0)
         self.leases = LeaseManager("cpu", self.ledger, 60.0, f"moves{time.time_ns()}")
         kind = engine_class(hears)
-        self.pool = WorkerPool(
-            "rollout", lambda slot: start_actor(kind, slot, "cpu", {}, str(self.log), str(self.pace)), self.leases, self.ledger, 60.0
-        )
+        self.pool = WorkerPool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, str(self.log), str(self.pace)), self.leases, 60.0)
         self.given: list[tuple[str, Decision]] = []
 
     def pids(self) -> list[int]:

@@ -73,7 +73,7 @@ def test_a_failed_engine_says_in_one_line_what_failed_first(ray_cluster, fails_i
 
     ledger = Ledger("cpu", 1.0)
     leases = LeaseManager("cpu", ledger, 60.0, f"stream{time.time_ns()}")
-    pool = WorkerPool("rollout", lambda slot: start_actor(engine_class(fails_in), slot, "cpu", {}), leases, ledger, 60.0)
+    pool = WorkerPool("rollout", lambda slot: start_actor(engine_class(fails_in), slot, "cpu", {}), leases, 60.0)
     pool.faults = FailureBudget(1)
     try:
         pool.resize(1, [])
