@@ -138,19 +138,19 @@ def _import_everything(architectures: Sequence[str]) -> None:
 
 
 def _fork(listening: socket.socket, watched: selectors.BaseSelector) -> None:
-    """Fork a worker for the next connection, and watch both. A client that is gone by then gets none."""
+    """Fork a worker for the next connection, and watch both. None for a client that is gone, or if the fork fails."""
     client, _ = listening.accept()
     streams: list[int] = []
     try:
         size, streams, *_ = socket.recv_fds(client, 4, len(STREAMS))
         with client.makefile("rb") as received:
             command, environment, folder = json.loads(received.read(int.from_bytes(size, "big")))
+        process = os.fork()
     except (OSError, ValueError):
         client.close()
         for stream in streams:
             os.close(stream)
         return
-    process = os.fork()
     if process == 0:
         for inherited in (watched, listening, client):
             inherited.close()

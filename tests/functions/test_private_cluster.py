@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhfless_ray.local import fork_server
 from rlhfless_ray.local.cluster import _lock, _temporary_folder
 from rlhfless_ray.local.fork_server import FAILED, worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
@@ -127,6 +128,23 @@ def test_workers_are_forked_unless_a_variable_counts_when_a_program_is_loaded(tm
         "server": True,
         "prefix": None,
     }
+
+
+def test_a_fork_that_fails_ends_one_worker_and_not_the_server_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise BlockingIOError("no process is left")
+
+    monkeypatch.setattr(fork_server.os, "fork", fail)
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as client:
+        listening.bind(str(tmp_path / "fork"))
+        listening.listen(1)
+        client.connect(str(tmp_path / "fork"))
+        wanted = json.dumps([["python"], {}, "."]).encode()
+        socket.send_fds(client, [len(wanted).to_bytes(4, "big")], fork_server.STREAMS)
+        client.sendall(wanted)
+        before = len(os.listdir("/proc/self/fd"))
+        fork_server._fork(listening, None)  # type: ignore[arg-type]  # it watches nothing
+        assert client.recv(1) == b"" and len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("failed", ["while it imported", "later"])
