@@ -81,6 +81,8 @@ class PoolState:
         `held`: slots that it held already, before this state existed. `paid_slot_s`: slot-seconds that it has paid so far.
         """
         self.leave(info.run, now_s)
+        if paid_slot_s:  # it goes on: what it has paid is not also that of an ended run
+            self.past = [past for past in self.past if past.info != info]
         bid = Bid(info.run, (info.least,), (0.0,), info.share, info.weight)
         self.runs[info.run] = PoolRun(info, session, bid, now_s, now_s, slot_s=paid_slot_s)
         gone = []

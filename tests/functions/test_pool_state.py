@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -284,3 +284,17 @@ def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:
     assert len(state.past) == 100
     assert sum(past.slot_s for past in state.past) == pytest.approx(held_s)
     assert sum(past.slot_s for past in state.past) + state.free_slot_s == pytest.approx(8 * now)
+
+
+def test_what_a_run_has_paid_counts_once_when_it_joins_again_after_a_silence():
+    state, info = pool(1), RunInfo("x", folder="x", job="1")
+    state.join(info, 0.0)
+    ask(state, "x", 1, 0.0)
+    [slot] = state.match(0.0)
+    held, paid_slot_s = replace(slot), state.view("x", 10.0).slot_s
+    state.leave("x", 10.0)
+    assert state.join(info, 12.0, [held], paid_slot_s) == [] and state.runs["x"].slot_s == 10.0 and not state.past
+    state.leave("x", 15.0)
+    assert [past.slot_s for past in state.past] == [13.0]
+    state.join(info, 15.0)
+    assert len(state.past) == 1, "another run in its folder"
