@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.run.find_model import find_model
 from rlhfless_ray.run.responses import RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
 from rlhfless_ray.runtime.evaluate_models import best_of_k, with_own_folder
+from rlhfless_ray.runtime.generation import Generation
 from rlhfless_ray.types import Completion, Prompt, Sample
 from tests.conftest import command_here, small_recipe
 
@@ -136,6 +138,23 @@ def test_a_torn_record_goes_on_and_other_settings_are_refused(tmp_path: Path) ->
         ResponseRecord(tmp_path, {"model": ["a"], "run.seed": 1})
     with pytest.raises(UserError, match="another model; set"):
         ResponseRecord(tmp_path, {"model": ["b"], "run.seed": 0})
+
+
+def test_rewards_of_two_functions_are_not_mixed_and_one_may_be_added_later(tmp_path: Path) -> None:
+    def opened(**reward: str) -> ResponseRecord:
+        run = Generation.__new__(Generation)
+        run.recipe, run.files = GenerationRecipe.of({"prompts": {"task": "chain"}, "reward": reward}), {}
+        run.prompts = SimpleNamespace(train=[])  # type: ignore[assignment]
+        return ResponseRecord(tmp_path, run._settings())
+
+    opened()
+    for _ in range(2):
+        opened(function="a.py:score")
+    with pytest.raises(UserError, match=r"another reward.function \(a.py:score before, b.py:score now\)"):
+        opened(function="b.py:score")
+    opened()
+    lines = rows_of(tmp_path / RECORD)
+    assert len(lines) == 3 and all("settings" in line for line in lines)
 
 
 # ---- whole runs ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class ResponseRecord:
 
     Args:
         folder: The run folder.
-        settings: The settings that determine the tokens. A record with other settings cannot be continued.
+        settings: The settings that determine tokens and rewards. A record with other values of them cannot be continued.
         answer_column: Column of the rows that goes into the lines.
     """
 
@@ -32,19 +32,20 @@ class ResponseRecord:
         self.path, self.answer_column = folder / RECORD, answer_column
         self.places: dict[Key, tuple[int, int]] = {}  # offset and length of each response's line
         self.scores: dict[Key, dict[str, Any]] = {}
-        if not self.path.is_file() or not self._read(settings):
+        if not self.path.is_file() or self._read(settings) != settings:
             append(self.path, _line({"settings": settings}))
 
-    def _read(self, settings: dict[str, Any]) -> int:
-        """Read the complete lines, and cut off the rest. Returns their size: 0 if the process ended before the settings were written."""
-        end = 0
+    def _read(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Read the complete lines, and cut off the rest. Returns the newest settings, if the process did not end before it wrote them."""
+        end, newest = 0, dict[str, Any]()
         with self.path.open("rb") as file:
-            for number, line in enumerate(file):
+            for line in file:
                 if not line.endswith(b"\n"):
                     break  # cut off by a crash
                 row = json.loads(line)
-                if not number:
-                    _check_same(self.path, row["settings"], settings)
+                if "settings" in row:
+                    newest = row["settings"]
+                    _check_same(self.path, newest, settings)
                 elif "response" in row:
                     self.places[_key(row)] = end, len(line)
                 else:
@@ -52,7 +53,7 @@ class ResponseRecord:
                 end += len(line)
         with self.path.open("r+b") as file:
             file.truncate(end)
-        return end
+        return newest
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Append finished responses. Raises DiskFull and leaves the record as it was."""
@@ -187,7 +188,7 @@ _reward: Callable[[dict[str, Any]], float] = lambda row: row["reward"]  # noqa: 
 
 def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     for name, value in now.items():
-        if before.get(name) != value:
+        if before.get(name, value) != value:  # a reward may be added later
             changed = "" if name in ("model", "prompts") else f" ({before.get(name)} before, {value} now)"
             raise UserError(
                 f"--resume: {path} was generated with another {name}{changed}; set it back, or start another run without --resume"

@@ -109,7 +109,7 @@ class Generation(Runtime):
         return None
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings that determine a response's tokens, besides the number of the sample."""
+        """Return the settings that determine a response's tokens, besides the number of the sample, and its reward."""
         rollout, prompts = self.recipe.rollout, hashlib.blake2b(digest_size=16)
         for prompt in self.prompts.train:
             prompts.update(np.array([prompt.index, *prompt.token_ids], np.int64).tobytes())
@@ -117,7 +117,8 @@ class Generation(Runtime):
         keys = ("temperature", "top_p", "max_tokens", "min_tokens", "max_total_tokens", "quantization")
         of_rollout = {f"rollout.{key}": getattr(rollout, key) for key in keys}
         rest = {"policy.dtype": self.recipe.policy.dtype, "run.seed": self.recipe.run.seed}
-        return {"model": model, "prompts": prompts.hexdigest(), **of_rollout, **rest}
+        reward = {f"reward.{key}": getattr(self.recipe.reward, key) for key in ("function", "url", "model_path")}
+        return {"model": model, "prompts": prompts.hexdigest(), **of_rollout, **rest, **(reward if self.recipe.scores else {})}
 
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Publish the model's weights. Engines start with the first plan."""
