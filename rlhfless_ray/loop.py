@@ -64,7 +64,7 @@ def steps(run: StepOperations) -> Iterator[Step]:
         if run.evaluation_is_due(step.number):
             step.evaluation = run.evaluate()
         end = run.decide_end(step, upcoming)
-        step.ledger = run.close_step(step, end)
+        step.ledger = run.close_step(step, end.starts_next)
         if upcoming is not None and end.starts_next:
             run.start_engines(upcoming)  # they load the weights while the driver records the step
         run.record_step(step, end)

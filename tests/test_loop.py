@@ -118,7 +118,7 @@ class Pipeline:
     def decide_end(self, step: Step, upcoming: Step | None) -> Any:
         return SimpleNamespace(starts_next=upcoming is not None and step.number in self.early)
 
-    def close_step(self, step: Step, end: Any) -> dict[str, float]:
+    def close_step(self, step: Step, starts_next: bool) -> dict[str, float]:
         return self.note(f"close {step.number}", {"money": 1.0})
 
     def start_engines(self, upcoming: Step) -> None:

@@ -151,7 +151,7 @@ class Generation(Runtime):
             self.observe_samples(step)
             upcoming = plan_step(self, step.number + 1)
             end = self.decide_end(step, upcoming)
-            step.ledger = self.close_step(step, end)
+            step.ledger = self.close_step(step, end.starts_next)
             if upcoming is not None and end.starts_next:
                 self.start_engines(upcoming)
             self.record_step(step, end)

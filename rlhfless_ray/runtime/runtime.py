@@ -409,7 +409,7 @@ class Runtime(StepOperations):
             return
         if self.unrecorded:
             self.owes_evaluation = self.evaluation_is_due(self.step.number) and not self.step.evaluation
-            self._close(self.step)
+            self.close_step(self.step)
             self._write_row(self.step)
         if self.weights is not None and self.saved != self.steps_done:  # no weights yet: the learner was not built
             self._save(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)

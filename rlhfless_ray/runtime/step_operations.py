@@ -353,11 +353,8 @@ class StepOperations(CheckpointedRun):
         has_work = upcoming is not None and not upcoming.samples
         return StepEnd(metric, best, save, others_wait, starts_next=has_work and not wanted)
 
-    def close_step(self, step: Step, end: StepEnd) -> dict[str, float]:
+    def close_step(self, step: Step, starts_next: bool = False) -> dict[str, float]:
         """Mark the step as done, so that a stop saves it. Returns its cost in slot-seconds and money."""
-        return self._close(step, end.starts_next)
-
-    def _close(self, step: Step, starts_next: bool = False) -> dict[str, float]:
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         self.refill_done = self.dynamic_sampling.state()
         self.ahead_done = self.ahead
