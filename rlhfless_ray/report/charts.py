@@ -54,7 +54,7 @@ def thin(rows: Sequence[Row], limit: int = MAX_POINTS) -> list[Row]:
     thinned = []
     for i in range(limit):
         bunch = rows[i * len(rows) // limit : (i + 1) * len(rows) // limit]
-        merged = dict(bunch[-1])
+        merged = {key: value for row in bunch for key, value in row.items()}  # not every row has every metric
         for key in merged:
             values = finite_values(bunch, key)
             if key != "step" and values and not isinstance(merged[key], str):

@@ -52,7 +52,7 @@ def render(record: RunRecord) -> str:
         draft_charts.drafts(steps),
         draft_charts.drafter(steps),
     )
-    prefix = _present(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(drawn))
+    prefix = _present(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(steps))
     health, constant = charts.health(drawn)
     if record.is_supervised:  # its loss is shown above, and it has no plans
         health, planning = [chart for chart in health if chart.id != "learn-loss"], []
@@ -99,7 +99,7 @@ def learning_charts(record: RunRecord) -> list[Chart]:
             supervised_charts.speed(drawn),
         )
     return _present(
-        charts.reward(drawn), charts.accuracy(record.metrics), charts.lengths(drawn), charts.histogram(summary.length_groups(record))
+        charts.reward(drawn), charts.accuracy(record.metrics), charts.lengths(record.steps), charts.histogram(summary.length_groups(record))
     )
 
 

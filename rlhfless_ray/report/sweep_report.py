@@ -25,7 +25,7 @@ def write_sweep_report(folder: Path) -> Path:
     """Write `report.html` into a sweep's folder from `sweep.json` and the run folders, and return its path."""
     sweep = json.loads((folder / "sweep.json").read_text())
     runs = [(run, RunRecord.read(folder / run["name"]).metrics) for run in sweep["runs"]]
-    drawn = [(run, thin(rows)) for run, rows in runs if rows]
+    drawn = [(run, rows) for run, rows in runs if rows]
     names = {sweep["metric"]: sweep["metric"].rpartition("/")[2].replace("_", " ")}
     names |= OF_POLICIES if any("reward/mean" in row for _, rows in drawn for row in rows) else OF_STAGES
     curves = [chart for key, name in names.items() for against in AGAINST for chart in [_curves(drawn, key, name, against)] if chart]
@@ -84,7 +84,8 @@ def _curves(runs: Sequence[tuple[Row, list[Row]]], key: str, name: str, against:
     x_key, x_name, where = AGAINST[against]
     data, smooth = [], False
     for i, (run, rows) in enumerate(runs):
-        points = [(rounded(x), y) for row in rows if (x := finite(row.get(x_key))) is not None and (y := finite(row.get(key))) is not None]
+        known = [row for row in rows if finite(row.get(x_key)) is not None and finite(row.get(key)) is not None]
+        points = [(rounded(row[x_key]), row[key]) for row in thin(known)]
         if len(points) < 2:
             continue
         xs, ys = [x for x, _ in points], [y for _, y in points]

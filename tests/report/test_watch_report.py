@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from synthetic_run import write_synthetic_run
 
-from rlhfless_ray.report import charts, cost_charts, plan_charts
+from rlhfless_ray.report import charts, cost_charts, plan_charts, prefix_charts
 from rlhfless_ray.report.formatting import duration, money, number, percent, short, slot_time
 from rlhfless_ray.report.gantt import MAX_SEGMENTS, gantt
 from rlhfless_ray.report.read_run import RunRecord
-from rlhfless_ray.report.report import write_report
+from rlhfless_ray.report.report import learning_charts, write_report
 from rlhfless_ray.report.summary import _price, cards, sample_picks, warnings
+from rlhfless_ray.report.sweep_report import _curves
 
 
 class Page(HTMLParser):
@@ -333,6 +334,25 @@ def test_long_runs_are_thinned() -> None:
     drawn = gantt(ledger, [])
     assert drawn is not None and len(drawn["from"]) <= MAX_SEGMENTS + 4
     assert drawn["merged_ms"] and len(json.dumps(drawn)) < 2e6
+
+
+def test_what_few_steps_have_is_drawn_of_long_runs() -> None:
+    rows = [{"step": i, "reward/mean": 0.5, **({"eval/accuracy_sampled": i / 1000} if i % 10 == 0 else {})} for i in range(1001)]
+    assert charts.series(charts.thin(rows), "eval/accuracy_sampled")[1] == pytest.approx([i / 1000 for i in range(0, 1001, 10)])
+    chart = _curves([({"name": "run"}, rows)], "eval/accuracy_sampled", "accuracy", "steps")
+    assert chart is not None and chart.data[0]["x"] == list(range(0, 1001, 10))
+
+
+def test_notes_count_the_steps_of_long_runs() -> None:
+    """The steps that are drawn are fewer. Their averages hide errors of opposite signs."""
+    rows = [{"step": i, "length/mean": 9.0, "plan/rollout_s": 1.5 if i % 2 else 0.5, "phase/rollout_s": 1.0} for i in range(1, 5001)]
+    rows = [row | {"prefix/asked_tokens": 1, "prefix/header_tokens": 16, "prefix/break_even_tokens": None} for row in rows]
+    lengths = next(chart for chart in learning_charts(RunRecord(Path("run"), metrics=rows)) if chart.id == "lengths")
+    plan, even = plan_charts.plan(rows), prefix_charts.break_even(rows)
+    assert "the mean of about 42 steps" in lengths.note
+    assert plan is not None and "median error is 50%" in plan.note
+    assert even is not None and "In 5000 of 5000 steps" in even.note
+    assert all(len(trace["x"]) <= charts.MAX_POINTS for chart in (lengths, plan, even) for trace in chart.data)
 
 
 def test_numbers_read_well() -> None:
