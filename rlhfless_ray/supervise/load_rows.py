@@ -48,10 +48,10 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
 def _builtin_rows(recipe: SupervisedRecipe, count: int, split: Any) -> list[NamedRow]:
     """Return rows of a built-in task with the recipe's columns."""
     task, rng = builtin_task(recipe.data.task), np.random.default_rng([recipe.run.seed % 2**63, 4, split == "train"])
-    data, wanted = recipe.data, count
+    data, tried, wanted = recipe.data, 0, count
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
-        for row in task.rows(wanted, recipe.run.seed, split)[-(wanted - len(rows)) if rows else 0 :]:
+        for row in task.rows(wanted, recipe.run.seed, split)[tried:]:
             if recipe.task in ("sft", "kd"):
                 rows.append({data.prompt_column: row["prompt"], data.response_column: task.example(row, rng)})
                 continue
@@ -63,5 +63,5 @@ def _builtin_rows(recipe: SupervisedRecipe, count: int, split: Any) -> list[Name
                 rows.append({data.prompt_column: row["prompt"], data.response_column: drawn[float(label)], data.label_column: label})
             else:
                 rows.append({data.prompt_column: row["prompt"], data.chosen_column: drawn[1.0], data.rejected_column: drawn[0.0]})
-        wanted *= 2
+        tried, wanted = wanted, 2 * wanted
     return [(f"row {number}", row) for number, row in enumerate(rows[:count], 1)]

@@ -160,6 +160,17 @@ def test_builtin_tasks_have_rows_for_every_stage(stage: str, tokenizer: Any) -> 
             assert response.replace("<eos>", "") == "".join(sorted(prompt))
 
 
+def test_pairs_of_a_builtin_task_repeat_no_prompt(tokenizer: Any) -> None:
+    """Of some rows all drawn responses are right, or wrong, so that more rows have to be tried."""
+    parsed = SupervisedRecipe.parse({"task": "dpo", "data": {"task": "sort", "rows": 200}})
+    found = load_rows(parsed, tokenizer).train
+    starts = np.cumsum(found.lengths) - found.lengths
+    prompts = [tokenizer.decode(found.tokens[a : a + n]) for a, n in zip(starts[::2], found.context_lengths[::2], strict=True)]
+    tried = [row["prompt"] for row in task("sort").rows(400, 0, "train")]
+    numbers = [tried.index(prompt) for prompt in prompts]
+    assert numbers == sorted(set(numbers)) and numbers[-1] >= 200
+
+
 def test_held_out_rows_are_the_last(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": f"{letter}=", "response": letter} for letter in "abcde"]
     found, loaded = read(tmp_path, tokenizer, rows, evaluate={"rows": 2})
