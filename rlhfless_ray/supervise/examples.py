@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -65,20 +66,29 @@ class Examples:
         """Number of rows."""
         return len(self.extras)
 
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Place of each sequence's first token (sequences,)."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @cached_property
+    def label_ends(self) -> np.ndarray:
+        """Number of trained tokens up to each sequence's end (sequences,)."""
+        return np.cumsum(np.add.reduceat(self.mask, self.starts, dtype=np.int64))
+
     def sequences_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of these rows' sequences."""
         return (np.asarray(rows)[:, None] * self.per_row + np.arange(self.per_row)).ravel()
 
     def labels_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the labels of these rows' trained tokens (trained tokens,), in the order of `batch`."""
-        ends, trained = np.cumsum(self.lengths), np.concatenate([[0], np.cumsum(self.mask)])
-        return np.concatenate([self.labels[trained[ends[i] - self.lengths[i]] : trained[ends[i]]] for i in self.sequences_of(rows)])
+        ends = self.label_ends
+        return np.concatenate([self.labels[ends[i - 1] if i else 0 : ends[i]] for i in self.sequences_of(rows)])
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Return the sequences of these rows. `groups` are positions in `rows`. There are no log-probabilities and advantages."""
-        ends = np.cumsum(self.lengths)
         numbers = self.sequences_of(rows)
-        pieces = [slice(ends[i] - self.lengths[i], ends[i]) for i in numbers]
+        pieces = [slice(self.starts[i], self.starts[i] + self.lengths[i]) for i in numbers]
         contexts, lengths = self.context_lengths[numbers], self.lengths[numbers]
         masks = [self.mask[piece][context:] for piece, context in zip(pieces, contexts, strict=True)]
         mask = np.concatenate(masks or [np.empty(0, bool)])
