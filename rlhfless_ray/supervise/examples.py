@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches
 from rlhfless_ray.learn.packing import MOST_WORK
 from rlhfless_ray.learn.packing import padded as pack
+
+TITLES = {  # of what determines the rows of a step
+    "rows": "the number of training rows",
+    "batch_rows": "data.batch_rows",
+    "seed": "run.seed",
+    "shuffle": "data.shuffle",
+    "drops": "data.remainder=drop",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,12 @@ class Examples:
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.extras)
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the sequences and of what is trained of them."""
+        parts = (self.tokens, self.lengths, self.context_lengths, self.mask)
+        return f"{zlib.crc32(b''.join(part.tobytes() for part in parts)):08x}"
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -156,6 +173,19 @@ class RowOrder:
     @property
     def steps(self) -> int:
         return self.most_steps or self.epochs * self.steps_per_epoch
+
+    def state(self) -> dict[str, Any]:
+        """Return what determines the rows of a step, ready for JSON."""
+        return {name: getattr(self, name) for name in TITLES}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise UserError if steps had other rows in the run with this `state`: going on would repeat some rows and skip others."""
+        for name, value in state.items():
+            if value != getattr(self, name):
+                raise UserError(
+                    f"resume: {TITLES[name]} was {value} when the checkpoint was saved and is {getattr(self, name)} now; set it back, or "
+                    "start a new run"
+                )
 
     def step(self, number: int) -> np.ndarray:
         """Return the rows of step `number`, counted from 0."""

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -53,10 +54,15 @@ def remove_torn(folder: Path) -> None:
         (folder / SNAPSHOT).unlink(missing_ok=True)
 
 
+def progress_saved(folder: Path) -> dict[str, Any]:
+    """Return `steps` that the newest checkpoint has done and the `order` of their rows; empty without one."""
+    newest = newest_checkpoint(folder)
+    return {} if newest is None else json.loads((newest / PROGRESS).read_text())
+
+
 def steps_saved(folder: Path) -> int | None:
     """Return the steps that the newest checkpoint has done, None without one."""
-    newest = newest_checkpoint(folder)
-    return None if newest is None else int(json.loads((newest / PROGRESS).read_text())["steps"])
+    return progress_saved(folder).get("steps")
 
 
 def has_checkpoint(recipe: SupervisedRecipe) -> bool:

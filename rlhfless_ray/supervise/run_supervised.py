@@ -23,7 +23,7 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
 from rlhfless_ray.supervise.examples import RowOrder
-from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, remove_torn, steps_saved
+from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
 from rlhfless_ray.supervise.load_rows import load_rows
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun, RanksFailed
@@ -106,6 +106,8 @@ class SupervisedStage:
                 f"data.batch_rows: the {len(self.rows.train)} rows do not fill one batch of {data.batch_rows}, and data.remainder is drop; "
                 "lower batch_rows, or set remainder to short"
             )
+        if resume:
+            self.order.check(progress_saved(self.storage).get("order", {}))
         run = recipe.run.model_copy(update={"steps": self.order.steps})
         self.recipe = recipe.model_copy(update={"run": run})
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20

@@ -117,11 +117,12 @@ class _Loop:
         """Open the engine, from the newest checkpoint if there is one. Returns the number of finished steps."""
         state, done = None, 0
         model = self.start.model if isinstance(self.start.model, Path) else self._fetch(self.start.model, "the first model")
-        references = self.start.storage / REFERENCES
-        known = None
-        if self.recipe.task in WITH_REFERENCE and references.is_file():
-            stored = np.load(references)
-            known = [stored[str(number)] for number in range(len(data))]
+        references, names, known = self.start.storage / REFERENCES, [], None
+        if self.recipe.task in WITH_REFERENCE:
+            names = [examples.checksum for examples in data]
+            stored = np.load(references) if references.is_file() else {}
+            if all(name in stored for name in names):
+                known = [stored[name] for name in names]
         with ExitStack() as stack:
             checkpoint = ray.train.get_checkpoint()
             if checkpoint is None and (newest := newest_checkpoint(self.start.storage)):  # Ray Train's list of them was torn
@@ -134,7 +135,7 @@ class _Loop:
         if reference_sums and known is None and self.rank == 0:
             references.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=references.parent, suffix=".npz", delete=False) as file:
-                np.savez(file, **{str(number): sums for number, sums in enumerate(reference_sums)})  # type: ignore[arg-type]
+                np.savez(file, **dict(zip(names, reference_sums, strict=True)))  # type: ignore[arg-type]
             os.replace(file.name, references)
         return done
 
@@ -179,7 +180,7 @@ class _Loop:
                 if self.recipe.lora.rank:
                     self._write(lambda: trainer.model_files(trained=True), folder / "adapter")
             if self.rank == 0:
-                (folder / PROGRESS).write_text(json.dumps({"steps": done}))
+                (folder / PROGRESS).write_text(json.dumps({"steps": done, "order": self.order.state()}))
             self._check_space(folder)
             ray.train.report({"steps": done}, checkpoint=ray.train.Checkpoint.from_directory(name))
         self.saved = done

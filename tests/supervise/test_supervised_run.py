@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ import yaml
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.local_ray import WORKER_PREFIX
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.supervise.examples import Example, Examples
 from tests.conftest import ROOT, command_here, environment
 
 DONE_AT_LEAST = 10  # steps before a run is disturbed
@@ -202,6 +205,49 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     said = command_here("train", str(recipe(tmp_path, "none")), "--resume", "policy.path=/nowhere")  # before anything is read
     assert said.returncode == 2 and "--resume: no run with a checkpoint" in said.stderr
     assert os.listdir(tmp_path) == ["none.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["data.rows=400"], "the number of training rows was 480 when the checkpoint was saved and is 400 now"),
+        (["data.batch_rows=4"], "data.batch_rows was 8 when the checkpoint was saved and is 4 now"),
+        (["run.seed=4"], "run.seed was 3"),
+        (["data.shuffle=false"], "data.shuffle was True"),
+        (["data.remainder=drop"], "data.remainder=drop was False"),
+        (["run.epochs=2", "learner.learning_rate=1e-4"], ""),
+    ],
+)
+def test_a_resume_does_not_repeat_or_skip_rows(tmp_path: Path, changes: list[str], message: str) -> None:
+    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+    from rlhfless_ray.supervise.run_supervised import SupervisedStage
+
+    path = recipe(tmp_path, "a")
+    order = SupervisedStage(SupervisedRecipe.load(path)).order
+    checkpoint = tmp_path / "runs" / "a" / "checkpoints" / "checkpoint_1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "progress.json").write_text(json.dumps({"steps": 8, "order": order.state()}))
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        SupervisedStage(SupervisedRecipe.load(path, changes), resume=True)
+
+
+def test_references_of_other_rows_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhfless_ray.supervise.train_loop import _Loop
+
+    known: list[Any] = []
+
+    def opened(model: Any, second: Any, data: list[Examples], given: Any, *_: Any) -> Any:
+        known.append(given)
+        return given or [np.arange(len(examples.lengths)) for examples in data]
+
+    monkeypatch.setattr("ray.train.get_checkpoint", lambda: None)
+    loop = _Loop.__new__(_Loop)
+    loop.rank, loop.recipe, loop.work = 0, SimpleNamespace(task="dpo"), SimpleNamespace(open=opened)
+    loop.start = SimpleNamespace(model=tmp_path, storage=tmp_path, second=None, reward_tokens=None)
+    rows, others = (Examples.of([[Example([1, 2, last], 1), Example([1, 2, 4], 1)]], [0.0]) for last in (3, 5))
+    for train in (rows, rows, others):
+        loop._open([train, Examples.of([], [])])
+    assert known[0] is None and known[1][0].tolist() == [0, 1] and known[2] is None
 
 
 def test_checkpoints_elsewhere_outlive_the_run_folder(tmp_path: Path) -> None:
