@@ -184,6 +184,8 @@ class RowReader:
         if self.data.template == "chat":
             if self.data.contract == "openrlhf":
                 return self._as_openrlhf(before, after)
+            if self.task == "rm":
+                after = self._until_end(after)
             return self._marked(before + after, [(len(before), len(before) + len(after))])
         if not after.strip("\n") if self.data.contract == "openrlhf" else not after:
             if self.data.overlong == "leave_out":
@@ -210,6 +212,11 @@ class RowReader:
                 )
             return "", prompt or response
         return ("", prompt + response) if whole else (prompt, response)
+
+    def _until_end(self, text: str) -> str:
+        """Return a rendered conversation without blanks after its end-of-sequence token, with which a rollout ends."""
+        head, end, rest = text.rpartition(self.tokenizer.eos_token)
+        return head + end if end and not rest.strip() else text
 
     def _end(self, tail: list[int]) -> list[int]:
         """Return the end-of-sequence token, or nothing if the text ends with it or is trained as part of a longer text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,18 @@ def test_pairs_of_a_reward_model_count_the_place_after_the_last_token(tmp_path: 
     found, loaded = read(tmp_path, tokenizer, rows, "rm")
     assert found == ["ab=c<eos>[<eos>]", "ab=dd<eos>[<eos>]"]
     assert loaded.train.extras.tolist() == [0.5] and len(loaded.train) == 1
+
+
+@pytest.mark.parametrize("column", ["prompt", ""])
+def test_a_reward_model_is_read_where_a_rollout_ends(tmp_path: Path, tokenizer: Any, column: str) -> None:
+    """Chat templates often put a line break after the token that ends a turn. A rollout ends with that token."""
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos> {% endfor %}"
+    turns = [{"role": "assistant", "content": "c"}], [{"role": "assistant", "content": "d"}]
+    row = {"prompt": "b", "chosen": turns[0], "rejected": turns[1]}
+    found, _ = read(tmp_path, tokenizer, [row], "rm", template="chat", prompt_column=column)
+    before = "b<eos> " if column else ""
+    assert found == [f"{before}c<eos>[<eos>]", f"{before}d<eos>[<eos>]"]
 
 
 def test_kto_pairs_every_prompt_with_another_response(tmp_path: Path, tokenizer: Any) -> None:
