@@ -241,7 +241,7 @@ class RowReader:
         if self.task == "rm":  # one token more, because values are read before the token that counts as trained
             return Example([*tokens, self.tokenizer.eos_token_id], min(context, len(tokens)), _only_last(tokens, context))
         if self.task == "prm" and mask is not None:
-            return Example([*tokens, self.tokenizer.eos_token_id], 1, np.append(False, mask)[1:])
+            return Example([*tokens, self.tokenizer.eos_token_id], 1, mask)
         trained = None if mask is None else mask[context:]
         if len(tokens) <= context or (trained is not None and not trained.any()):
             if self.data.overlong == "stop":

@@ -38,6 +38,15 @@ from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss, ste
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
+METRICS = {
+    "sft": ("loss",),
+    "rm": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward"),
+    "dpo": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "nll"),
+    "kto": ("loss", "accuracy", "kl"),
+    "kd": ("loss", "nll", "distillation"),
+    "prm": ("loss", "accuracy"),
+}
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -215,24 +224,12 @@ class SupervisedRank:
             if cut:
                 for name, value in {"loss": float(loss.detach()), **parts}.items():
                     totals[name] = totals.get(name, 0.0) + value
-        names = sorted(totals) if totals else []
-        if self.ranks > 1:
-            names = sorted(self._names())
-            summed = self.trainer.over_ranks(torch.tensor([totals.get(name, 0.0) for name in names], dtype=torch.float64))
-            totals = dict(zip(names, summed.tolist(), strict=True))
+        names = METRICS[self.task]  # a rank without work has measured none
+        summed = self.trainer.over_ranks(torch.tensor([totals.get(name, 0.0) for name in names], dtype=torch.float64))
+        totals = dict(zip(names, summed.tolist(), strict=True))
         if self.task == "rm":
             return totals, int(batch.lengths.sum()) - len(batch)
         return totals, int(lengths[:: examples.per_row].sum() if self.task == "kto" else lengths.sum())
-
-    def _names(self) -> tuple[str, ...]:
-        return {
-            "sft": ("loss",),
-            "rm": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward"),
-            "dpo": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "nll"),
-            "kto": ("loss", "accuracy", "kl"),
-            "kd": ("loss", "nll", "distillation"),
-            "prm": ("loss", "accuracy"),
-        }[self.task]
 
     def _loss(
         self,
