@@ -71,7 +71,7 @@ class AgentActor:
         self.loop.call_later(HEARTBEAT_S, self._heartbeat)
 
     async def _create_player(self, source: AgentSource) -> Player:
-        return Player(source, self.tokenizer, None, self.max_length)  # inside the loop, because an executor's constructor may need it
+        return Player(source, self.tokenizer, self.max_length)  # inside the loop, because an executor's constructor may need it
 
     def ready(self) -> bool:
         return True

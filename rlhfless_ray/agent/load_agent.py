@@ -80,17 +80,11 @@ def _accepts(function: Any, *arguments: Any, **named_arguments: Any) -> bool:
 class Player:
     """Play prompts, many at once on one event loop.
 
-    Args:
-        generate: used for samples without a `generate` of their own.
-        max_length: token limit of an episode.
-        step_timeout_s: limit for one step of an agent with the contract "step".
+    `max_length`: token limit of an episode.
     """
 
-    def __init__(
-        self, source: AgentSource, tokenizer: Any, generate: Generate | None, max_length: int, step_timeout_s: float | None = None
-    ) -> None:
-        self.source, self.tokenizer, self.generate = source, tokenizer, generate
-        self.max_length, self.step_timeout_s = max_length, step_timeout_s
+    def __init__(self, source: AgentSource, tokenizer: Any, max_length: int) -> None:
+        self.source, self.tokenizer, self.max_length = source, tokenizer, max_length
         self.executor: Any = None
         if source.contract != "step":
             executor_class = source.file.module().AgentExecutor
@@ -106,13 +100,11 @@ class Player:
                 )
             )
 
-    async def play(self, prompt: str, label: Any, sampling_params: Any, generate: Generate | None = None) -> Episode | str:
-        """Play one prompt. Returns the episode, or an error message. `generate`: for this sample."""
-        generate_turn = generate or self.generate
-        assert generate_turn is not None
-        _GENERATE.set(generate_turn)
+    async def play(self, prompt: str, label: Any, sampling_params: Any, generate: Generate) -> Episode | str:
+        """Play one prompt. Returns the episode, or an error message."""
+        _GENERATE.set(generate)
         try:
-            return Episode.of(await self._result(prompt, label, deepcopy(sampling_params), AgentEngine(generate_turn)))
+            return Episode.of(await self._result(prompt, label, deepcopy(sampling_params), AgentEngine(generate)))
         except (AgentError, BadEpisode) as error:
             return str(error)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -125,7 +117,7 @@ class Player:
         if self.source.contract == "step":
             # a fresh module per sample, because files of this contract count their turns in globals
             agent = _StepFunctionAgent(self.source.file.module().step)
-            return await play(agent, prompt, label, params, *context, step_timeout_s=self.step_timeout_s)
+            return await play(agent, prompt, label, params, *context)
         if self.source.contract == "queue":
             results: list[Any] = []
             _RESULTS.set(results)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping
 from copy import deepcopy
@@ -55,7 +54,6 @@ async def play(
     llm_engine: Any,
     *,
     max_turns: int | None = None,
-    step_timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Play one episode of an agent with `reset` and `step`. Returns the dict of OpenRLHF's executors.
 
@@ -66,7 +64,7 @@ async def play(
     Raises AgentError for a first observation that leaves no room (it is never truncated), an invalid result, and sampling
     parameters that change the distribution that is trained.
     """
-    text = await _first_observation(agent, prompt, label, step_timeout_s)
+    text = await _first_observation(agent, prompt, label)
     tokens = _tokens(tokenizer, text)
     if not 0 < len(tokens) < max_length:
         raise AgentError(f"the first observation has {len(tokens)} tokens, which leaves no room for an action within {max_length}")
@@ -78,7 +76,7 @@ async def play(
         answer = await llm_engine.generate(transcript.tokens, deepcopy(sampling_params))
         action = answer.outputs[0]
         state = {"observation_text": transcript.text, "action_text": action.text, "label": label, "sampling_params": sampling_params}
-        result = await _await_with_limit(agent.step(state), step_timeout_s, turn)
+        result = await _awaited(agent.step(state))
         feedback, done = _check_result(result, turn)
         transcript.add_rewards(result, turn)
         transcript.add_turn(action, feedback, _tokens(tokenizer, feedback) if feedback else [])
@@ -130,23 +128,16 @@ class _Transcript:
             self.logprobs += [0.0] * len(feedback_ids)
 
 
-async def _first_observation(agent: Any, prompt: str, label: Any, timeout_s: float | None) -> str:
-    reset = await _await_with_limit(agent.reset({"observation": prompt, "label": label}), timeout_s, "reset")
+async def _first_observation(agent: Any, prompt: str, label: Any) -> str:
+    reset = await _awaited(agent.reset({"observation": prompt, "label": label}))
     if not isinstance(reset, Mapping) or not isinstance(reset.get("observation"), str):
         raise AgentError("`reset` must return a dict with the text `observation`")
     return reset["observation"]
 
 
-async def _await_with_limit(result: Any, seconds: float | None, what: str) -> Any:
-    """Await a coroutine with a time limit, and return plain values as they are."""
-    if not inspect.isawaitable(result):
-        return result
-    try:
-        return await asyncio.wait_for(result, seconds)
-    except TimeoutError:
-        if seconds is None:
-            raise
-        raise AgentError(f"{what}: the agent took longer than {seconds:g} s") from None
+async def _awaited(result: Any) -> Any:
+    """Await a coroutine, and return plain values as they are."""
+    return await result if inspect.isawaitable(result) else result
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
