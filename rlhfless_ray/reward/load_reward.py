@@ -56,4 +56,4 @@ def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
     where = f"reward.function {function}"
     file = UserFile.read(path, where)
     function_of(file.checked_module(where), name, CONTRACT.format(name=name), ("", "", {}), where)
-    return RewardSource("file", name, file=path, text=file.text)
+    return RewardSource("file", name, file=file)

@@ -35,14 +35,10 @@ def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: floa
     """
     if isinstance(source, HttpSource):
         find_server(source.urls, min(SERVER_S, source.deadline_s))
-    if isinstance(source, QuerySource):
-        where = f"reward.function {source.file.path}:{source.name}"
-        items = _items(source, prompts, tokenizer)
-    elif isinstance(source, RewardSource) and source.kind == "file":
-        where = f"reward.function {source.file}:{source.name}"
-        items = _row_items(prompts, label_column)
-    else:
+    if not isinstance(source, (QuerySource, RewardSource)) or source.file is None:
         return
+    where = f"reward.function {source.file.path}:{source.name}"
+    items = _items(source, prompts, tokenizer) if isinstance(source, QuerySource) else _row_items(prompts, label_column)
     limit_s = 2 * timeout_s * len(items)
     scores: list[Score] = run_isolated(__name__, (source, items, timeout_s), limit_s, where, "a dry call", "return")
     if all(score.error is not None for score in scores):

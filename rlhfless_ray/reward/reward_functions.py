@@ -27,12 +27,7 @@ class RewardSource(Source):
     kind: str  # "task", "math" or "file"
     name: str  # the task's name, or the function's
     answer_column: str = ""  # for "math"
-    file: str = ""  # the user's path, for messages only: workers use `text`
-    text: str = ""  # the file's source
-
-    @property
-    def user_file(self) -> UserFile | None:
-        return UserFile(self.file, self.text) if self.kind == "file" else None
+    file: UserFile | None = None  # for "file"
 
     def item(self, key: int, sample: Sample, decode: Decode) -> tuple[int, str, str, dict[str, Any]]:
         return key, sample.prompt.text, sample.text, sample.prompt.row
@@ -52,7 +47,8 @@ class RewardSource(Source):
 
             prepare()
             return partial(math_reward, answer_column=self.answer_column)
-        return getattr(UserFile(self.file, self.text).module(), self.name)
+        assert self.file is not None
+        return getattr(self.file.module(), self.name)
 
 
 class RewardWorker(Worker):
@@ -84,7 +80,7 @@ class RewardWorker(Worker):
         except TimeLimitExceeded:
             return Score(key, None, timeout_message(self.timeout_s))
         except (Exception, SystemExit) as error:
-            return Score(key, None, describe_exception(error, self.source.user_file))
+            return Score(key, None, describe_exception(error, self.source.file))
         try:
             return Score(key, to_finite_float(value))
         except ValueError as error:

@@ -128,11 +128,11 @@ def test_the_verifier_of_a_task_is_not_called() -> None:
     ],
 )
 def test_a_function_for_one_sample_that_always_fails_is_named(body: str, words: str) -> None:
-    source = RewardSource("file", "brief", file="mine.py", text=f"def brief(prompt, response, row):\n    {body}\n")
+    source = RewardSource("file", "brief", file=UserFile("mine.py", f"def brief(prompt, response, row):\n    {body}\n"))
     with pytest.raises(UserError, match=rf"^reward.function mine.py:brief: it fails in a dry call with made-up responses: .*{words}"):
         dry_call(source, PROMPTS, None, 0.3 if "sleep" in body else 30.0)
 
 
 def test_a_function_for_one_sample_may_fail_for_an_empty_response() -> None:
     text = "def brief(prompt, response, row):\n    assert response == row['answer'] and prompt == 'w3'\n    return 1.0\n"
-    dry_call(RewardSource("file", "brief", file="mine.py", text=text), PROMPTS, None, 30.0, "answer")
+    dry_call(RewardSource("file", "brief", file=UserFile("mine.py", text)), PROMPTS, None, 30.0, "answer")

@@ -11,6 +11,7 @@ import pytest
 
 from rlhfless_ray.reward.reward_functions import RewardSource, RewardWorker
 from rlhfless_ray.reward.source import Score
+from rlhfless_ray.reward.user_file import UserFile
 
 CASES = """
 import json, sys, time
@@ -50,7 +51,7 @@ SHORT_S, LONG_S = 0.3, 30.0  # limits of samples that take too long, and of thos
 
 
 def worker(timeout_s: float = LONG_S) -> RewardWorker:
-    return RewardWorker(RewardSource("file", "score", file="mine.py", text=CASES), timeout_s)
+    return RewardWorker(RewardSource("file", "score", file=UserFile("mine.py", CASES)), timeout_s)
 
 
 def one(response: str, timeout_s: float = LONG_S) -> Score:
@@ -135,5 +136,5 @@ def test_math_and_task_run_under_the_same_limit() -> None:
 
 def test_source_lines_in_messages_are_those_of_the_users_file(tmp_path: Path) -> None:
     text = "def deep(x):\n    return {}[x]\n\ndef score(prompt, response, row):\n    return deep(response)\n"
-    score = RewardWorker(RewardSource("file", "score", file="other.py", text=text), LONG_S).score([(0, "", "k", {})])[0]
+    score = RewardWorker(RewardSource("file", "score", file=UserFile("other.py", text)), LONG_S).score([(0, "", "k", {})])[0]
     assert score.error == "KeyError: 'k' (other.py, line 2)"

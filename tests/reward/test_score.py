@@ -23,6 +23,7 @@ from rlhfless_ray.reward import scoring as module
 from rlhfless_ray.reward.reward_functions import RewardSource, RewardWorker
 from rlhfless_ray.reward.scoring import RewardActor, Scoring, check_failures
 from rlhfless_ray.reward.source import Score
+from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 ENDS = {
@@ -178,7 +179,7 @@ def test_a_worker_answers_with_what_it_has_when_its_time_is_over(monkeypatch: py
     clock = itertools.count(0.0, 0.05)  # a sample takes 0.05 s
     monkeypatch.setattr("rlhfless_ray.reward.reward_functions.time", SimpleNamespace(monotonic=lambda: next(clock)))
     text = "def score(prompt, response, row):\n    return 1.0\n"
-    worker = RewardWorker(RewardSource("file", "score", file="mine.py", text=text), 5.0)
+    worker = RewardWorker(RewardSource("file", "score", file=UserFile("mine.py", text)), 5.0)
     items = [(i, "", "", {}) for i in range(9)]
     assert [s.key for s in worker.score(items, 0.12)] == [0, 1, 2]
     assert [s.key for s in worker.score(items, 0.0)] == [0], "at least one, or it would never end"
@@ -193,7 +194,7 @@ def test_a_real_process_that_exits_is_replaced_and_the_sample_named(ray_cluster)
 
     ledger = Ledger("cpu", 1.0)
     leases = LeaseManager("cpu", ledger, 60.0, f"score{time.time_ns()}")
-    source = RewardSource("file", "score", file="mine.py", text=DEADLY)
+    source = RewardSource("file", "score", file=UserFile("mine.py", DEADLY))
     pool = WorkerPool("score", lambda slot: start_actor(RewardActor, slot, "cpu", {}, source, 1.0), leases, 60.0)
     try:
         pool.resize(1, [])
@@ -215,7 +216,6 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
     from rlhfless_ray.reward.openrlhf_reward import QuerySource
     from rlhfless_ray.reward.reward_model import ModelSource, find_head
     from rlhfless_ray.reward.scoring import Scoring, item_factory
-    from rlhfless_ray.reward.user_file import UserFile
     from rlhfless_ray.weights.model_folder import write_folder
     from tests.reward.reward_models import reward_model
     from tests.reward.test_model import by_transformers
