@@ -5,8 +5,7 @@ The agent plays an episode again from the beginning, and gets the same replies f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -28,22 +27,15 @@ def unfinished_episode(key: int, drawn: Drawn, newest: int) -> Completion:
 
 def replies_of(completion: Completion) -> tuple[tuple[tuple[int, ...], Reply], ...]:
     """Return (context, reply) of each turn of an unfinished episode."""
-    return tuple(
-        (context, Reply(completion.token_ids[at : at + tokens].tolist(), "", completion.logprobs[at : at + tokens].tolist(), reason))
-        for at, (context, tokens, reason) in _starts(completion)
-    )
+    ends = accumulate(tokens for _, tokens, _ in completion.turns)
+    parts = [(context, slice(end - tokens, end), reason) for (context, tokens, reason), end in zip(completion.turns, ends, strict=True)]
+    ids, logprobs = completion.token_ids, completion.logprobs
+    return tuple((context, Reply(ids[part].tolist(), "", logprobs[part].tolist(), reason)) for context, part, reason in parts)
 
 
 def versions_of_turns(completion: Completion) -> list[int]:
     """Return the version of each turn of an unfinished episode."""
     return [version for (version, _), _ in zip(completion.versions, completion.turns, strict=False)]
-
-
-def _starts(completion: Completion) -> Iterator[tuple[int, tuple[tuple[int, ...], int, str]]]:
-    at = 0
-    for turn in completion.turns:
-        yield at, turn
-        at += turn[1]
 
 
 def token_versions(episode: Episode, drawn: Drawn) -> tuple[tuple[int, int], ...]:

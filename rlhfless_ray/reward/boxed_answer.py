@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import re
 
-from rlhfless_ray.reward.math_answer import equal_numbers, verified
+from rlhfless_ray.reward.math_answer import equal_numbers, last_box, verified
 
-COMMANDS = ("\\boxed", "\\fbox")
 SPACING = ("\\!", "\\,", "\\;", "\\left", "\\right")
 
 
 def extract_boxed_answer(solution: str) -> str | None:
-    """Return the content of the last \boxed or \fbox, or None if there is none or its brace is never closed."""
-    start, command = max((solution.rfind(command + "{"), command) for command in COMMANDS)
-    if start < 0:
-        return None
-    depth = 0
-    for i in range(start + len(command), len(solution)):
-        depth += (solution[i] == "{") - (solution[i] == "}")
-        if depth == 0:
-            return solution[start + len(command) + 1 : i]
-    return None
+    """Return the content of the last box, or None if there is none or its brace is never closed."""
+    return last_box(solution, "\\boxed", "\\fbox")
 
 
 def grade_answer(given_answer: str | None, ground_truth: str | None) -> bool:

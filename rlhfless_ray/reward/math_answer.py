@@ -60,10 +60,10 @@ def final_answer(response: str) -> str | None:
     """Return the part of a response that is compared, or None or "" if it has no answer."""
     marked = _after_mark(response)
     if marked is not None:
-        return _last_box(marked) or marked
-    box = _last_box(response)
+        return (last_box(marked, "\\boxed") or marked).strip()
+    box = last_box(response, "\\boxed")
     if box is not None:
-        return box
+        return box.strip()
     numbers = _NUMBER.findall(response.replace("{,}", ","))
     return numbers[-1].strip() if numbers else None
 
@@ -73,16 +73,15 @@ def _after_mark(text: str) -> str | None:
     return (rest.strip().splitlines() or [""])[0].strip() if mark else None
 
 
-def _last_box(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
+def last_box(text: str, *commands: str) -> str | None:
+    """Return the content of the last box that one of these commands makes, or None if there is none or its brace is never closed."""
+    start, command = max((text.rfind(command + "{"), command) for command in commands)
     depth = 0
-    for i in range(start + len("\\boxed"), len(text)):
+    for i in range(start + len(command), len(text)) if start >= 0 else ():
         depth += (text[i] == "{") - (text[i] == "}")
         if depth == 0:
-            return text[start + len("\\boxed{") : i].strip()
-    return None  # the response was truncated inside the box
+            return text[start + len(command) + 1 : i]
+    return None
 
 
 def _plain(text: str) -> Fraction | None:
