@@ -95,5 +95,6 @@ def _evaluation(folder: Path, name: str) -> StageSection:
         mean, change = (f"{score[a]:.3f} ± {score[b]:.3f}" for a, b in (("mean", "error"), ("difference", "difference_error")))
         rows.append([score["model"], score["data"], str(score["prompts"]), mean, best, change, f"{score['length_mean']:.1f}"])
     seconds, slot_s, money = (sum(getattr(part, key) for part in parts) for key in ("seconds", "slot_s", "money"))
-    state = "done" if result else "running" if runs else "waiting"
+    states = [part.state for part in parts if part.state != "done"]  # all are done just before the result is written
+    state = "done" if result else [*states, "running"][0] if parts else "waiting"
     return StageSection(name, "evaluate", state, seconds, slot_s, money, [], [], rows if result else [], "")

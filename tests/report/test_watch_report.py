@@ -18,6 +18,7 @@ from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.report.report import learning_charts, write_report
 from rlhfless_ray.report.summary import _price, cards, sample_picks, warnings
 from rlhfless_ray.report.sweep_report import _curves
+from rlhfless_ray.report.workflow_report import _evaluation
 
 
 class Page(HTMLParser):
@@ -353,6 +354,15 @@ def test_notes_count_the_steps_of_long_runs() -> None:
     assert plan is not None and "median error is 50%" in plan.note
     assert even is not None and "In 5000 of 5000 steps" in even.note
     assert all(len(trace["x"]) <= charts.MAX_POINTS for chart in (lengths, plan, even) for trace in chart.data)
+
+
+def test_a_failed_evaluation_is_not_said_to_run(tmp_path: Path) -> None:
+    for name, status in (("a", "done"), ("b", "failed")):
+        write_synthetic_run(tmp_path / "test" / name, 2)
+        (tmp_path / "test" / name / "status.json").write_text(json.dumps({"status": status}))
+    assert _evaluation(tmp_path, "test").state == "failed"
+    (tmp_path / "test" / "b" / "status.json").write_text('{"status": "done"}')
+    assert _evaluation(tmp_path, "test").state == "running"
 
 
 def test_numbers_read_well() -> None:
