@@ -72,11 +72,11 @@ def line(xs: Sequence[Any], ys: Sequence[Any], name: str, colour: str, **options
 
 
 def lines(rows: Sequence[Row], metrics: Iterable[tuple[str, str, str, str]], **options: Any) -> list[Row]:
-    """Return a line trace of each metric that the run has. `metrics`: (key, name, colour, dash)."""
+    """Return a line trace, thinned, of each metric that the run has. `metrics`: (key, name, colour, dash)."""
     return [
         line(xs, ys, name, colour, style={"dash": dash}, **options)
         for key, name, colour, dash in metrics
-        for xs, ys in [series(rows, key)]
+        for xs, ys in [series(thin([row for row in rows if finite(row.get(key)) is not None]), key)]
         if xs
     ]
 

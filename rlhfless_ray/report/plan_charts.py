@@ -7,7 +7,7 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, lines, rounded, thin
+from rlhfless_ray.report.charts import Chart, Row, lines, rounded
 from rlhfless_ray.report.formatting import finite, number
 
 
@@ -45,7 +45,7 @@ def pool(rows: Sequence[Row]) -> Chart | None:
 def _predicted(rows: Sequence[Row], planned: str, measured: str, unit: str) -> tuple[list[Row], Row, float | None, float | None]:
     """Return traces, layout, median relative error, and where the axis is cut (None: nowhere)."""
     metrics = ((measured, "measured", "@rollout", "solid"), (planned, "planned", "@learn", "dot"))
-    data = lines(thin(rows), metrics, width=1.8, hovertemplate=f"%{{y:.3~g}} {unit}")
+    data = lines(rows, metrics, width=1.8, hovertemplate=f"%{{y:.3~g}} {unit}")
     pairs = [(finite(row.get(planned)), finite(row.get(measured))) for row in rows]
     errors = [abs(p - m) / m for p, m in pairs if p is not None and m]
     layout: Row = {"yaxis": {"title": unit, "rangemode": "tozero"}}

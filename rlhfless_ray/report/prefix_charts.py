@@ -6,7 +6,7 @@ import html
 import textwrap
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, line, lines, rounded, series, thin
+from rlhfless_ray.report.charts import Chart, Row, line, lines, rounded, series
 from rlhfless_ray.report.cost_charts import total
 from rlhfless_ray.report.formatting import finite, number
 
@@ -83,7 +83,7 @@ def break_even(rows: Sequence[Row]) -> Chart | None:
         ("prefix/header_tokens", "shared by all prompts", "@rollout", "solid"),
         ("prefix/break_even_tokens", "needed to pay", "@learn", "dash"),
     )
-    data = lines(thin(rows), metrics, width=1.8, hovertemplate="%{y:,.0f} tokens")
+    data = lines(rows, metrics, width=1.8, hovertemplate="%{y:,.0f} tokens")
     never = sum(finite(row.get("prefix/break_even_tokens")) is None for row in rows)
     if not data:
         return None
