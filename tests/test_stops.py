@@ -413,6 +413,7 @@ def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(recwarn
 def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     from rlhfless_ray.common.errors import RunError
     from rlhfless_ray.reward import scoring as score
+    from rlhfless_ray.reward.reward_functions import RewardSource
     from rlhfless_ray.run.recorder import RunRecorder
     from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -424,8 +425,9 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     done = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
     samples = [Sample(Prompt(i, "p", (1,)), 0, done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)]
     monkeypatch.setattr(score.Scoring, "finish", lambda self, announce: setattr(self, "failed", 2))
+    source = RewardSource("task", "chain")
     with pytest.raises(RunError, match="2 of 3 samples could not be scored"):
-        ScoreStage(run.context, SimpleNamespace(working=[])).score(samples, 4, name)  # type: ignore[arg-type]
+        ScoreStage(run.context, SimpleNamespace(working=[]), source).score(samples, 4, name)  # type: ignore[arg-type]
     lines = (run.folder.path / "samples" / f"{name}_4.jsonl").read_text().splitlines()
     assert [json.loads(line)["error"] for line in lines] == [None, "boom", "boom"]
 

@@ -19,12 +19,10 @@ START_S = 3.0  # start of a reward process: its imports, measured on two cores
 
 
 class ScoreStage:
-    def __init__(self, context: RunContext, pool: WorkerPool, source: Source | None = None, tokenizer: Any = None) -> None:
-        """`source`: converts samples to workers' inputs; None: those of a function `(prompt, response, row)`."""
+    def __init__(self, context: RunContext, pool: WorkerPool, source: Source, tokenizer: Any = None) -> None:
+        """`source`: converts samples to workers' inputs."""
         self.context, self.pool = context, pool
-        self.item = item_factory(source, tokenizer) if source is not None else None
-        timeout_s = context.recipe.reward.timeout_s
-        self.call_s = source.call_s(timeout_s) if source is not None else timeout_s
+        self.item, self.call_s = item_factory(source, tokenizer), source.call_s(context.recipe.reward.timeout_s)
         self.ahead: Scoring | None = None  # scoring of the step whose rollout is running
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Scoring:
     the sample at fault can be named, unless its node was lost. Raises RunError when the pool's failure budget is used up.
 
     Args:
-        item: converts a sample to the input of the pool's workers; default: `(key, prompt, response, row)`.
+        item: converts a sample to the input of the pool's workers.
         call_s: time in seconds that a worker may need beyond REPLY_AFTER_S; default: `timeout_s`.
         make_room: as in `WorkerPool.replace`.
     """
@@ -82,12 +82,11 @@ class Scoring:
         pool: WorkerPool,
         timeout_s: float,
         max_failed: float,
-        item: MakeItem | None = None,
+        item: MakeItem,
         call_s: float | None = None,
         make_room: Callable[[], None] | None = None,
     ) -> None:
-        self.pool, self.timeout_s, self.max_failed = pool, timeout_s, max_failed
-        self.item = item or _function_item
+        self.pool, self.timeout_s, self.max_failed, self.item = pool, timeout_s, max_failed, item
         self.call_s = timeout_s if call_s is None else call_s
         self.make_room = make_room
         self.samples: list[Sample] = []
@@ -190,10 +189,6 @@ def _without(items: list[Item], scores: list[Score]) -> list[Item]:
     """Return the items that have no score yet."""
     done = {score.key for score in scores}
     return [item for item in items if item[0] not in done]
-
-
-def _function_item(key: int, sample: Sample) -> Item:
-    return key, sample.prompt.text, sample.text, sample.prompt.row
 
 
 def item_factory(source: Source, tokenizer: Any) -> MakeItem:

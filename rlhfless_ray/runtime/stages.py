@@ -51,11 +51,7 @@ class Stages:
     ) -> Stages:
         """Create the stages. `files`: of the initial policy's folder. `private`: whether this Ray serves no other run."""
         faults = worker_pools.faults
-        score = (
-            PrescoredStage(context, worker_pools.reward)
-            if isinstance(reward, AgentSource)
-            else ScoreStage(context, worker_pools.reward, reward, tokenizer)
-        )
+        score = (PrescoredStage if isinstance(reward, AgentSource) else ScoreStage)(context, worker_pools.reward, reward, tokenizer)
         learn = LearnStage(context, worker_pools.worker_group, worker_pools.critic, worker_pools.reference)
         agents = _agents(context, reward, files, longest_prompt_tokens, faults) if isinstance(reward, AgentSource) else None
         prefix = _prefix(context, worker_pools, files, private)
