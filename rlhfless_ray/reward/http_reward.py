@@ -160,6 +160,8 @@ class HttpWorker(Worker):
                 for future in done:
                     server, batch = running.pop(future)
                     scores += self._handle_response(server, batch, future, waiting)
+        if not waiting:  # the time until the next request belongs to no outage
+            self.failing_since_s = None
         return scores
 
     def _is_retry(self, query: Query) -> bool:

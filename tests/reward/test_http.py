@@ -185,6 +185,25 @@ def test_when_nobody_answers_the_run_ends_after_the_deadline_with_their_names(cl
     assert "no server has answered for 60 s" in words and len(one.bodies) >= 3
 
 
+def test_time_without_a_request_is_no_outage(clock: list[float]) -> None:
+    """The server fails a step's last query, which is given up, and then the first request of the next step."""
+    failures = ["late"]
+
+    def answer(body: dict[str, Any], number: int) -> Any:
+        (query,) = body["query"]
+        if query == "bad" or (query in failures and not failures.remove(query)):
+            return 503, ""
+        time.sleep(0.2 * (query == "slow"))  # it is answered after the first failure of the other
+        return lengths(body, number)
+
+    with standing(answer) as (server,):
+        made = worker(server.url)
+        scores = all_of(made, items("bad", "slow"))
+        assert scores[0].error is not None and scores[1].reward == 4.0
+        clock[0] += 100.0
+        assert all_of(made, items("late"))[0].reward == 4.0
+
+
 def test_it_answers_at_intervals_while_it_waits_and_still_ends(clock: list[float]) -> None:
     made = worker(nowhere(), deadline_s=60.0)
     for _ in range(3):
