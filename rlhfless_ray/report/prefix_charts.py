@@ -101,12 +101,9 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     if explained:
         on, last = sum(bool(finite(row["prefix/on"])) for row in explained), explained[-1]
         texts.append(f"On in {on} of {len(explained)} steps. Step {last['step']}: {last['prefix/reason']}.")
-    computed, distinct = (
-        total(rows, "prefix/computed_tokens"),
-        sum(finite(row.get("prefix/distinct_tokens")) or 0.0 for row in rows if row.get("prefix/computed_tokens") is not None),
-    )
+    served = [row for row in rows if row.get("prefix/computed_tokens") is not None]
+    computed, distinct, without = (total(served, f"prefix/{name}_tokens") or 0.0 for name in ("computed", "distinct", "off"))
     if computed and distinct:
-        without = sum(finite(row.get("prefix/off_tokens")) or 0.0 for row in rows if row.get("prefix/computed_tokens") is not None)
         texts.append(
             f"In these steps prefill instances computed {number(rounded(computed))} tokens of {number(rounded(distinct))} distinct "
             f"ones; engines by themselves would have computed {number(rounded(without))}."
