@@ -129,6 +129,8 @@ def load_sweep(path: Path) -> Sweep:
     runs = tuple(_planned(file, given, point, path.parent, where) for given in file.runs for point in _points(file.grid))
     _check_names([run.name for run in runs], where)
     _check_metric(file, runs, where)
+    if file.metric.endswith("/loss") and file.direction == "max":
+        raise UserError(f"{where}: direction: smaller values of {file.metric} are better; set it to min")
     _check_shares(file, runs, where)
     return Sweep(file, runs)
 

@@ -86,6 +86,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "evaluate.rows is 0, so it has no eval/loss, which early_stopping needs",
     ),
+    "the largest loss as the best": (
+        {"recipe": str(ROOT / "recipes" / "sft.yaml"), "metric": "learn/loss", "early_stopping": {"first_step": 2}},
+        "direction: smaller values of learn/loss are better; set it to min",
+    ),
     "metric never evaluated": (
         {"set": {"evaluate.prompts": 0}, "early_stopping": {"first_step": 2}},
         "evaluate.prompts is 0, so it has no eval/accuracy_sampled",
