@@ -101,7 +101,7 @@ class RolloutDriver:
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> RolloutResult:
         """Generate all responses.
 
-        `shares`: indices of the requests of each working instance, in the pool's order. Leases of instances without requests are given
+        `shares`: keys of the requests of each working instance, in the pool's order. Leases of instances without requests are given
         back at once. Raises RunError past the deadline, or when the pool's failure budget is used up.
         """
         start = time.monotonic()
@@ -163,9 +163,9 @@ class RolloutDriver:
     def cut_owed(self, call: EngineCall) -> None:
         owed = self.token_log.owed(call.number)
         cuts = self.kept.cuts(call.number, owed, self.token_log) if self.kept is not None else {0: owed.tolist()}
-        for ticket, indices in cuts.items():
-            if keys := tuple(self.token_log.requests[i].key for i in indices):
-                self.calls.send_command(call, EngineCommand(cut=keys, what="go on in the next step", ticket=ticket))
+        for ticket, keys in cuts.items():
+            if keys:
+                self.calls.send_command(call, EngineCommand(cut=tuple(keys), what="go on in the next step", ticket=ticket))
 
     # ---- sources of requests; a multi-turn rollout overrides these ------------------------------------------------
 
@@ -243,7 +243,7 @@ class RolloutDriver:
         self.result.decode_s[instance.id] = self.result.decode_s.get(instance.id, 0.0) + sum(step.seconds for step in steps)
         self.pool.ledger.spans([lease.id for lease in instance.leases], [*loaded, *spans])
         ended, cut = self.token_log.accept(call.number, instance.id, deltas)
-        self.calls.share_drafts(call, self.token_log.indices(deltas.keys), deltas.observed)
+        self.calls.share_drafts(call, deltas.keys, deltas.observed)
         for moved in self.migrations.complete(call, deltas):
             if self.migration is not None:
                 self.migration.observe(moved.context_tokens, moved.pause_s, moved.how)
@@ -259,10 +259,10 @@ class RolloutDriver:
         self.complete(ended.tolist())
         self.cancel_moves(ended.tolist())
 
-    def complete(self, indices: list[int]) -> None:
+    def complete(self, keys: list[int]) -> None:
         """Pass the completions of these requests to the listener."""
         if self.listener is not None:
-            self.listener.add(self.token_log.completion(i) for i in indices)
+            self.listener.add(self.token_log.completions[key] for key in keys)
 
     def load_copy(self, call: EngineCall) -> bool:
         """Let an engine load the driver's copy of the weights and start over, if their node was lost before it had them.
@@ -273,8 +273,7 @@ class RolloutDriver:
         if copy is None or call.number in self.reloaded or not lost_on_the_way(instance.loading):
             return False
         self.reloaded.add(call.number)
-        keys = tuple(self.token_log.requests[i].key for i in call.assigned)
-        self.calls.send_command(call, EngineCommand(cut=keys, what="start over with the step's weights"))
+        self.calls.send_command(call, EngineCommand(cut=tuple(call.assigned), what="start over with the step's weights"))
         instance.version = None
         fetch_into(instance, replace(self.weights, ref=copy))
         self.resend(call.number)
@@ -340,9 +339,9 @@ class RolloutDriver:
         for move in decided.moves:
             self.migrations.start(move)
 
-    def cancel_moves(self, indices: list[int]) -> None:
+    def cancel_moves(self, keys: list[int]) -> None:
         """Cancel the moves of these requests, and drain target engines that are idle now."""
-        for number in self.migrations.cancel(indices):
+        for number in self.migrations.cancel(keys):
             self.drain_if_idle(number)
 
     def evacuate_draining(self) -> None:

@@ -26,7 +26,7 @@ _epochs = itertools.count(1)  # over all rollouts of this driver: a command belo
 class EngineCall:
     """A call of an engine.
 
-    `assigned`: indices of its requests, without those it has cut. `heard_s`: time of its last report. Before the first report this is
+    `assigned`: keys of its requests, without those it has cut. `heard_s`: time of its last report. Before the first report this is
     the time of its start, and before that the time of the call.
     """
 
@@ -66,13 +66,13 @@ class EngineCalls:
         numbers = [self.number(instance) for instance in self.pool.working]
         return [number for number in numbers if number in busy or _is_ready(self.engines[number])]
 
-    def send(self, number: int, indices: np.ndarray, what: str = "", pages: tuple[Any, ...] = ()) -> None:
+    def send(self, number: int, keys: np.ndarray, what: str = "", pages: tuple[Any, ...] = ()) -> None:
         """Let an engine continue these requests: in its running call, or in a new one. `pages`: references to their KV pages."""
         instance, call = self.engines[number], self.find(number)
-        requests = self.token_log.assign(indices, number)
+        requests = self.token_log.assign(keys, number)
         if self.kept is not None and not pages:
             pages = self.kept.pages(requests)
-        drafts = self.drafts.for_call(number, instance.id, indices.tolist()) if self.drafts is not None else None
+        drafts = self.drafts.for_call(number, instance.id, keys.tolist()) if self.drafts is not None else None
         if call is not None:
             self.send_command(call, EngineCommand(add=tuple(requests), what=what, pages=pages, drafts=drafts))
             return
@@ -81,16 +81,16 @@ class EngineCalls:
         generator = instance.actor.rollout.options(num_returns="streaming").remote(
             epoch, requests, self.interval_s, len(instance.leases), **optional
         )
-        self.running[generator] = EngineCall(instance, number, epoch, set(indices.tolist()), time.monotonic())
+        self.running[generator] = EngineCall(instance, number, epoch, set(keys.tolist()), time.monotonic())
 
-    def share_drafts(self, call: EngineCall, indices: np.ndarray, observed: Sequence[Any]) -> None:
+    def share_drafts(self, call: EngineCall, keys: np.ndarray, observed: Sequence[Any]) -> None:
         """Record which of an engine's drafts were accepted, and send new tokens to the engines of sibling requests.
 
-        `indices`: the requests with new tokens.
+        `keys`: the requests with new tokens.
         """
         if self.drafts is not None:
             self.drafts.observe(observed)
-            for number, drafts in self.drafts.spread(indices.tolist(), call.number).items():
+            for number, drafts in self.drafts.spread(keys.tolist(), call.number).items():
                 if (other := self.find(number)) is not None:
                     self.send_command(other, EngineCommand(drafts=drafts))
 
@@ -98,14 +98,14 @@ class EngineCalls:
         """Send a command without waiting for a reply. If it arrives too late, the end of the call shows what was not carried out."""
         call.instance.actor.enqueue.options(concurrency_group="control").remote(call.epoch, command)
 
-    def spread(self, indices: np.ndarray, engines: list[int], expected: np.ndarray) -> None:
+    def spread(self, keys: np.ndarray, engines: list[int], expected: np.ndarray) -> None:
         """Continue requests of a lost engine on the least loaded of `engines`, the longest expected first."""
         live = ~self.token_log.finished & (self.token_log.owner >= 0)
         held = np.bincount(self.token_log.owner[live], minlength=len(self.engines))
         heap = [(int(held[number]), number) for number in engines]
         heapq.heapify(heap)
         share: dict[int, list[int]] = {}
-        for i in indices[np.argsort(-expected[indices], kind="stable")].tolist():
+        for i in keys[np.argsort(-expected[keys], kind="stable")].tolist():
             load, number = heapq.heappop(heap)
             share.setdefault(number, []).append(i)
             heapq.heappush(heap, (load + 1, number))

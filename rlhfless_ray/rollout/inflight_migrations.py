@@ -79,8 +79,8 @@ class InflightMigrations:
             self.leaving[i] = _Route(move.source, move.target, now, move.reason, ticket)
         if ticket and int((self.token_log.prompt[requests] + self.token_log.length[requests]).max()) >= COPY_TOKENS:
             copied = new_ticket()
-            keys = tuple(self.token_log.requests[i].key for i in requests)
-            self.calls.send_command(call, EngineCommand(copy=keys, what=f"copy {count_sequences(len(keys))}", ticket=copied))
+            what = f"copy {count_sequences(len(requests))}"
+            self.calls.send_command(call, EngineCommand(copy=tuple(requests), what=what, ticket=copied))
             pages = call.instance.actor.hand_over.options(concurrency_group="pages").remote(copied, COPY_S)
             arrived = self.calls.engines[move.target].actor.receive_pages.options(concurrency_group="control").remote((pages,))
             self.copying[arrived] = move, now + 2 * COPY_S
@@ -94,10 +94,9 @@ class InflightMigrations:
             return
         for i in requests:
             self.leaving[i].cut_s = time.monotonic()
-        keys = tuple(self.token_log.requests[i].key for i in requests)
-        what = f"move {count_sequences(len(keys))} to {self.calls.engines[move.target].id}"
+        what = f"move {count_sequences(len(requests))} to {self.calls.engines[move.target].id}"
         ticket = self.leaving[requests[0]].ticket
-        self.calls.send_command(call, EngineCommand(cut=keys, what=what, ticket=ticket, after_copy=after_copy))
+        self.calls.send_command(call, EngineCommand(cut=tuple(requests), what=what, ticket=ticket, after_copy=after_copy))
 
     def refs(self) -> list[Any]:
         """Return references to pending copies."""
@@ -116,9 +115,9 @@ class InflightMigrations:
         """Return whether a request is on its way to this engine."""
         return any(route.target == number for route in self.leaving.values())
 
-    def cancel(self, indices: Iterable[int]) -> set[int]:
+    def cancel(self, keys: Iterable[int]) -> set[int]:
         """Cancel moves of requests that ended or whose engine did. Returns their target engines."""
-        return {self.leaving.pop(i).target for i in indices if i in self.leaving}
+        return {self.leaving.pop(i).target for i in keys if i in self.leaving}
 
     def forward(self, cut: np.ndarray) -> None:
         """Send cut requests to their targets, or to any engine if the target has died or left."""
@@ -127,22 +126,21 @@ class InflightMigrations:
             route = self.landing[i] = self.leaving.pop(i)
             together.setdefault((route.source, route.target, route.ticket), []).append(i)
         available = self.calls.available() if together else []
-        for (source, target, ticket), indices in together.items():
+        for (source, target, ticket), keys in together.items():
             if target in available:
                 giver = self.calls.engines[source]
                 pages = (giver.actor.hand_over.options(concurrency_group="pages").remote(ticket),) if ticket else ()
-                self.calls.send(target, np.array(indices), f"take {count_sequences(len(indices))} from {giver.id}", pages)
+                self.calls.send(target, np.array(keys), f"take {count_sequences(len(keys))} from {giver.id}", pages)
             else:
-                self.calls.spread(np.array(indices), available, self.expected)
+                self.calls.spread(np.array(keys), available, self.expected)
 
     def complete(self, call: EngineCall, deltas: TokenDeltas) -> list[MigrationStats]:
         """Return the moves that these deltas complete, because they contain the first tokens after them."""
         now, done = time.monotonic(), []
-        mine = {self.token_log.requests[i].key: i for i in self.landing if self.token_log.owner[i] == call.number}
         for key, start, count in zip(deltas.keys.tolist(), deltas.starts.tolist(), deltas.counts.tolist(), strict=True):
-            if not count or key not in mine:
+            if not count or key not in self.landing or self.token_log.owner[key] != call.number:
                 continue
-            route, context = self.landing.pop(mine[key]), int(self.token_log.prompt[mine[key]]) + start
+            route, context = self.landing.pop(key), int(self.token_log.prompt[key]) + start
             source = self.calls.engines[route.source].id
             how = "pages" if route.ticket else "prefill"
             seconds, computed = now - route.decided_s, deltas.computed.get(key)

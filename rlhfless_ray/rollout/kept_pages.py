@@ -39,7 +39,7 @@ class KeptPages:
     def begin(self, token_log: TokenLog) -> None:
         """Begin a rollout that continues some of these requests."""
         begun = np.flatnonzero(~token_log.finished & (token_log.length > 0)).tolist()
-        self.contexts = {token_log.requests[i].key: int(token_log.prompt[i] + token_log.length[i]) for i in begun}
+        self.contexts = {i: int(token_log.prompt[i] + token_log.length[i]) for i in begun}
         self._next, self._tickets, self._bytes = {}, {}, 0.0
 
     def pages(self, requests: list[Request]) -> tuple[Any, ...]:
@@ -57,33 +57,29 @@ class KeptPages:
 
     # ---- the end of a rollout -------------------------------------------------------------------------------------
 
-    def cuts(self, engine: int, indices: np.ndarray, token_log: TokenLog) -> dict[int, list[int]]:
-        """Return {ticket: indices} of an engine's requests that are to be cut. Ticket 0: there is no room for their pages."""
+    def cuts(self, engine: int, keys: np.ndarray, token_log: TokenLog) -> dict[int, list[int]]:
+        """Return {ticket: keys} of an engine's requests that are to be cut. Ticket 0: there is no room for their pages."""
         by_ticket: dict[int, list[int]] = {}
-        contexts = token_log.prompt[indices] + token_log.length[indices]
-        for i, context in sorted(zip(indices.tolist(), contexts.tolist(), strict=True), key=lambda one: -one[1]):
-            place = self._place(engine, i, token_log)
+        contexts = token_log.prompt[keys] + token_log.length[keys]
+        for key, context in sorted(zip(keys.tolist(), contexts.tolist(), strict=True), key=lambda one: -one[1]):
+            place = engine, key // self.count  # the pages of a group go together
             if place not in self._tickets:
                 wanted = -(-context // self.block_size) * self.page_bytes * self.count
                 fits = self._bytes + wanted <= self.limit_bytes
                 self._bytes += wanted * fits
                 self._tickets[place] = new_ticket() if fits else 0
-            by_ticket.setdefault(self._tickets[place], []).append(i)
+            by_ticket.setdefault(self._tickets[place], []).append(key)
         return by_ticket
-
-    def _place(self, engine: int, i: int, token_log: TokenLog) -> tuple[int, int]:
-        """Return the engine and the group of a request, whose pages go together."""
-        return engine, token_log.requests[i].key // self.count
 
     def receive(self, engine: int, actor: Any, cut: np.ndarray, token_log: TokenLog) -> None:
         """Fetch the pages of requests that an engine has just cut into the object store. `actor`: the engine's process."""
         by_ticket: dict[int, list[int]] = {}
-        for i in cut[token_log.length[cut] > 0].tolist():
-            if ticket := self._tickets.get(self._place(engine, i, token_log)):
-                by_ticket.setdefault(ticket, []).append(i)
-        for ticket, indices in by_ticket.items():
+        for key in cut[token_log.length[cut] > 0].tolist():
+            if ticket := self._tickets.get((engine, key // self.count)):
+                by_ticket.setdefault(ticket, []).append(key)
+        for ticket, keys in by_ticket.items():
             ref = actor.hand_over.options(concurrency_group="pages").remote(ticket)
-            self._next |= {token_log.requests[i].seed: ref for i in indices}
+            self._next |= {token_log.requests[key].seed: ref for key in keys}
 
     def end(self) -> None:
         """Drop the pages that this rollout used, and wait until those of its cut requests have left their engines."""

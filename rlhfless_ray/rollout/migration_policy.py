@@ -23,7 +23,7 @@ MIN_COST_WEIGHT, MAX_COST_WEIGHT = 1e-4, 1e4  # seconds per slot-second: a plan 
 
 @dataclass(frozen=True)
 class MigrationRequest:
-    """Requests (indices) to move from one engine to another (numbers). `how`: name of the transfer method."""
+    """Requests (keys) to move from one engine to another (numbers). `how`: name of the transfer method."""
 
     requests: np.ndarray
     source: int

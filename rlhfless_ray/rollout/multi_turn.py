@@ -138,7 +138,6 @@ class MultiTurnRollout(RolloutDriver):
         i = self.token_log.add(
             replace(  # the other sampling parameters are the episode's
                 episode,
-                key=len(self.token_log.requests),
                 token_ids=event.token_ids,
                 seed=turn_seed(episode.seed, event.turn),
                 max_tokens=event.max_tokens,
@@ -164,12 +163,12 @@ class MultiTurnRollout(RolloutDriver):
             self.home[key] = min(available, key=lambda number: (held[number], number))
         return int(self.home[key])
 
-    def complete(self, indices: list[int]) -> None:
+    def complete(self, keys: list[int]) -> None:
         """Send completed turns to their agents."""
         answers: dict[int, list[tuple[tuple[int, ...], TurnReply]]] = {}
-        for i in indices:
-            epoch, event = self.waiting.pop(i)
-            completion = self.token_log.completion(i)
+        for key in keys:
+            epoch, event = self.waiting.pop(key)
+            completion = self.token_log.completions[key]
             self.written[event.key] += len(completion.token_ids)
             reply = Reply(completion.token_ids.tolist(), "", completion.logprobs.tolist(), completion.finish_reason)
             answers.setdefault(epoch, []).append((event.token_ids, TurnReply(event.key, event.turn, reply)))

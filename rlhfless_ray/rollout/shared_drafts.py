@@ -53,11 +53,11 @@ class SharedDrafts:
         self.instances: dict[int, str] = {}  # ids of the engines' instances, by number
         self.sent: dict[tuple[int, int], int] = {}  # (request, engine) → tokens of the response that were sent to the engine
 
-    def for_call(self, number: int, instance: str, indices: Sequence[int]) -> DraftNews:
+    def for_call(self, number: int, instance: str, keys: Sequence[int]) -> DraftNews:
         """Return the data for an engine that begins to work on these requests."""
         texts = []
         self.instances[number] = instance
-        for prompt in dict.fromkeys(self.prompts[i] for i in indices if i < len(self.prompts)):
+        for prompt in dict.fromkeys(self.prompts[i] for i in keys if i < len(self.prompts)):
             for text in self.earlier.get(prompt, ()):
                 if instance not in text.known_by:
                     text.known_by.add(instance)
@@ -67,22 +67,22 @@ class SharedDrafts:
         known, self.versions[instance] = self.versions.get(instance, 0), version
         return DraftNews(self.learned.state(), tuple(texts), None if known == version else weights)
 
-    def spread(self, indices: Iterable[int], number: int) -> dict[int, DraftNews]:
+    def spread(self, keys: Iterable[int], number: int) -> dict[int, DraftNews]:
         """Return the data for other engines after an engine's report on these requests, by engine number.
 
         Only engines with unfinished requests of the same prompts get any.
         """
         news_of: dict[int, DraftNews] = {}
-        for i in indices:
+        for i in keys:
             group = self.groups[self.prompts[i]] if i < len(self.prompts) else []
             for other in {int(self.log.owner[j]) for j in group if not self.log.finished[j]} - {number, NO_ENGINE}:
                 texts = tuple(self._news([i], other))
                 news_of[other] = DraftNews({}, (news_of[other].texts if other in news_of else ()) + texts)
         return news_of
 
-    def _news(self, indices: Iterable[int], number: int) -> list[tuple[int, np.ndarray]]:
+    def _news(self, keys: Iterable[int], number: int) -> list[tuple[int, np.ndarray]]:
         texts = []
-        for i in indices:
+        for i in keys:
             sent = self.sent.get((i, number), 0)
             if self.log.length[i] > sent and not self.kept[i]:
                 texts.append((self.text_names[i], self.log.tokens(i)[sent:]))

@@ -16,7 +16,7 @@ NO_ENGINE = -1
 
 
 class TokenLog:
-    """Requests by index 0 … n-1, engines by number. The record survives the loss of engines.
+    """Requests by key 0 … n-1, engines by number. The record survives the loss of engines.
 
     `length` (n,): tokens so far. `finished` (n,): bool. `owner` (n,): the engine that continues or has finished the request, or
     NO_ENGINE.
@@ -29,80 +29,61 @@ class TokenLog:
             before: completions of earlier rollouts for some of the requests, finished or not.
             keeps_kv: whether a response keeps the KV of the weights under which it began.
         """
+        if [request.key for request in requests] != list(range(len(requests))):
+            raise ValueError("the keys of the requests must count from 0")
         self.requests, self.keeps_kv = requests, keeps_kv
-        keys = np.array([request.key for request in requests], np.int64)
-        order = np.argsort(keys, kind="stable")
-        columns = {
-            "length": np.zeros(len(requests), np.int64),
-            "finished": np.zeros(len(requests), bool),
-            "owner": np.full(len(requests), NO_ENGINE),
-            "order": order,
-            "keys": keys[order],
-            "prompt": np.array([len(request.token_ids) for request in requests], np.int64),
-        }
-        self._columns = {name: GrowableArray(values) for name, values in columns.items()}
+        length, finished, owner = np.zeros(len(requests), np.int64), np.zeros(len(requests), bool), np.full(len(requests), NO_ENGINE)
+        prompt = np.array([len(request.token_ids) for request in requests], np.int64)
+        self._columns = [GrowableArray(values) for values in (length, finished, owner, prompt)]
         self._update_views()
         self.completions: dict[int, Completion] = {}
         self._pieces: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in requests]
         self._versions: list[list[tuple[int, int]]] = [[] for _ in requests]
-        if (np.diff(self._keys) == 0).any():
-            raise ValueError("two requests have the same key")
         for completion in before:
             self._restore(completion)
 
     def _restore(self, completion: Completion) -> None:
-        i = int(self._order[np.searchsorted(self._keys, completion.key)])
+        i = completion.key
         self.length[i] = len(completion.token_ids)
         if completion.finish_reason != UNFINISHED:
-            self.finished[i], self.completions[completion.key] = True, completion
+            self.finished[i], self.completions[i] = True, completion
         elif len(completion.token_ids):
             self._pieces[i], self._versions[i] = [(completion.token_ids, completion.logprobs)], list(completion.versions)
 
     def add(self, request: Request) -> int:
-        """Add a request and return its index. Raises ValueError unless its key is above all others."""
-        if len(self.requests) and request.key <= self._keys[-1]:
-            raise ValueError(f"request {request.key} comes after request {self._keys[-1]}")
+        """Add a request under the next key, and return that key."""
         i = len(self.requests)
-        self.requests.append(request)
-        first = {"length": 0, "finished": False, "owner": NO_ENGINE, "prompt": len(request.token_ids), "order": i, "keys": request.key}
-        for name, value in first.items():
-            self._columns[name].append(value)
+        self.requests.append(replace(request, key=i))
+        for column, value in zip(self._columns, (0, False, NO_ENGINE, len(request.token_ids)), strict=True):
+            column.append(value)
         self._update_views()
         self._pieces.append([])
         self._versions.append([])
         return i
 
     def _update_views(self) -> None:
-        columns = {name: column.values for name, column in self._columns.items()}
-        self.length, self.finished, self.owner, self.prompt = columns["length"], columns["finished"], columns["owner"], columns["prompt"]
-        self._order, self._keys = columns["order"], columns["keys"]
+        self.length, self.finished, self.owner, self.prompt = (column.values for column in self._columns)
 
     @property
     def missing(self) -> int:
         return len(self.requests) - len(self.completions)
-
-    def completion(self, i: int) -> Completion:
-        """Return the completion of a finished request."""
-        return self.completions[self.requests[i].key]
 
     def unfinished(self, version: int) -> list[Completion]:
         """Return the unfinished requests with their tokens so far. `version`: weight version for those without tokens."""
         completions = []
         for i in np.flatnonzero(~self.finished).tolist():
             versions = tuple(self._versions[i])
-            completions.append(
-                Completion(self.requests[i].key, *self._joined(i), UNFINISHED, versions[-1][0] if versions else version, versions)
-            )
+            completions.append(Completion(i, *self._joined(i), UNFINISHED, versions[-1][0] if versions else version, versions))
         return completions
 
     def owed(self, engine: int) -> np.ndarray:
-        """Return the indices of the engine's unfinished requests."""
+        """Return the keys of the engine's unfinished requests."""
         return np.flatnonzero((self.owner == engine) & ~self.finished)
 
-    def assign(self, indices: np.ndarray, engine: int) -> list[Request]:
+    def assign(self, keys: np.ndarray, engine: int) -> list[Request]:
         """Assign requests to an engine, and return them with their tokens so far. From then on only its tokens are accepted."""
-        self.owner[indices] = engine
-        return [self.request(i) for i in indices.tolist()]
+        self.owner[keys] = engine
+        return [self.request(i) for i in keys.tolist()]
 
     def request(self, i: int) -> Request:
         """Return the request with its tokens so far."""
@@ -114,44 +95,37 @@ class TokenLog:
     def accept(self, engine: int, name: str, deltas: TokenDeltas) -> tuple[np.ndarray, np.ndarray]:
         """Record an engine's deltas. `name`: the engine's name in messages.
 
-        Returns the indices of the requests that it finished, and of those that it cut, which have no engine now. Raises RunError
+        Returns the keys of the requests that it finished, and of those that it cut, which have no engine now. Raises RunError
         if a request is not assigned to the engine, or if tokens are missing or repeated.
         """
-        indices = self.indices(deltas.keys)
-        self._check(engine, name, deltas, indices)
-        bounds = deltas.bounds
-        for i, begin, end in zip(indices.tolist(), bounds, bounds[1:], strict=False):
+        self._check(engine, name, deltas)
+        keys, bounds = deltas.keys, deltas.bounds
+        for i, begin, end in zip(keys.tolist(), bounds, bounds[1:], strict=False):
             if end > begin:
                 self._pieces[i].append((deltas.token_ids[begin:end], deltas.logprobs[begin:end]))
                 self._span(i, deltas.version, end - begin)
-        self.length[indices] += deltas.counts
-        cut = indices[deltas.ends == CUT]
+        self.length[keys] += deltas.counts
+        cut = keys[deltas.ends == CUT]
         self.owner[cut] = NO_ENGINE
         ended = (deltas.ends != GOES_ON) & (deltas.ends != CUT)
-        for i, end in zip(indices[ended].tolist(), deltas.ends[ended].tolist(), strict=True):
+        for i, end in zip(keys[ended].tolist(), deltas.ends[ended].tolist(), strict=True):
             self._complete(i, ENDS[end], deltas.version)
-        return indices[ended], cut
+        return keys[ended], cut
 
-    def indices(self, keys: np.ndarray) -> np.ndarray:
-        """Return the indices of requests with these keys, and any index for an unknown key."""
-        return self._order[np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)]
-
-    def _check(self, engine: int, name: str, deltas: TokenDeltas, indices: np.ndarray) -> None:
-        keys = np.array([self.requests[i].key for i in indices.tolist()], np.int64)
-        wrong = (keys != deltas.keys) | (self.owner[indices] != engine) | self.finished[indices]
+    def _check(self, engine: int, name: str, deltas: TokenDeltas) -> None:
+        wrong = ~np.isin(deltas.keys, self.owed(engine))
         if wrong.any():
             key = int(deltas.keys[wrong][0])
             raise RunError(f"rollout engine {name} reports request {key}, which is not assigned to it")
         if len(set(deltas.keys.tolist())) < len(deltas):
             raise RunError(f"rollout engine {name} reports one request twice in one message")
-        apart = deltas.starts != self.length[indices]
+        apart = deltas.starts != self.length[deltas.keys]
         if apart.any():
             first = int(np.flatnonzero(apart)[0])
-            begin, have = int(deltas.starts[first]), int(self.length[indices[first]])
+            key, begin = int(deltas.keys[first]), int(deltas.starts[first])
+            have = int(self.length[key])
             what = "tokens are missing" if begin > have else "tokens are repeated"
-            raise RunError(
-                f"rollout engine {name} reports request {int(deltas.keys[first])} from token {begin}, but {have} are recorded: {what}"
-            )
+            raise RunError(f"rollout engine {name} reports request {key} from token {begin}, but {have} are recorded: {what}")
         if not len(deltas.token_ids) == len(deltas.logprobs) == int(deltas.counts.sum()):
             raise RunError(
                 f"rollout engine {name} reports {int(deltas.counts.sum())} tokens with {len(deltas.token_ids)} ids and "
@@ -167,7 +141,7 @@ class TokenLog:
 
     def tokens(self, i: int) -> np.ndarray:
         """Return a response's tokens so far."""
-        return self.completion(i).token_ids if self.finished[i] else self._joined(i)[0]
+        return self.completions[i].token_ids if self.finished[i] else self._joined(i)[0]
 
     def _joined(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and log-probabilities so far, copied so that the messages they came in can be freed."""
@@ -181,7 +155,6 @@ class TokenLog:
 
     def _complete(self, i: int, reason: str, version: int) -> None:
         tokens, logprobs = self._joined(i)
-        key = self.requests[i].key
-        self.completions[key] = Completion(key, tokens, logprobs, reason, version, tuple(self._versions[i]))
+        self.completions[i] = Completion(i, tokens, logprobs, reason, version, tuple(self._versions[i]))
         self.finished[i] = True
         self._pieces[i] = []

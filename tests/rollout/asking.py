@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,12 @@ def put(engine: Any, weights: dict[str, np.ndarray]) -> int:
 
 
 def answer(engine: Any, asked: list[Request], **options: Any) -> dict[int, Completion]:
-    token_log = TokenLog(asked)
-    token_log.assign(np.arange(len(asked)), 0)
-    for progress in engine.generate(asked, **options):
+    """Return the completions by the keys of the requests, which need not count from 0."""
+    token_log = TokenLog([replace(one, key=key) for key, one in enumerate(asked)])
+    for progress in engine.generate(token_log.assign(np.arange(len(asked)), 0), **options):
         token_log.accept(0, "engine", progress)
     assert not token_log.missing
-    return token_log.completions
+    return {one.key: replace(token_log.completions[key], key=one.key) for key, one in enumerate(asked)}
 
 
 def assert_same(found: dict[int, Completion], wanted: dict[int, Completion]) -> None:
