@@ -69,12 +69,8 @@ def _loss(head: Eagle3Head, model: Any, layers: tuple[int, ...], sequences: Sequ
     there = torch.nn.utils.rnn.pad_sequence([torch.ones(len(one)) for one in sequences], batch_first=True)
     with torch.no_grad():
         states: list[torch.Tensor] = []
-        hooks = [
-            model.model.layers[layer].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-            if layer < len(model.model.layers)
-            else model.model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
-            for layer in layers
-        ]
+        modules = [*model.model.layers, model.model.norm]
+        hooks = [modules[layer].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])) for layer in layers]
         wanted = model(tokens).logits.softmax(-1)
         for hook in hooks:
             hook.remove()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,10 @@ class Drafter:
         self.config = runner.speculative_config
         self.text, self.learned = TextSource(), Learned()
         self.attempts = Attempts(self.learned)
-        self.model = None if model is None else self._load(model)
+        self.model: DraftSource | None = None
+        if model is not None:
+            with self._continuing_without_model():
+                self.model = self._load(model)
         self.pass_s = 0.0  # seconds of a pass of the model, for one token of each sequence
         self.offered: dict[str, Draft] = {}  # by vLLM's request id: the draft whose first tokens the next step verifies
         self.max_sequences = 0  # sequences for which the step looks up drafts
@@ -73,17 +77,13 @@ class Drafter:
         self.draft_s = 0.0  # seconds that the step spent on drafts
         self.running = self.context_tokens = 0  # of the last step
 
-    def _load(self, folder: Path) -> DraftSource | None:
+    def _load(self, folder: Path) -> DraftSource:
         from rlhfless_ray.rollout.model_drafts import ModelSource
 
         longest = self.most_tokens + MOST_TOKENS + 1
-        try:
-            if is_head(json.loads((folder / "config.json").read_bytes())):
-                return self._load_head(folder, longest)
-            return ModelSource(folder, self.runner.model_config.get_vocab_size(), longest, self.runner.device)
-        except Exception as error:  # loading may raise many types
-            self._drop_model(error)
-            return None
+        if is_head(json.loads((folder / "config.json").read_bytes())):
+            return self._load_head(folder, longest)
+        return ModelSource(folder, self.runner.model_config.get_vocab_size(), longest, self.runner.device)
 
     def _load_head(self, folder: Path, longest: int) -> HeadSource:
         """Load a head, and show it the policy's hidden states from now on. See `states_worker`."""
@@ -96,22 +96,28 @@ class Drafter:
         def observed(**inputs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
             hidden, states = forward(**inputs)
             if self.model is head:
-                batch = runner.input_batch
-                keys = [runner.requests[name].sampling_params.extra_args["key"] for name in batch.req_ids]
-                bounds = runner.query_start_loc.np[: len(keys) + 1]
-                try:
-                    self._read(head.observe, keys, batch.num_computed_tokens_cpu[: len(keys)], bounds, states)
-                except Exception as error:
-                    self._drop_model(error)
+                with self._continuing_without_model():
+                    self._read(self._show_states, head, states)
             return hidden, states
 
         runner._model_forward = observed
         return head
 
-    def _drop_model(self, error: Exception) -> None:
-        """Continue without the drafter model, whose failures must not end a run."""
-        print(f"the drafter failed, so this engine continues without it ({one_line_with_type(error, 300)})", file=sys.stderr, flush=True)
-        self.model = None
+    def _show_states(self, head: HeadSource, states: list[torch.Tensor]) -> None:
+        """Show a head the policy's hidden states of the running engine step."""
+        batch, requests = self.runner.input_batch, self.runner.requests
+        keys = [requests[name].sampling_params.extra_args["key"] for name in batch.req_ids]
+        head.observe(keys, batch.num_computed_tokens_cpu[: len(keys)], self.runner.query_start_loc.np[: len(keys) + 1], states)
+
+    @contextmanager
+    def _continuing_without_model(self) -> Iterator[None]:
+        """Drop the drafter model if the block raises: its failures, of many types, must not end a run."""
+        try:
+            yield
+        except Exception as error:
+            reason = one_line_with_type(error, 300)
+            print(f"the drafter failed, so this engine continues without it ({reason})", file=sys.stderr, flush=True)
+            self.model = None
 
     def begin_step(self, running: int, context_tokens: int) -> None:
         """Decide whether the next step looks up drafts. `running`, `context_tokens`: of the last step.
@@ -149,10 +155,8 @@ class Drafter:
         for name, tokens in news.texts:
             self._read(self.text.add, ("said", name), tokens)
         if news.weights is not None and self.model is not None:
-            try:
+            with self._continuing_without_model():
                 self.model.load(news.weights)
-            except Exception as error:
-                self._drop_model(error)
             self.attempts.forget(MODEL)
 
     def _read(self, read: Callable[..., None], *text: Any) -> None:
@@ -241,10 +245,9 @@ class Drafter:
             verified_s = np.diff(times.verify_s(running, len(places) * np.array([passes, passes + 1])))[0]
             return float(acceptance.survival(by_model)[:, passes - 1].sum() * token_s) > self.pass_s + verified_s
 
-        try:
+        with self._continuing_without_model():
             by_model = model.propose([self._ask(due[i]) for i in places], goes_on)
-        except Exception as error:
-            self._drop_model(error)
+        if self.model is None:
             return
         seconds = time.thread_time() - begin
         self.pass_s += 0.1 * (seconds / passes - self.pass_s) if self.pass_s else seconds / passes

