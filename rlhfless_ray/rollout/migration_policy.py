@@ -23,7 +23,7 @@ MIN_COST_WEIGHT, MAX_COST_WEIGHT = 1e-4, 1e4  # seconds per slot-second: a plan 
 
 @dataclass(frozen=True)
 class MigrationRequest:
-    """Requests (keys) to move from one engine to another (numbers). `how`: name of the transfer method."""
+    """Requests (keys) to move from one engine to another (numbers). `how`: "prefill" computes contexts again, "pages" copies their KV."""
 
     requests: np.ndarray
     source: int
@@ -39,36 +39,6 @@ class MigrationRequests:
     moves: tuple[MigrationRequest, ...] = ()
     time_saved_s: float = 0.0
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class TransferMethod:
-    """How a sequence's context gets to its new engine. `seconds`: expected, from the decision to the first token there."""
-
-    name: str  # "prefill": recomputed from its tokens; "pages": its KV pages are copied
-    seconds: float
-
-
-def choose_method(context_tokens: float, prefill: Term, pages: Term | None = None) -> TransferMethod:
-    """Choose the faster method for a context. `pages`: None if engines cannot copy pages."""
-    if pages is None:
-        return TransferMethod("prefill", prefill.predict(context_tokens))
-    methods = [
-        TransferMethod("prefill", _predict(context_tokens, prefill, pages)),
-        TransferMethod("pages", _predict(context_tokens, pages, prefill)),
-    ]
-    return min(methods, key=lambda method: method.seconds)
-
-
-def _predict(context_tokens: float, term: Term, other: Term) -> float:
-    """Predict the seconds of a move.
-
-    With any method, both engines must first finish their current steps. For a method without measurements, this fixed part is
-    scaled from its seed by the same factor as the other method's.
-    """
-    if term.records or not other.records:
-        return term.predict(context_tokens)
-    return term.fixed_s * other.fixed_s / float(other.seed[0]) + term.per_unit_s * context_tokens
 
 
 class MigrationPolicy:
@@ -100,12 +70,20 @@ class MigrationPolicy:
         parts = (requests[~paged], "prefill"), (requests[paged], "pages")
         return [MigrationRequest(part, source, target, reason, how) for part, how in parts if len(part)]
 
-    def _choose_method(self, context_tokens: float) -> TransferMethod:
-        return choose_method(context_tokens, self.prefill, self.pages)
+    def _predict(self, context: np.ndarray | float) -> np.ndarray:
+        """Return (methods, n) seconds from the decision to the first token on the new engine, for contexts (n,) in tokens.
+
+        The first method computes a context again. The second copies its KV pages, if engines can. With any method, both engines must
+        first finish their current steps. For a method without measurements, this fixed part is scaled from its seed by the same factor
+        as the other method's.
+        """
+        terms = [term for term in (self.prefill, self.pages) if term is not None]
+        factor = next((term.fixed_s / term.seed[0] for term in terms if term.records), 1.0)
+        return np.array([term.fixed_s * (1.0 if term.records else factor) + term.per_unit_s * context for term in terms])
 
     def _prefers_pages(self, context: np.ndarray) -> np.ndarray:
         """Return (n,) bool: for which contexts (n,), in tokens, copying pages is faster."""
-        return np.array([self._choose_method(float(c)).name == "pages" for c in context], bool)
+        return np.asarray(self._predict(context).argmin(0) == 1)
 
     def _work_s(self, context: np.ndarray) -> float:
         """Return the engine time for taking over contexts (n,): computing them, or copying in their pages."""
@@ -185,7 +163,7 @@ class MigrationPolicy:
 
         Taking over contexts is also work for the target engine, during which all its sequences wait. Moves must pay for that too.
         """
-        pause_s = self._choose_method(state.context_tokens).seconds
+        pause_s = float(self._predict(state.context_tokens).min())
         engines = len(state.opened)
         work_s = np.zeros(engines)
         for _ in range(2):

@@ -9,7 +9,7 @@ from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.migration_policy import MigrationPolicy, choose_method
+from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep, Request
 
@@ -99,14 +99,7 @@ def test_the_speed_is_that_of_the_newest_steps() -> None:
     assert migration._present_speed([]) == SPEED
 
 
-def test_a_context_goes_the_quicker_way() -> None:
-    prefill, pages = Term(0.01, 1e-4), Term(0.05, 1e-6)
-    assert choose_method(100, prefill).name == "prefill" and choose_method(100, prefill).seconds == pytest.approx(0.02)
-    assert choose_method(100, prefill, pages).name == "prefill"
-    assert choose_method(1000, prefill, pages).name == "pages"
-
-
-def test_each_of_a_crowd_goes_its_own_way_and_what_has_no_token_has_no_pages() -> None:
+def test_each_context_takes_the_faster_method_and_requests_without_tokens_are_computed() -> None:
     migration = MigrationPolicy("auto", 0.7, carries=True)
     migration.prefill, migration.pages = Term(0.01, 1e-4), Term(0.05, 1e-6)
     state = progressed([0] * 4, [0, 100, 1000, 2000], [])
@@ -118,25 +111,25 @@ def test_each_of_a_crowd_goes_its_own_way_and_what_has_no_token_has_no_pages() -
     assert [w.how for w in without.choose_methods(np.arange(4), state, 0, 1, "a whim")] == ["prefill"]
 
 
-def test_the_way_is_that_of_what_was_measured() -> None:
-    """From seeds that say otherwise: pages, then prefill once pages take long; one that is not tried has to wait as the other has."""
+def test_measured_moves_decide_the_method() -> None:
+    """Pages become faster than their seed says, then prefill once pages take long. Both wait as long for their engines' steps."""
     migration = MigrationPolicy("auto", 0.7, carries=True)
     context = np.array([50.0, 400.0, 3000.0] * 8)
-    assert migration._choose_method(200).name == "prefill"
+    assert migration._prefers_pages(np.array([200])).tolist() == [False]
     for tokens in context:
         migration.observe(tokens, 0.5 + 1e-3 * tokens, "prefill")
-    assert migration._choose_method(200).name == "pages"
+    assert migration._prefers_pages(np.array([200])).tolist() == [True]
     for tokens in context:
         migration.observe(tokens, 4.0, "pages")
-    assert migration._choose_method(200).name == "prefill" and migration._choose_method(20_000).name == "pages"
-    again = MigrationPolicy("auto", 0.7, carries=True)
-    again.restore(migration.state())
-    assert [again._choose_method(n) for n in (200, 20_000)] == [migration._choose_method(n) for n in (200, 20_000)]
-    MigrationPolicy("auto", 0.7).restore(migration.state())  # where pages are not carried any more
-    machine = MigrationPolicy("auto", 0.7, carries=True)
+    assert migration._prefers_pages(np.array([200, 20_000])).tolist() == [False, True]
+    restored = MigrationPolicy("auto", 0.7, carries=True)
+    restored.restore(migration.state())
+    np.testing.assert_array_equal(restored._predict(context), migration._predict(context))
+    MigrationPolicy("auto", 0.7).restore(migration.state())  # of a run whose engines cannot copy pages any more
+    slow = MigrationPolicy("auto", 0.7, carries=True)
     for tokens in context:
-        machine.observe(tokens, 10 * machine.prefill.seed @ (1, tokens), "prefill")  # a slow machine, nothing more
-    assert [machine._choose_method(n).name for n in (100, 3000)] == ["prefill", "pages"]
+        slow.observe(tokens, 10 * slow.prefill.seed @ (1, tokens), "prefill")
+    assert slow._prefers_pages(np.array([100, 3000])).tolist() == [False, True], "pages are assumed to take ten times as long too"
 
 
 def test_a_decision_that_fails_ends_the_moves_of_its_rollout_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
