@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from placement.scaling.resize_policy import Decision
+from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.common.deadlines import wait_any
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.types import Sample
 
 LOOK_S = 1.0  # longest time between two looks at work: its own deadlines need them
@@ -18,16 +20,10 @@ LOOK_S = 1.0  # longest time between two looks at work: its own deadlines need t
 OnSamples = Callable[[list[Sample]], None]
 
 
-class SampleSink(Protocol):
-    """Convert completions or episodes to samples."""
-
-    def add(self, ended: Iterable[Any], /) -> list[Sample]: ...
-
-
 class RolloutListener:
     def __init__(
         self,
-        samples: SampleSink,
+        samples: ResponseSamples | EpisodeSamples,
         overlap: OverlapScheduler | None,
         park: Callable[[Instance], list[Lease]],
         handover_s: float,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.rollout.neighbours import EarlyDrafting, EarlyLearning, EarlyScoring
+from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
+from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.types import Sample
 
 
@@ -22,14 +23,14 @@ class OverlapScheduler:
         broker: SlotBroker,
         prompts: int,
         count: int,
-        drafting: EarlyDrafting | None = None,
+        drafter: TrainedDrafter | None = None,
     ) -> None:
         """Schedule the tail of a step with `prompts` prompts and `count` samples each.
 
-        It works on the free leases of `broker`, which are those that engines have left. `drafting`: trains a drafter on leases that
+        It works on the free leases of `broker`, which are those that engines have left. `drafter`: is trained on leases that
         scoring and learning do not need now.
         """
-        self.scoring, self.learning, self.broker, self.count, self.drafting = scoring, learning, broker, count, drafting
+        self.scoring, self.learning, self.broker, self.count, self.drafter = scoring, learning, broker, count, drafter
         scoring.begin(prompts * count)
         learning.begin(prompts * count)
         self.unscored: list[Sample] = []
@@ -40,23 +41,23 @@ class OverlapScheduler:
         """Add finished responses."""
         self.unscored += samples
         self.learning.passes.add_samples(samples)
-        if self.drafting is not None:
-            self.drafting.add_samples(samples)
+        if self.drafter is not None:
+            self.drafter.add_samples(samples)
 
     def wants_slot(self) -> bool:
         """Return whether one more slot would have work."""
-        drafts = self.drafting is not None and self.drafting.wants_slot
+        drafts = self.drafter is not None and self.drafter.wants_slot
         return not self.broker.free and (bool(self.unscored) or self.learning.wants_slot or drafts)
 
     def refs(self) -> list[Any]:
         """Return references to the work in progress."""
-        return [*self.scoring.refs(), *self.learning.pending(), *(self.drafting.refs() if self.drafting is not None else ())]
+        return [*self.scoring.refs(), *self.learning.pending(), *(self.drafter.refs() if self.drafter is not None else ())]
 
     def poll(self, seconds: float) -> None:
         """Collect finished work and start more. `seconds`: time for which engines will continue."""
         given_back = [*self.scoring.done_ahead(), *self.learning.done_ahead()]  # may also put leases of lost ranks into the broker
-        if self.drafting is not None:
-            given_back += self.drafting.done_ahead()
+        if self.drafter is not None:
+            given_back += self.drafter.done_ahead()
         # A pool would wait for another slot instead of one whose node is lost or drained, and engines may hold every other slot.
         leases = self.broker.leases.without_lost([*self.broker.take(), *given_back])
         if leases and self.unscored and seconds > 0 and self.scoring.fits(leases):
@@ -74,18 +75,18 @@ class OverlapScheduler:
                 self.learned += len(samples)
         if leases:
             leases = self.learning.passes.start_ahead(leases, seconds)
-        if self.drafting is not None:
-            leases = self.drafting.start_ahead(leases, seconds)
+        if self.drafter is not None:
+            leases = self.drafter.start_ahead(leases, seconds)
         self.broker.put(leases)
 
     def finish(self) -> None:
         """End the drafter's training, which may not outlive the rollout."""
-        if self.drafting is not None:
-            self.broker.put(self.drafting.finish())
+        if self.drafter is not None:
+            self.broker.put(self.drafter.finish())
 
     def _is_done(self, group: list[Sample]) -> bool:
         return len(group) == self.count and all(s.reward is not None or s.error is not None for s in group)
 
     def metrics(self) -> dict[str, Any]:
         counts = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
-        return counts | self.learning.passes.metrics() | (self.drafting.metrics() if self.drafting is not None else {})
+        return counts | self.learning.passes.metrics() | (self.drafter.metrics() if self.drafter is not None else {})

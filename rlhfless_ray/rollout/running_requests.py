@@ -5,22 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, TokenDeltas
 from rlhfless_ray.types import Request
 
-
-class SampledTokens(Protocol):
-    """The part of `KeyedSampler` that is used here. Its keys are the numbers of `RunningRequests`."""
-
-    outputs: dict[int, list[int]]
-
-    def take(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
-
-    def forget(self, key: int) -> None: ...
+if TYPE_CHECKING:
+    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
 
 
 @dataclass
@@ -40,7 +33,8 @@ class _Row:
 class RunningRequests:
     """Requests by number. Keys are not unique: a request may leave and return while vLLM still knows the old one."""
 
-    def __init__(self, draws: SampledTokens) -> None:
+    def __init__(self, draws: KeyedSampler) -> None:
+        """`draws`: the engine's sampler, whose keys are the numbers of the requests."""
         self.draws = draws
         self.rows: dict[int, _Row] = {}  # numbers ascend
         self.number: dict[int, int] = {}  # by key
