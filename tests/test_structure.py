@@ -4,9 +4,12 @@ sources, so imports inside functions and under TYPE_CHECKING count."""
 from __future__ import annotations
 
 import ast
+import configparser
+import re
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -113,14 +116,29 @@ def test_nothing_that_trains_loads_the_simulator() -> None:
     assert told.stdout.strip() == "[]"
 
 
+def packages_imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports, also inside functions and under TYPE_CHECKING."""
+    nodes = list(ast.walk(tree_of(path)))
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.partition(".")[0] for name in named}
+
+
 def test_only_engines_import_vllm() -> None:
-    found = set()
-    for name, path in modules("rlhfless_ray").items():
-        for node in ast.walk(tree_of(path)):
-            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
-            if any(one.partition(".")[0] == "vllm" for one in imported):
-                found.add(name)
+    found = {name for name, path in modules("rlhfless_ray").items() if "vllm" in packages_imported(path)}
     assert {name for name in found if not name.startswith("rlhfless_ray.rollout.")} == {"rlhfless_ray.prefix.connector"}
+
+
+def test_what_the_packages_import_is_installed_with_them() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    required = [config["options"]["install_requires"], *config["options.extras_require"].values()]
+    declared = {re.split(r"[\[<>=~]", line)[0] for lines in required for line in lines.split("\n") if line}
+    imported = {one for package in ("rlhfless_ray", "placement") for path in modules(package).values() for one in packages_imported(path)}
+    distributions = packages_distributions()
+    for name in imported - sys.stdlib_module_names - {"rlhfless_ray", "placement"}:
+        providers = {one.lower().replace("_", "-") for one in distributions.get(name, [name])} | {name}
+        assert providers & declared or any(one.startswith(f"{name}-") for one in declared), f"setup.cfg does not declare {name}"
 
 
 def test_every_name_that_the_planner_exports_is_there() -> None:
