@@ -30,14 +30,7 @@ def write_report(run_folder: Path) -> Path:
     folder = Path(run_folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"run folder {folder}: no such folder")
-    text = render(RunRecord.read(folder))
-    path = folder / "report.html"
-    replace_file(path, text.encode())
-    return path
-
-
-def render(record: RunRecord) -> str:
-    """Render the page as text."""
+    record = RunRecord.read(folder)
     steps = record.steps
     drawn = thin(steps)
     learning = learning_charts(record)
@@ -61,11 +54,12 @@ def render(record: RunRecord) -> str:
     samples = summary.sample_picks(record)  # before `record.problems` is used, because reading samples may add to it
     every = [*learning, *planning, *prefix, *health, *cost, *phases]
     leases = gantt(record.ledger, steps)
-    return render_page(
+    return write_page(
+        folder,
         "report.html.j2",
         every,
         leases,
-        head=summary.header(record),
+        **summary.header(record),
         cards=summary.cards(record),
         warnings=summary.warnings(record),
         supervised=record.is_supervised,
@@ -84,7 +78,6 @@ def render(record: RunRecord) -> str:
         memory_settings=cost_charts.memory_settings(steps),
         samples=samples,
         recipe=record.recipe,
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
@@ -103,17 +96,24 @@ def learning_charts(record: RunRecord) -> list[Chart]:
     )
 
 
-def render_page(template: str, drawn: Sequence[Chart], leases: dict[str, Any] | None = None, **values: Any) -> str:
-    """Render a page with its charts and the scripts that draw them. `leases`: data of the lease timeline, if the page has one."""
-    return _template(template).render(
+def write_page(folder: Path, template: str, drawn: Sequence[Chart], leases: dict[str, Any] | None = None, **values: Any) -> Path:
+    """Write `report.html`, a page with its charts and the scripts that draw them, and return its path.
+
+    `leases`: data of the lease timeline, if the page has one.
+    """
+    text = _template(template).render(
         **values,
         leases=leases,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         css=(PAGE / "report.css").read_text(encoding="utf-8"),
         scripts=[(PAGE / name).read_text(encoding="utf-8") for name in ("gantt.js", "report.js")],
         charts_json=_json({chart.id: {"data": chart.data, "layout": chart.layout, "height": chart.height} for chart in drawn}),
         leases_json=_json(leases),
         plotly=_plotly() if drawn else "",
     )
+    path = folder / "report.html"
+    replace_file(path, text.encode())
+    return path
 
 
 @cache

@@ -32,17 +32,15 @@ def header(record: RunRecord) -> Row:
         sentence += f" {str(status['reason']).strip()}"
         sentence += "" if sentence.endswith((".", "!", "?")) else "."
     versions = status.get("versions")
-    small = [("machine", status.get("machine")), ("started", _moment(status.get("started_at")))]
+    details = [("machine", status.get("machine")), ("started", _moment(status.get("started_at")))]
     resumed = status.get("resumed_at")
     if isinstance(resumed, list) and resumed:
         times = f" ({len(resumed)} times)" if len(resumed) > 1 else ""
-        small.append(("resumed", f"{_moment(resumed[-1])}{times}" if _moment(resumed[-1]) else None))
-    small += [("ended", _moment(status.get("ended_at")))]
+        details.append(("resumed", f"{_moment(resumed[-1])}{times}" if _moment(resumed[-1]) else None))
+    details.append(("ended", _moment(status.get("ended_at"))))
     if isinstance(versions, dict):
-        small.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    return {
-        "name": _run_name(record), "state": state, "sentence": sentence, "small": [(k, str(v)) for k, v in small if v],
-    }  # fmt: skip
+        details.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    return {"name": _run_name(record), "state": state, "sentence": sentence, "details": [(k, str(v)) for k, v in details if v]}
 
 
 def cards(record: RunRecord) -> list[Row]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.report.charts import Chart, Row, line, rounded, smoothed, thin
 from rlhfless_ray.report.formatting import duration, finite, money, number, percent, slot_time
 from rlhfless_ray.report.read_run import RunRecord
-from rlhfless_ray.report.report import render_page
+from rlhfless_ray.report.report import write_page
 
 COLOURS = ("rollout", "learn", "score", "eval", "warm_start", "publish", "prefill", "reference", "critic", "agent")
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -30,7 +28,8 @@ def write_sweep_report(folder: Path) -> Path:
     names |= OF_POLICIES if any("reward/mean" in row for _, rows in drawn for row in rows) else OF_STAGES
     curves = [chart for key, name in names.items() for against in AGAINST for chart in [_curves(drawn, key, name, against)] if chart]
     bars = [chart for chart in (_bars(drawn, "slot_s", "Slot-seconds of each run"), _bars(drawn, "seconds", "Time of each run")) if chart]
-    text = render_page(
+    return write_page(
+        folder,
         "sweep.html.j2",
         [*curves, *bars],
         name=sweep["name"],
@@ -42,11 +41,7 @@ def write_sweep_report(folder: Path) -> Path:
         compared=any(run["alone"] for run in sweep["runs"]),
         curves=curves,
         bars=bars,
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    path = folder / "report.html"
-    replace_file(path, text.encode())
-    return path
 
 
 def _best_first(sweep: Row) -> list[Row]:

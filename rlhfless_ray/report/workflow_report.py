@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.report import summary
 from rlhfless_ray.report.charts import Chart
 from rlhfless_ray.report.formatting import duration, finite
 from rlhfless_ray.report.read_run import RunRecord
-from rlhfless_ray.report.report import learning_charts, render_page
+from rlhfless_ray.report.report import learning_charts, write_page
 
 SHOWN_CHARTS = 2  # charts of each stage; the others are in its own report
 
@@ -47,19 +45,16 @@ def write_workflow_report(folder: Path, stages: Sequence[tuple[str, str]]) -> Pa
     done = states.count("done")
     state = "done" if done == len(states) else next((s for s in states if s not in ("done", "waiting")), "running")
     sums = [sum(getattr(section, key) for section in sections) for key in ("seconds", "slot_s", "money")]
-    page = render_page(
+    return write_page(
+        folder,
         "workflow.html.j2",
         [chart for section in sections for chart in section.charts],
         name=folder.name,
         state=state,
         sentence=f"{done} of {len(states)} stages are done, in {duration(sums[0])} and {sums[1]:,.0f} slot-seconds.",
         sections=sections,
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         total=[duration(sums[0]), f"{sums[1]:,.0f}", f"{sums[2]:.4f}"],
     )
-    path = folder / "report.html"
-    replace_file(path, page.encode())
-    return path
 
 
 def _stage(folder: Path, name: str, kind: str) -> StageSection:
