@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfless_ray.report.formatting import are_shares, finite, finite_values, number
+from rlhfless_ray.report.formatting import are_shares, finite, finite_values, number, round_up
 
 Row = dict[str, Any]
 MAX_POINTS = 500  # per line: more are not visible and slow the page down
@@ -92,6 +92,16 @@ def band(rows: Sequence[Row], low: str, high: str, name: str, colour: str) -> li
     return [edge | {"y": bottom, "showlegend": False}, edge | {"y": top, "fill": "tonexty", "fillcolor": colour, "name": name}]
 
 
+def axis_top(values: Iterable[float], share: float) -> float | None:
+    """Return where to cut an axis so that a few outliers, such as a cold start, do not flatten the rest, or None for nowhere.
+
+    `share`: of the values, those that are no outliers.
+    """
+    ordered = sorted(values)
+    usual = ordered[int(share * len(ordered))] if len(ordered) >= 20 else None
+    return 2 * usual if usual is not None and ordered[-1] > 4 * usual else None
+
+
 def smoothed(ys: Sequence[float], half_life: float) -> list[float]:
     """Return the exponential moving average, corrected for its start."""
     keep = 0.5 ** (1 / half_life)
@@ -120,22 +130,17 @@ def reward(rows: Sequence[Row]) -> Chart | None:
 
 
 def accuracy(rows: Sequence[Row]) -> Chart | None:
-    data = []
-    for key, name, colour in (("sampled", "sampled", "@rollout"), ("greedy", "greedy", "@learn")):
-        xs, ys = series(rows, f"eval/accuracy_{key}")
-        if xs:
-            data.append(line(xs, ys, name, colour, mode="lines+markers", hovertemplate="%{y:.1%}"))
+    metrics = [("eval/accuracy_sampled", "sampled", "@rollout", "solid"), ("eval/accuracy_greedy", "greedy", "@learn", "solid")]
+    data = lines(rows, metrics, mode="lines+markers")
     if not data:
         return None
     shares = are_shares(y for trace in data for y in trace["y"])
-    if all(len(trace["x"]) == 1 for trace in data):
-        note = "Held-out prompts, evaluated once."
-    else:
-        note = "Held-out prompts; step 0 is before training."
-    if not shares:
-        data = [{**trace, "hovertemplate": "%{y:.3f}"} for trace in data]
-        return Chart("accuracy", "Reward on held-out prompts", note, data, {"yaxis": {"title": "reward"}})
-    return Chart("accuracy", "Accuracy on held-out prompts", note, data, {"yaxis": {"title": "accuracy", "tickformat": ".0%"}})
+    for trace in data:
+        trace["hovertemplate"] = "%{y:.1%}" if shares else "%{y:.3f}"
+    once = all(len(trace["x"]) == 1 for trace in data)
+    note = "Held-out prompts, evaluated once." if once else "Held-out prompts; step 0 is before training."
+    axis = {"title": "accuracy", "tickformat": ".0%"} if shares else {"title": "reward"}
+    return Chart("accuracy", f"{'Accuracy' if shares else 'Reward'} on held-out prompts", note, data, {"yaxis": axis})
 
 
 def lengths(rows: Sequence[Row]) -> Chart | None:
@@ -143,12 +148,8 @@ def lengths(rows: Sequence[Row]) -> Chart | None:
     rows = thin(rows, 120)  # otherwise the bands of neighbouring steps overlap
     data = band(rows, "length/p90", "length/p99", "p90 – p99", "@rollout/0.14")
     data += band(rows, "length/p50", "length/p90", "p50 – p90", "@rollout/0.32")
-    xs, ys = series(rows, "length/mean")
-    if xs:
-        data.append(line(xs, ys, "mean", "@rollout"))
-    xs, ys = series(rows, "length/max")
-    if xs:
-        data.append(line(xs, ys, "longest", "@muted", width=1, style={"dash": "dot"}, mode="lines"))
+    data += lines(rows, [("length/mean", "mean", "@rollout", "solid")])
+    data += lines(rows, [("length/max", "longest", "@muted", "dot")], width=1, mode="lines")
     if not data:
         return None
     note = "Response lengths of a step. The gap between mean and p99 makes slots wait."
@@ -162,7 +163,7 @@ def histogram(groups: Sequence[tuple[str, Sequence[float]]]) -> Chart | None:
     if not groups:
         return None
     top = max(max(values) for _, values in groups)
-    width = _nice(max(top, 1) / 24)
+    width = max(1.0, round_up(max(top, 1) / 24))
     bins = math.floor(top / width) + 1
     data = []
     for (name, values), colour in zip(groups, ("@muted", "@rollout"), strict=False):
@@ -186,25 +187,18 @@ def histogram(groups: Sequence[tuple[str, Sequence[float]]]) -> Chart | None:
 
 
 def forecast(rows: Sequence[Row]) -> Chart | None:
-    data = []
-    for key, name, colour, axis in (
-        ("mae_tokens", "mean absolute error", "@learn", ""),
-        ("bias_tokens", "bias (forecast − truth)", "@muted", ""),
-        ("spearman", "rank quality", "@score", "2"),
-    ):
-        xs, ys = series(rows, f"forecast/{key}")
-        if xs:
-            style = {"dash": "dot"} if key == "bias_tokens" else {}
-            data.append(line(xs, ys, name, colour, style=style, width=1.5 if style else 2, yaxis=f"y{axis}", xaxis="x"))
-    if not data:
+    data = lines(rows, [("forecast/mae_tokens", "mean absolute error", "@learn", "solid")])
+    data += lines(rows, [("forecast/bias_tokens", "bias (forecast − truth)", "@muted", "dot")], width=1.5)
+    ranks = lines(rows, [("forecast/spearman", "rank quality", "@score", "solid")], yaxis="y2")
+    if not data + ranks:
         return None
     layout: Row = {"yaxis": {"title": "tokens", "zeroline": True}}
     note = "Difference between the forecast and the true length of responses."
-    if any(trace["yaxis"] == "y2" for trace in data):
+    if ranks:
         layout["yaxis"]["domain"] = [0.44, 1]
-        layout["yaxis2"] = {"title": "Spearman", "domain": [0, 0.34], "range": [min(0, *data[-1]["y"]), 1.02]}
+        layout["yaxis2"] = {"title": "Spearman", "domain": [0, 0.34], "range": [min(0, *ranks[0]["y"]), 1.02]}
         note += " Below: Spearman's rank correlation of both, 1 is a perfect order."
-    return Chart("forecast", "Length forecasts", note, data, layout, height=300)
+    return Chart("forecast", "Length forecasts", note, data + ranks, layout, height=300)
 
 
 def calibration(rows: Sequence[Row]) -> Chart | None:
@@ -251,10 +245,3 @@ def health(rows: Sequence[Row]) -> tuple[list[Chart], list[str]]:
         trace = line(xs, ys, title, "@learn", width=1.6, hovertemplate="%{y:.4~g}")
         charts.append(Chart(key.replace("/", "-"), title[0].upper() + title[1:], note, [trace], layout, height=170, kind="third"))
     return charts, constant
-
-
-def _nice(width: float) -> float:
-    """Round up to the next of 1, 2, 5, 10 …"""
-    scale = 10.0 ** math.floor(math.log10(width))
-    width = next(step * scale for step in (1, 2, 5, 10) if step * scale >= width * 0.999)
-    return max(1.0, width)

@@ -6,15 +6,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, rounded
+from rlhfless_ray.report.charts import Chart, Row, axis_top, rounded
 from rlhfless_ray.report.formatting import duration, finite, finite_values, number, percent
 
 ACTIVITIES = ("work", "transfer", "start", "idle")
 KINDS = ("prefill", "rollout", "agent", "score", "reference", "critic", "learn", "eval", "warm_start")
-PHASES = ("prefill", "rollout", "score", "learn", "publish", "eval", "driver")  # "lease" is contained in them
-PHASE_COLOURS = {"prefill": "@prefill", "rollout": "@rollout", "score": "@score", "learn": "@learn", "eval": "@eval"}
+PHASES = ("prefill", "rollout", "score", "learn", "publish", "eval", "driver")  # "lease" is contained in them; also names of colours
 MAX_BARS = 80
-PHASE_COLOURS |= {"publish": "@publish", "driver": "@driver"}
 
 
 def kind_colour(kind: str) -> str:
@@ -111,7 +109,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
         if any(ys):
             data.append({
                 "type": "bar", "name": phase, "x": xs, "y": ys, "hovertemplate": "%{y:.3~g} s",
-                "showlegend": False, "marker": {"color": PHASE_COLOURS[phase], "line": {"width": 0}},
+                "showlegend": False, "marker": {"color": f"@{phase}", "line": {"width": 0}},
             })  # fmt: skip
     note = "Wall-clock seconds of a step by phase, coloured as in the table" + (
         f", each bar the mean of {each} steps." if each > 1 else "."
@@ -122,9 +120,7 @@ def phases(rows: Sequence[Row]) -> Chart | None:
         share = f", {percent(sum(waits) / whole)} of all" if whole else ""
         note += f" This includes waiting for leases: {duration(statistics.median(waits))} in the median{share}."
     layout: Row = {"barmode": "stack", "bargap": 0.12, "yaxis": {"title": "seconds"}}
-    totals = sorted(sum(trace["y"][i] for trace in data) for i in range(len(bunches)))
-    if len(totals) >= 20 and totals[-1] > 4 * totals[int(0.95 * len(totals))]:
-        top = 2 * totals[int(0.95 * len(totals))]
+    if top := axis_top([sum(trace["y"][i] for trace in data) for i in range(len(bunches))], 0.95):
         layout["yaxis"]["range"] = [0, top]
         note += f" Bars above {number(top, 2)} s are cut off; double-click shows them."
     return Chart("phases", "Where a step's time goes", note, data, layout, height=300)
@@ -144,7 +140,6 @@ def phase_table(rows: Sequence[Row]) -> list[Row]:
             lines.append({"phase": phase, "median": statistics.median(values), "p95": worst, "sum": sum(values)})
     for entry in lines:
         entry["share"] = entry["sum"] / whole
-        entry["colour"] = PHASE_COLOURS[entry["phase"]].removeprefix("@")
     return sorted(lines, key=lambda entry: -entry["sum"])
 
 
@@ -169,9 +164,3 @@ def _last_gb(rows: Sequence[Row], key: str) -> float | None:
 def memory_settings(rows: Sequence[Row]) -> str:
     """Return the settings that the run chose to fit the memory, with the reason, or an empty text."""
     return next((str(row["memory/settings"]) for row in reversed(rows) if row.get("memory/settings")), "")
-
-
-def total(rows: Sequence[Row], key: str) -> float | None:
-    """Return the sum of a metric over the steps, or None if no step has it."""
-    values = finite_values(rows, key)
-    return sum(values) if values else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfless_ray.report.charts import Chart, Row, lines
-from rlhfless_ray.report.cost_charts import total
-from rlhfless_ray.report.formatting import duration
+from rlhfless_ray.report.formatting import duration, total
 
 
 def drafts(rows: Sequence[Row]) -> Chart | None:

@@ -26,6 +26,18 @@ def finite_values(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     return [value for value in (finite(row.get(key)) for row in rows) if value is not None]
 
 
+def total(rows: Iterable[Mapping[str, Any]], key: str) -> float | None:
+    """Return the sum of a metric over the rows, or None if no row has it."""
+    values = finite_values(rows, key)
+    return sum(values) if values else None
+
+
+def round_up(width: float) -> float:
+    """Round up to the next of 1, 2, 5, 10 … times a power of ten, as ticks and bins are spaced."""
+    unit = 10.0 ** math.floor(math.log10(width))
+    return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= width * 0.999)
+
+
 def number(value: Any, digits: int = 3) -> str:
     """Format with `digits` significant digits: 0.00123, 4.56, 1,235; very small and large numbers as 1.2e-07."""
     x = finite(value)

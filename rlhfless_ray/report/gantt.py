@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rlhfless_ray.report.charts import Row
 from rlhfless_ray.report.formatting import finite, natural_order
 
-Row = dict[str, Any]
 MAX_SEGMENTS = 24_000  # about 0.8 MB in the page, drawn in a few milliseconds
 JOIN_S = 0.001  # shorter gaps come from rounding
 

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from rlhfless_ray.report.cost_charts import ACTIVITIES
+from rlhfless_ray.report.formatting import round_up
 
 COLOURS = ("#3b6fb5", "#c8553d", "#4b9b6a", "#8a5ab0", "#c79a2b", "#5f6b7a")
 SHADES = dict(zip(ACTIVITIES, (1.0, 0.65, 0.4, 0.2), strict=True))
@@ -105,8 +106,6 @@ def ledger_html(table: Mapping[str, Mapping[str, float]]) -> str:
 def ticks(low: float, high: float) -> list[float]:
     """Return about five round numbers from at most `low` to at least `high`."""
     span = max(high - low, 1e-9 * max(abs(high), 1e-9), 1e-12)
-    raw = span / 5
-    unit = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999)
+    step = round_up(span / 5)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, max(last, first + 1) + 1)]

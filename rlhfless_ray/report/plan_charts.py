@@ -7,7 +7,7 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, lines, rounded
+from rlhfless_ray.report.charts import Chart, Row, axis_top, lines, rounded
 from rlhfless_ray.report.formatting import finite, number
 
 
@@ -42,58 +42,17 @@ def pool(rows: Sequence[Row]) -> Chart | None:
     return Chart("pool", "Pool size", note, data, layout | {"hovermode": "x"})
 
 
-def _predicted(rows: Sequence[Row], planned: str, measured: str, unit: str) -> tuple[list[Row], Row, float | None, float | None]:
-    """Return traces, layout, median relative error, and where the axis is cut (None: nowhere)."""
-    metrics = ((measured, "measured", "@rollout", "solid"), (planned, "planned", "@learn", "dot"))
-    data = lines(rows, metrics, width=1.8, hovertemplate=f"%{{y:.3~g}} {unit}")
-    pairs = [(finite(row.get(planned)), finite(row.get(measured))) for row in rows]
-    errors = [abs(p - m) / m for p, m in pairs if p is not None and m]
-    layout: Row = {"yaxis": {"title": unit, "rangemode": "tozero"}}
-    ys = sorted(y for trace in data for y in trace["y"])
-    top = None
-    if len(ys) >= 20 and ys[-1] > 4 * ys[int(0.97 * len(ys))]:
-        top = ys[int(0.97 * len(ys))] * 2  # otherwise one cold start flattens everything else
-        layout["yaxis"] = {"title": unit, "range": [0, top]}
-    return data, layout, statistics.median(errors) if errors else None, top
-
-
-def plan(rows: Sequence[Row]) -> Chart | None:
-    """Draw predicted and measured rollout time."""
-    return _plan(
-        rows,
-        "plan",
-        "Rollout time, planned and measured",
-        "Rollout time of a step as planned and as measured.",
-        "plan/rollout_s",
-        "phase/rollout_s",
-        "seconds",
-    )
-
-
-def plan_cost(rows: Sequence[Row]) -> Chart | None:
-    """Draw predicted and measured cost of the rollout."""
-    return _plan(
-        _without_evaluation(rows),
-        "plan-cost",
-        "Rollout cost, planned and measured",
-        "Slot-seconds that rollout engines held leases for, in steps without evaluation.",
-        "plan/cost_slot_s",
-        "cost/rollout_slot_s",
-        "slot-s",
-    )
-
-
-def plan_step(rows: Sequence[Row]) -> Chart | None:
-    """Draw predicted and measured time of whole steps."""
-    return _plan(
-        _without_evaluation(rows),
-        "plan-step",
-        "Step time, planned and measured",
-        "Whole steps without evaluation.",
-        "plan/step_s",
-        "step_s",
-        "seconds",
-    )
+def plans(rows: Sequence[Row]) -> list[Chart]:
+    """Draw step time, rollout time and rollout cost, predicted and measured."""
+    alone = _without_evaluation(rows)
+    rollout = "Rollout time of a step as planned and as measured."
+    cost = "Slot-seconds that rollout engines held leases for, in steps without evaluation."
+    charts = [
+        _plan(alone, "plan-step", "Step time", "Whole steps without evaluation.", "plan/step_s", "step_s", "seconds"),
+        _plan(rows, "plan", "Rollout time", rollout, "plan/rollout_s", "phase/rollout_s", "seconds"),
+        _plan(alone, "plan-cost", "Rollout cost", cost, "plan/cost_slot_s", "cost/rollout_slot_s", "slot-s"),
+    ]
+    return [chart for chart in charts if chart is not None]
 
 
 def _without_evaluation(rows: Sequence[Row]) -> list[Row]:
@@ -101,15 +60,20 @@ def _without_evaluation(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if not finite(row.get("phase/eval_s"))]
 
 
-def _plan(rows: Sequence[Row], id: str, title: str, note: str, planned: str, measured: str, unit: str) -> Chart | None:
-    data, layout, error, top = _predicted(rows, planned, measured, unit)
+def _plan(rows: Sequence[Row], id: str, what: str, note: str, planned: str, measured: str, unit: str) -> Chart | None:
+    metrics = ((measured, "measured", "@rollout", "solid"), (planned, "planned", "@learn", "dot"))
+    data = lines(rows, metrics, width=1.8, hovertemplate=f"%{{y:.3~g}} {unit}")
     if not data:
         return None
-    if error is not None:
-        note += f" The median error is {100 * error:.0f}%."
-    if top is not None:
+    pairs = [(finite(row.get(planned)), finite(row.get(measured))) for row in rows]
+    errors = [abs(p - m) / m for p, m in pairs if p is not None and m]
+    if errors:
+        note += f" The median error is {100 * statistics.median(errors):.0f}%."
+    axis: Row = {"title": unit, "rangemode": "tozero"}
+    if top := axis_top([y for trace in data for y in trace["y"]], 0.97):
+        axis = {"title": unit, "range": [0, top]}
         note += f" Steps above {number(top, 2)} {unit} are cut off; double-click shows them."
-    return Chart(id, title, note, data, layout)
+    return Chart(id, f"{what}, planned and measured", note, data, {"yaxis": axis})
 
 
 def frontier(rows: Sequence[Row]) -> Chart | None:

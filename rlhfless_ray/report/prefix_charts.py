@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from rlhfless_ray.report.charts import Chart, Row, line, lines, rounded, series
-from rlhfless_ray.report.cost_charts import total
-from rlhfless_ray.report.formatting import finite, number
+from rlhfless_ray.report.formatting import finite, number, total
 
 
 def decided(rows: Sequence[Row]) -> list[Row]:

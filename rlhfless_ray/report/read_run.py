@@ -51,7 +51,7 @@ class RunRecord:
     @property
     def is_supervised(self) -> bool:
         """Whether this is a supervised stage, which generates nothing."""
-        return re.search(r"^task:", self.recipe, re.MULTILINE) is not None
+        return "task" in self.settings
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -69,17 +69,7 @@ class RunRecord:
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
         """Return a step's stored samples, without incomplete lines."""
-        path = self.samples.get(step)
-        if path is None:
-            return []
-        try:
-            rows, torn = read_jsonl(path)
-        except OSError as error:
-            self._problem(f"samples/{path.name} cannot be read: {error.strerror or error}.")
-            return []
-        if torn:
-            self._problem(f"samples/{path.name}: {_lines(torn)} not whole and left out.")
-        return rows
+        return self._jsonl(f"samples/{self.samples[step].name}") if step in self.samples else []
 
     def _problem(self, sentence: str) -> None:
         if sentence not in self.problems:
@@ -94,6 +84,17 @@ class RunRecord:
         except OSError as error:
             self._problem(f"{name} cannot be read ({error.strerror or error}), so {without}.")
         return None
+
+    def _jsonl(self, name: str) -> list[dict[str, Any]]:
+        """Return the complete rows of a file that exists."""
+        try:
+            rows, torn = read_jsonl(self.folder / name)
+        except OSError as error:
+            self._problem(f"{name} cannot be read: {error.strerror or error}.")
+            return []
+        if torn:
+            self._problem(f"{name}: {_lines(torn)} not whole and left out, as after a crash.")
+        return rows
 
     def _read_status(self) -> None:
         text = self._text("status.json", "how the run ended is unknown")
@@ -111,20 +112,12 @@ class RunRecord:
         self.recipe = self._text("recipe.yaml", "the recipe is not shown") or ""
 
     def _read_metrics(self) -> None:
-        path = self.folder / "metrics.jsonl"
-        if not path.is_file():
+        if not (self.folder / "metrics.jsonl").is_file():
             self._problem("metrics.jsonl is missing, so there are no curves: the run ended before its first step did.")
             return
-        try:
-            rows, torn = read_jsonl(path)
-        except OSError as error:
-            self._problem(f"metrics.jsonl cannot be read: {error.strerror or error}.")
-            return
-        if torn:
-            self._problem(f"metrics.jsonl: {_lines(torn)} not whole and left out, as after a crash.")
         # A step that was repeated after a resume counts once: the run continued from its last row.
         by_step: dict[int, dict[str, Any]] = {}
-        for row in rows:
+        for row in self._jsonl("metrics.jsonl"):
             if finite(row.get("step")) is not None:
                 row["step"] = int(row["step"])
                 by_step[row["step"]] = row

@@ -37,9 +37,7 @@ def write_report(run_folder: Path) -> Path:
     planning = _present(
         plan_charts.pool(steps),
         plan_charts.frontier(steps),
-        plan_charts.plan_step(steps),
-        plan_charts.plan(steps),
-        plan_charts.plan_cost(steps),
+        *plan_charts.plans(steps),
         charts.forecast(drawn),
         charts.calibration(drawn),
         draft_charts.drafts(steps),
@@ -83,16 +81,13 @@ def write_report(run_folder: Path) -> Path:
 
 def learning_charts(record: RunRecord) -> list[Chart]:
     """Return the run's learning curves, without those that it has no data for."""
-    drawn = thin(record.steps)
     if record.is_supervised:
-        return _present(
-            supervised_charts.loss(record.metrics),
-            supervised_charts.accuracy(record.metrics),
-            supervised_charts.rewards(drawn),
-            supervised_charts.speed(drawn),
-        )
+        return supervised_charts.learning(record.metrics)
     return _present(
-        charts.reward(drawn), charts.accuracy(record.metrics), charts.lengths(record.steps), charts.histogram(summary.length_groups(record))
+        charts.reward(thin(record.steps)),
+        charts.accuracy(record.metrics),
+        charts.lengths(record.steps),
+        charts.histogram(summary.length_groups(record)),
     )
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from rlhfless_ray.report.cost_charts import by_kind, total
-from rlhfless_ray.report.formatting import DASH, are_shares, duration, finite, finite_values, money, number, percent, short, slot_time
+from rlhfless_ray.report.charts import Row
+from rlhfless_ray.report.cost_charts import by_kind
+from rlhfless_ray.report.formatting import are_shares, duration, finite, finite_values, money, number, percent, short, slot_time, total
 from rlhfless_ray.report.read_run import RunRecord
 
-Row = dict[str, Any]
 MAX_TEXT_CHARS = 1600  # characters of a prompt or response in the report
 SAMPLED_STEPS = 5  # steps whose samples the report shows
 MAX_TRUNCATED_SHARE = 0.1  # a larger share of responses cut at the limit causes a warning
@@ -158,17 +158,13 @@ def warnings(record: RunRecord) -> list[Row]:
     steps, out = record.steps, []
     if record.status.get("status") == "failed":
         out.append({"title": "The run failed", "text": str(record.status.get("reason") or "No reason was recorded."), "grave": True})
-    failed = [row for row in steps if finite(row.get("reward/failed"))]
-    if failed:
-        count = total(failed, "reward/failed") or 0
-        what = f"{number(count, 9)} {_plural('sample', count)} in {_steps(failed)}"
-        text = f"{what} could not be scored and were left out of the update."
+    count, where = _counted(steps, "reward/failed")
+    if count:
+        text = f"{number(count, 9)} {_plural('sample', count)} in {where} could not be scored and were left out of the update."
         out.append({"title": "Failed rewards", "text": text})
-    skipped = [row for row in steps if finite(row.get("learn/skipped"))]
-    if skipped:
-        count = total(skipped, "learn/skipped") or 0
-        what = f"{number(count, 9)} optimizer {_plural('step', count)} skipped in {_steps(skipped)}"
-        text = f"{what}: loss or gradient was not finite."
+    count, where = _counted(steps, "learn/skipped")
+    if count:
+        text = f"{number(count, 9)} optimizer {_plural('step', count)} skipped in {where}: loss or gradient was not finite."
         out.append({"title": "Skipped updates", "text": text})
     apart = [row for row in steps if finite(row.get("learn/mismatch_warning"))]
     if apart:
@@ -177,11 +173,10 @@ def warnings(record: RunRecord) -> list[Row]:
         limit = number(finite(apart[-1].get("learn/mismatch_tolerance")))
         text = f"In {_steps(apart)} the mean difference of their log-probabilities {size}, above the tolerance of {limit}."
         out.append({"title": "Engines and learner disagree", "text": text})
-    replaced = [row for row in steps if finite(row.get("faults/replaced"))]
-    if replaced:
-        count = total(replaced, "faults/replaced") or 0
+    count, where = _counted(steps, "faults/replaced")
+    if count:
         what = "1 instance died and was" if count == 1 else f"{number(count, 9)} instances died and were"
-        out.append({"title": "Replaced instances", "text": f"{what} replaced in {_steps(replaced)}."})
+        out.append({"title": "Replaced instances", "text": f"{what} replaced in {where}."})
     unplanned = [row for row in steps if row.get("plan/failed") or row.get("plan/trouble")]
     if unplanned:
         first = unplanned[0]
@@ -205,6 +200,12 @@ def warnings(record: RunRecord) -> list[Row]:
         text = f"{percent(statistics.mean(cut))} of the responses of the last {len(cut)} steps ended at rollout.max_tokens."
         out.append({"title": "Responses are cut", "text": text})
     return out
+
+
+def _counted(steps: Sequence[Row], key: str) -> tuple[float, str]:
+    """Return the sum of a count over the steps, and the steps where it is not zero."""
+    rows = [row for row in steps if finite(row.get(key))]
+    return total(rows, key) or 0, _steps(rows)
 
 
 def length_groups(record: RunRecord) -> list[tuple[str, list[float]]]:
@@ -279,10 +280,10 @@ def _price(record: RunRecord) -> str:
     if not isinstance(price, dict):
         return ""
     kinds = {str(row.get("resource")) for row in record.ledger} or {"cpu", "gpu"}
-    parts = [f"{number(price.get(f'{kind}_slot_per_hour'))} per {kind.upper()} slot-hour" for kind in sorted(kinds)]
+    prices = {kind: finite(price.get(f"{kind}_slot_per_hour")) for kind in sorted(kinds)}
     parked = total([row for row in record.ledger if row.get("activity") == "parked"], "money")
-    prices = "at " + ", ".join(part for part in parts if not part.startswith(DASH))
-    return f"{prices}; {money(parked)} of it for the memory of parked processes" if parked else prices
+    text = "at " + ", ".join(f"{number(x)} per {kind.upper()} slot-hour" for kind, x in prices.items() if x is not None)
+    return f"{text}; {money(parked)} of it for the memory of parked processes" if parked else text
 
 
 def _run_name(record: RunRecord) -> str:

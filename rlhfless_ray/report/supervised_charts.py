@@ -6,42 +6,31 @@ from collections.abc import Sequence
 
 from rlhfless_ray.report.charts import Chart, Row, lines
 
+ACCURACY = (
+    "Share of pairs whose chosen response has the higher reward; with KTO, of responses that are on the right side; "
+    "of a process reward model, of steps whose own reward token is the likeliest."
+)
+REWARDS = (
+    ("learn/chosen_reward", "chosen", "@rollout", "solid"),
+    ("learn/rejected_reward", "rejected", "@learn", "solid"),
+    ("learn/margin", "difference", "@muted", "dot"),
+)
 
-def loss(rows: Sequence[Row]) -> Chart | None:
-    return _chart(rows, "supervised-loss", "Loss", "Mean of a step's rows, and of the held-out rows.", "loss")
 
-
-def accuracy(rows: Sequence[Row]) -> Chart | None:
-    note = (
-        "Share of pairs whose chosen response has the higher reward; with KTO, of responses that are on the right side; "
-        "of a process reward model, of steps whose own reward token is the likeliest."
+def learning(rows: Sequence[Row]) -> list[Chart]:
+    """Return the stage's charts, without those that it has no data for."""
+    reward = "For a reward model these are its values, otherwise beta times the log-ratio of policy and reference."
+    speed = "All tokens of a step's sequences, by the seconds of its update."
+    speeds = lines(rows, [("tokens/per_s", "tokens per second", "@rollout", "solid")])
+    charts = (
+        Chart("supervised-loss", "Loss", "Mean of a step's rows, and of the held-out rows.", _both(rows, "loss")),
+        Chart("supervised-accuracy", "Accuracy", ACCURACY, _both(rows, "accuracy")),
+        Chart("supervised-rewards", "Rewards", reward, lines(rows, REWARDS)),
+        Chart("supervised-speed", "Tokens per second", speed, speeds),
     )
-    return _chart(rows, "supervised-accuracy", "Accuracy", note, "accuracy")
+    return [chart for chart in charts if chart.data]
 
 
-def rewards(rows: Sequence[Row]) -> Chart | None:
-    """Draw the rewards of chosen and rejected responses, and their difference."""
-    data = lines(
-        rows,
-        [
-            ("learn/chosen_reward", "chosen", "@rollout", "solid"),
-            ("learn/rejected_reward", "rejected", "@learn", "solid"),
-            ("learn/margin", "difference", "@muted", "dot"),
-        ],
-    )
-    note = "For a reward model these are its values, otherwise beta times the log-ratio of policy and reference."
-    return Chart("supervised-rewards", "Rewards", note, data) if data else None
-
-
-def speed(rows: Sequence[Row]) -> Chart | None:
-    data = lines(rows, [("tokens/per_s", "tokens per second", "@rollout", "solid")])
-    return (
-        Chart("supervised-speed", "Tokens per second", "All tokens of a step's sequences, by the seconds of its update.", data)
-        if data
-        else None
-    )
-
-
-def _chart(rows: Sequence[Row], name: str, title: str, note: str, key: str) -> Chart | None:
-    data = lines(rows, [(f"learn/{key}", "training", "@rollout", "solid"), (f"eval/{key}", "held out", "@learn", "solid")])
-    return Chart(name, title, note, data) if data else None
+def _both(rows: Sequence[Row], key: str) -> list[Row]:
+    """Return the lines of a metric of training and of held-out rows."""
+    return lines(rows, [(f"learn/{key}", "training", "@rollout", "solid"), (f"eval/{key}", "held out", "@learn", "solid")])

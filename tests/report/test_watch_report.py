@@ -112,8 +112,9 @@ def test_an_evaluation_is_no_part_of_the_planned_rollout() -> None:
     planned = {"plan/rollout_s": 1.0, "plan/cost_slot_s": 1.0, "phase/rollout_s": 1.0, **frontier}
     rows = [{"step": n, **planned, "cost/rollout_slot_s": 1.0} for n in (1, 2)]
     rows.append({"step": 3, **planned, "cost/rollout_slot_s": 3.0, "phase/eval_s": 2.0})
-    cost, found = plan_charts.plan_cost(rows), plan_charts.frontier(rows)
-    assert cost is not None and [trace["x"] for trace in cost.data] == [[1, 2], [1, 2]] and "error is 0%" in cost.note
+    (cost,) = [chart for chart in plan_charts.plans(rows) if chart.id == "plan-cost"]
+    found = plan_charts.frontier(rows)
+    assert [trace["x"] for trace in cost.data] == [[1, 2], [1, 2]] and "error is 0%" in cost.note
     assert found is not None and found.title == "The frontier of step 2"
     only = plan_charts.frontier(rows[2:])
     assert only is not None and only.title == "The frontier of step 3"
@@ -349,12 +350,13 @@ def test_notes_count_the_steps_of_long_runs() -> None:
     rows = [{"step": i, "length/mean": 9.0, "plan/rollout_s": 1.5 if i % 2 else 0.5, "phase/rollout_s": 1.0} for i in range(1, 5001)]
     rows = [row | {"prefix/asked_tokens": 1, "prefix/header_tokens": 16, "prefix/break_even_tokens": None} for row in rows]
     lengths = next(chart for chart in learning_charts(RunRecord(Path("run"), metrics=rows)) if chart.id == "lengths")
-    plan, even = plan_charts.plan(rows), prefix_charts.break_even(rows)
+    (plan,), even = plan_charts.plans(rows), prefix_charts.break_even(rows)
     assert "the mean of about 42 steps" in lengths.note
-    assert plan is not None and "median error is 50%" in plan.note
+    assert "median error is 50%" in plan.note
     assert even is not None and "In 5000 of 5000 steps" in even.note
-    loss = supervised_charts.loss([{"step": i, "learn/loss": 1.0, "eval/loss": 1.0 if i % 100 == 0 else None} for i in range(5001)])
-    assert loss is not None and loss.data[1]["x"] == list(range(0, 5001, 100))
+    stage = [{"step": i, "learn/loss": 1.0, "eval/loss": 1.0 if i % 100 == 0 else None} for i in range(5001)]
+    (loss,) = supervised_charts.learning(stage)
+    assert loss.data[1]["x"] == list(range(0, 5001, 100))
     assert all(len(trace["x"]) <= charts.MAX_POINTS for chart in (lengths, plan, even, loss) for trace in chart.data)
 
 
