@@ -255,7 +255,7 @@ def test_a_supervised_stage_that_finds_no_space_failed(folder: RunFolder, full: 
     stage.recipe = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}})
     stage.folder, stage.progress = folder, ProgressDisplay("off", 1, title="")
     stage.recorder = RankRecorder(stage.recipe, folder, stage.progress, Ledger("cpu"), None, 1)
-    stage.recorder.metrics = Metrics(folder.path, WatchConfig(tensorboard=False, wandb="off"), "x", say=lambda _: None)
+    stage.recorder.metrics = Metrics(folder.path, WatchConfig(tensorboard=False, wandb="off"), say=lambda _: None)
     stage.recorder.metrics.write({"step": 1})
     full.left = room
     with pytest.raises(DiskFull) as caught:

@@ -361,10 +361,10 @@ def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytes
 
 def test_a_late_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
     watch = Recipe.parse(small_recipe(tmp_path)).watch
-    with Metrics(tmp_path, watch, "r") as sink:
+    with Metrics(tmp_path, watch) as sink:
         for step in (3, 4):
             sink.write({"step": step, "time_s": 10.0 * step, "reward/mean": 0.5})
-    with Metrics(tmp_path, watch, "r", resume_after_step=4) as sink:
+    with Metrics(tmp_path, watch, resume_after_step=4) as sink:
         sink.amend({"step": 4, "time_s": 99.0, "eval/accuracy_greedy": 0.7})
         sink.amend({"step": 5, "time_s": 100.0})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import yaml
+from typing import Any
 
 from rlhfless_ray.common.disk_space import append, replace_file
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report.openrlhf_names import SAMPLE, Shown, renamed, step_line
-
-MAX_ERROR_CHARS = 400  # characters of an error in messages
-
-
-class Sink(Protocol):
-    """A destination of rows besides the file."""
-
-    def write(self, row: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+from rlhfless_ray.report.sinks import MAX_ERROR_CHARS, Sink, SinkRun
 
 
 class Metrics:
@@ -37,19 +25,12 @@ class Metrics:
 
     Args:
         run_folder: the run's existing folder.
-        name: shown in Weights & Biases.
         resume_after_step: rows of later steps are removed from the file (they will be repeated) and hidden in TensorBoard.
         say: takes one line of text; default stderr.
     """
 
     def __init__(
-        self,
-        run_folder: Path,
-        watch: WatchConfig,
-        name: str,
-        *,
-        resume_after_step: int | None = None,
-        say: Callable[[str], None] | None = None,
+        self, run_folder: Path, watch: WatchConfig, *, resume_after_step: int | None = None, say: Callable[[str], None] | None = None
     ) -> None:
         self._say = say or _to_stderr
         self._watch = watch
@@ -59,18 +40,18 @@ class Metrics:
         self._owed = b""  # rows for which there was no space
         self._append()
         self._sinks: dict[str, Sink] = {}
-        run = _SinkRun(Path(run_folder), watch, watch.run_name or name, watch.wandb_group or name, resume_after_step, self._say)
+        run = SinkRun(Path(run_folder), watch, resume_after_step, self._say)
         known = (
-            ("TensorBoard", watch.tensorboard, _tensorboard),
-            ("Weights & Biases", watch.wandb != "off", _wandb),
-            ("MLflow", watch.mlflow, _mlflow),
-            ("trackio", watch.trackio, _trackio),
-            ("Prometheus", watch.prometheus, _prometheus),
+            ("TensorBoard", watch.tensorboard, "tensorboard_sink", "TensorBoard"),
+            ("Weights & Biases", watch.wandb != "off", "wandb_sink", "WandbRun"),
+            ("MLflow", watch.mlflow, "mlflow_sink", "MlflowRun"),
+            ("trackio", watch.trackio, "trackio_sink", "TrackioRun"),
+            ("Prometheus", watch.prometheus, "prometheus_sink", "Prometheus"),
         )
-        for label, is_on, make in known:
+        for label, is_on, module, sink in known:
             if is_on:
                 try:
-                    self._sinks[label] = make(run)
+                    self._sinks[label] = getattr(importlib.import_module(f"rlhfless_ray.report.{module}"), sink)(run)
                 except Exception as error:  # network, login, a missing package, …: none of these may end a run
                     self._say(f"{label} is off for this run: {one_line_with_type(error, MAX_ERROR_CHARS)}")
 
@@ -202,76 +183,6 @@ def _clean(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
         return str(value)
 
     return {key: plain(key, value) for key, value in row.items()}, bad
-
-
-@dataclass
-class _SinkRun:
-    """What sinks get to know of the run."""
-
-    folder: Path
-    watch: WatchConfig
-    name: str
-    group: str
-    resume_after_step: int | None
-    say: Callable[[str], None]
-
-    @cached_property
-    def recipe(self) -> dict[str, Any] | None:
-        """The recipe of the run folder, None if there is none."""
-        file = self.folder / "recipe.yaml"
-        return yaml.safe_load(file.read_text()) if file.is_file() else None
-
-
-def _tensorboard(run: _SinkRun) -> Sink:
-    from rlhfless_ray.report.tensorboard_sink import TensorBoard
-
-    root = run.watch.tensorboard_path
-    return TensorBoard(Path(root) / run.name if root else run.folder / "tensorboard", resume_after_step=run.resume_after_step)
-
-
-def _wandb(run: _SinkRun) -> Sink:
-    from rlhfless_ray.report.wandb_sink import WandbRun
-
-    watch = run.watch
-
-    def made(mode: Literal["auto", "online", "offline", "off"]) -> Sink:
-        return WandbRun(
-            run.folder,
-            mode=mode,
-            project=watch.wandb_project,
-            name=run.name,
-            entity=watch.wandb_entity,
-            group=run.group,
-            openrlhf_names=watch.metric_names == "openrlhf",
-            recipe=run.recipe,
-            say=run.say,
-        )
-
-    try:
-        return made(watch.wandb)
-    except Exception as error:  # no login or network: log offline instead
-        if watch.wandb != "online":
-            raise
-        run.say(f"cannot log to Weights & Biases online ({one_line_with_type(error, MAX_ERROR_CHARS)})")
-        return made("offline")
-
-
-def _mlflow(run: _SinkRun) -> Sink:
-    from rlhfless_ray.report.mlflow_sink import MlflowRun
-
-    return MlflowRun(run.folder, uri=run.watch.mlflow, name=run.name, experiment=run.watch.mlflow_experiment, recipe=run.recipe)
-
-
-def _trackio(run: _SinkRun) -> Sink:
-    from rlhfless_ray.report.trackio_sink import TrackioRun
-
-    return TrackioRun(project=run.watch.trackio, name=run.name, recipe=run.recipe)
-
-
-def _prometheus(run: _SinkRun) -> Sink:
-    from rlhfless_ray.report.prometheus_sink import Prometheus
-
-    return Prometheus(run.name)
 
 
 def _to_stderr(text: str) -> None:

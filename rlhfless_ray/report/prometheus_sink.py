@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from rlhfless_ray.report.sinks import SinkRun, numbers
+
 PREFIX = "rlhfless_"  # before it Ray puts `ray_`
 
 
@@ -16,17 +18,16 @@ def exported_name(metric: str) -> str:
 class Prometheus:
     """One gauge for each number of a row, with the run's name as the tag `run`."""
 
-    def __init__(self, run: str) -> None:
-        self._tags, self._gauges = {"run": run}, dict[str, Any]()
+    def __init__(self, run: SinkRun) -> None:
+        self._tags, self._gauges = {"run": run.name}, dict[str, Any]()
 
     def write(self, row: dict[str, Any]) -> None:
         from ray.util.metrics import Gauge
 
-        for key, value in row.items():
-            if isinstance(value, (int, float)):
-                if key not in self._gauges:
-                    self._gauges[key] = Gauge(exported_name(key), description=f"{key} of the last step", tag_keys=("run",))
-                self._gauges[key].set(float(value), tags=self._tags)
+        for key, value in {"step": row.get("step"), **numbers(row)}.items():
+            if key not in self._gauges:
+                self._gauges[key] = Gauge(exported_name(key), description=f"{key} of the last step", tag_keys=("run",))
+            self._gauges[key].set(value, tags=self._tags)
 
     def close(self) -> None:
         """Ray exports the last values until the process ends."""

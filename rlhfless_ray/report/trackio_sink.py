@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhfless_ray.report.sinks import SinkRun, numbers
+
 
 class TrackioRun:
     """A run in trackio. Processes of a resumed run continue the run of the same name."""
 
-    def __init__(self, *, project: str, name: str, recipe: dict[str, Any] | None) -> None:
+    def __init__(self, run: SinkRun) -> None:
         import trackio
 
-        self._run = trackio.init(project=project, name=name, config=recipe, resume="allow", embed=False)
+        self._run = trackio.init(project=run.watch.trackio, name=run.name, config=run.recipe, resume="allow", embed=False)
 
     def write(self, row: dict[str, Any]) -> None:
-        values = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
-        self._run.log(values, step=row.get("step"))
+        self._run.log(numbers(row), step=row.get("step"))
 
     def close(self) -> None:
         self._run.finish()

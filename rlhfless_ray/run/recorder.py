@@ -33,7 +33,7 @@ class RunRecorder:
         self.recipe, self.folder, self.ledger = recipe, folder, ledger
         self.progress = ProgressDisplay(recipe.watch.progress, recipe.run.steps, title=folder.path.name)
         after = steps_done if steps_done or (folder.path / "metrics.jsonl").exists() else None
-        self.metrics = Metrics(folder.path, recipe.watch, folder.path.name, resume_after_step=after, say=self.progress.message)
+        self.metrics = Metrics(folder.path, recipe.watch, resume_after_step=after, say=self.progress.message)
         self.step_times: deque[float] = deque(maxlen=21)  # the newest
         self.reporter: subprocess.Popen[bytes] | None = None
         self.reported_s = time.monotonic()

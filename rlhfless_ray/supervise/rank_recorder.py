@@ -46,7 +46,7 @@ class RankRecorder:
     def _open_metrics(self, done: int | None) -> None:
         """Open the metrics after the step `done`; rows of later ones are dropped."""
         folder = self.folder.path
-        self.metrics = Metrics(folder, self.recipe.watch, folder.name, resume_after_step=done, say=self.progress.message)
+        self.metrics = Metrics(folder, self.recipe.watch, resume_after_step=done, say=self.progress.message)
         self.done, self.counted, self.opened = done or 0, self.ledger.count, False
 
     def begin_ranks(self) -> None:

@@ -105,7 +105,7 @@ def test_the_line_of_a_step_reads_back() -> None:
 def test_sinks_get_other_names_and_the_file_its_own(tmp_path: Path) -> None:
     said: list[str] = []
     watch = WatchConfig(wandb="off", metric_names="openrlhf", every_steps=2, run_name="mine", tensorboard_path=str(tmp_path / "tb"))
-    with Metrics(tmp_path, watch, "run", say=said.append) as metrics:
+    with Metrics(tmp_path, watch, say=said.append) as metrics:
         got: list[dict] = []
         metrics._sinks = {"test": type("Sink", (), {"write": lambda self, row: got.append(row), "close": lambda self: None})()}
         for step in (1, 2, 3):
@@ -124,7 +124,7 @@ def test_a_sample_of_each_step_is_a_text_in_tensorboard(tmp_path: Path) -> None:
     """Under the tag and in the form that torch's writer gives such a text."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with Metrics(tmp_path, WatchConfig(wandb="off", metric_names="openrlhf"), "run", say=lambda _: None) as metrics:
+    with Metrics(tmp_path, WatchConfig(wandb="off", metric_names="openrlhf"), say=lambda _: None) as metrics:
         metrics.copy(metrics.keep({"step": 4, "learn/policy_loss": 0.5}, Shown("1+1=2", 1.0)))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -10,7 +10,7 @@ import pytest
 
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report.metrics import Metrics, read_jsonl
-from rlhfless_ray.report.prometheus_sink import Prometheus, exported_name
+from rlhfless_ray.report.prometheus_sink import exported_name
 from tests.conftest import ROOT
 
 ROWS = [{"step": 1, "reward/mean": 0.25, "plan/reason": "grow"}, {"step": 2, "reward/mean": 0.5, "learn/loss": None}]
@@ -19,7 +19,8 @@ ROWS = [{"step": 1, "reward/mean": 0.25, "plan/reason": "grow"}, {"step": 2, "re
 def write(folder: Path, **watch: object) -> list[str]:
     (folder / "recipe.yaml").write_text("run: {steps: 2}\nrollout: {top_p: 0.9}\n")
     said: list[str] = []
-    with Metrics(folder, WatchConfig(tensorboard=False, wandb="off", **watch), "mine", say=said.append) as metrics:  # type: ignore[arg-type]
+    settings = WatchConfig(tensorboard=False, wandb="off", run_name="mine", **watch)  # type: ignore[arg-type]
+    with Metrics(folder, settings, say=said.append) as metrics:
         for row in ROWS:
             metrics.write(row)
     return said
@@ -53,7 +54,7 @@ def test_a_sink_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatch: 
     assert len(read_jsonl(tmp_path / "metrics.jsonl")[0]) == 2
 
 
-def test_prometheus_gets_a_gauge_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prometheus_gets_a_gauge_for_each_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray.util.metrics
 
     values: dict[str, tuple[float, dict[str, str]]] = {}
@@ -67,9 +68,7 @@ def test_prometheus_gets_a_gauge_for_each_number(monkeypatch: pytest.MonkeyPatch
             values[self.name] = value, tags
 
     monkeypatch.setattr(ray.util.metrics, "Gauge", Gauge)
-    sink = Prometheus("mine")
-    for row in ROWS:
-        sink.write(row)
+    assert write(tmp_path, prometheus=True) == []
     assert values == {"rlhfless_step": (2.0, {"run": "mine"}), "rlhfless_reward_mean": (0.5, {"run": "mine"})}
 
 

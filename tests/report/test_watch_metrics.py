@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.recipe import WatchConfig
-from rlhfless_ray.report import metrics
+from rlhfless_ray.report import wandb_sink
 from rlhfless_ray.report.metrics import Metrics, read_jsonl
 
 FILE_ONLY = WatchConfig(tensorboard=False, wandb="off")
@@ -24,7 +26,7 @@ def test_rows_come_back_as_written_and_are_on_disk_at_once(tmp_path: Path) -> No
         {"step": 0, "eval/accuracy_sampled": 0.37},
         {"step": 1, "reward/mean": 0.5, "pool/decision": "Grow", "pool/reason": "zu groß", "forecast/spearman": None},
     ]
-    with Metrics(tmp_path, FILE_ONLY, "r") as sink:
+    with Metrics(tmp_path, FILE_ONLY) as sink:
         for row in rows:
             sink.write(row)
             assert rows_of(tmp_path)[-1] == row  # before close: a crash loses nothing
@@ -32,14 +34,14 @@ def test_rows_come_back_as_written_and_are_on_disk_at_once(tmp_path: Path) -> No
 
 
 def test_numpy_values_become_plain_json(tmp_path: Path) -> None:
-    with Metrics(tmp_path, FILE_ONLY, "r") as sink:
+    with Metrics(tmp_path, FILE_ONLY) as sink:
         sink.write({"step": np.int64(3), "a": np.float32(0.5), "b": np.bool_(True), "c": np.arange(2), "d": Path("x")})
     assert rows_of(tmp_path) == [{"step": 3, "a": 0.5, "b": True, "c": [0, 1], "d": "x"}]
 
 
 def test_values_that_are_not_finite_become_null_and_are_noted_once_per_metric(tmp_path: Path) -> None:
     said: list[str] = []
-    with Metrics(tmp_path, FILE_ONLY, "r", say=said.append) as sink:
+    with Metrics(tmp_path, FILE_ONLY, say=said.append) as sink:
         sink.write({"step": 1, "learn/kl": float("nan"), "learn/loss": 1.0, "x": np.float32("inf")})
         sink.write({"step": 2, "learn/kl": math.nan})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -53,7 +55,7 @@ def test_values_that_are_not_finite_become_null_and_are_noted_once_per_metric(tm
 def test_resume_drops_later_steps_and_the_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "v": step}) + "\n" for step in range(8)) + '{"step": 8, "v"')
-    with Metrics(tmp_path, FILE_ONLY, "r", resume_after_step=4) as sink:
+    with Metrics(tmp_path, FILE_ONLY, resume_after_step=4) as sink:
         sink.write({"step": 5, "v": 50})
     assert [(row["step"], row["v"]) for row in rows_of(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 50)]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl"]  # no temporary file is left
@@ -61,7 +63,7 @@ def test_resume_drops_later_steps_and_the_torn_line(tmp_path: Path) -> None:
 
 def test_reopening_repairs_a_torn_line_and_keeps_the_rest(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')  # whole JSON, but its newline never came
-    with Metrics(tmp_path, FILE_ONLY, "r") as sink:
+    with Metrics(tmp_path, FILE_ONLY) as sink:
         sink.write({"step": 2, "again": True})
     assert rows_of(tmp_path) == [{"step": 1}, {"step": 2, "again": True}]
 
@@ -75,10 +77,10 @@ def test_tensorboard_files_hold_the_scalars_and_a_resume_hides_later_steps(tmp_p
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     watch = WatchConfig(tensorboard=True, wandb="off")
-    with Metrics(tmp_path, watch, "r") as sink:
+    with Metrics(tmp_path, watch) as sink:
         for step in range(5):
             sink.write({"step": step, "reward/mean": step / 10, "pool/reason": "text is left out", "bad": math.nan})
-    with Metrics(tmp_path, watch, "r", resume_after_step=2) as sink:
+    with Metrics(tmp_path, watch, resume_after_step=2) as sink:
         sink.write({"step": 3, "reward/mean": 0.9})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -95,9 +97,9 @@ class BrokenSink:
 
 
 def test_a_failing_copy_is_said_once_and_the_file_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_wandb", lambda *args: BrokenSink())
+    monkeypatch.setattr(wandb_sink, "WandbRun", lambda run: BrokenSink())
     said: list[str] = []
-    with Metrics(tmp_path, WatchConfig(tensorboard=False, wandb="online"), "r", say=said.append) as sink:
+    with Metrics(tmp_path, WatchConfig(tensorboard=False, wandb="online"), say=said.append) as sink:
         sink.write({"step": 1})
         sink.write({"step": 2})
     assert len(rows_of(tmp_path)) == 2
@@ -105,63 +107,69 @@ def test_a_failing_copy_is_said_once_and_the_file_goes_on(tmp_path: Path, monkey
 
 
 def test_a_copy_that_cannot_start_is_said_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise ImportError("No module named 'wandb'")
-
-    monkeypatch.setattr(metrics, "_wandb", refuse)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     said: list[str] = []
-    with Metrics(tmp_path, WatchConfig(tensorboard=False, wandb="auto"), "r", say=said.append) as sink:
+    with Metrics(tmp_path, WatchConfig(tensorboard=False, wandb="auto"), say=said.append) as sink:
         sink.write({"step": 1})
     assert rows_of(tmp_path) == [{"step": 1}]
-    assert said == ["Weights & Biases is off for this run: ImportError: No module named 'wandb'"]
+    assert said == ["Weights & Biases is off for this run: ModuleNotFoundError: import of wandb halted; None in sys.modules"]
+
+
+@dataclass
+class Wandb:
+    """A stand-in that records calls: the real one takes seconds and starts a process."""
+
+    folder: Path
+    logged_in: bool = True
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    finished: int = 0
+    url: str | None = None
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **options: Any) -> Wandb:
+        self.starts.append(options)
+        if options["mode"] == "online" and not self.logged_in:
+            raise ValueError("No API key configured.")
+        return self
+
+    @property
+    def dir(self) -> str:
+        return str(self.folder / "wandb" / "offline-run" / "files")
+
+    def define_metric(self, name: str, step_metric: str) -> None: ...
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.logged.append(row)
+
+    def finish(self) -> None:
+        self.finished += 1
 
 
 def test_without_login_what_was_to_be_online_is_kept_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `--use_wandb True` on a machine where nobody is logged in."""
-    from rlhfless_ray.report import wandb_sink
-
-    modes: list[str] = []
-
-    class Run:
-        def __init__(self, folder: Path, *, mode: str, **_: Any) -> None:
-            modes.append(mode)
-            if mode == "online":
-                raise ValueError("No API key configured.")
-
-        def write(self, row: dict[str, Any]) -> None:
-            modes.append("written")
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(wandb_sink, "WandbRun", Run)
+    wandb = Wandb(tmp_path, logged_in=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     said: list[str] = []
-    with Metrics(tmp_path, WatchConfig(tensorboard=False, wandb="online"), "r", say=said.append) as sink:
+    with Metrics(tmp_path, WatchConfig(tensorboard=False, wandb="online"), say=said.append) as sink:
         sink.write({"step": 1})
-    assert modes == ["online", "offline", "written"]
-    assert said == ["cannot log to Weights & Biases online (ValueError: No API key configured.)"]
+    assert [start["mode"] for start in wandb.starts] == ["online", "offline"] and wandb.logged == [{"step": 1}]
+    assert said[0] == "cannot log to Weights & Biases online (ValueError: No API key configured.)"
 
 
 def test_wandb_gets_numbers_over_steps_inside_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a recording stand-in: the real one takes seconds and starts a process."""
-    import sys
-    from types import SimpleNamespace
-
-    calls: dict[str, object] = {}
-    logged: list[dict] = []
-    run = SimpleNamespace(
-        dir=str(tmp_path / "wandb" / "offline-run" / "files"), url=None, log=logged.append,
-        define_metric=lambda *a, **k: calls.update(metric=(a, k)), finish=lambda: calls.update(finished=True),
-    )  # fmt: skip
-    fake = SimpleNamespace(Settings=lambda **k: k, init=lambda **k: calls.update(init=k) or run)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    wandb = Wandb(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     (tmp_path / "recipe.yaml").write_text("run: {steps: 3}\n")
     said: list[str] = []
-    with Metrics(tmp_path, WatchConfig(tensorboard=False, wandb="auto", wandb_project="p"), "name", say=said.append) as sink:
+    watch = WatchConfig(tensorboard=False, wandb="auto", wandb_project="p", run_name="name")
+    with Metrics(tmp_path, watch, say=said.append) as sink:
         sink.write({"step": 1, "reward/mean": 0.5, "pool/reason": "text", "learn/kl": math.nan})
-    init = calls["init"]
-    assert isinstance(init, dict)
-    assert (init["mode"], init["project"], init["name"], init["dir"]) == ("offline", "p", "name", str(tmp_path))
-    assert init["config"] == {"run": {"steps": 3}} and init["settings"]["silent"] is True
-    assert logged == [{"step": 1, "reward/mean": 0.5}] and calls["finished"] is True
+    (start,) = wandb.starts
+    assert (start["mode"], start["project"], start["name"], start["dir"]) == ("offline", "p", "name", str(tmp_path))
+    assert start["group"] == tmp_path.name and start["config"] == {"run": {"steps": 3}} and start["settings"]["silent"] is True
+    assert wandb.logged == [{"step": 1, "reward/mean": 0.5}] and wandb.finished == 1
     assert any("wandb sync" in line for line in said)
