@@ -140,11 +140,11 @@ class RunRecord:
             row: dict[str, Any] = {name: words.setdefault(cell, cell) for name, cell in zip(header, cells, strict=False)}
             for key in LEDGER_NUMBERS:
                 row[key] = finite(row.get(key))
-            if len(cells) != len(header) or row["from_s"] is None or row["to_s"] is None:
+            if len(cells) != len(header) or row["from_s"] is None or row["to_s"] is None or row["to_s"] < row["from_s"]:
                 broken += bool(cells)
                 continue
             if row["seconds"] is None:
-                row["seconds"] = max(0.0, row["to_s"] - row["from_s"])
+                row["seconds"] = row["to_s"] - row["from_s"]
             row["step"] = None if row["step"] is None else int(row["step"])
             self.ledger.append(row)
         if broken:

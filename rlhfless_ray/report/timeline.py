@@ -11,26 +11,16 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import writing
 from rlhfless_ray.report.formatting import finite, natural_order
 
+PHASES = ("lease", "rollout", "score", "learn", "publish", "eval", "driver")
 STEP_KEYS = (
-    "reward/mean",
-    "pool/rollout_actors",
-    "pool/reason",
-    "cost/busy_slot_s",
-    "cost/full_slot_s",
-    "phase/lease_s",
-    "phase/rollout_s",
-    "phase/score_s",
-    "phase/learn_s",
-    "phase/publish_s",
-    "phase/eval_s",
-    "phase/driver_s",
+    *("reward/mean", "pool/rollout_actors", "pool/reason", "cost/busy_slot_s", "cost/full_slot_s"),
+    *(f"phase/{phase}_s" for phase in PHASES),
 )
 
 Row = Mapping[str, Any]
@@ -40,21 +30,19 @@ Event = dict[str, Any]
 def trace_events(rows: Iterable[Row], metrics: Iterable[Row] = ()) -> Iterator[Event]:
     """Yield trace events (microseconds) of ledger rows and, for the steps, of metrics rows (seconds).
 
-    Every ledger row becomes one complete event of category `activity`. Rows with invalid or reversed times are skipped.
+    Every ledger row becomes one complete event of category `activity`.
     """
-    usable = [row for row in rows if _interval(row) is not None]
-    usable.sort(key=lambda row: _interval(row) or (0, 0))
+    ordered = sorted(rows, key=_interval)
     yield from _process(1, "run", 0)
     yield {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "steps"}}
     yield from _steps(metrics)
-    nodes: dict[str, int] = {}
-    numbers = count(10)
-    for (node, parked), group in _grouped(usable):
-        key = f"{node} (parked)" if parked else node
-        pid = nodes.setdefault(key, next(numbers))
+    groups: dict[tuple[bool, str], list[Row]] = {}
+    for row in ordered:
+        groups.setdefault((row.get("activity") == "parked", str(row.get("node") or "?")), []).append(row)
+    for pid, (parked, node) in enumerate(sorted(groups), 10):
         yield from _process(pid, f"{'parked instances on' if parked else 'node'} {node}", 900 + pid if parked else pid)
-        yield from _tracks(pid, group, parked)
-    yield from _counters(usable)
+        yield from _tracks(pid, groups[parked, node], parked)
+    yield from _counters(ordered)
 
 
 def write_timeline(run_folder: Path) -> Path:
@@ -80,18 +68,8 @@ def write_timeline(run_folder: Path) -> Path:
     return path
 
 
-def _interval(row: Row) -> tuple[int, int] | None:
-    from_s, to_s = finite(row.get("from_s")), finite(row.get("to_s"))
-    if from_s is None or to_s is None or to_s < from_s:
-        return None
-    return round(from_s * 1e6), round(to_s * 1e6)
-
-
-def _grouped(rows: list[Row]) -> list[tuple[tuple[str, bool], list[Row]]]:
-    groups: dict[tuple[str, bool], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((str(row.get("node") or "?"), row.get("activity") == "parked"), []).append(row)
-    return sorted(groups.items(), key=lambda item: (item[0][1], item[0][0]))
+def _interval(row: Row) -> tuple[int, int]:
+    return round(row["from_s"] * 1e6), round(row["to_s"] * 1e6)
 
 
 def _process(pid: int, name: str, order: int) -> list[Event]:
@@ -107,7 +85,7 @@ def _tracks(pid: int, rows: list[Row], parked: bool) -> Iterator[Event]:
     ends: dict[str, list[int]] = {}
     for row in rows:
         slot = str(row.get("instance")) if parked else f"{row.get('resource') or 'slot'} {row.get('device')}"
-        begin, end = _interval(row) or (0, 0)
+        begin, end = _interval(row)
         lanes, lane_ends = tracks.setdefault(slot, []), ends.setdefault(slot, [])
         lane = next((i for i, last in enumerate(lane_ends) if last <= begin), len(lanes))
         if lane == len(lanes):
@@ -129,7 +107,7 @@ def _slices(pid: int, tid: int, rows: list[Row]) -> Iterator[Event]:
     together: list[Event] = []  # a holder's slice, followed by the slices nested in it
     tied_to: tuple[Any, ...] = ()
     for row in rows:
-        begin, end = _interval(row) or (0, 0)
+        begin, end = _interval(row)
         kind = str(row.get("kind"))
         tied = (kind, row.get("instance"), row.get("lease"))
         # Consecutive rows of one holder share a slice, so that a zoomed-out view shows holders instead of fragments.
@@ -169,8 +147,8 @@ def _counters(rows: list[Row]) -> Iterator[Event]:
     kinds: dict[str, float] = {}
     for row in rows:
         slots = finite(row.get("slots")) or 0.0
-        begin, end = _interval(row) or (0, 0)
-        if slots <= 0 or end <= begin:
+        begin, end = _interval(row)
+        if slots <= 0:
             continue
         kind = str(row.get("kind"))
         kinds[kind] = 0.0
