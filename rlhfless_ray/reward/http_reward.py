@@ -5,17 +5,13 @@ This is the JSON of OpenRLHF's clients and servers. Versions 0.8.0 to 0.8.2 answ
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
 
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.reward.openrlhf_reward import BadReturn, Query, query_of, scores_of
@@ -27,21 +23,6 @@ MAX_TRIES = 5  # per request while the server answers others, as in OpenRLHF
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0  # pause after a server's failure, doubled with every further one
 RETRY_STATUS = (408, 425, 429, 502, 503, 504)  # a server or proxy that is temporarily unavailable
 SHOWN_CHARS = 200
-
-
-class _PostRedirectHandler(urllib.request.HTTPRedirectHandler):
-    """Follow redirects 307 and 308 for POST, which FastAPI returns for a trailing slash. Python follows them for GET only."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> urllib.request.Request | None:
-        if code in (307, 308):
-            return urllib.request.Request(newurl, req.data, req.headers, req.origin_req_host, True)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-# Reward servers are inside the cluster: ignore the environment's proxies, as OpenRLHF's client does since 0.9.1.
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _PostRedirectHandler)
 
 
 @dataclass(frozen=True)
@@ -120,7 +101,12 @@ class _Batch:
 
 class HttpWorker(Worker):
     def __init__(self, source: HttpSource, timeout_s: float) -> None:
+        import httpx  # not at the top: drivers of every run load this module
+
         self.source, self.timeout_s = source, timeout_s
+        # Reward servers are inside the cluster: ignore the environment's proxies, as OpenRLHF's client does since 0.9.1. FastAPI
+        # redirects for a trailing slash.
+        self.client = httpx.Client(trust_env=False, follow_redirects=True, timeout=timeout_s)
         self.servers = deque(Server(url) for url in source.urls)
         self.failing_since_s: float | None = None  # start of the current outage of all servers
         self.last_answer_s = 0.0
@@ -234,31 +220,29 @@ class HttpWorker(Worker):
             )
 
     def _post(self, url: str, batch: list[Query]) -> list[Score]:
+        import httpx
+
         keys, queries, prompts, labels = (list(part) for part in zip(*batch, strict=True))
         try:
             body = json.dumps({"query": queries, "prompts": prompts, "labels": labels}).encode()
         except TypeError as error:
             raise _Refused(f"the label cannot be written as JSON: {error}", True) from None
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         try:
-            with OPENER.open(request, timeout=self.timeout_s) as response:
-                text = response.read()
-        except urllib.error.HTTPError as error:
-            words = f"HTTP {error.code} {error.reason}{_body_excerpt(error)}"
-            if error.code in RETRY_STATUS:
-                raise _Unavailable(words) from None
-            raise _Refused(words, error.code < 500) from None
-        except TimeoutError:
+            response = self.client.post(url, content=body, headers={"Content-Type": "application/json"})
+        except httpx.TimeoutException:
             raise _Unavailable(f"no answer in reward.timeout_s = {self.timeout_s:g} s") from None
-        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise _Unavailable(f"no answer in reward.timeout_s = {self.timeout_s:g} s") from None
-            raise _Unavailable(f"{reason or type(reason).__name__}") from None
+        except httpx.HTTPError as error:
+            raise _Unavailable(str(error) or type(error).__name__) from None
+        if not response.is_success:
+            excerpt = " ".join(response.text[:SHOWN_CHARS].split())
+            words = f"HTTP {response.status_code} {response.reason_phrase}" + (f": {excerpt}" if excerpt else "")
+            if response.status_code in RETRY_STATUS:
+                raise _Unavailable(words)
+            raise _Refused(words, response.status_code < 500)
         try:
-            return scores_of(json.loads(text), keys, url)
+            return scores_of(response.json(), keys, url)
         except ValueError:
-            raise _Refused(f"answered with invalid JSON: {text[:SHOWN_CHARS]!r}", True) from None
+            raise _Refused(f"answered with invalid JSON: {response.content[:SHOWN_CHARS]!r}", True) from None
         except BadReturn as error:
             raise _Refused(f"answered with {error}", True) from None
 
@@ -277,11 +261,3 @@ def _is_address(url: str) -> bool:
 def _next_due(waiting: deque[_Batch]) -> _Batch | None:
     now = time.monotonic()
     return next((batch for batch in waiting if batch.retry_at_s <= now), None)
-
-
-def _body_excerpt(error: urllib.error.HTTPError) -> str:
-    try:
-        text = " ".join(error.read(SHOWN_CHARS).decode("utf-8", "replace").split())
-    except (OSError, http.client.HTTPException):  # the server closed the connection
-        return ""
-    return f": {text}" if text else ""
