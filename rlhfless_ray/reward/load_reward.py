@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.reward.source import Source
-from rlhfless_ray.reward.user_file import UserFile, function_of
+from rlhfless_ray.reward.user_file import read_function
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -53,7 +53,4 @@ def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
         from rlhfless_ray.reward.openrlhf_reward import QuerySource
 
         return QuerySource.load(path, name, column, reward.batch_samples)
-    where = f"reward.function {function}"
-    file = UserFile.read(path, where)
-    function_of(file.checked_module(where), name, CONTRACT.format(name=name), ("", "", {}), where)
-    return RewardSource("file", name, file=file)
+    return RewardSource("file", name, file=read_function(path, name, CONTRACT.format(name=name), ("", "", {})))

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.time_limit import TimeLimit, TimeLimitExceeded
-from rlhfless_ray.reward.user_file import UserFile, function_of
+from rlhfless_ray.reward.user_file import UserFile, read_function
 from rlhfless_ray.reward.values import describe_exception, timeout_message, to_finite_float, to_float, unwrap
 from rlhfless_ray.types import Sample
 
@@ -51,10 +51,7 @@ class QuerySource(Source):
     @classmethod
     def load(cls, path: str, name: str, label_column: str, batch_samples: int) -> QuerySource:
         """Run the file's top-level code once and check the function. Raises UserError as `load_reward` does."""
-        where = f"reward.function {path}:{name}"
-        file = UserFile.read(path, where)
-        function_of(file.checked_module(where), name, CONTRACT.format(name=name), ([], [], []), where)
-        return cls(file, name, label_column, batch_samples)
+        return cls(read_function(path, name, CONTRACT.format(name=name), ([], [], [])), name, label_column, batch_samples)
 
 
 def query_of(key: int, sample: Sample, decode: Decode, label_column: str) -> Query:

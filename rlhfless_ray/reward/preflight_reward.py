@@ -19,7 +19,7 @@ from rlhfless_ray.common.preflight import isolated_main, run_isolated
 from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.openrlhf_reward import QuerySource
 from rlhfless_ray.reward.reward_functions import RewardSource
-from rlhfless_ray.reward.source import Score
+from rlhfless_ray.reward.source import Score, item_factory
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 SERVER_S = 30.0  # wait for a server that the same script has just started
@@ -68,13 +68,13 @@ def find_server(urls: Sequence[str], within_s: float) -> None:
 
 
 def _items(source: QuerySource, prompts: list[Prompt], tokenizer: Any) -> list[Any]:
-    items = []
+    items, make_item = [], item_factory(source, tokenizer)
     for key in range(max(2, source.batch_samples)):
         prompt = prompts[key % len(prompts)]
         label = str(prompt.row.get(source.label_column, "")) if key % 2 and source.label_column else ""
         tokens = np.array(tokenizer(label, add_special_tokens=False)["input_ids"] if label else [], np.int32)
         completion = Completion(key, tokens, np.zeros(len(tokens), np.float32), "stop", 0)
-        items.append(source.item(key, Sample(prompt, 0, completion), lambda ids: tokenizer.decode(ids, skip_special_tokens=False)))
+        items.append(make_item(key, Sample(prompt, 0, completion)))
     return items
 
 

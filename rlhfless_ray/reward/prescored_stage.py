@@ -1,4 +1,4 @@
-"""The score stage of samples that come with their rewards: check failures only."""
+"""The score stage of samples that come with their rewards: count failures only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.reward.scoring import check_failures
 from rlhfless_ray.types import Sample
 
 
@@ -37,12 +35,5 @@ class PrescoredStage(ScoreStage):
         with self.context.phases.phase(name):
             yield
 
-    def score(self, samples: list[Sample], step: int, name: str = "step") -> int:
-        failed = sum(sample.error is not None for sample in samples)
-        try:
-            check_failures(samples, failed, self.context.recipe.reward.max_failed_share)
-        except RunError:
-            self.context.record.samples(step, samples, name)
-            raise
-        self._report_failures(samples, failed, name)
-        return failed
+    def _score(self, samples: list[Sample]) -> int:
+        return sum(sample.error is not None for sample in samples)

@@ -10,8 +10,8 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.warm_memory_budget import FIRST_MB
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.reward.scoring import Scoring, check_failures, item_factory
-from rlhfless_ray.reward.source import Source
+from rlhfless_ray.reward.scoring import Scoring, check_failures
+from rlhfless_ray.reward.source import Source, item_factory
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample
 
@@ -87,24 +87,25 @@ class ScoreStage:
 
         Raises RunError if too many have none, after the samples are written to disk.
         """
-        record, share = self.context.record, self.context.recipe.reward.max_failed_share
-        scoring, self.ahead = self.ahead or self._scoring(len(samples)), None
+        record = self.context.record
         try:
-            scored_ahead = {id(sample) for sample in scoring.samples}
-            scoring.add([sample for sample in samples if id(sample) not in scored_ahead])
-            scoring.finish(record.progress.phase)
-            failed = scoring.failed
-            check_failures(samples, failed, share)
+            failed = self._score(samples)
+            check_failures(samples, failed, self.context.recipe.reward.max_failed_share)
         except RunError:
             record.samples(step, samples, name)
             raise
-        self._report_failures(samples, failed, name)
-        return failed
-
-    def _report_failures(self, samples: list[Sample], failed: int, name: str) -> None:
         if failed:
             first, where = next(s for s in samples if s.error is not None), "update" if name == "step" else name
-            self.context.record.progress.message(
+            record.progress.message(
                 f"{failed} of {len(samples)} samples could not be scored and are left out of the {where}; row "
                 f"{first.prompt.index}: {first.error}"
             )
+        return failed
+
+    def _score(self, samples: list[Sample]) -> int:
+        """Score the samples, and return how many have an error."""
+        scoring, self.ahead = self.ahead or self._scoring(len(samples)), None
+        scored_ahead = {id(sample) for sample in scoring.samples}
+        scoring.add([sample for sample in samples if id(sample) not in scored_ahead])
+        scoring.finish(self.context.record.progress.phase)
+        return scoring.failed

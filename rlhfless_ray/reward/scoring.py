@@ -16,14 +16,11 @@ from rlhfless_ray.functions.instance import GONE, Instance
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.local.member_process import members_memory_mb
 from rlhfless_ray.local.process_memory import own_memory_mb
-from rlhfless_ray.reward.source import Score, Source
+from rlhfless_ray.reward.source import Item, MakeItem, Score, Source
 from rlhfless_ray.types import Sample, Span
 
 REPLY_AFTER_S = 2.0  # a worker replies with what it has after this long
 SLACK_S = 30.0  # added to REPLY_AFTER_S and one sample's time limit, for delays on a busy machine
-
-Item = tuple[Any, ...]  # input of the source's worker; the first element is the position in the step's samples
-MakeItem = Callable[[int, Sample], Item]
 
 
 class RewardActor:
@@ -73,7 +70,7 @@ class Scoring:
 
     Args:
         item: converts a sample to the input of the pool's workers.
-        call_s: time in seconds that a worker may need beyond REPLY_AFTER_S; default: `timeout_s`.
+        call_s: time in seconds that a worker may need beyond REPLY_AFTER_S.
         make_room: as in `WorkerPool.replace`.
     """
 
@@ -83,12 +80,11 @@ class Scoring:
         timeout_s: float,
         max_failed: float,
         item: MakeItem,
-        call_s: float | None = None,
+        call_s: float,
         make_room: Callable[[], None] | None = None,
     ) -> None:
         self.pool, self.timeout_s, self.max_failed, self.item = pool, timeout_s, max_failed, item
-        self.call_s = timeout_s if call_s is None else call_s
-        self.make_room = make_room
+        self.call_s, self.make_room = call_s, make_room
         self.samples: list[Sample] = []
         self.running: dict[Any, _Call] = {}
         self.unassigned: list[tuple[list[Item], bool]] = []  # (remaining, one_by_one) of lost workers
@@ -189,18 +185,6 @@ def _without(items: list[Item], scores: list[Score]) -> list[Item]:
     """Return the items that have no score yet."""
     done = {score.key for score in scores}
     return [item for item in items if item[0] not in done]
-
-
-def item_factory(source: Source, tokenizer: Any) -> MakeItem:
-    """Return the `item` function of `Scoring` for a source."""
-
-    def decode(token_ids: list[int]) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def make(key: int, sample: Sample) -> Item:
-        return source.item(key, sample, decode)
-
-    return make
 
 
 def _fetch_scores(pool: WorkerPool, worker: Instance, ref: Any) -> list[Score] | None:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rlhfless_ray.types import Sample
 
 Decode = Callable[[list[int]], str]  # token ids → text, special tokens kept
+Item = tuple[Any, ...]  # input of a source's worker; the first element is the position in the step's samples
+MakeItem = Callable[[int, "Sample"], Item]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Source:
     pool_kind: ClassVar[str] = "score"  # pool of the processes that score
     on_device: ClassVar[bool] = False  # whether they use a device's memory
 
-    def item(self, key: int, sample: Sample, decode: Decode) -> tuple[Any, ...]:
+    def item(self, key: int, sample: Sample, decode: Decode) -> Item:
         """Convert a sample to a worker's input, which begins with `key`."""
         raise NotImplementedError
 
@@ -53,3 +55,8 @@ class Source:
     def call_s(self, timeout_s: float) -> float:
         """Return the maximum seconds that a worker may need beyond its reply interval."""
         return timeout_s
+
+
+def item_factory(source: Source, tokenizer: Any) -> MakeItem:
+    """Return the function that converts a sample, with its key, to the input of the source's worker."""
+    return lambda key, sample: source.item(key, sample, lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False))

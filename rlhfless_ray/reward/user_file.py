@@ -69,11 +69,14 @@ class UserFile:
         return lines[-1] if lines else None
 
 
-def function_of(module: types.ModuleType, name: str, contract: str, arguments: tuple[Any, ...], where: str) -> Any:
-    """Return the module's function `name`.
+def read_function(path: str, name: str, contract: str, arguments: tuple[Any, ...]) -> UserFile:
+    """Read a file and check its function `name` by loading it once.
 
-    Raises UserError, which begins with `where`, if it is missing, not callable, or cannot be called with `arguments`.
+    Raises UserError if the file cannot be loaded, or if the function is missing, not callable, or cannot be called with `arguments`.
     """
+    where = f"reward.function {path}:{name}"
+    file = UserFile.read(path, where)
+    module = file.checked_module(where)
     if not hasattr(module, name):
         functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         defined = f"it defines {', '.join(f'`{n}`' for n in functions)}" if functions else "it defines no function"
@@ -86,10 +89,10 @@ def function_of(module: types.ModuleType, name: str, contract: str, arguments: t
     try:
         signature = inspect.signature(value)
     except ValueError:  # some built-in callables have no signature: the first call checks it
-        return value
+        return file
     try:
         signature.bind(*arguments)
     except TypeError:
         count = {1: "one argument", 3: "three arguments"}[len(arguments)]
         raise UserError(f"{where}: `{name}{signature}` cannot take {count}; write `{contract}`") from None
-    return value
+    return file

@@ -21,8 +21,8 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.reward import scoring as module
 from rlhfless_ray.reward.reward_functions import RewardSource, RewardWorker
-from rlhfless_ray.reward.scoring import RewardActor, Scoring, check_failures, item_factory
-from rlhfless_ray.reward.source import Score
+from rlhfless_ray.reward.scoring import RewardActor, Scoring, check_failures
+from rlhfless_ray.reward.source import Score, item_factory
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -111,7 +111,7 @@ def score_samples(
     pool: Any, samples: list[Sample], timeout_s: float, *, max_failed_share: float = 1.0, say: Callable[[str], None] = lambda _: None
 ) -> int:
     """How many failed, once all are scored or too many have failed."""
-    scoring = Scoring(pool, timeout_s, max_failed_share * len(samples), ITEM)
+    scoring = Scoring(pool, timeout_s, max_failed_share * len(samples), ITEM, timeout_s)
     scoring.add(samples)
     scoring.finish(say)
     return scoring.failed
@@ -149,7 +149,7 @@ def test_a_lost_node_is_no_samples_fault() -> None:
 def test_a_worker_that_starts_for_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, samples = FakePool(1), samples_of("hang")
     pool.working[0].started = False
-    scoring = Scoring(pool, 0.01, 1, ITEM)
+    scoring = Scoring(pool, 0.01, 1, ITEM, 0.01)
     scoring.add(samples)
     (call,) = scoring.running.values()
     call.sent_s -= 60.0
@@ -263,7 +263,7 @@ def test_a_worker_whose_node_is_lost_while_engines_work_is_not_waited_for() -> N
     """They may hold every slot that is remaining: its share is scored with what is scored next."""
     pool, samples = FakePool(1), samples_of("lost", "bb", "ccc")
     pool.causes, pool.leases.without_lost = [FailureCause.NODE_LOST], lambda leases: []
-    scoring = Scoring(pool, 0.01, 1, ITEM)
+    scoring = Scoring(pool, 0.01, 1, ITEM, 0.01)
     scoring.add(samples[:2])
     assert scoring.collect(can_wait=False) and not scoring.running and not pool.working and pool.faults.counts[FailureCause.NODE_LOST] == 1
     samples[0].text = "a"
@@ -278,7 +278,7 @@ def test_a_worker_whose_node_is_lost_gets_a_slot_that_the_run_keeps_for_its_next
     """Ray would never grant what the run itself holds."""
     pool, samples, released = FakePool(1), samples_of("lost"), list[str]()
     pool.causes, pool.leases.without_lost = [FailureCause.NODE_LOST], lambda leases: []
-    scoring = Scoring(pool, 0.01, 1, ITEM, make_room=lambda: released.append("free leases"))
+    scoring = Scoring(pool, 0.01, 1, ITEM, 0.01, make_room=lambda: released.append("free leases"))
     scoring.add(samples)
     assert scoring.collect() and scoring.running and released == ["free leases"]
 
@@ -286,7 +286,7 @@ def test_a_worker_whose_node_is_lost_gets_a_slot_that_the_run_keeps_for_its_next
 def test_a_worker_that_dies_while_engines_work_is_replaced_under_its_lease() -> None:
     pool, samples = FakePool(1), samples_of("die", "bb")
     pool.leases.without_lost = lambda leases: ["its own"]
-    scoring = Scoring(pool, 0.01, 1, ITEM)
+    scoring = Scoring(pool, 0.01, 1, ITEM, 0.01)
     scoring.add(samples)
     assert scoring.collect(can_wait=False) and scoring.running and pool.faults.used == 1
 
@@ -298,7 +298,7 @@ def test_all_calls_of_a_lost_worker_go_to_one_successor(can_wait: bool, cause: F
     pool, samples = FakePool(1), samples_of("lost", "bb", "ccc", "dddd")
     pool.causes = [cause]
     pool.leases.without_lost = lambda leases: ["its own"] if cause is FailureCause.DIED else []
-    scoring = Scoring(pool, 0.01, 4, ITEM)
+    scoring = Scoring(pool, 0.01, 4, ITEM, 0.01)
     worker = pool.working[0]
     worker.actor.score.remote = lambda items, budget_s: SimpleNamespace(ready=True, value=ENDS["die"])
     scoring.add(samples[:2])
