@@ -72,7 +72,7 @@ def main(overrides: list[str]) -> float:
 
 
 def load_policy(recipe: Recipe) -> tuple[torch.nn.Module, object]:
-    """The policy of the recipe: from its cache, or made from scratch and trained on supervised examples first."""
+    """Load the recipe's policy from its cache, or make one from scratch and train it on supervised examples first."""
     files, needs_warm_start = initial_policy(recipe)
     if needs_warm_start:
         print(f"supervised warm start: {recipe.warm_start.steps} steps, cached afterwards", flush=True)
@@ -110,7 +110,7 @@ def sample(model: torch.nn.Module, prompts: list[Prompt], max_tokens: int, tempe
 
 
 def rollout(model: torch.nn.Module, prompts: list[Prompt], count: int, tokenizer, recipe: Recipe) -> list[Response]:
-    """`count` scored responses to each prompt, those of one prompt beside each other."""
+    """Sample and score `count` responses to each prompt. Responses to one prompt are neighbours."""
     verify = task(recipe.prompts.task).verify
     asked = [prompt for prompt in prompts for _ in range(count)]
     drawn = sample(model, asked, recipe.rollout.max_tokens, recipe.rollout.temperature, tokenizer.eos_token_id)
@@ -121,7 +121,7 @@ def rollout(model: torch.nn.Module, prompts: list[Prompt], count: int, tokenizer
 
 
 def make_batch(responses: list[Response], count: int) -> Batch:
-    """Responses as flat arrays, each with its advantage over the others of its prompt."""
+    """Convert responses to flat arrays, each with its advantage over the others of its prompt."""
     rewards = np.array([response.reward for response in responses]).reshape(-1, count)
     advantages = group_advantages(rewards).ravel()
     return Batch.of(
@@ -133,7 +133,7 @@ def make_batch(responses: list[Response], count: int) -> Batch:
 
 
 def update(policy: TokenLogprobs, optimizer: torch.optim.Optimizer, batch: Batch, recipe: Recipe) -> float:
-    """One optimizer step on the clipped surrogate loss; the mean over all response tokens of the batch."""
+    """Take one optimizer step on the clipped surrogate loss. Returns the loss, a mean over all response tokens of the batch."""
     algorithm, cpu = recipe.algorithm, torch.device("cpu")
     weights = token_weights(torch.from_numpy(batch.response_lengths), algorithm.loss_mean).float()
     advantages = torch.from_numpy(batch.advantages)
@@ -154,7 +154,7 @@ def update(policy: TokenLogprobs, optimizer: torch.optim.Optimizer, batch: Batch
 
 
 def evaluate(model: torch.nn.Module, prompts: list[Prompt], tokenizer, recipe: Recipe) -> float:
-    """Share of prompts whose one sampled response is right."""
+    """Return the share of prompts whose one sampled response is right."""
     return float(np.mean([response.reward for response in rollout(model, prompts, 1, tokenizer, recipe)]))
 
 
