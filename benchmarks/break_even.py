@@ -84,19 +84,15 @@ def main() -> None:
             table.add_row(f"{x:g}", *(f"{r[k]:.2f}" for k in ("time", "full", "busy")), f"{r['held']:.0%}")
         console.print(table)
     save("break_even", {"setting": BASE, "prefer": PREFER, "seeds": options.seeds, "curves": curves}, console=console)
-    console.print(_plot(curves, options.plot), highlight=False)
+    _plot(curves, options.plot)
+    console.print(f"written: {options.plot}", highlight=False)
     write_page()
     console.print(f"{time.process_time() - began:.0f} s of this process", highlight=False)
 
 
-def _plot(curves: dict[str, Any], path: Path) -> str:
-    try:
-        import matplotlib
+def _plot(curves: dict[str, Any], path: Path) -> None:
+    from matplotlib import pyplot
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return "no picture: it needs matplotlib (pip install matplotlib)"
     figure, axes = pyplot.subplots(1, len(curves), figsize=(4.2 * len(curves), 3.6))
     for axis, curve in zip(axes, curves.values(), strict=True):
         xs = list(curve["points"])
@@ -117,8 +113,6 @@ def _plot(curves: dict[str, Any], path: Path) -> str:
     axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return f"written: {path}"
 
 
 if __name__ == "__main__":

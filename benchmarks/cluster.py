@@ -148,16 +148,10 @@ def lag_table(name: str, found: dict[str, Any], console: Console) -> dict[str, A
 # ---- the whole --------------------------------------------------------------------------------------------------
 
 
-def plot(paper: dict[str, Any], path: Path) -> str | None:
-    """Cost and time of every policy, relative to `fixed`, one panel per setting. Returns why not, where matplotlib is
-    missing."""
-    try:
-        import matplotlib
+def plot(paper: dict[str, Any], path: Path) -> None:
+    """Draw cost and time of every policy, relative to `fixed`, one panel per setting."""
+    from matplotlib import pyplot
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return "no picture: it needs matplotlib (pip install matplotlib)"
     columns = min(3, len(paper))
     rows = -(-len(paper) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, sharex=True, sharey=True)
@@ -178,8 +172,6 @@ def plot(paper: dict[str, Any], path: Path) -> str | None:
     axes[0][0].legend(fontsize=6)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return None
 
 
 class Kept:
@@ -293,8 +285,9 @@ def main() -> None:
             kept.add(part, name, value, time.process_time() - began)
     show_targets(console, targets(content))
     if not options.quick:
-        missing = plot(content["paper"], options.plot) if "paper" in content else "no picture: part `paper` has not been run"
-        console.print(missing or f"written: {options.plot}", highlight=False)
+        if "paper" in content:
+            plot(content["paper"], options.plot)
+            console.print(f"written: {options.plot}", highlight=False)
         write_page()
 
 

@@ -22,9 +22,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.charts import sparkline
 from benchmarks.common.results import Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
-from benchmarks.common.svg import sparkline
 from benchmarks.learning.supervised_stages import STAGES, StageResult, train_stages
 from benchmarks.learning.train_reward_model import RewardModelTraining, in_order, verdicts
 from rlhfless_ray import Recipe, Runtime

@@ -172,19 +172,13 @@ def _why(row: dict[str, Any], rival: str) -> str:
     return text
 
 
-def draw(results: list[tuple[RolloutCase, dict[str, np.ndarray]]]) -> str:
-    """One panel a case, cost across, time up. Returns what became of it: without matplotlib there is no picture."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ModuleNotFoundError:
-        return "no picture: it needs matplotlib (pip install matplotlib)"
+def draw(results: list[tuple[RolloutCase, dict[str, np.ndarray]]]) -> None:
+    """Draw one panel a case, cost across, time up."""
+    from matplotlib import pyplot
 
     columns = min(3, len(results))
     rows = -(-len(results) // columns)
-    figure, panels = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.9 * rows), squeeze=False)
+    figure, panels = pyplot.subplots(rows, columns, figsize=(5.2 * columns, 3.9 * rows), squeeze=False)
     for panel in panels.flat[len(results) :]:
         panel.set_visible(False)
     for panel, (case, points) in zip(panels.flat, results, strict=False):
@@ -198,7 +192,6 @@ def draw(results: list[tuple[RolloutCase, dict[str, np.ndarray]]]) -> str:
     panels.flat[0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=90)
-    return f"written: {PICTURE.relative_to(PICTURE.parents[1])}"
 
 
 def table_of(name: str, what: str, rows: dict[str, dict[str, float]]) -> Table:
@@ -267,7 +260,8 @@ def main() -> None:
         quick=arguments.quick,
     )
     if not arguments.quick and not arguments.lengths:
-        console.print(draw(results), highlight=False)
+        draw(results)
+        console.print(f"written: {PICTURE.relative_to(PICTURE.parents[1])}", highlight=False)
         write_page()
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from benchmarks.common.charts import save_svg, svg_pyplot
 from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
 from benchmarks.common.results import FOLDER, Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
@@ -421,11 +422,7 @@ def shown_leases(folder: Path, runs: int, seconds: float = 12.0) -> list[dict[st
 
 
 def draw(leases: list[dict[str, Any]], path: Path, seconds: float = 12.0) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"font.size": 10, "svg.hashsalt": "rlhfless-ray", "hatch.linewidth": 0.6})
-    from matplotlib import pyplot
+    pyplot = svg_pyplot()
     from matplotlib.patches import Patch
 
     figure, axis = pyplot.subplots(figsize=(9.2, 1.9), layout="constrained")
@@ -447,7 +444,7 @@ def draw(leases: list[dict[str, Any]], path: Path, seconds: float = 12.0) -> Non
     ]
     handles.append(Patch(facecolor="white", edgecolor="#b4bac2", hatch="////", label="held, no work"))
     figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
-    figure.savefig(path, facecolor="white", metadata={"Date": None})
+    save_svg(figure, path)
 
 
 if __name__ == "__main__":

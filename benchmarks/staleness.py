@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.charts import save_svg, sparkline, svg_pyplot
 from benchmarks.common.results import Target, make_console, result_folder, save, show_targets
 from benchmarks.common.run_metadata import ROOT
-from benchmarks.common.svg import sparkline
 from benchmarks.learns import warm_policy
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.local.cluster import RayCluster
@@ -109,13 +109,7 @@ def show(found: dict[str, dict[str, Any]], console: Console) -> None:
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Draw the moving average of the reward, mean over seeds, over seconds and over slot-seconds."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"font.size": 10, "svg.hashsalt": "rlhfless-ray"})
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9.2, 3.4), sharey=True, layout="constrained")
+    figure, axes = svg_pyplot().subplots(1, 2, figsize=(9.2, 3.4), sharey=True, layout="constrained")
     for axis, (name, label) in zip(axes, (("step_s", "seconds of training"), ("slot_s", "slot-seconds leased")), strict=True):
         for mode, runs in found.items():
             ones = list(runs.values())
@@ -126,8 +120,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel(f"reward, mean of {SMOOTH} steps")
     axes[0].legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor="white", metadata={"Date": None})
+    save_svg(figure, path)
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.charts import sparkline
 from benchmarks.common.results import Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import run_process
-from benchmarks.common.svg import sparkline
 from benchmarks.final_model import FinalModel, check_final_model
 
 LEAST_SAMPLED, LEAST_GREEDY = 20.0, 12.0  # points, mean over the seeds; each seed at least half of it

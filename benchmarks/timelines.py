@@ -24,6 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.charts import save_svg, svg_pyplot
 from benchmarks.common.results import BUSY, FOLDER, Spread, make_console, result_folder, save
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import run_process
@@ -87,11 +88,7 @@ def leases(rows: list[dict[str, str]], first: int, end: int) -> list[dict[str, A
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"font.size": 10, "svg.hashsalt": "rlhfless-ray", "hatch.linewidth": 0.6})
-    from matplotlib import pyplot
+    pyplot = svg_pyplot()
     from matplotlib.patches import Patch
 
     is_busy = content["load_before"] > BUSY * content["cores"]
@@ -120,8 +117,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     handles.append(Patch(facecolor="#e3e6ea", edgecolor="#b4bac2", hatch="////", label="leased, no work"))
     handles.append(Patch(facecolor="white", edgecolor="#b4bac2", label="not leased"))
     figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, facecolor="white", metadata={"Date": None})
+    save_svg(figure, path)
 
 
 def picture_of(report: Path, path: Path) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.charts import save_svg, sparkline, svg_pyplot
 from benchmarks.common.results import Spread, result_folder
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import MeasuredProcess
-from benchmarks.common.svg import Line, line_chart, sparkline
 from benchmarks.peers.run_ours import run_ours
 from benchmarks.peers.run_trl import run_trl
 from rlhfless_ray import Recipe
@@ -62,16 +62,17 @@ def measure_curves(steps: int, threads: int, scratch: Path, console: Console, *,
     found = {"recipe": RECIPE.name, "prompts_per_step": PROMPTS, "group": plain.rollout.samples_per_prompt, "steps": steps}
     for run in (trl, ours):
         found[run.system] = _curve(run, PROMPTS * plain.rollout.samples_per_prompt)
-    chart = line_chart(
-        [Line(name, found[name]["time_s"], found[name]["reward_mean"]) for name in ("trl", "rlhfless_ray")],
-        title=f"Mean reward of a step, {plain.prompts.task} task, same policy and prompts",
-        x="seconds of training",
-        y="reward",
-    )
-    folder = result_folder(quick)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vs_trl_curves.svg").write_text(chart)
+    _draw(found, f"Mean reward of a step, {plain.prompts.task} task, same policy and prompts", result_folder(quick) / "vs_trl_curves.svg")
     return found
+
+
+def _draw(found: dict[str, Any], title: str, path: Path) -> None:
+    figure, axis = svg_pyplot().subplots(figsize=(7.2, 3.4), layout="constrained")
+    for name in ("trl", "rlhfless_ray"):
+        axis.plot(found[name]["time_s"], found[name]["reward_mean"], label=name)
+    axis.set(title=title, xlabel="seconds of training", ylabel="reward")
+    axis.legend()
+    save_svg(figure, path)
 
 
 def _policy(recipe: Recipe, folder: Path, threads: int, *, keep: bool) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.common import results
+from benchmarks.common.charts import sparkline
 from benchmarks.common.results import Spread, Target
-from benchmarks.common.svg import Line, line_chart, sparkline, ticks
 
 
 def test_spread_is_median_and_quartiles() -> None:
@@ -50,20 +49,6 @@ def test_the_file_says_where_it_was_measured_and_names_no_path(tmp_path: Path, m
     assert found["array"] == [0, 1] and found["none"] is None
     assert found["targets"][0]["met"] is False
     assert str(tmp_path) not in text and str(Path.home()) not in text
-
-
-def test_a_chart_is_well_formed_and_holds_every_line() -> None:
-    lines = [Line("a & b", [0, 1, 2], [0.0, 0.5, 1.0]), Line("flat", [0, 4], [0.3, 0.3])]
-    root = ElementTree.fromstring(line_chart(lines, title="x < y", x="seconds", y="reward"))
-    polylines = root.findall("{http://www.w3.org/2000/svg}polyline")
-    assert [len(line.get("points").split()) for line in polylines] == [3, 2]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.3, 0.05), (0, 750), (0.61, 0.64), (0, 0.0003)])
-def test_ticks_are_few_and_inside(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 13
-    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
 
 
 def test_sparkline_rises_with_its_values() -> None:
