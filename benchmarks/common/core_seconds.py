@@ -3,50 +3,32 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common.peak_memory import PeakMemory
+from benchmarks.common.peak_memory import TreeSampler
 
-INTERVAL_S = 0.25
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class CoreSeconds:
-    """Context manager that samples while it is open. What a process used after its last sample is missed."""
+class CoreSeconds(TreeSampler):
+    """Samples used CPU time while it is open. What a process used after its last sample is missed."""
 
     def __init__(self, pid: int) -> None:
+        super().__init__(pid)
         self.times: list[float] = []  # time.time()
         self.used: list[float] = []  # core-seconds until then
-        self._tree = PeakMemory(pid)
         self._by_pid: dict[tuple[int, int], float] = {}  # a pid may come again, with another start
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> CoreSeconds:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
 
     def between(self, start_s: float, end_s: float) -> float:
         """Return the core-seconds between two times, interpolated."""
         at = np.interp([start_s, end_s], self.times, self.used)
         return float(at[1] - at[0])
 
-    def _watch(self) -> None:
-        while True:
-            self.sample()
-            if self._ended.wait(INTERVAL_S):
-                return
-
     def sample(self) -> None:
-        for pid in self._tree.members():
+        for pid in self.members():
             try:
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             except OSError:

@@ -9,24 +9,22 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 SHARE = 0.02  # of one core that sampling may take: reading smaps_rollup walks page tables and disturbs what is measured
 LEAST_S = 0.2
 
 
-class PeakMemory:
-    """Context manager that samples while it is open; `peak_mb`, `processes` and `samples` afterwards (10⁶ bytes)."""
+class TreeSampler:
+    """Context manager that samples a process and all its descendants in a thread while it is open."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.peak_mb = 0.0
-        self.processes = 0
-        self.samples = 0
         self._seen: dict[int, int] = {}  # pid → start time: a child whose parent ended still belongs to the tree
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> PeakMemory:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -42,14 +40,9 @@ class PeakMemory:
             if self._ended.wait(max(LEAST_S, cost_s / SHARE)):
                 return
 
-    def sample(self) -> float:
-        """Megabytes now."""
-        sizes = [pss_bytes(pid) for pid in self.members()]
-        now_mb = sum(sizes) / 1e6
-        self.samples += 1
-        self.processes = max(self.processes, len(sizes))
-        self.peak_mb = max(self.peak_mb, now_mb)
-        return now_mb
+    def sample(self) -> object:
+        """Look at all members once."""
+        raise NotImplementedError
 
     def members(self) -> list[int]:
         """The process, its descendants, and former descendants that live on."""
@@ -62,6 +55,22 @@ class PeakMemory:
             grew = bool(new)
         self._seen = {pid: alive[pid][1] for pid in members if pid in alive}
         return list(self._seen)
+
+
+class PeakMemory(TreeSampler):
+    """Samples memory while it is open; `peak_mb` (10⁶ bytes), `processes` and `samples` afterwards."""
+
+    peak_mb = 0.0
+    processes = samples = 0
+
+    def sample(self) -> float:
+        """Return the megabytes now."""
+        sizes = [pss_bytes(pid) for pid in self.members()]
+        now_mb = sum(sizes) / 1e6
+        self.samples += 1
+        self.processes = max(self.processes, len(sizes))
+        self.peak_mb = max(self.peak_mb, now_mb)
+        return now_mb
 
 
 def processes() -> dict[int, tuple[int, int]]:

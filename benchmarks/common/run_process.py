@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def run_process(
     """
     start = time.monotonic()
     appeared: float | None = None
-    with log.open("w") as file:
+    with ExitStack() as stack:
+        file = stack.enter_context(log.open("w"))
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=folder,
@@ -71,24 +73,16 @@ def run_process(
             preexec_fn=end_with_parent,
         )
         peak = PeakMemory(process.pid)
-        used = CoreSeconds(process.pid) if cores else None
         if memory:
-            peak.__enter__()
-        if used is not None:
-            used.__enter__()
-        try:
-            while process.poll() is None:
-                if appeared is None and watched is not None and _has_step(watched):
-                    appeared = time.monotonic() - start
-                if time.monotonic() - start > timeout_s:
-                    raise RuntimeError(f"{command[0]} took longer than {timeout_s:.0f} s: {_tail(log)}")
-                time.sleep(POLL_S)
-        finally:
-            end_process(process)
-            if memory:
-                peak.__exit__()
-            if used is not None:
-                used.__exit__()
+            stack.enter_context(peak)
+        used = stack.enter_context(CoreSeconds(process.pid)) if cores else None
+        stack.callback(end_process, process)
+        while process.poll() is None:
+            if appeared is None and watched is not None and _has_step(watched):
+                appeared = time.monotonic() - start
+            if time.monotonic() - start > timeout_s:
+                raise RuntimeError(f"{command[0]} took longer than {timeout_s:.0f} s: {_tail(log)}")
+            time.sleep(POLL_S)
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode}: {_tail(log)}")
     return ProcessResult(time.monotonic() - start, peak.peak_mb, peak.processes, appeared, used)

@@ -70,6 +70,6 @@ def test_core_seconds_of_a_child_count() -> None:
             used.sample()
         assert used.between(used.times[0], used.times[-1]) <= used.used[-1] < 5
     finally:
-        for pid in used._tree.members():
+        for pid in used.members():
             subprocess.run(["kill", str(pid)], check=False)
         parent.wait()
