@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from rich.table import Table
 
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_process import MeasuredProcess, run_process
+from benchmarks.peers.peer_env import trl_python
+from benchmarks.peers.run_trl import run_trl
 from benchmarks.peers.shared_work import HALF_BILLION, LARGE, SYMBOLS, SharedWork
-from benchmarks.peers.trl_env import HERE, trl_python
 
 OURS = "rlhfless_ray"
 DROP = 1  # first steps, which create the optimizer's state
@@ -64,9 +64,7 @@ def write_rows(path: Path, task: str, count: int, seed: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def run_trl(task: str, size: Size, policy: Path, rows: Path, micro: int, threads: int, scratch: Path) -> MeasuredProcess:
-    result = scratch / "trl_result.json"
-    result.unlink(missing_ok=True)
+def train_trl(task: str, size: Size, policy: Path, rows: Path, micro: int, threads: int, scratch: Path) -> MeasuredProcess:
     settings = {
         "task": task,
         "policy": str(policy),
@@ -80,20 +78,11 @@ def run_trl(task: str, size: Size, policy: Path, rows: Path, micro: int, threads
         "beta": BETA,
         "max_tokens": MAX_TOKENS,
         "threads": threads,
-        "scratch": str(scratch / "trl"),
-        "result": str(result),
-        "spawned_s": time.time(),
     }
-    path = scratch / "trl_settings.json"
-    path.write_text(json.dumps(settings))
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONPATH", None)
-    ended = run_process([trl_python(), HERE / "trl_supervised_process.py", path], scratch / "trl.log", environment=environment)
-    said = json.loads(result.read_text())
-    return MeasuredProcess("trl", said["steps"], said["start_up_s"], ended.peak_mb, ended.processes, ended.wall_s, said["versions"])
+    return run_trl(settings, scratch, "trl_supervised_process.py")
 
 
-def run_ours(task: str, size: Size, policy: Path, rows: Path, threads: int, scratch: Path) -> MeasuredProcess:
+def train_ours(task: str, size: Size, policy: Path, rows: Path, threads: int, scratch: Path) -> MeasuredProcess:
     root = scratch / "runs"
     columns = {"response_column": "completion"} if task == "sft" else {}
     content = {
@@ -137,8 +126,8 @@ def measure(task: str, size: Size, rounds: int, policy: Path, threads: int, scra
     found: dict[str, list[MeasuredProcess]] = {}
     for _ in range(rounds):
         for micro in size.micro_rows:
-            found.setdefault(f"TRL, micro-batches of {micro}", []).append(run_trl(task, size, policy, rows, micro, threads, scratch))
-        found.setdefault(OURS, []).append(run_ours(task, size, policy, rows, threads, scratch))
+            found.setdefault(f"TRL, micro-batches of {micro}", []).append(train_trl(task, size, policy, rows, micro, threads, scratch))
+        found.setdefault(OURS, []).append(train_ours(task, size, policy, rows, threads, scratch))
     for name, runs in found.items():
         if name != OURS:
             check_same_work(size, runs[0], found[OURS][0])

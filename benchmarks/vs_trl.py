@@ -21,10 +21,10 @@ from benchmarks.common.results import Spread, Target, make_console, save, show_t
 from benchmarks.common.run_process import MeasuredProcess
 from benchmarks.peers.ceiling import Ceiling, measure_ceiling
 from benchmarks.peers.curves import measure_curves, show_curves
+from benchmarks.peers.peer_env import trl_python
 from benchmarks.peers.run_ours import recipe, run_ours
 from benchmarks.peers.run_trl import run_trl, settings
 from benchmarks.peers.shared_work import LARGE, SMALL, SharedWork
-from benchmarks.peers.trl_env import trl_python
 
 AHEAD = 1.0  # samples per second over TRL's
 OF_CEILING = {SMALL.name: 0.85, LARGE.name: 0.95}

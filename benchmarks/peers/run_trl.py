@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import MeasuredProcess, run_process
+from benchmarks.peers.peer_env import HERE, trl_python
 from benchmarks.peers.shared_work import Files, SharedWork
-from benchmarks.peers.trl_env import HERE, trl_python
 
 
 def settings(work: SharedWork, files: Files, steps: int, threads: int, *, alike: bool = True) -> dict[str, Any]:
@@ -37,7 +37,8 @@ def settings(work: SharedWork, files: Files, steps: int, threads: int, *, alike:
     }
 
 
-def run_trl(content: dict[str, Any], scratch: Path, *, timeout_s: float = 3600.0) -> MeasuredProcess:
+def run_trl(content: dict[str, Any], scratch: Path, script: str = "trl_process.py") -> MeasuredProcess:
+    """Run a script of this folder in TRL's environment."""
     result = scratch / "trl_result.json"
     result.unlink(missing_ok=True)
     path = scratch / "trl_settings.json"
@@ -45,6 +46,6 @@ def run_trl(content: dict[str, Any], scratch: Path, *, timeout_s: float = 3600.0
     path.write_text(json.dumps({**content, **told}))
     environment = {**os.environ, "OMP_NUM_THREADS": str(content["threads"]), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
-    ended = run_process([trl_python(), HERE / "trl_process.py", path], scratch / "trl.log", environment=environment, timeout_s=timeout_s)
+    ended = run_process([trl_python(), HERE / script, path], scratch / "trl.log", environment=environment)
     said = json.loads(result.read_text())
     return MeasuredProcess("trl", said["steps"], said["start_up_s"], ended.peak_mb, ended.processes, ended.wall_s, said["versions"])
