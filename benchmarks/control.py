@@ -8,8 +8,6 @@ partial rollouts beside the update instead, and compares their speed and cost.
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import os
 import tempfile
 import time
@@ -24,10 +22,10 @@ from rich.table import Table
 
 from benchmarks.common.ledger_anatomy import anatomy, gaps
 from benchmarks.common.replay import ReplayedRuntime
-from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
+from benchmarks.common.replay_setup import build, logical_gpus, recipe_for, synthetic_lengths
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.run_process import read_metrics
 from rlhfless_ray.functions.ledger import read_ledger
-from rlhfless_ray.local.local_ray import local_ray
 
 OVERHEAD = 0.01  # of the step
 FASTER = 1.8  # than fixed pools, with partial rollouts
@@ -91,8 +89,6 @@ def compare_lag(options: Any, learn_s: float, max_tokens: int, clock: float, con
 
 
 def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: float, **sections: Any) -> dict[str, Any]:
-    import ray
-
     lengths = synthetic_lengths(4 * options.prompts, options.samples, max_tokens, seed=0)
     world = build(folder, lengths, base_s=BASE_S, per_seq_s=PER_SEQ_S, start_s=1.0, learn_s=learn_s, clock=clock)
     recipe = recipe_for(
@@ -106,28 +102,15 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: 
         objective={"prefer": options.prefer},
         **{"functions": {"slot": "gpu"}, **sections},
     )
-    with local_ray():
-        ray.init(
-            address="local",
-            num_cpus=4,
-            num_gpus=options.gpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=2**29,
-        )
-    try:
-        cpu, driver = [], psutil.Process()
-        with ReplayedRuntime(recipe) as run:
-            before = driver.cpu_times()
-            for _ in run:
-                now = driver.cpu_times()
-                cpu.append(now.user + now.system - before.user - before.system)
-                before = now
-            path = run.folder.path
-    finally:
-        ray.shutdown()
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    cpu, driver = [], psutil.Process()
+    with logical_gpus(options.gpus), ReplayedRuntime(recipe) as run:
+        before = driver.cpu_times()
+        for _ in run:
+            now = driver.cpu_times()
+            cpu.append(now.user + now.system - before.user - before.system)
+            before = now
+        path = run.folder.path
+    rows = read_metrics(path)
     ledger = read_ledger(path / "ledger.csv")
     steady = [number for number in range(2, options.steps + 1)]  # the first step starts every process
     parts = anatomy(ledger)

@@ -7,7 +7,6 @@ the driver. The clock is sped up until the driver is what the rollout waits for.
 from __future__ import annotations
 
 import argparse
-import logging
 import tempfile
 import time
 from pathlib import Path
@@ -18,10 +17,9 @@ import psutil
 from rich.table import Table
 
 from benchmarks.common.replay import ReplayedRuntime, Script, finish_times
-from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
+from benchmarks.common.replay_setup import build, logical_gpus, recipe_for, synthetic_lengths
 from benchmarks.common.results import make_console, save
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Request
 
@@ -62,8 +60,6 @@ class Watched(ReplayedRuntime):
 
 
 def measure(folder: Path, clock: float, streams: int, engines: int, steps: int) -> list[dict[str, float]]:
-    import ray
-
     samples, max_tokens = 16, 2048
     lengths = synthetic_lengths(streams // samples, samples, max_tokens, seed=0)
     world = build(folder, lengths, base_s=BASE_S, per_seq_s=PER_SEQ_S, start_s=0.0, learn_s=0.0, clock=clock)
@@ -78,23 +74,11 @@ def measure(folder: Path, clock: float, streams: int, engines: int, steps: int) 
         objective={"prefer": 1.0},
         functions={"slot": "gpu"},
     )
-    with local_ray():
-        ray.init(
-            address="local",
-            num_cpus=4,
-            num_gpus=engines,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=2**29,
-        )
-    try:
-        with Watched(recipe, Script.read({"replay.json": (world.policy / "replay.json").read_bytes()})) as run:
-            for _ in run:
-                pass
-            return run.measured
-    finally:
-        ray.shutdown()
+    script = Script.read({"replay.json": (world.policy / "replay.json").read_bytes()})
+    with logical_gpus(engines), Watched(recipe, script) as run:
+        for _ in run:
+            pass
+        return run.measured
 
 
 def main() -> None:

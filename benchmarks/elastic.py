@@ -10,9 +10,7 @@ elastic           the plan of each step decides how many cores each phase leases
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
-from benchmarks.common.run_process import run_process
+from benchmarks.common.run_process import train
 
 
 @dataclass(frozen=True)
@@ -49,23 +47,7 @@ def modes(cores: int, prefers: list[float]) -> list[Mode]:
 
 def run(mode: Mode, recipe: Path, overrides: list[str], root: Path, drop: int) -> list[dict[str, float]]:
     """Steady steps: step_s, full_slot_s, busy_slot_s, tokens."""
-    root.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "rlhfless_ray",
-        "train",
-        recipe,
-        f"run.root={root}",
-        "run.name=run",
-        "watch.progress='plain'",
-        "evaluate.prompts=0",
-        "watch.wandb='off'",
-        *overrides,
-        *mode.overrides,
-    ]
-    run_process(command, root / "log")
-    rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    _, rows = train(recipe, ["evaluate.prompts=0", "watch.wandb='off'", *overrides, *mode.overrides], root)
     return [
         {
             "step_s": row["step_s"],

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.run_metadata import ROOT
+from benchmarks.common.run_process import read_metrics
 from rlhfless_ray import Recipe
 
 TOLERANCE = 0.01  # of the prompts: rounding may turn a near tie of two tokens
@@ -69,7 +70,7 @@ def heldout(run: Path) -> tuple[Recipe, list[Any]]:
 
 
 def _own_accuracy(run: Path) -> float | None:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run)
     found = [row["eval/accuracy_greedy"] for row in rows if row.get("eval/accuracy_greedy") is not None]
     return float(found[-1]) if found else None
 

@@ -17,7 +17,6 @@ import argparse
 import json
 import logging
 import shutil
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +26,15 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.common.replay import ReplayedRuntime
-from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
+from benchmarks.common.replay_setup import build, logical_gpus, recipe_for, synthetic_lengths
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
-from benchmarks.common.run_process import run_process
+from benchmarks.common.run_process import read_metrics, train
 from benchmarks.elastic import Mode, check_same_work
 from benchmarks.peers.shared_work import HALF_BILLION
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.weights.tensor_file import Files
 
+PROMPTS, SAMPLES = 16, 8  # of a step of the real runs
 RULES = ("off", "tau", "auto")
 WAYS = ("prefill", "pages", "copied")
 MOVE_S = 0.1  # wanted of a move, at the median
@@ -207,39 +207,33 @@ def read(rows: list[dict[str, Any]], drop: int) -> list[dict[str, float]]:
     ]
 
 
-def real(mode: Mode, model: Path, options: Any, root: Path, overrides: list[str]) -> list[dict[str, float]]:
+def write_long_tailed(root: Path, model: Path, steps: int, cores: int) -> Path:
+    """Write the recipe of a run whose lengths stay as they are, with at least so many engines."""
+    tree = {
+        "run": {"steps": steps},
+        "policy": {"path": str(model)},
+        "prompts": {"task": "chain", "batch_prompts": PROMPTS, "rows": 64},
+        "evaluate": {"prompts": 0},
+        "reward": {"function": "task"},
+        "rollout": {"samples_per_prompt": SAMPLES, "max_tokens": 1200, "kv_cache_mb": 512, "stream_interval_s": 0.1, "min_actors": cores},
+        "learner": {"learning_rate": 1e-9, "max_slots_per_rank": cores},
+        "watch": {"tensorboard": False, "wandb": "off", "samples_per_step": 1},
+    }
     root.mkdir(parents=True)
     recipe = root / "recipe.yaml"
-    recipe.write_text(
-        json.dumps(
-            {  # JSON is YAML
-                "run": {"name": "run", "root": str(root), "steps": options.steps},
-                "policy": {"path": str(model)},
-                "prompts": {"task": "chain", "batch_prompts": 16, "rows": 64},
-                "evaluate": {"prompts": 0},
-                "reward": {"function": "task"},
-                "rollout": {
-                    "samples_per_prompt": 8,
-                    "max_tokens": 1200,
-                    "kv_cache_mb": 512,
-                    "stream_interval_s": 0.1,
-                    "max_actors": options.cores,
-                    "min_actors": options.cores,  # all begin with as many, and what differs is the moves
-                },
-                "learner": {"learning_rate": 1e-9, "max_slots_per_rank": options.cores},  # lengths stay what they are
-                "watch": {"progress": "plain", "tensorboard": False, "wandb": "off", "samples_per_step": 1},
-            }
-        )
-    )
-    run_process([sys.executable, "-m", "rlhfless_ray", "train", recipe, *overrides, *mode.overrides], root / "log")
-    rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    recipe.write_text(json.dumps(tree))  # JSON is YAML
+    return recipe
+
+
+def real(mode: Mode, model: Path, options: Any, root: Path, overrides: list[str]) -> list[dict[str, float]]:
+    """All begin with as many engines, and what differs is the moves."""
+    recipe = write_long_tailed(root, model, options.steps, options.cores)
+    _, rows = train(recipe, [f"rollout.max_actors={options.cores}", *overrides, *mode.overrides], root)
     return read(rows, options.drop)
 
 
 def replayed(mode: Mode, options: Any, folder: Path, gpus: int, prefer: float) -> list[dict[str, float]]:
     """A step of `--prompts` × 8 on logical GPUs, at `--clock` times the speed of the script."""
-    import ray
-
     prompts, samples, max_tokens = options.prompts, 8, 4096
     lengths = synthetic_lengths(4 * prompts, samples, max_tokens, seed=0)
     world = build(folder, lengths, base_s=8.5e-3, per_seq_s=1e-3 * options.per_seq_ms, start_s=1.0, learn_s=2.0, clock=options.clock)
@@ -256,23 +250,11 @@ def replayed(mode: Mode, options: Any, folder: Path, gpus: int, prefer: float) -
         functions={"slot": "gpu"},
         rollout={**sections, "samples_per_prompt": samples, "max_tokens": max_tokens, "max_actors": gpus, "stream_interval_s": 0.1},
     )
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=gpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=2**29,
-    )
-    try:
-        with ReplayedRuntime(recipe) as run:
-            for _ in run:
-                pass
-            path = run.folder.path
-    finally:
-        ray.shutdown()
-    return read([json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()], options.drop)
+    with logical_gpus(gpus), ReplayedRuntime(recipe) as run:
+        for _ in run:
+            pass
+        path = run.folder.path
+    return read(read_metrics(path), options.drop)
 
 
 def compare(console: Any, title: str, found: dict[str, list[dict[str, float]]], rounds: int, *, replayed: bool = False) -> dict[str, Any]:

@@ -9,9 +9,7 @@ modes train the same number of whole groups.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,12 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
-from benchmarks.common.run_process import run_process
-from benchmarks.migrate import policy
+from benchmarks.common.run_process import train
+from benchmarks.migrate import PROMPTS, SAMPLES, policy, write_long_tailed
 from rlhfless_ray.weights.model_folder import write_folder
 
 LEAST = 1.3  # times the samples per second of synchronous steps
 SYNCHRONOUS = "synchronous"
-PROMPTS, SAMPLES = 16, 8
 AHEAD = ["rollout.partial=continue", "rollout.ahead=true", "rollout.min_actors=1", "learner.max_slots_per_rank=1"]  # beside the update
 MODES = {
     SYNCHRONOUS: [],
@@ -40,21 +37,8 @@ MODES = {
 
 def run(mode: str, model: Path, root: Path, steps: int, overrides: list[str]) -> dict[str, float]:
     """Train, and return rates and shares over the steps after the first."""
-    root.mkdir(parents=True)
-    recipe = root / "recipe.yaml"
-    tree = {
-        "run": {"name": "run", "root": str(root), "steps": steps},
-        "policy": {"path": str(model)},
-        "prompts": {"task": "chain", "batch_prompts": PROMPTS, "rows": 64},
-        "evaluate": {"prompts": 0},
-        "reward": {"function": "task"},
-        "rollout": {"samples_per_prompt": SAMPLES, "max_tokens": 1200, "kv_cache_mb": 512, "stream_interval_s": 0.1, "min_actors": 2},
-        "learner": {"learning_rate": 1e-9, "max_slots_per_rank": 2},  # lengths stay what they are
-        "watch": {"progress": "plain", "tensorboard": False, "wandb": "off", "samples_per_step": 1},
-    }
-    recipe.write_text(json.dumps(tree))  # JSON is YAML
-    run_process([sys.executable, "-m", "rlhfless_ray", "train", recipe, *overrides, *MODES[mode]], root / "log")
-    rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    recipe = write_long_tailed(root, model, steps, 2)
+    rows = train(recipe, [*overrides, *MODES[mode]], root)[1][1:]
     seconds, tokens = sum(row["step_s"] for row in rows), sum(row["tokens/generated"] for row in rows)
 
     def by_token(name: str) -> float:

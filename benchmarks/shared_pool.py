@@ -31,7 +31,7 @@ from benchmarks.common.charts import save_svg, svg_pyplot
 from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
 from benchmarks.common.results import FOLDER, Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
-from benchmarks.common.run_process import end_process, end_with_parent
+from benchmarks.common.run_process import end_process, end_with_parent, read_metrics
 from rlhfless_ray.functions.ledger import Row, read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
@@ -372,7 +372,7 @@ def audit(runs: list[Path], status: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(run: Path) -> dict[str, Any]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run)
     taken, given = (sum(row.get(f"shared/slots_{what}", 0) for row in rows) for what in ("taken", "given"))
     last = rows[-1]
     return {

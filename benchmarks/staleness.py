@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.common.charts import save_svg, sparkline, svg_pyplot
 from benchmarks.common.results import Target, make_console, result_folder, save, show_targets
 from benchmarks.common.run_metadata import ROOT
+from benchmarks.common.run_process import read_metrics
 from benchmarks.learns import warm_policy
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.local.cluster import RayCluster
@@ -58,7 +59,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         for _ in run:
             pass
         folder = run.folder.path
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder)
     steps, evaluated = [row for row in rows if row["step"] > 0], [row for row in rows if "eval/accuracy_sampled" in row]
     columns = {"reward": "reward/mean", "step_s": "step_s", "slot_s": "cost/full_slot_s", "old_share": "lag/old_share"}
     columns |= {"effective_share": "learn/effective_share", "sampler_kl": "learn/sampler_kl"}

@@ -7,7 +7,6 @@ anatomy.py). Steps with an evaluation and the first `--drop` ones are not steady
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from rich.table import Table
 from benchmarks.common.ledger_anatomy import PARTS, StepAnatomy, anatomy, gaps, warm_starts
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
+from benchmarks.common.run_process import read_metrics
 from rlhfless_ray import Recipe
 from rlhfless_ray.functions.ledger import read_ledger
 
@@ -150,7 +150,7 @@ def main() -> None:
         own = [f"run.root={root}", f"run.steps={steps}", "evaluate.every_steps=0"]
         recipe = Recipe.load(options.recipe, [*own, *options.overrides])
         folder, start_up = measure(recipe)
-        rows = steady([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], drop)
+        rows = steady(read_metrics(folder), drop)
         ledger = read_ledger(folder / "ledger.csv")
     by_step = anatomy(ledger)
     found = [by_step[row["step"]] for row in rows]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.table import Table
 from benchmarks.common.charts import sparkline
 from benchmarks.common.results import Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
-from benchmarks.common.run_process import run_process
+from benchmarks.common.run_process import train
 from benchmarks.final_model import FinalModel, check_final_model
 
 LEAST_SAMPLED, LEAST_GREEDY = 20.0, 12.0  # points, mean over the seeds; each seed at least half of it
@@ -75,23 +74,8 @@ class Seed:
 
 
 def run_seed(recipe: Path, overrides: list[str], seed: int, root: Path, *, check_model: bool) -> Seed:
-    command = [
-        sys.executable,
-        "-m",
-        "rlhfless_ray",
-        "train",
-        recipe,
-        f"run.seed={seed}",
-        f"run.root={root}",
-        f"run.name=seed-{seed}",
-        "watch.progress='plain'",
-        "watch.samples_per_step=0",
-        *overrides,
-    ]
-    root.mkdir(parents=True, exist_ok=True)
-    ended = run_process(command, root / f"seed-{seed}.log")
     run = root / f"seed-{seed}"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ended, rows = train(recipe, [f"run.seed={seed}", "watch.samples_per_step=0", *overrides], root, name=run.name)
     evaluated = [row for row in rows if row.get("eval/accuracy_sampled") is not None]
     steps = [row for row in rows if row["step"] > 0]
     ways = [way for way in ("sampled", "greedy") if f"eval/accuracy_{way}" in evaluated[0]]

@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 from benchmarks.common.charts import save_svg, svg_pyplot
 from benchmarks.common.results import BUSY, FOLDER, Spread, make_console, result_folder, save
 from benchmarks.common.run_metadata import ROOT
-from benchmarks.common.run_process import run_process
+from benchmarks.common.run_process import train
 
 IMAGES = ROOT / "docs" / "images"
 COLOURS = {"rollout": "#2f6fd0", "learn": "#dc7f14", "score": "#23946a"}
@@ -51,17 +50,11 @@ def lags(prefer: float) -> dict[str, list[str]]:
 
 def run(overrides: list[str], recipe: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the medians of the steady steps and the leases of the steps to draw."""
-    root.mkdir(parents=True)
-    command = [
-        sys.executable, "-m", "rlhfless_ray", "train", recipe, f"run.root={root}", "run.name=quickstart", f"run.steps={options.steps}",
-        "watch.progress='plain'", "watch.wandb='off'", *overrides,
-    ]  # fmt: skip
-    run_process(command, root / "log", timeout_s=options.timeout_s)
-    folder = root / "quickstart"
-    rows_of_steps = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    steps = [row for row in rows_of_steps if row["step"] > 0]  # row 0 is the first evaluation
+    own = [f"run.steps={options.steps}", "watch.wandb='off'"]
+    _, metrics = train(recipe, [*own, *overrides], root, name="quickstart", timeout_s=options.timeout_s)
+    steps = [row for row in metrics if row["step"] > 0]  # row 0 is the first evaluation
     steady = [row for row in steps if options.drop < row["step"]]
-    with (folder / "ledger.csv").open() as file:
+    with (root / "quickstart" / "ledger.csv").open() as file:
         rows = list(csv.DictReader(file))
     return {
         "step_s": Spread.of(row["step_s"] for row in steady),

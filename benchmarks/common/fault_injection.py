@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.common.replay import ReplayedRuntime
+from benchmarks.common.run_process import read_metrics
 from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.runtime import Runtime
@@ -253,7 +254,7 @@ def outcome(path: Path) -> dict[int, list[tuple[Any, ...]]]:
 
 
 def step_rows(path: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(path)
     return [row for row in rows if row["step"] > 0]
 
 

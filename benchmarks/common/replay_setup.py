@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import numpy as np
 
 from benchmarks.common.replay import Script, prompt_key
 from rlhfless_ray.learn.tiny_model import scratch_policy
+from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import write_folder
@@ -59,6 +63,27 @@ def build(
     reward = folder / "reward.py"
     reward.write_text(REWARD)
     return ReplaySetup(policy, prompts, reward)
+
+
+@contextmanager
+def logical_gpus(count: int) -> Iterator[None]:
+    """Run a local Ray with so many GPUs that are only numbers."""
+    import ray
+
+    with local_ray():
+        ray.init(
+            address="local",
+            num_cpus=4,
+            num_gpus=count,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=2**29,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def recipe_for(

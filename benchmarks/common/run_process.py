@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.core_seconds import CoreSeconds
 from benchmarks.common.peak_memory import PeakMemory
@@ -86,6 +89,21 @@ def run_process(
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode}: {_tail(log)}")
     return ProcessResult(time.monotonic() - start, peak.peak_mb, peak.processes, appeared, used)
+
+
+def train(
+    recipe: Path, overrides: Sequence[str], root: Path, *, name: str = "run", timeout_s: float = 3600.0
+) -> tuple[ProcessResult, list[dict[str, Any]]]:
+    """Train by the command line in the folder `name` below `root`. Returns also the rows of metrics.jsonl."""
+    root.mkdir(parents=True, exist_ok=True)
+    own = (f"run.root={root}", f"run.name={name}", "watch.progress='plain'")
+    command = [sys.executable, "-m", "rlhfless_ray", "train", recipe, *own, *overrides]
+    return run_process(command, root / f"{name}.log", timeout_s=timeout_s), read_metrics(root / name)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def end_process(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.common.run_process import MeasuredProcess, run_process
+from benchmarks.common.run_process import MeasuredProcess, read_metrics, run_process
 from benchmarks.peers.shared_work import Files, SharedWork
 
 
@@ -54,7 +53,7 @@ def run_ours(content: dict[str, Any], scratch: Path, *, timeout_s: float = 3600.
     folder = Path(content["run"]["root"]) / content["run"]["name"]
     command = [sys.executable, "-m", "rlhfless_ray", "train", path]
     ended = run_process(command, scratch / "ours.log", watched=folder / "metrics.jsonl", timeout_s=timeout_s)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder)
     steps = [step_row(row) for row in rows if row["step"] > 0]
     start_up_s = (ended.appeared_s or float("nan")) - (steps[0]["step_s"] if steps else 0.0)
     return MeasuredProcess("rlhfless_ray", steps, start_up_s, ended.peak_mb, ended.processes, ended.wall_s)
