@@ -1,31 +1,39 @@
 """Fork a private Ray's workers from one process that has imported vLLM, torch and DeepSpeed.
 
 Importing vLLM takes 5.2 CPU seconds, most of what starting an engine costs. A forked worker has it done. The server imports everything in
-one thread. Ray starts workers through `worker_prefix`: this file, run as a program, hands its arguments, environment and
-standard streams to the server, and ends with the forked worker. If it is killed, the worker is, too. Without a server it runs the worker
-itself. Further members of an actor are forked in the same way, see `local_ray.forked`.
+one thread. Ray starts workers through `worker_prefix`: a small program (`fork_client.py`) hands its arguments, environment and standard
+streams to the server, and ends with the forked worker. If it is killed, the worker is, too. Further members of an actor are forked in the
+same way, see `local_ray.forked`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-READY_S, POLL_S = 30.0, 0.05  # Ray gives a worker 60 s to register
-REFUSED_S = 1.0  # longest time between a server's socket and its first answer
+from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request
+from rlhfless_ray.local.local_ray import FORK_CLIENT
+
 END_S = 5.0  # for a server to end, which has little to do but may still import
-FAILED = ".failed"  # suffix of a file that says that the server could not start
-STREAMS = (0, 1, 2)  # standard input, output and error, which a worker takes over
+# What workers of Ray 2.60 import beside Ray itself if it is installed, 0.1 CPU seconds in each
+IMPORTED_BY_RAY = (
+    "google.protobuf.json_format",
+    "google.protobuf.timestamp_pb2",
+    "jsonschema",
+    "pdb",
+    "pydantic.v1",
+    "tracemalloc",
+    "wcwidth",
+)
 AT_LOADING = "GLIBC_TUNABLES"  # a variable that counts when a program is loaded, so not in a forked process
 
 
@@ -54,9 +62,13 @@ class ForkServer:
             self.process.communicate()
 
 
-def server_command(address: str, architectures: Sequence[str]) -> list[str]:
-    """Return the command of a server, which ends with its standard input. It imports from where this process does."""
-    lines = ("import sys", f"sys.path[:] = {sys.path!r}", f"from {__name__} import serve", f"serve({address!r}, {[*architectures]!r})")
+def server_command(address: str, architectures: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """Return the command of a server, which ends with its standard input. It imports from where this process does.
+
+    `more`: modules that it imports beside those that every run needs.
+    """
+    call = f"serve({address!r}, {[*architectures]!r}, {[*more]!r})"
+    lines = ("import sys", f"sys.path[:] = {sys.path!r}", f"from {__name__} import serve", call)
     return [sys.executable, "-c", "\n".join(lines)]
 
 
@@ -67,34 +79,13 @@ def server_environment() -> dict[str, str]:
 
 def worker_prefix(address: str) -> str:
     """Return the beginning of the command of Ray's workers, for `WORKER_PREFIX`."""
-    return subprocess.list2cmdline([sys.executable, "-I", "-S", __file__, address])
+    return subprocess.list2cmdline([sys.executable, "-I", "-S", FORK_CLIENT, address])
 
 
-def ask(address: str, command: list[str]) -> None:
-    """Have a worker forked, wait until it ends and exit as it does. Run the command here if there is no server."""
-    server = socket.socket(socket.AF_UNIX)
-    end = time.monotonic() + READY_S  # it imports everything first, which every worker would do otherwise
-    while True:
-        try:
-            server.connect(address)
-            break
-        except ConnectionRefusedError:  # it has ended, or listens in a moment
-            end = min(end, time.monotonic() + REFUSED_S)
-        except OSError:  # it is not there yet
-            pass
-        if time.monotonic() > end or os.path.exists(address + FAILED):
-            os.execv(command[0], command)
-        time.sleep(POLL_S)
-    wanted = json.dumps([command, dict(os.environ), os.getcwd()]).encode()
-    socket.send_fds(server, [len(wanted).to_bytes(4, "big")], STREAMS)
-    server.sendall(wanted)
-    sys.exit(int.from_bytes(server.recv(1) or b"\1", "big"))
-
-
-def serve(address: str, architectures: Sequence[str]) -> None:
+def serve(address: str, architectures: Sequence[str], more: Sequence[str]) -> None:
     """Fork a worker for each connection until standard input ends. Then its workers end."""
     try:
-        _import_everything(architectures)
+        _import_everything(architectures, more)
     except BaseException:
         Path(address + FAILED).touch()
         raise
@@ -118,7 +109,7 @@ def serve(address: str, architectures: Sequence[str]) -> None:
                 _end(key, watched)  # otherwise its other event, of the same round, has ended it, and its number may be another's by now
 
 
-def _import_everything(architectures: Sequence[str]) -> None:
+def _import_everything(architectures: Sequence[str], more: Sequence[str]) -> None:
     from rlhfless_ray.local.fast_imports import fast_imports
 
     with fast_imports(["ray"]):  # reads its settings from the environment when it is imported
@@ -126,10 +117,19 @@ def _import_everything(architectures: Sequence[str]) -> None:
 
         prepare(True, architectures)
         import deepspeed  # noqa: F401
-        import jsonschema  # noqa: F401 - Ray imports it
         import peft  # noqa: F401
+        import transformers
 
+        for module in (*IMPORTED_BY_RAY, *more):
+            with suppress(ImportError):
+                import_module(module)
+        for name in architectures:
+            getattr(transformers, name, None)  # the learner's class, which transformers imports when it is named
+        import rlhfless_ray.learn.critic_rank
+        import rlhfless_ray.learn.learner_rank
         import rlhfless_ray.learn.rank_actors
+        import rlhfless_ray.learn.reference_rank
+        import rlhfless_ray.prefix.connector
         import rlhfless_ray.recipe
         import rlhfless_ray.rollout.engine_actor
         import rlhfless_ray.rollout.vllm_engine  # noqa: F401
@@ -142,9 +142,12 @@ def _fork(listening: socket.socket, watched: selectors.BaseSelector) -> None:
     client, _ = listening.accept()
     streams: list[int] = []
     try:
-        size, streams, *_ = socket.recv_fds(client, 4, len(STREAMS))
+        head, streams, *_ = socket.recv_fds(client, 4, len(STREAMS))
         with client.makefile("rb") as received:
-            command, environment, folder = json.loads(received.read(int.from_bytes(size, "big")))
+            wanted = received.read(size := int.from_bytes(head, "big"))
+        if len(wanted) < size:
+            raise ValueError("the client has ended")
+        command, environment, folder = read_request(wanted)
         process = os.fork()
     except (OSError, ValueError):
         client.close()
@@ -229,7 +232,3 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    ask(sys.argv[1], sys.argv[2:])

@@ -23,7 +23,7 @@ TESTED_VERSION = "2.60."
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 AGENT, WORKER = "--dashboard_agent_command=", "--python_worker_command="
 WORKER_PREFIX = "RLHFLESS_WORKER_PREFIX"  # environment variable: a command, such as a profiler, that starts Ray's workers
-FORK_SERVER = os.path.join(os.path.dirname(__file__), "fork_server.py")  # the program in such a command that forks workers
+FORK_CLIENT = os.path.join(os.path.dirname(__file__), "fork_client.py")  # the program in such a command that forks workers
 REGISTRATION_S = 150.0  # time for a new node to register; Ray's own 30 s are too short on a busy machine
 
 
@@ -69,7 +69,7 @@ def local_ray() -> Iterator[None]:
 def forked(command: list[str]) -> list[str]:
     """Return a Python command that is forked from the fork server of this process's private Ray, if it has one."""
     prefix = shlex.split(os.environ.get(WORKER_PREFIX, ""))
-    return [*prefix, *command] if FORK_SERVER in prefix else command
+    return [*prefix, *command] if FORK_CLIENT in prefix else command
 
 
 def _replaced(option: str) -> str:

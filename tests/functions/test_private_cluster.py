@@ -17,7 +17,8 @@ import pytest
 
 from rlhfless_ray.local import fork_server
 from rlhfless_ray.local.cluster import _lock, _temporary_folder
-from rlhfless_ray.local.fork_server import FAILED, worker_prefix
+from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request, write_request
+from rlhfless_ray.local.fork_server import worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
 from tests.conftest import ROOT, environment
 
@@ -139,12 +140,19 @@ def test_a_fork_that_fails_ends_one_worker_and_not_the_server_with_all(tmp_path:
         listening.bind(str(tmp_path / "fork"))
         listening.listen(1)
         client.connect(str(tmp_path / "fork"))
-        wanted = json.dumps([["python"], {}, "."]).encode()
-        socket.send_fds(client, [len(wanted).to_bytes(4, "big")], fork_server.STREAMS)
+        wanted = write_request(["python"], {}, ".")
+        socket.send_fds(client, [len(wanted).to_bytes(4, "big")], STREAMS)
         client.sendall(wanted)
         before = len(os.listdir("/proc/self/fd"))
         fork_server._fork(listening, None)  # type: ignore[arg-type]  # it watches nothing
         assert client.recv(1) == b"" and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_request_has_every_word_as_it_was() -> None:
+    command, environment = ["python", "", "-c", "print('a=b')\n"], {"A": "", "B": "c=d", "C": "e\udcff\n"}
+    assert read_request(write_request(command, environment, "/a b")) == (command, environment, "/a b")
+    with pytest.raises(ValueError):
+        read_request(b"")
 
 
 @pytest.mark.parametrize("failed", ["while it imported", "later"])
