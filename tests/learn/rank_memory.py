@@ -1,14 +1,20 @@
-"""Bytes of a real trainer of one rank, per parameter, as JSON: python rank_memory.py DTYPE STAGE."""
+"""Bytes of a real trainer of one rank, per parameter, as a line of JSON for each case: python rank_memory.py DTYPE:STAGE [DTYPE:STAGE …]
+
+Each case has a process of its own, forked after the imports.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import sys
 import threading
 import time
+import traceback
 
+import deepspeed  # noqa: F401
 import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -25,7 +31,7 @@ def own_bytes() -> int:
     return psutil.Process().memory_full_info().uss
 
 
-def main(dtype: str, stage: int) -> None:
+def measure(dtype: str, stage: int) -> None:
     torch.set_num_threads(1)
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"dtype": dtype}, "learner": {"zero_stage": stage}}
     trainer = TrainerRank(learner_settings(Recipe.parse(tree)))
@@ -58,8 +64,21 @@ def main(dtype: str, stage: int) -> None:
     watcher.join()
     found = {"loaded": loaded - before, "idle": idle - before, "peak": most - before}
     print(json.dumps({"parameters": parameters} | {name: size / parameters for name, size in found.items()}), flush=True)
-    os._exit(0)
+
+
+def main(cases: list[str]) -> None:
+    gc.freeze()  # or a collection would copy what the processes share
+    for case in cases:
+        if (process := os.fork()) == 0:
+            try:
+                dtype, stage = case.split(":")
+                measure(dtype, int(stage))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(process, 0)[1] == 0, case
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1:])
