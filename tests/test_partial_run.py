@@ -34,6 +34,7 @@ PARTIAL = {
     "rollout__oversample": 2,
     "rollout__max_tokens": 400,
     "rollout__stream_interval_s": 0.02,
+    "evaluate__prompts": 0,  # greedy responses of such a policy never end
     "checkpoint__every_steps": 1,
     "checkpoint__keep": 9,
 }

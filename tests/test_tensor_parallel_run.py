@@ -23,6 +23,7 @@ from tests.conftest import small_recipe
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
 WIDE = {"rollout__tensor_parallel": 2}
+SHORT = {"rollout__max_tokens": 120, "rollout__stream_interval_s": 0.02, "evaluate__prompts": 0}
 
 
 def member_of(engine: int) -> int:
@@ -58,7 +59,7 @@ class Killing(Runtime):
 
 def run(folder: Path, kind: type[Runtime] = Runtime, **overrides: Any) -> tuple[list[Step], Runtime]:
     folder.mkdir()
-    tree = small_recipe(folder, **{"run__steps": 2, "rollout__max_tokens": 120, "rollout__stream_interval_s": 0.02, **overrides})
+    tree = small_recipe(folder, **SHORT, **overrides)
     with kind(Recipe.parse(tree)) as running:
         return list(running), running
 
@@ -81,7 +82,7 @@ def test_the_width_changes_between_steps_and_the_tokens_do_not(tmp_path: Path, w
         return WidthDecision(3 - current, f"engines of {3 - current} slots instead of {current}")
 
     monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.decide_width", alternate)
-    auto = {"rollout__tensor_parallel": "auto", "rollout__max_actors": 2, "cluster__cpus": 2}
+    auto = {"run__steps": 2, "rollout__tensor_parallel": "auto", "rollout__max_actors": 2, "cluster__cpus": 2}
     found, _ = run(tmp_path / "auto", **auto)
     assert [step.metrics["plan/width"] for step in found] == [2, 1]
     assert "engines of 2 slots instead of 1: 1 actor at once" in found[0].metrics["pool/reason"]
