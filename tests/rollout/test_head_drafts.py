@@ -53,6 +53,9 @@ def _drafts_of_vllm(policy: Path, head: Path, asked: list[Any]) -> dict[tuple[in
     """Return the drafts of vLLM's own proposer by the tokens so far."""
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
+    from rlhfless_ray.rollout.prepare_vllm import prepare
+
+    prepare(architectures=json.loads((head / "config.json").read_text())["architectures"])  # or another Python looks at the class, for 11 s
     arguments: dict[str, Any] = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTED}
     engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
