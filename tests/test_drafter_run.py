@@ -44,7 +44,7 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
 
     def enough(tail: OverlapScheduler) -> bool:
         """The second and fourth rollout have time until there is a new version. In the third the process is killed while it makes one."""
-        drafter = tail.drafting
+        drafter = tail.drafter
         assert isinstance(drafter, TrainedDrafter)
         if run.step.number == 3 and drafter.running and not killed:
             killed.append(pid_of(drafter.pool.working[0]) or 0)
