@@ -111,10 +111,8 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     files = policy(ends=False) if size == "small" else _half_billion(folder, max(contexts) + tokens)
     weights = {name: as_numpy(tensor) for name, tensor in stored_weights(files)}
     settings = EngineSettings(
-        device="cpu",
         max_model_len=max(contexts) + tokens,
         dtype="float32" if size == "small" else "bfloat16",
-        trust_remote_code=False,
         max_running=64,
         block_size=32,
         kv_cache_mb=512,

@@ -132,8 +132,8 @@ def open_engine(
     import ray
 
     settings = EngineSettings(
-        device="cpu", max_model_len=longest, dtype=dtype, trust_remote_code=False, max_running=256,
-        block_size=block_size, kv_cache_mb=1024 if dtype == "float32" else 256, gpu_memory_share=0.5, prefix_kv=prefix_kv,
+        max_model_len=longest, dtype=dtype, max_running=256, block_size=block_size,
+        kv_cache_mb=1024 if dtype == "float32" else 256, gpu_memory_share=0.5, prefix_kv=prefix_kv,
     )  # fmt: skip
     actor: Any = ray.remote(TimedActor).options(num_cpus=0).remote(files, settings)
     ray.get(actor.open.remote(1), timeout=400)

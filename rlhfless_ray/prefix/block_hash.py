@@ -13,7 +13,6 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -42,11 +41,6 @@ def blocks_after(at: bytes, data: bytes, block_size: int) -> list[bytes]:
         at = _digest(at, data[begin : begin + step])
         addresses.append(at)
     return addresses
-
-
-def reusable(tokens: Any) -> Any:
-    """Return the part of a prompt whose KV can be reused: all but the last token, whose logits must be computed."""
-    return tokens[:-1]
 
 
 def _bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
@@ -85,7 +79,7 @@ class Prefixes:
 
 
 def distinct_prefixes(prompts: Iterable[Sequence[int] | np.ndarray], block_size: int, start: bytes = b"") -> Prefixes:
-    """Build the trie of the reusable parts of `prompts` (token ids).
+    """Build the trie of `prompts` (token ids) without their last tokens, whose logits must be computed.
 
     Blocks that prompts share from the start are contained once. The last one may be partly filled. Raises ValueError for a block size
     below 1.
@@ -96,7 +90,7 @@ def distinct_prefixes(prompts: Iterable[Sequence[int] | np.ndarray], block_size:
     number: dict[tuple[int, bytes], int] = {}  # by parent node and block tokens, so that only new blocks are hashed
     last = b""  # the previous prompt, with which most share a prefix
     for prompt, tokens in enumerate(prompts):
-        data, step = _bytes(reusable(tokens)), 4 * block_size
+        data, step = _bytes(tokens[:-1]), 4 * block_size
         shared = _shared_blocks(data, last, step)
         path: list[int] = trie.paths[-1][:shared] if shared else []
         at = path[-1] if path else -1

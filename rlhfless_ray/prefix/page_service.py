@@ -21,7 +21,7 @@ import numpy as np
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, one_line
 from rlhfless_ray.prefix.block_hash import distinct_prefixes, salt
-from rlhfless_ray.prefix.page_index import PAGES_PER_BUNDLE, HeldPage, PageIndex
+from rlhfless_ray.prefix.page_index import HeldPage, PageIndex
 from rlhfless_ray.prefix.pages import PageLayout
 from rlhfless_ray.rollout.prefill_actor import Prefilled
 
@@ -60,9 +60,9 @@ class Prepared:
 class PrefixApp:
     """The deployment: a plain class, run by Serve in one replica. Only one event loop accesses its state."""
 
-    def __init__(self, name: str, cap_bytes: int, heartbeat_s: float, pages_per_bundle: int = PAGES_PER_BUNDLE) -> None:
+    def __init__(self, name: str, cap_bytes: int, heartbeat_s: float) -> None:
         self.name, self.heartbeat_s = name, heartbeat_s
-        self.index = PageIndex(cap_bytes, pages_per_bundle)
+        self.index = PageIndex(cap_bytes)
         self.layouts: dict[Any, PageLayout] = {}
         self.last_heartbeat_s = time.monotonic()
         threading.Thread(target=self._delete_when_orphaned, daemon=True).start()

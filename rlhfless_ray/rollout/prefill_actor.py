@@ -49,25 +49,17 @@ class Prefilled:
 
 
 class PageActor(RolloutActor):
-    @property
-    def _store(self) -> PageStore:
-        if self.engine is None:
-            raise RunError("this instance has not started its engine")
-        store = self.engine.pages
-        if store is None or store.kind is None:
-            raise RunError(f"this engine keeps no pages: {'prefix_kv is off' if store is None else store.refused}")
-        return store
-
     def kind(self) -> PageLayout:
-        """Return the layout of its pages. Raises RunError if the engine cannot keep any."""
-        return self._store.layout
+        """Return the layout of its pages. Raises RuntimeError if the engine cannot keep any."""
+        store: PageStore = self.engine.pages
+        return store.layout
 
     def fetch_pages(self, version: int, prompts: Sequence[Sequence[int]], refs: Sequence[Any], within_s: float) -> Fetched:
         """Replace the store's pages by those that `prompts` can use under `version`, from the bundles behind `refs`.
 
         Called before generation. Pages that are late, damaged or foreign are left out, and the engine computes them.
         """
-        start, store = time.time(), self._store
+        start, store = time.time(), self.engine.pages
         self._take_loaded()  # discard counts of requests that were moved here before
         before = store.counts.copy()
         store.clear()
@@ -92,11 +84,11 @@ class PageActor(RolloutActor):
         Returns pages and tokens copied into the engine's cache since they were fetched, and the seconds that took, which are
         part of the engine's steps.
         """
-        self._store.clear()
+        self.engine.pages.clear()
         return self._take_loaded()
 
     def _take_loaded(self) -> tuple[int, int, float]:
-        store, seconds = self._store, self._store.seconds["load"]
+        store, seconds = self.engine.pages, self.engine.pages.seconds["load"]
         store.seconds["load"] = 0.0
         return store.counts.pop("loaded", 0), store.counts.pop("loaded_tokens", 0), seconds
 
@@ -121,7 +113,8 @@ class PageActor(RolloutActor):
         tokens = [tuple(prefix.tolist()) for prefix in prefixes]
         # `wanted` leaves out a prompt's last token, so each prefix is extended by one
         fetched = self.fetch_pages(version, [(*one, 0) for one in tokens] if needs else [], needs, within_s)
-        store, seconds, computed = self._store, dict(self._store.seconds), self._store.counts["computed_tokens"]
+        store: PageStore = self.engine.pages
+        seconds, computed = dict(store.seconds), store.counts["computed_tokens"]
         names = [str(-1 - i) for i in range(len(tokens))]
         store.request_save(names, known=store.rows)
         requests = [Request(-1 - i, one, 0, 1, 0.0) for i, one in enumerate(tokens)]

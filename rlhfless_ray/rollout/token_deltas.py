@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -43,9 +43,7 @@ class TokenDeltas:
     observed: Sequence[News] = ()
 
     @classmethod
-    def of(
-        cls, version: int, news: Sequence[tuple[int, int, int, int]], token_ids: Iterable[int] | np.ndarray, logprobs: np.ndarray
-    ) -> TokenDeltas:
+    def of(cls, version: int, news: Sequence[tuple[int, int, int, int]], token_ids: Sequence[int], logprobs: np.ndarray) -> TokenDeltas:
         """Build from `news`: (key, start, count, end) of each sequence."""
         table = np.array(news, np.int64).reshape(-1, 4)
         return cls(
@@ -54,7 +52,7 @@ class TokenDeltas:
             table[:, 1],
             table[:, 2],
             table[:, 3].astype(np.int8),
-            np.asarray(token_ids if isinstance(token_ids, np.ndarray) else list(token_ids), np.int32),
+            np.array(token_ids, np.int32),
             np.asarray(logprobs, np.float32),
         )
 

@@ -10,10 +10,12 @@ import numpy as np
 from safetensors.torch import load as load_tensors
 from tiny_policy import VOCABULARY, tiny_policy
 
+from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Completion, Request
 
 BLOCK = 32
+SETTINGS = EngineSettings(max_model_len=320, max_running=64, block_size=BLOCK, kv_cache_mb=64, gpu_memory_share=0.5)
 FILES = {name: tiny_policy(seed, spread=0.15) for seed, name in enumerate("AB")}
 TIED = tiny_policy(5, tied=True, spread=0.15)
 

@@ -12,12 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlhfless_ray.rollout.engine_settings import EngineSettings
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "learn"))  # tiny_policy, learner_reference
 sys.path.insert(0, str(Path(__file__).parent))  # asking
-
-BLOCK = 32
 
 
 @pytest.fixture(scope="session")
@@ -42,23 +38,15 @@ def sampling() -> Iterator[ModuleType]:
 @pytest.fixture(scope="session")
 def new_engine(sampling: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """An engine for a policy's files, without weights."""
+    from asking import SETTINGS
+
     from rlhfless_ray.rollout.vllm_engine import VllmEngine
     from rlhfless_ray.weights.model_folder import without_weights, write_folder
 
     def build(files: dict[str, bytes], drafter: dict[str, bytes] | None = None, **changes: Any) -> Any:
-        settings = EngineSettings(
-            device="cpu",
-            max_model_len=320,
-            dtype="float32",
-            trust_remote_code=False,
-            max_running=64,
-            block_size=BLOCK,
-            kv_cache_mb=64,
-            gpu_memory_share=0.5,
-        )
         folder = write_folder(tmp_path_factory.mktemp("engine"), without_weights(files))
         draft_folder = write_folder(tmp_path_factory.mktemp("drafter"), drafter) if drafter else None
-        made = VllmEngine(folder, replace(settings, **changes), drafter=draft_folder)
+        made = VllmEngine(folder, replace(SETTINGS, **changes), drafter=draft_folder)
         # vLLM's shutdown of one engine takes down what all engines of a process share, and 1 s of garbage collection at the end
         made.engine.engine_core._finalizer.detach()
         kept.append(made)

@@ -15,31 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asking import FILES, VERSIONS, answer, requests, weights_of
+from asking import FILES, SETTINGS, VERSIONS, answer, requests, weights_of
 from test_adapter_engine import SERVED, Trained
 
 from rlhfless_ray.rollout.engine_members import started
-from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.prepare_vllm import prepare
 from rlhfless_ray.rollout.vllm_engine import VllmEngine
 from rlhfless_ray.weights.model_folder import without_weights, write_folder
 
-SETTINGS = EngineSettings(
-    max_model_len=320,
-    max_running=64,
-    block_size=32,
-    kv_cache_mb=64,
-    gpu_memory_share=0.5,
-    tensor_parallel=2,
-    speculation="on",  # the engine that it is compared with drafts nothing
-)
-
-
+WIDE = replace(SETTINGS, tensor_parallel=2, speculation="on")  # the engine that it is compared with drafts nothing
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "int8": {"quantization": "int8"}, "adapter": {"adapter": SERVED}}
 
 
 def main(file: Path, kind: str) -> None:
-    settings = replace(SETTINGS, **KINDS[kind])
+    settings = replace(WIDE, **KINDS[kind])
     with tempfile.TemporaryDirectory() as folder:
         prepare()  # before `tiny_head` imports torch
         from tiny_head import tiny_head
@@ -61,7 +50,7 @@ def main(file: Path, kind: str) -> None:
         engine.load(next(VERSIONS), weights_of(FILES["B"]))
     for name in "BA" if kind == "plain" else "":
         with tempfile.TemporaryDirectory() as folder:
-            differing[name] = engine.differing(write_folder(Path(folder), FILES[name]), SETTINGS, weights_of(FILES[name]))
+            differing[name] = engine.differing(write_folder(Path(folder), FILES[name]), WIDE, weights_of(FILES[name]))
     file.write_bytes(pickle.dumps(([member.pid for member in started], found, differing, drafted)))
     threading.Timer(0.5, os.kill, (started[0].pid, signal.SIGKILL)).start()
     while True:

@@ -6,16 +6,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from asking import BLOCK, FILES, assert_same, requests, weights_of
+from asking import BLOCK, FILES, SETTINGS, assert_same, requests, weights_of
 
 from placement.scaling.resize_policy import Hold
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.migration_policy import MigrationRequest, MigrationRequests
 from rlhfless_ray.types import Request, WeightVersion
 from rlhfless_ray.weights.checksum import checksum
@@ -23,17 +23,6 @@ from tests.conftest import two_engines
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
 
-SETTINGS = EngineSettings(
-    device="cpu",
-    max_model_len=320,
-    dtype="float32",
-    trust_remote_code=False,
-    max_running=64,
-    block_size=BLOCK,
-    kv_cache_mb=64,
-    gpu_memory_share=0.5,
-    prefix_kv=True,
-)
 LONG = [r for r in requests(96, seed=70) if len(r.token_ids) > 2 * BLOCK]
 ASKED = [Request(i, r.token_ids, r.seed, 160, 0.0 if i % 3 == 0 else 1.0) for i, r in enumerate(LONG[:20])]
 
@@ -74,7 +63,7 @@ class Whims:
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None) -> Iterator[WorkerPool]:
-    with two_engines(actor_class(), FILES["A"], SETTINGS) as made:
+    with two_engines(actor_class(), FILES["A"], replace(SETTINGS, prefix_kv=True)) as made:
         yield made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import BLOCK, weights_of
+from asking import SETTINGS, weights_of
 
 from placement.scaling.resize_policy import Hold
 from rlhfless_ray.agent.agent_actor import AgentActor
@@ -24,7 +24,6 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.rollout.requests import make_step_requests
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
@@ -39,17 +38,6 @@ RECIPE = Recipe.parse({
     "prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 32, "layers": 1},
     "rollout": {"samples_per_prompt": COUNT},
 })  # fmt: skip
-SETTINGS = EngineSettings(
-    device="cpu",
-    max_model_len=128,
-    dtype="float32",
-    trust_remote_code=False,
-    max_running=64,
-    block_size=BLOCK,
-    kv_cache_mb=64,
-    gpu_memory_share=0.5,
-    prefix_kv=False,
-)
 AGENT = """
 import asyncio, os, random
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
@@ -94,7 +82,7 @@ def files() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, files: dict[str, bytes]) -> Iterator[WorkerPool]:
-    with two_engines(engine_class(), files, SETTINGS) as made:
+    with two_engines(engine_class(), files, replace(SETTINGS, max_model_len=128)) as made:
         yield made
 
 

@@ -31,10 +31,6 @@ def rollout_with(leases: Any) -> RolloutDriver:
         needed_next=1,
         drained=lambda tail_s, needed: Hold(1, ""),
         give_back=lambda *_: None,
-        on_progress=lambda *_: None,
-        listener=None,
-        migration=None,
-        start_s=1.0,
     )
 
 

@@ -87,8 +87,6 @@ def rollout_on(pool: Any, requests: int, migration: Any = None) -> RolloutDriver
         needed_next=1,
         drained=lambda tail_s, needed: Hold(1, ""),
         give_back=lambda *_: None,
-        on_progress=lambda *_: None,
-        listener=None,
         migration=migration,
         start_s=-1.0,
     )
