@@ -120,7 +120,7 @@ def play(actor: AgentActor, openings: list[EpisodeStart]) -> tuple[dict[int, Epi
     return over, asked, stuck
 
 
-def test_episodes_are_played_side_by_side(made: Callable[..., AgentActor]) -> None:
+def test_episodes_are_played_concurrently(made: Callable[..., AgentActor]) -> None:
     over, asked, _ = play(made(), [EpisodeStart(7, "12=", "a", 1.0), EpisodeStart(9, "345=", "b", 1.0)])
     turns = {(one.key, one.turn, len(one.token_ids), one.max_tokens) for one in asked}
     assert turns == {(7, 0, 3, 37), (7, 1, 8, 32), (9, 0, 4, 36), (9, 1, 9, 31)}
@@ -136,7 +136,7 @@ def test_turns_have_their_own_limit(made: Callable[..., AgentActor]) -> None:
     assert not isinstance(over[0].result, str) and over[0].result.truncated
 
 
-def test_what_an_agent_does_wrong_is_its_samples_error(made: Callable[..., AgentActor]) -> None:
+def test_a_mistake_of_an_agent_becomes_the_error_of_its_sample(made: Callable[..., AgentActor]) -> None:
     labels = ["raise", "stop", "fine", "cancel"]
     over, _, _ = play(made(), [EpisodeStart(k, "12=", label, 1.0) for k, label in enumerate(labels)])
     assert str(over[0].result).startswith("KeyError: 'no such move' (") and "agent.py, line 22)" in str(over[0].result)
@@ -145,12 +145,12 @@ def test_what_an_agent_does_wrong_is_its_samples_error(made: Callable[..., Agent
     assert str(over[3].result).startswith("CancelledError: ") and "agent.py, line 20)" in str(over[3].result)
 
 
-def test_one_that_sleeps_is_late_and_the_others_go_on(made: Callable[..., AgentActor]) -> None:
+def test_an_agent_that_sleeps_times_out_alone(made: Callable[..., AgentActor]) -> None:
     over, _, stuck = play(made(timeout_s=1.0), [EpisodeStart(0, "12=", "sleep", 1.0), EpisodeStart(1, "12=", "a", 1.0)])
     assert over[0].result == "the agent took longer than agent.timeout_s = 1 s" and not isinstance(over[1].result, str) and not stuck
 
 
-def test_one_that_holds_the_loop_is_named(made: Callable[..., AgentActor]) -> None:
+def test_an_agent_that_blocks_the_event_loop_is_identified(made: Callable[..., AgentActor]) -> None:
     _, _, stuck = play(made(timeout_s=1.0), [EpisodeStart(5, "12=", "a", 1.0), EpisodeStart(6, "12=", "hold", 1.0)])
     assert [one.key for one in stuck] == [6] and stuck[0].seconds > 1
 
@@ -165,14 +165,14 @@ def test_an_episode_is_not_blamed_for_one_of_an_abandoned_call(made: Callable[..
     assert isinstance(stuck, AgentHung) and stuck.key is None
 
 
-def test_what_the_policy_said_stands(made: Callable[..., AgentActor]) -> None:
+def test_replies_of_the_policy_are_reused_in_a_replay(made: Callable[..., AgentActor]) -> None:
     first, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0)])
     said = tuple((one.token_ids, Reply([5, 1], "", [-1.0, -2.0], "stop")) for one in asked[:1])
     again, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0, earlier_replies=said)])
     assert [one.turn for one in asked] == [1] and again[0].texts[0] != first[0].texts[0] and len(asked[0].token_ids) == 7
 
 
-def test_stop_words_are_asked_for_and_cut_from_the_text(made: Callable[..., AgentActor]) -> None:
+def test_stop_words_are_requested_and_removed_from_the_text(made: Callable[..., AgentActor]) -> None:
     actor = made()
     _, asked, _ = play(actor, [EpisodeStart(0, "12=", "words", 1.0)])
     assert [one.stop for one in asked] == [(), ("3",)]
@@ -187,7 +187,7 @@ def test_stop_words_are_asked_for_and_cut_from_the_text(made: Callable[..., Agen
     assert [actor._reply_text(again, SamplingParams(stop=["7"], min_tokens=n), ("7",)) for n in (0, 1, 2, 3)] == ["1", "1", "171", "171"]
 
 
-def test_the_least_of_a_turn_is_the_recipes_or_what_the_agent_asks_for(made: Callable[..., AgentActor]) -> None:
+def test_the_minimum_length_of_a_turn_is_that_of_the_agent_or_the_recipe(made: Callable[..., AgentActor]) -> None:
     _, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0, min_tokens=1)])
     assert [one.min_tokens for one in asked] == [1, 1]
     assert min_tokens_of(SamplingParams(min_tokens=3)) == 3 and min_tokens_of(SamplingParams()) == 0
@@ -197,13 +197,13 @@ def test_the_least_of_a_turn_is_the_recipes_or_what_the_agent_asks_for(made: Cal
 
 
 @pytest.mark.parametrize(("text", "word", "found"), [("12=", "=", True), ("12=", "2=", True), ("12=", "1", True), ("12=", "3", False)])
-def test_words_in_what_was_generated(made: Callable[..., AgentActor], text: str, word: str, found: bool) -> None:
+def test_stop_words_are_found_in_the_generated_text(made: Callable[..., AgentActor], text: str, word: str, found: bool) -> None:
     actor = made()
     ids = actor.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert StopStrings(lambda: actor.tokenizer).has_completed(ids, (word,)) == found
 
 
-def test_log_probabilities_that_are_not_told_are_known(made: Callable[..., AgentActor]) -> None:
+def test_missing_log_probabilities_are_filled_from_the_replies(made: Callable[..., AgentActor]) -> None:
     over, _, _ = play(made(QUIET), [EpisodeStart(0, "12=", "as it is", 1.0), EpisodeStart(1, "12=", "another", 1.0)])
     assert not isinstance(over[0].result, str) and over[0].result.logprobs is not None and over[0].result.logprobs.tolist() == [-0.5] * 3
     assert "action token 3 is not what the policy generated there" in str(over[1].result)
@@ -218,7 +218,7 @@ def test_log_probabilities_that_are_not_told_are_known(made: Callable[..., Agent
         ("self.turn += 1", "os._exit(3)", "its process ended with code 3 in a dry run"),
     ],
 )  # fmt: skip
-def test_a_dry_play_finds_what_would_fail_later(tmp_path: Path, files: dict[str, bytes], old: str, new: str, error: str) -> None:
+def test_a_dry_run_finds_mistakes_before_the_run(tmp_path: Path, files: dict[str, bytes], old: str, new: str, error: str) -> None:
     (tmp_path / "agent.py").write_text(AGENT.replace(old, new))
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "agent": {"path": str(tmp_path / "agent.py")}})
     with pytest.raises(UserError, match=r"^agent\.path .*agent\.py: ") as raised:
@@ -227,7 +227,7 @@ def test_a_dry_play_finds_what_would_fail_later(tmp_path: Path, files: dict[str,
 
 
 @pytest.mark.slow
-def test_a_dry_play_lets_a_good_one_pass(tmp_path: Path, files: dict[str, bytes]) -> None:
+def test_a_dry_run_accepts_a_valid_agent(tmp_path: Path, files: dict[str, bytes]) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "agent": {"path": str(tmp_path / "agent.py")}})
     dry_play(recipe, AgentSource.load(recipe.agent.path), [Prompt(0, "12=", (3, 4, 5), {"answer": "3"})], files)

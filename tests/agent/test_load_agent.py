@@ -160,14 +160,14 @@ def test_every_contract_plays_the_same_game(tmp_path: Path, version: str) -> Non
 
 
 @pytest.mark.parametrize("version", GAMES)
-def test_samples_at_once_do_not_get_in_each_others_way(tmp_path: Path, version: str) -> None:
+def test_concurrent_samples_are_independent(tmp_path: Path, version: str) -> None:
     episodes = played(tmp_path, GAMES[version], ("ask", "ask more", "ask a"))
     texts = ["".join(map(chr, e.token_ids)) if isinstance(e, Episode) else e for e in episodes]
     assert texts == ["ask<3>[+1]<10>", "ask more<8>[+1]<15>", "ask a<5>[+1]<12>"]
 
 
 @pytest.mark.parametrize("version", ["0.8.0", "0.8.3", "0.8.7", "0.9.1"])
-def test_tokens_that_are_used_up_end_it(tmp_path: Path, version: str) -> None:
+def test_an_episode_ends_at_the_token_limit(tmp_path: Path, version: str) -> None:
     episode = one(tmp_path, GAMES[version], max_length=12)
     assert "".join(map(chr, episode.token_ids)) == "ask<3>[+1]<1" and episode.truncated and episode.turns == 2
     episode = one(tmp_path, GAMES[version], max_length=9)  # the feedback does not fit: no second turn
@@ -176,7 +176,7 @@ def test_tokens_that_are_used_up_end_it(tmp_path: Path, version: str) -> None:
     assert error == "the first observation has 3 tokens, which leaves no room for an action within 3"
 
 
-def test_as_the_learner_takes_it(tmp_path: Path) -> None:
+def test_an_episode_becomes_a_sample_for_the_learner(tmp_path: Path) -> None:
     prompt = Prompt(7, "ask", tuple(map(ord, "ask")), {"answer": "label"})
     sample = one(tmp_path, GAMES["0.9.1"]).sample(prompt, 2, 58, 4, "text")
     assert sample.prompt is prompt and sample.sample == 2 and sample.reward == 3.0 and sample.score == 0.5
@@ -226,14 +226,14 @@ def test_limits_and_stop_words_may_change_from_turn_to_turn(tmp_path: Path) -> N
     assert stops == [None, ["!"]]
 
 
-def test_step_functions_are_told_the_sampling_parameters_where_they_take_them(tmp_path: Path) -> None:
+def test_step_functions_get_the_sampling_parameters_if_they_accept_them(tmp_path: Path) -> None:
     text = GAMES["0.8.3"].replace("turn += 1", "turn += 1; assert kwargs['sampling_params'].temperature == 1.0")
     assert one(tmp_path, text).reward == 3.0
     assert one(tmp_path, GAMES["0.8.0"].replace(", **kwargs", "")).reward == 3.0
 
 
 @pytest.mark.engine
-def test_agents_may_make_their_own_sampling_parameters(tmp_path: Path) -> None:
+def test_agents_may_create_sampling_parameters(tmp_path: Path) -> None:
     """With vLLM's own class, whose defaults say nothing in other words than ours."""
     turn = "sampling_params.max_tokens ="
     own = GAMES["own executor"].replace(turn, f"sampling_params = mine(sampling_params); {turn}")
@@ -311,7 +311,7 @@ def test_files_of_no_contract_are_refused(tmp_path: Path, text: str, words: str)
         ({"reward": "x"}, "is str 'x', not a number"),
     ],
 )
-def test_results_of_own_executors_are_checked(change: dict[str, Any], words: str) -> None:
+def test_results_of_custom_executors_are_checked(change: dict[str, Any], words: str) -> None:
     good = {"observation_tokens": [1, 2, 3, 4, 5], "action_ranges": [(1, 3), (4, 5)], "rollout_log_probs": None, "reward": np.float32(0.5)}
     episode = Episode.of(good)
     assert episode.logprobs is None and episode.reward == 0.5 and episode.action.tolist() == [True, True, False, True]

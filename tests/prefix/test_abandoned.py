@@ -47,7 +47,7 @@ def look(address: str) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_the_application_of_a_killed_driver_ends_itself(shared: str) -> None:
+def test_the_application_of_a_killed_driver_deletes_itself(shared: str) -> None:
     killed, mine = start(shared, "mine", LIMIT_S)
     living, other = start(shared, "other", LIMIT_S)
     try:

@@ -53,7 +53,7 @@ def test_a_shared_header_counts_once() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(tokens=st.lists(st.integers(0, 200_000), min_size=1, max_size=100), at=st.data())
-def test_addresses_tell_everything_apart(tokens: list[int], at: st.DataObject) -> None:
+def test_addresses_differ_by_tokens_version_engine_and_block_size(tokens: list[int], at: st.DataObject) -> None:
     """One token, the version, the engine's kind or the block size changed: every page from there on has another address."""
     block = 8
     mine = chain(root(b"engine", "version 3"), tokens, block)

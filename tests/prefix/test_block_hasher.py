@@ -50,21 +50,21 @@ def test_another_version_has_other_names() -> None:
     assert not set(names(request([1] * 8))) & set(names(request([1] * 8, cache_salt="version 4")))
 
 
-def test_what_tokens_do_not_tell_apart_is_left_to_vllm() -> None:
+def test_requests_that_tokens_do_not_identify_use_the_hasher_of_vllm() -> None:
     names = hasher()
     for changes in ({"cache_salt": None}, {"mm_features": ["an image"]}, {"lora_request": "an adapter"}, {"prompt_embeds": [0.5]}):
         assert names(request([1] * 8, **changes)) == [b"vLLM's own"]
     assert names(request([1] * 3, cache_salt=None)) == [], "no block is full"
 
 
-def test_few_prompts_are_remembered() -> None:
+def test_the_number_of_cached_prompts_is_bounded() -> None:
     names = hasher(1)
     for token in range(MAX_PROMPTS + 3):
         names(request([token]))
     assert len(names.known) == 3
 
 
-def test_few_tokens_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cached_tokens_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts of many steps would take hundreds of megabytes in each engine."""
     monkeypatch.setattr(block_hasher, "MAX_TOKENS", 100)
     names = hasher(1)

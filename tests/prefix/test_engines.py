@@ -182,7 +182,7 @@ def assert_same(found: dict[int, Any], wanted: dict[int, Any]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_outputs_are_the_same_with_pages_from_elsewhere(world: World, temperature: float) -> None:
+def test_outputs_are_the_same_with_pages_of_other_engines(world: World, temperature: float) -> None:
     """Greedy and sampled, against an engine that knows nothing of pages."""
     asked = requests(temperature)
     plain, user = world.engine("plain", prefix_kv=False), world.engine("user")
@@ -199,7 +199,7 @@ def test_outputs_are_the_same_with_pages_from_elsewhere(world: World, temperatur
     assert after["loaded"] > before.get("loaded", 0)
 
 
-def test_some_pages_missing_changes_nothing_but_the_work(world: World) -> None:
+def test_missing_pages_change_only_the_work(world: World) -> None:
     """Every second page gone: the rest is computed."""
     asked = requests()
     user = world.engine("user")
@@ -317,7 +317,7 @@ def go_on_elsewhere(world: World, maker: Any, user: Any, asked: list[Any], cuts:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_a_cut_sequence_goes_on_elsewhere_with_its_pages(world: World, drafts: bool) -> None:
+def test_a_cut_sequence_continues_on_another_engine_with_its_pages(world: World, drafts: bool) -> None:
     """The other engine computes one token of what was there before, and the response is the uncut one. With drafts too: those that
     were refused are overwritten before a page is whole."""
     asked = requests(0.0 if drafts else 1.0, seed=3)

@@ -21,7 +21,9 @@ from rlhfless_ray.prefix.step_prefixes import StepPrefixes
         (ObjectLostError("00", "", ""), []),
     ],
 )
-def test_an_engine_that_could_not_use_its_pages_says_why(monkeypatch: pytest.MonkeyPatch, error: Exception, said: list[str]) -> None:
+def test_the_reason_is_logged_if_an_engine_could_not_use_its_pages(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: list[str]
+) -> None:
     """Unless it was lost, which its rollout reports."""
 
     def get(ref: Any, seconds: float, what: str) -> Any:

@@ -40,7 +40,7 @@ def caches(layout: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], int]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLNHC", "BLHNC", "LHBNC", "2BNHC"])
-def test_a_block_comes_out_and_goes_in_as_it_is(connector: ModuleType, layout: str, dtype: torch.dtype) -> None:
+def test_a_block_is_read_and_written_unchanged(connector: ModuleType, layout: str, dtype: torch.dtype) -> None:
     views, dim = caches(layout, dtype)
     before = [view.clone() for view in views]
     layer = connector._Layer("layer", views[0], dim)

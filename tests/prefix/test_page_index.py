@@ -26,7 +26,7 @@ def ask(index: PageIndex, prompts: list[tuple[int, ...]], version: str = "v", pr
 
 @settings(deadline=None, max_examples=100)
 @given(asked=questions, cap=st.integers(0, 12), size=st.integers(1, 4), producers=st.integers(1, 3))
-def test_under_any_questions(asked: list[list[tuple[int, ...]]], cap: int, size: int, producers: int) -> None:
+def test_invariants_hold_after_any_lookups(asked: list[list[tuple[int, ...]]], cap: int, size: int, producers: int) -> None:
     index = PageIndex(cap * PAGE, size)
     for prompts in asked:
         had = set(index.by_address)
@@ -87,7 +87,7 @@ class Counted(list):  # type: ignore[type-arg]
         return super().__getitem__(at)
 
 
-def test_the_work_grows_with_the_tokens_not_with_their_square() -> None:
+def test_the_work_is_linear_in_the_tokens() -> None:
     header = tuple(range(800))
     for producers in (1, 2):
         index = PageIndex(10**6)
@@ -102,7 +102,7 @@ def test_the_work_grows_with_the_tokens_not_with_their_square() -> None:
         assert all({one.number for one in job.needs} == held for job in jobs)
 
 
-def test_shares_are_about_even_and_the_header_is_computed_once() -> None:
+def test_shares_are_balanced_and_the_header_is_computed_once() -> None:
     header = (7,) * 40
     prompts = [(*header, *(100 + i,) * 21) for i in range(40)]
     index = PageIndex(10**6)
@@ -143,7 +143,7 @@ def test_a_lost_bundle_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("cap, taken", [(3, 3), (5, 5)])
-def test_what_most_prompts_begin_with_is_kept_where_not_all_fits(cap: int, taken: int) -> None:
+def test_the_most_shared_pages_are_kept_if_not_all_fit(cap: int, taken: int) -> None:
     header = (9,) * 6  # three pages, of ten prompts
     index = PageIndex(cap * PAGE, 1)
     trie, _ = ask(index, [(*header, i, i, 0) for i in range(10)])

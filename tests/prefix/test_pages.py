@@ -30,7 +30,7 @@ def bundle_of(store: PageStore, version: str = "version 1") -> Bundle:
     return Bundle.seal(store.layout.start(version), addresses, pages)
 
 
-def test_own_pages_are_taken() -> None:
+def test_pages_of_the_same_engine_are_accepted() -> None:
     store = store_of()
     bundle = bundle_of(store)
     assert store.put(bundle, "version 1", store.wanted("version 1", [TOKENS])) == 3
@@ -50,20 +50,20 @@ def test_foreign_pages_are_refused_by_their_address(maker: PageStore, version: s
     assert store.counts["foreign"] == len(bundle.addresses) and not store.rows
 
 
-def test_pages_of_other_prompts_in_a_bundle_are_no_fault() -> None:
+def test_pages_of_other_prompts_in_a_bundle_are_ignored() -> None:
     store = store_of()
     assert store.put(bundle_of(store), "version 1", set(addresses_of(store, TOKENS[:4]))) == 1
     assert store.counts == {"put": 1}
 
 
-def test_a_page_that_only_claims_to_be_of_this_kind_is_not_found() -> None:
+def test_a_page_with_a_forged_root_is_not_found() -> None:
     """The root that a bundle names is a label; what counts are the addresses."""
     store, other = store_of(), store_of(fingerprint=b"another")
     bundle = replace(bundle_of(other), start=store.layout.start("version 1"))
     assert store.put(bundle, "version 1", store.wanted("version 1", [TOKENS])) == 0 and not store.rows
 
 
-def test_a_damaged_page_is_refused_and_its_neighbours_are_not() -> None:
+def test_only_the_damaged_page_is_refused() -> None:
     store = store_of()
     bundle = bundle_of(store)
     pages = bundle.pages.copy()
@@ -73,7 +73,7 @@ def test_a_damaged_page_is_refused_and_its_neighbours_are_not() -> None:
     assert len(store.match(addresses_of(store, TOKENS[:-1]), 0)) == 1, "what lies behind a gap cannot be used"
 
 
-def test_whole_pages_under_each_others_address_are_refused() -> None:
+def test_pages_with_swapped_addresses_are_refused() -> None:
     store = store_of()
     bundle = bundle_of(store)
     swapped = replace(bundle, pages=bundle.pages[[1, 0, 2]], checksums=tuple(bundle.checksums[i] for i in (1, 0, 2)))
@@ -100,7 +100,7 @@ def test_each_page_is_saved_once_and_known_ones_are_not() -> None:
     assert store.take_saved(["a"]) == {}
 
 
-def test_pages_that_were_copied_while_a_request_went_on_are_not_saved_again() -> None:
+def test_pages_copied_from_a_running_request_are_not_saved_again() -> None:
     store = store_of()
     addresses = addresses_of(store, TOKENS)
     store.copy_out = lambda blocks: np.repeat(np.array(blocks, np.uint8)[:, None], BYTES, 1)

@@ -14,7 +14,7 @@ prompt = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
 
 @settings(deadline=None, max_examples=100)
 @given(prompts=st.lists(prompt, min_size=1, max_size=6), block=st.integers(1, 4), data=st.data())
-def test_demand_counts_what_engines_would_do(prompts: list[tuple[int, ...]], block: int, data: st.DataObject) -> None:
+def test_the_demand_equals_a_simulation_of_the_prefix_cache(prompts: list[tuple[int, ...]], block: int, data: st.DataObject) -> None:
     shares = data.draw(st.lists(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=8), min_size=1, max_size=3))
     found = prefix_demand(prompts, [*map(np.array, shares), np.array([], int)], block)
     assert len(found.off_tokens) == len(shares)
@@ -39,6 +39,6 @@ def test_demand_counts_what_engines_would_do(prompts: list[tuple[int, ...]], blo
     assert found.trunk_tokens == common
 
 
-def test_nobody_works() -> None:
+def test_without_requests_there_is_no_demand() -> None:
     with pytest.raises(ValueError, match="no engine"):
         prefix_demand([(1, 2)], [np.array([], int)], 4)

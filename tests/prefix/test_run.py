@@ -40,7 +40,7 @@ def longer(folder: Path, name: str, **overrides: Any) -> Recipe:
     return Recipe.parse(small_recipe(folder, run__name=name, run__steps=12, rollout__max_tokens=96, evaluate__prompts=2, **overrides))
 
 
-def test_a_run_with_the_service_on_makes_the_same_samples_whatever_is_killed(private_ray: None, tmp_path: Path) -> None:
+def test_prefix_kv_and_killed_processes_change_no_sample(private_ray: None, tmp_path: Path) -> None:
     """As one without service and moves. Before step 2 the prefill instance is killed, and before step 4 the replica that owns the
     pages."""
     with Runtime(longer(tmp_path, "plain", rollout__prefix_kv="off", rollout__migrate="off")) as plain:

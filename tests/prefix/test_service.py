@@ -135,14 +135,14 @@ def test_a_producer_killed_at_work_costs_a_recomputation(service: PrefixService,
     assert len(computed_by(healthy)) == len(distinct_prefixes(PROMPTS, 4).nodes)
 
 
-def test_a_producer_that_hangs_is_given_up(service: PrefixService, make_producers: Any) -> None:
+def test_a_hung_producer_times_out(service: PrefixService, make_producers: Any) -> None:
     start = time.monotonic()
     found = service.prepare(1, PROMPTS, [make_producers(600.0)], 3.0)
     assert time.monotonic() - start < 300 and found.failed == ["a prefill instance did not reply in time"]
     assert service.stats()["bytes"] == 0
 
 
-def test_a_killed_index_is_done_without_and_comes_back(service: PrefixService, make_producers: Any) -> None:
+def test_a_killed_index_restarts_and_its_pages_are_computed_again(service: PrefixService, make_producers: Any) -> None:
     import ray
 
     kind = PageLayout(b"engine", 4, 2**14)  # small pages would have come along with their references, and nothing would be lost
@@ -184,7 +184,7 @@ def test_a_weight_update_frees_the_old_pages_and_finds_none_of_them(service: Pre
     assert stale.fetch_pages(1, PROMPTS, new.refs, 10.0).foreign == pages and not stale.engine.pages.rows
 
 
-def test_over_the_cap_some_pages_are_computed_by_who_needs_them(serving: None, make_producers: Any) -> None:
+def test_pages_beyond_the_cap_are_left_to_their_engines(serving: None, make_producers: Any) -> None:
     small = PrefixService(f"small{time.time_ns()}", 8 * KIND.page_bytes)
     small.start()
     try:
@@ -199,7 +199,7 @@ def test_over_the_cap_some_pages_are_computed_by_who_needs_them(serving: None, m
         small.stop()
 
 
-def test_producers_of_another_kind_take_no_part(service: PrefixService, make_producers: Any) -> None:
+def test_producers_with_another_page_layout_are_left_out(service: PrefixService, make_producers: Any) -> None:
     mine, other = make_producers(), make_producers(0.0, PageLayout(b"another engine", 4, 256))
     found = service.prepare(1, PROMPTS, [mine, other], 30.0)
     assert found.failed == ["1 of 2 prefill instances have another page layout than the first"]
@@ -207,7 +207,7 @@ def test_producers_of_another_kind_take_no_part(service: PrefixService, make_pro
     assert computed_by(other) == []
 
 
-def test_nothing_is_left_on_serve_after_the_end(serving: None) -> None:
+def test_stopping_leaves_nothing_on_serve(serving: None) -> None:
     import ray
     from ray import serve
 
@@ -227,7 +227,7 @@ def test_nothing_is_left_on_serve_after_the_end(serving: None) -> None:
         assert not [one for one in serve.status().proxies if one], "no proxy, hence no HTTP port"
 
 
-def test_a_service_that_cannot_start_says_so(serving: None) -> None:
+def test_a_service_that_cannot_start_raises_an_error(serving: None) -> None:
     late = PrefixService(f"late{time.time_ns()}", 10**6, start_s=0.0)
     with pytest.raises(RunError, match="timed out after 0 s waiting for the prefix service"):
         late.start()

@@ -90,7 +90,7 @@ def engines_of(stage: Any, count: int = 2) -> list[Instance]:
     return list(stage.engines.working)
 
 
-def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
+def test_a_step_starts_and_parks_its_instance(make: Callable[..., Any]) -> None:
     stage = make("on")
     trie = distinct_prefixes(PROMPTS, KIND.block_size)
     assert not stage.pool.parked and not stage.pool.working
@@ -117,7 +117,7 @@ def test_a_step_from_zero_and_back(make: Callable[..., Any]) -> None:
     assert any(row.activity == "work" for row in rows)
 
 
-def test_auto_is_on_where_it_pays_and_else_starts_nothing(make: Callable[..., Any]) -> None:
+def test_auto_starts_nothing_unless_it_pays(make: Callable[..., Any]) -> None:
     stage = make()
     pays = stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights())
     assert pays.choice.on and pays.prepared.refs and "engine-s of prefill" in pays.metrics["prefix/reason"]
@@ -131,7 +131,7 @@ def test_auto_is_on_where_it_pays_and_else_starts_nothing(make: Callable[..., An
 
 
 @pytest.mark.parametrize("more, said", [({"blocked": "it has a sliding window"}, "sliding window"), ({"store_bytes": 2000}, "need 0 MB")])
-def test_what_cannot_be_is_said_once(make: Callable[..., Any], more: dict[str, Any], said: str) -> None:
+def test_the_reason_against_prefix_kv_is_logged_once(make: Callable[..., Any], more: dict[str, Any], said: str) -> None:
     stage = make("on", **more)
     for _ in range(2):
         assert not stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).choice.on
@@ -139,7 +139,7 @@ def test_what_cannot_be_is_said_once(make: Callable[..., Any], more: dict[str, A
     assert said in message and stage.service.handle is None
 
 
-def test_a_killed_instance_costs_its_pages_only(make: Callable[..., Any]) -> None:
+def test_a_killed_instance_costs_only_its_pages(make: Callable[..., Any]) -> None:
     import ray
 
     stage = make("on")
@@ -154,7 +154,7 @@ def test_a_killed_instance_costs_its_pages_only(make: Callable[..., Any]) -> Non
     assert stage.prefill(stage.weigh(PROMPTS, SHARES, 98), PROMPTS, weights(2)).prepared.refs, "the next one starts anew"
 
 
-def test_a_node_lost_while_its_instance_starts_costs_the_pages_only(make: Callable[..., Any]) -> None:
+def test_a_node_lost_during_a_start_costs_only_the_pages(make: Callable[..., Any]) -> None:
     stage = make("on")
     start = stage.pool.start
     stage.pool.start = lambda slot: start(Slot("ab" * 28, 0))  # Ray says of it that it cannot be placed, not that it died
@@ -163,7 +163,7 @@ def test_a_node_lost_while_its_instance_starts_costs_the_pages_only(make: Callab
     assert stage.prefill(stage.weigh(PROMPTS, SHARES, 99), PROMPTS, weights()).prepared.refs
 
 
-def test_it_is_off_after_failing_again_and_again(make: Callable[..., Any]) -> None:
+def test_prefix_kv_is_switched_off_after_repeated_failures(make: Callable[..., Any]) -> None:
     stage = make("on", delay_s="no number")
     for _ in range(MAX_FAILED_STEPS + 1):
         assert stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).choice.on, "for a while"
@@ -173,7 +173,7 @@ def test_it_is_off_after_failing_again_and_again(make: Callable[..., Any]) -> No
     assert not off.choice.on and f"{MAX_FAILED_STEPS} steps in a row" in off.choice.reason
 
 
-def test_an_instance_that_cannot_start_is_no_fault_and_not_tried_again(make: Callable[..., Any]) -> None:
+def test_an_instance_that_cannot_start_is_not_tried_again(make: Callable[..., Any]) -> None:
     stage = make("on", delay_s=None)
     step = stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights())
     assert step.prepared.refs == [] and stage.pool.faults.used == 0

@@ -20,7 +20,7 @@ from rlhfless_ray.prefix.supported_models import page_bytes, unsupported
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(), Qwen2Config(), Qwen3Config(), MistralConfig(sliding_window=None), GPT2Config()])
-def test_plain_attention_is_served(config: object) -> None:
+def test_plain_attention_is_supported(config: object) -> None:
     assert unsupported(config.to_dict()) is None  # type: ignore[attr-defined]
 
 
@@ -36,7 +36,7 @@ def test_plain_attention_is_served(config: object) -> None:
         (LlavaConfig(), "vision_config"),
     ],
 )
-def test_others_are_named(config: object, word: str) -> None:
+def test_the_reason_against_other_models_is_named(config: object, word: str) -> None:
     assert word in (unsupported(config.to_dict()) or "")  # type: ignore[attr-defined]
 
 

@@ -66,7 +66,7 @@ def test_engine_and_learner_agree_under_every_version(engine: Any) -> None:
         engine.unpark()
 
 
-def test_tokens_are_those_of_merged_weights(engine: Any, new_engine: Callable[..., Any]) -> None:
+def test_adapters_give_the_tokens_of_merged_weights(engine: Any, new_engine: Callable[..., Any]) -> None:
     trained = Trained(FILES["A"], 4)
     merged = weights_of(FILES["A"])
     scale = ALPHA / RANK
@@ -83,7 +83,7 @@ def test_tokens_are_those_of_merged_weights(engine: Any, new_engine: Callable[..
         np.testing.assert_allclose(found[key].logprobs, one.logprobs, atol=1e-4)
 
 
-def test_layers_that_the_engine_has_not_are_named(engine: Any) -> None:
+def test_layers_that_the_engine_lacks_are_named(engine: Any) -> None:
     weights = {name.replace("layers.1", "layers.7"): x for name, x in Trained(FILES["A"], 1).weights.items()}
     with pytest.raises(ValueError, match=r"adapts 7 layers that the engine lacks, model\.layers\.7"):
         engine.load(next(VERSIONS), weights, FILES["A"])

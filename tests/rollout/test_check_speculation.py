@@ -30,7 +30,7 @@ def recipe(tmp_path: Path, **rollout: Any) -> Recipe:
         ({"model_type": "mistral", "sliding_window": 4096}, "its layers have a sliding window of 4096 tokens"),
     ],
 )
-def test_layers_that_cannot_take_back_a_draft_are_refused_or_go_without(tmp_path: Path, config: dict[str, Any], why: str | None) -> None:
+def test_policies_that_cannot_verify_drafts_are_rejected_or_run_without(tmp_path: Path, config: dict[str, Any], why: str | None) -> None:
     files = {"config.json": json.dumps(config).encode()}
     assert check_speculation(recipe(tmp_path), files) == (recipe(tmp_path), None), "nothing is asked for"
     on, auto = recipe(tmp_path, speculation="on"), recipe(tmp_path, speculation="auto")
@@ -54,7 +54,7 @@ def test_a_drafter_needs_speculation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_drafter_must_mean_the_same_tokens(tmp_path: Path) -> None:
+def test_a_drafter_must_have_the_tokens_of_the_policy(tmp_path: Path) -> None:
     from rlhfless_ray.learn.tiny_model import scratch_policy
 
     policy, of_policy = TaskTokenizer(task("chain")), scratch_policy(recipe(tmp_path), task("chain"))

@@ -94,9 +94,7 @@ class Relay:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_cut_at_random_points_any_number_of_times_nothing_changes(
-    engines: list[Any], whole: Callable[..., Any], count: int, temperature: float
-) -> None:
+def test_random_cuts_change_no_response(engines: list[Any], whole: Callable[..., Any], count: int, temperature: float) -> None:
     asked = requests(temperature=temperature, seed=20 + count)
     wanted = whole(asked)
     rng = np.random.default_rng(count)
@@ -150,7 +148,7 @@ def bent(name: str, tokens: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "stop", "stop_token_ids", "temperature", "top_p", "min_tokens"])
-def test_what_ends_or_changes_a_response_does_so_across_cuts(
+def test_settings_that_end_or_change_a_response_survive_cuts(
     engines: list[Any], whole: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Cut before each token: a stop word is also cut within, with its first token or its first two told by another engine."""
@@ -179,7 +177,7 @@ def test_what_ends_or_changes_a_response_does_so_across_cuts(
     assert set(range(len(after.token_ids))) <= relay.at
 
 
-def test_every_setting_of_a_request_is_seen_across_a_cut() -> None:
+def test_every_setting_of_a_request_has_a_cut_test() -> None:
     """A field that is added needs a case above, or must not be one: what counts tokens or looks back at them would begin anew."""
     not_settings = {"key", "token_ids", "seed", "generated", "awaited", "cache_version"}
     assert {f.name for f in fields(Request)} - not_settings == {
@@ -192,7 +190,7 @@ def test_every_setting_of_a_request_is_seen_across_a_cut() -> None:
     }
 
 
-def test_a_continuation_that_is_thrown_out_of_the_cache_keeps_its_place(
+def test_a_preempted_continuation_keeps_its_position(
     engines: list[Any], whole: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM preempts by computing everything again: prompt, the tokens from before the cut, and those since."""
@@ -217,7 +215,7 @@ def test_a_continuation_that_is_thrown_out_of_the_cache_keeps_its_place(
     assert len(thrown_out) >= 3 and any(len(r.output_token_ids) > 0 for r in thrown_out)
 
 
-def test_orders_for_another_call_are_nobodys(engines: list[Any], whole: Callable[..., Any]) -> None:
+def test_commands_for_another_call_are_ignored(engines: list[Any], whole: Callable[..., Any]) -> None:
     asked = requests(6, seed=50)
     control_queue = ControlQueue()
     assert not control_queue.put(1, EngineCommand(cut=(0,)))
@@ -234,7 +232,7 @@ def test_orders_for_another_call_are_nobodys(engines: list[Any], whole: Callable
     assert control_queue.take() == []
 
 
-def test_the_first_token_of_an_added_request_is_told_at_once(engines: list[Any]) -> None:
+def test_the_first_token_of_an_added_request_is_reported_at_once(engines: list[Any]) -> None:
     """Who moved it waits; nothing else is told before its time."""
     first, second = requests(2, seed=60)
     control_queue = ControlQueue()
@@ -251,7 +249,7 @@ def test_the_first_token_of_an_added_request_is_told_at_once(engines: list[Any])
     assert not engines[0].live and not engines[0].engine.has_unfinished_requests()
 
 
-def test_the_time_an_order_takes_is_told_apart_from_work() -> None:
+def test_the_time_of_a_command_is_separate_from_work() -> None:
     from rlhfless_ray.rollout.engine_actor import fill_between
     from rlhfless_ray.types import Span
 
@@ -259,7 +257,7 @@ def test_the_time_an_order_takes_is_told_apart_from_work() -> None:
     assert fill_between([move], "generate", 3.0, 6.0) == [Span("work", "generate", 3.0, 4.0), move, Span("work", "generate", 4.5, 6.0)]
 
 
-def test_work_of_keeping_log_probabilities_grows_with_the_tokens_only(sampling: Any) -> None:
+def test_returned_log_probabilities_are_not_kept(sampling: Any) -> None:
     """Nothing that was handed out is looked at again."""
     import torch
 

@@ -45,7 +45,7 @@ def bigrams(count: int, seed: int) -> tuple[list[SampledSequence], np.ndarray]:
     return said, logits
 
 
-def test_it_learns_the_distribution_before_the_temperature(trainer: DrafterTrainer) -> None:
+def test_the_drafter_learns_the_distribution_before_the_temperature(trainer: DrafterTrainer) -> None:
     said, logits = bigrams(300, seed=0)
     trainer.add(said)
     means, tokens, took_s = trainer.train(60_000, lambda seconds: True)
@@ -61,7 +61,7 @@ def test_it_learns_the_distribution_before_the_temperature(trainer: DrafterTrain
     assert float(follows[:, 30].max()) < 0.01, "prompts are not learned"
 
 
-def test_it_keeps_the_newest_and_stops_when_it_is_told(trainer: DrafterTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_keeps_the_newest_sequences_and_stops_on_request(trainer: DrafterTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     said, _ = bigrams(60, seed=1)
     monkeypatch.setattr(drafter_trainer, "KEPT_TOKENS", 500)
     trainer.add(said)
@@ -76,7 +76,7 @@ def test_it_keeps_the_newest_and_stops_when_it_is_told(trainer: DrafterTrainer, 
         assert tokens.shape == logprobs.shape and tokens.shape[1] <= 16 and tokens.size <= 100
 
 
-def test_every_update_reads_sampled_tokens_behind_a_long_prompt(trainer: DrafterTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_update_reads_sampled_tokens_after_a_long_prompt(trainer: DrafterTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_trainer, "BATCH_TOKENS", 32)
     monkeypatch.setattr(drafter_trainer, "WINDOW_TOKENS", 16)
     for said in (bigrams(20, seed=4)[0], [SampledSequence(np.full(2, 30, np.int32), np.array([np.nan, -1.0], np.float32))]):
@@ -90,7 +90,7 @@ def test_every_update_reads_sampled_tokens_behind_a_long_prompt(trainer: Drafter
         assert read >= 40 and np.isfinite(means).all()
 
 
-def test_another_process_goes_on_from_the_weights(trainer: DrafterTrainer, tmp_path: Path) -> None:
+def test_another_process_continues_from_the_weights(trainer: DrafterTrainer, tmp_path: Path) -> None:
     said, _ = bigrams(20, seed=2)
     trainer.add(said)
     other = DrafterTrainer(tmp_path / "drafter", trainer.settings)

@@ -18,7 +18,7 @@ class Compared:
         return self is other
 
 
-def test_an_engine_keeps_its_number_and_is_found_without_a_search() -> None:
+def test_numbers_of_engines_are_found_without_a_search() -> None:
     """The driver asks for numbers in every turn of an episode and after every report."""
     engines: list[Any] = [Compared() for _ in range(50)]
     calls = EngineCalls(SimpleNamespace(working=engines), None, 1.0)  # type: ignore[arg-type]

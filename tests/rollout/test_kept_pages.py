@@ -39,13 +39,13 @@ def log_of(lengths: list[int], version: int = 3) -> TokenLog:
     return log
 
 
-def test_a_response_that_continues_keeps_the_name_of_its_first_version() -> None:
+def test_a_continued_response_keeps_the_cache_version_it_began_with() -> None:
     log = log_of([5, 0])
     assert [log.request(i).cache_version for i in (0, 1)] == [3, None], "without a token it begins under the newest weights"
     assert TokenLog(log.requests, [log.unfinished(9)[0]]).request(0).cache_version is None
 
 
-def test_the_longest_contexts_get_the_room() -> None:
+def test_the_longest_contexts_keep_their_pages() -> None:
     log = log_of([10, 20, 100, 40, 30, 5])  # groups need 2, 5 and 2 blocks of each response
     room = COUNT * PAGE * 7 / STORE_SHARE
     kept = KeptPages(COUNT, BLOCK, PAGE, room)
@@ -56,7 +56,7 @@ def test_the_longest_contexts_get_the_room() -> None:
     assert kept.cuts(0, np.arange(6), log) == cuts, "a cut that is sent again asks for the same pages"
 
 
-def test_pages_are_asked_for_once_and_reach_the_next_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_fetched_once_and_reach_the_next_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[list[Any]] = []
     monkeypatch.setattr("rlhfless_ray.rollout.kept_pages.ray.wait", lambda refs, **_: waits.append(refs))
     log, kept, actor = log_of([10, 20, 0, 30]), KeptPages(COUNT, BLOCK, PAGE, 10**9), Actor()

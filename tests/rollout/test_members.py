@@ -32,7 +32,7 @@ def answers_of_two(file: Path, kind: str) -> tuple[Any, Any, Any, Any]:
     return pickle.loads(file.read_bytes())
 
 
-def test_two_members_answer_as_one_and_end_when_one_is_lost(new_engine: Callable[..., Any], tmp_path: Path) -> None:
+def test_two_members_generate_as_one_and_end_when_one_is_lost(new_engine: Callable[..., Any], tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     pids, found, differing, drafted = answers_of_two(tmp_path / "answers", "plain")
     assert differing["B"] == [] and len(differing["A"]) > 5, "each member compares its part"

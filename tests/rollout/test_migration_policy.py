@@ -34,16 +34,16 @@ def begun(rule: str, lengths: list[float], second: float = 1.0, tau: float = 0.7
     return migration
 
 
-def test_tau_hands_on_the_rest_of_an_engine_of_which_that_share_has_finished() -> None:
+def test_tau_moves_the_rest_of_an_engine_once_that_share_has_finished() -> None:
     """Engines 3, 5 and 8 began with four each; three of engine 5's have finished, and one of engine 8's has made room."""
     owner = [3] * 4 + [5] * 4 + [8] * 4
     state = progressed(owner, [50] * 12, [4, 5, 6, 8])
-    wishes = begun("tau", [100.0] * 12).decide(state, [3, 5, 8], [])
-    assert [(w.requests.tolist(), w.source, w.target) for w in wishes.moves] == [([7], 5, 8)]
+    moves = begun("tau", [100.0] * 12).decide(state, [3, 5, 8], [])
+    assert [(w.requests.tolist(), w.source, w.target) for w in moves.moves] == [([7], 5, 8)]
     assert begun("tau", [100.0] * 12, tau=0.9).decide(state, [3, 5, 8], []).moves == ()
 
 
-def test_auto_puts_the_tail_on_one_engine_when_leases_matter_and_leaves_it_when_only_time_does() -> None:
+def test_auto_consolidates_the_tail_only_when_leases_cost() -> None:
     owner = [0] * 8 + [1] * 8
     state = progressed(owner, [100] * 16, [*range(7), *range(8, 15)])
     cheap = begun("auto", [150.0] * 16, second=0.2).decide(state, [0, 1], [])
@@ -52,16 +52,16 @@ def test_auto_puts_the_tail_on_one_engine_when_leases_matter_and_leaves_it_when_
     assert begun("auto", [150.0] * 16, second=1e6).decide(state, [0, 1], []).moves == ()
 
 
-def test_auto_takes_a_crowd_apart_when_an_engine_has_nothing_to_do() -> None:
+def test_auto_spreads_requests_to_an_idle_engine() -> None:
     slow = Speed(base_s=0.01, per_seq_s=0.01)
     migration = MigrationPolicy("auto", 0.7)
     migration.begin(forecasts([1000.0] * 16), slow, 100.0)
-    wishes = migration.decide(progressed([0] * 16, [10] * 16, []), [0, 1], [])
-    assert wishes.moves and {(w.source, w.target) for w in wishes.moves} == {(0, 1)} and wishes.time_saved_s > 1
-    assert 4 <= sum(len(w.requests) for w in wishes.moves) <= 12
+    moves = migration.decide(progressed([0] * 16, [10] * 16, []), [0, 1], [])
+    assert moves.moves and {(w.source, w.target) for w in moves.moves} == {(0, 1)} and moves.time_saved_s > 1
+    assert 4 <= sum(len(w.requests) for w in moves.moves) <= 12
 
 
-def test_a_dear_move_is_not_made() -> None:
+def test_an_expensive_move_is_not_made() -> None:
     owner = [0] * 8 + [1] * 8
     state = progressed(owner, [100] * 16, [*range(7), *range(8, 15)])
     migration = begun("auto", [150.0] * 16, second=0.2)
@@ -70,18 +70,18 @@ def test_a_dear_move_is_not_made() -> None:
     assert migration.decide(state, [0, 1], []).moves == ()
 
 
-def test_many_moves_must_be_worth_computing_their_contexts_again() -> None:
+def test_many_moves_must_pay_for_computing_their_contexts_again() -> None:
     """All of sixteen long contexts on one engine: to take half of them away pays if prefill costs nothing, and not if every token
     of them costs as much as a decode step."""
     slow = Speed(base_s=0.01, per_seq_s=0.01)
     for token_s, pays in ((1e-5, True), (0.16, False)):
         migration = MigrationPolicy("auto", 0.7)
         migration.begin(forecasts([1000.0] * 16), slow, 100.0, token_s)
-        wishes = migration.decide(progressed([0] * 16, [600] * 16, []), [0, 1], [])
-        assert bool(wishes.moves) == pays and wishes.reason
+        moves = migration.decide(progressed([0] * 16, [600] * 16, []), [0, 1], [])
+        assert bool(moves.moves) == pays and moves.reason
 
 
-def test_nothing_is_asked_where_there_is_nowhere_to_go() -> None:
+def test_without_another_engine_the_planner_is_not_called() -> None:
     migration = begun("auto", [150.0] * 4)
     assert migration.decide(progressed([0] * 4, [9] * 4, []), [0], []).moves == ()
     assert migration.decide(progressed([0, 0, 1, 2], [9] * 4, []), [0, 1], []).moves == ()  # engine 2 is not there yet
@@ -90,7 +90,7 @@ def test_nothing_is_asked_where_there_is_nowhere_to_go() -> None:
         MigrationPolicy("best", 0.7)
 
 
-def test_the_speed_is_that_of_the_newest_steps() -> None:
+def test_the_fitted_speed_is_scaled_to_the_newest_steps() -> None:
     migration = begun("auto", [100.0])
     old = [EngineStep(4, 4, 0, 9.0)] * 100
     new = [EngineStep(4, 4, 0, 3 * SPEED.step_s(4)), EngineStep(4, 400, 0, 50.0)] * 64  # prefill says nothing of decoding
@@ -104,11 +104,11 @@ def test_each_context_takes_the_faster_method_and_requests_without_tokens_are_co
     migration.prefill, migration.pages = Term(0.01, 1e-4), Term(0.05, 1e-6)
     state = progressed([0] * 4, [0, 100, 1000, 2000], [])
     state.prompt[0] = 5000
-    wishes = migration.choose_methods(np.arange(4), state, 0, 1, "a whim")
-    assert [(w.requests.tolist(), w.how) for w in wishes] == [([0, 1], "prefill"), ([2, 3], "pages")]
+    moves = migration.choose_methods(np.arange(4), state, 0, 1, "test")
+    assert [(w.requests.tolist(), w.how) for w in moves] == [([0, 1], "prefill"), ([2, 3], "pages")]
     assert migration._work_s(np.array([100.0, 1000.0])) == pytest.approx(1e-6 * 1000)  # nothing is known of prefill yet
     without = MigrationPolicy("auto", 0.7)
-    assert [w.how for w in without.choose_methods(np.arange(4), state, 0, 1, "a whim")] == ["prefill"]
+    assert [w.how for w in without.choose_methods(np.arange(4), state, 0, 1, "test")] == ["prefill"]
 
 
 def test_measured_moves_decide_the_method() -> None:
@@ -132,7 +132,7 @@ def test_measured_moves_decide_the_method() -> None:
     assert slow._prefers_pages(np.array([100, 3000])).tolist() == [False, True], "pages are assumed to take ten times as long too"
 
 
-def test_a_decision_that_fails_ends_the_moves_of_its_rollout_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_decision_ends_only_the_moves_of_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     autoscaler = Autoscaler(Recipe.parse({"prompts": {"task": "sort"}, "reward": {"function": "task"}}), SPEED)
     migration = MigrationPolicy("auto", 0.7, safely=autoscaler.safely)
     slow = Speed(0.001, 0.002)

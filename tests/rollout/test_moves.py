@@ -125,19 +125,19 @@ def engine_class(hears: bool = True) -> type:
     return Engine
 
 
-class Whims:
-    """In place of a Migration: moves what `decide` says, (request, target engine) pairs, whenever it is asked."""
+class ScriptedMoves:
+    """A migration policy that moves the (request, target engine) pairs that `decide` returns."""
 
     def __init__(self, decide: Callable[[Any, list[int]], list[tuple[int, int]]]) -> None:
-        self.whim, self.took = decide, list[float]()
+        self.choose, self.took = decide, list[float]()
 
     def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
-        wishes = []
-        for i, target in self.whim(token_log, engines):
+        moves = []
+        for i, target in self.choose(token_log, engines):
             source = int(token_log.owner[i])
             if source != target and source in engines:
-                wishes.append(MigrationRequest(np.array([i]), source, target, "a whim"))
-        return MigrationRequests(tuple(wishes), time_saved_s=1.0, reason="a whim")
+                moves.append(MigrationRequest(np.array([i]), source, target, "test"))
+        return MigrationRequests(tuple(moves), time_saved_s=1.0, reason="test")
 
     def observe(self, context_tokens: float, seconds: float, how: str = "prefill") -> None:
         self.took.append(seconds)
@@ -229,7 +229,7 @@ def killer(context: RunContext, engine: int, at: int, number: signal.Signals = s
     return on_progress
 
 
-def test_siblings_hear_each_other_while_they_decode_and_a_resumed_run_hears_them_all(context: RunContext) -> None:
+def test_engines_share_tokens_of_sibling_responses_also_after_a_resume(context: RunContext) -> None:
     """All requests have one prompt. A response may outlive the news of its last tokens, so the end may be missing."""
     import ray
 
@@ -259,7 +259,7 @@ def test_siblings_hear_each_other_while_they_decode_and_a_resumed_run_hears_them
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_of_a_killed_engine_at_most_one_interval_is_generated_again(context: RunContext, engines: int) -> None:
+def test_a_killed_engine_costs_at_most_one_interval_of_tokens(context: RunContext, engines: int) -> None:
     """On the living engine at once, or where there is none on the successor, which knows what was told."""
     context.pool.resize(engines, [], need=engines)
     first = context.pool.working[0]
@@ -278,7 +278,7 @@ def test_of_a_killed_engine_at_most_one_interval_is_generated_again(context: Run
         assert len(context.pool.working) == 1 and context.pool.working[0] is not first
 
 
-def test_one_death_too_many_ends_the_run(context: RunContext) -> None:
+def test_exceeding_the_failure_budget_ends_the_run(context: RunContext) -> None:
     context.pool.resize(2, [], need=2)
     context.pool.faults = FailureBudget(0)
     with pytest.raises(RunError, match=r"died, and functions.max_replacements = 0 is used up"):
@@ -286,7 +286,7 @@ def test_one_death_too_many_ends_the_run(context: RunContext) -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_an_engine_that_hangs_is_ended_and_its_requests_go_on(context: RunContext, engines: int) -> None:
+def test_a_hung_engine_is_ended_and_its_requests_continue(context: RunContext, engines: int) -> None:
     """It lives, and does nothing any more: neither says something nor takes a call."""
     context.pool.resize(engines, [], need=engines)
     context.pool.faults = FailureBudget(100)  # on a busy machine a living one may be silent for so long, too
@@ -303,7 +303,7 @@ def test_an_engine_that_hangs_is_ended_and_its_requests_go_on(context: RunContex
     assert not lives(pid), "it would keep its memory, and its device"
 
 
-def test_an_engine_that_hangs_in_its_start_is_ended_too(context: RunContext) -> None:
+def test_an_engine_that_hangs_while_starting_is_ended(context: RunContext) -> None:
     context.pool.resize(2, [], need=2)
     os.kill(context.pids()[0], signal.SIGSTOP)
     first = context.pool.working[0]
@@ -314,31 +314,31 @@ def test_an_engine_that_hangs_in_its_start_is_ended_too(context: RunContext) -> 
     assert context.pool.faults.counts == {FailureCause.HUNG: 1}
 
 
-def test_moves_without_end_change_nothing(context: RunContext) -> None:
+def test_constant_moves_change_no_response(context: RunContext) -> None:
     """Every few tokens something is moved somewhere: to engines that are just ending, out of engines that have just begun."""
     context.pool.resize(3, [], need=3)
     rng = np.random.default_rng(1)
 
-    def whim(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
+    def choose(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
         live = np.flatnonzero(~token_log.finished)
         return [(int(i), int(rng.choice(engines))) for i in live[rng.random(len(live)) < 0.3]]
 
     context.pids()  # so that all are there when the first thing moves
-    whims = Whims(whim)
+    moves = ScriptedMoves(choose)
     lengths = [int(n) for n in rng.integers(1, 250, 24)]
     moved = runs = 0
     while moved <= 30 and runs < 10:  # on a busy machine few of them fit into one
-        stream = context.run(lengths, [list(range(a, 24, 3)) for a in range(3)], migration=whims)
+        stream = context.run(lengths, [list(range(a, 24, 3)) for a in range(3)], migration=moves)
         moved, runs = moved + len(stream.moved), runs + 1
-        assert len(whims.took) == moved and stream.orphans == stream.replaced == 0
+        assert len(moves.took) == moved and stream.orphans == stream.replaced == 0
         assert set(context.generated().values()) == {runs}  # a move repeats nothing
     assert moved > 30
 
 
-def test_a_death_among_moves_loses_nothing(context: RunContext) -> None:
+def test_a_death_during_moves_loses_no_token(context: RunContext) -> None:
     rng = np.random.default_rng(2)
 
-    def whim(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
+    def choose(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
         live = np.flatnonzero(~token_log.finished)
         return [(int(i), int(rng.choice(engines))) for i in live[rng.random(len(live)) < 0.5]]
 
@@ -346,54 +346,54 @@ def test_a_death_among_moves_loses_nothing(context: RunContext) -> None:
     shares, moved, runs = [list(range(a, 12, 3)) for a in range(3)], 0, 0
     while moved <= 5 and runs < 5:  # on a busy machine few moves fit into one
         context.pool.resize(3, [], need=3)
-        stream = context.run(lengths, shares, migration=Whims(whim), on_progress=killer(context, 1, at=15))
+        stream = context.run(lengths, shares, migration=ScriptedMoves(choose), on_progress=killer(context, 1, at=15))
         assert stream.replaced == 1
         moved, runs = moved + len(stream.moved), runs + 1
     assert moved > 5
 
 
 @pytest.mark.parametrize("context", [False], indirect=True)
-def test_an_order_that_is_lost_is_done_all_the_same(context: RunContext) -> None:
+def test_requests_finish_although_all_commands_are_lost(context: RunContext) -> None:
     """No engine hears: what should be cut stays, and what a dead engine had goes on when the living one's call is over."""
     context.pool.resize(2, [], need=2)
-    away = Whims(lambda token_log, engines: [(i, 1) for i in np.flatnonzero(~token_log.finished & (token_log.owner == 0))])
+    away = ScriptedMoves(lambda token_log, engines: [(i, 1) for i in np.flatnonzero(~token_log.finished & (token_log.owner == 0))])
     stream = context.run([200, 210, 100, 110], [[0, 1], [2, 3]], migration=away, on_progress=killer(context, 0, at=8))
     assert stream.moved == [] and stream.orphans == 2
 
 
-def test_an_engine_left_with_nothing_is_given_back_at_once_and_the_ledger_says_where_its_work_went(context: RunContext) -> None:
+def test_an_engine_whose_requests_moved_away_is_released_and_the_ledger_names_the_move(context: RunContext) -> None:
     context.pool.resize(2, [], need=2)
     first, second = context.pool.working
     moved_at_s = []
 
-    def whim(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
+    def choose(token_log: Any, engines: list[int]) -> list[tuple[int, int]]:
         if moved_at_s or token_log.length.min() < 40:
             return []
         moved_at_s.append(time.time())
         return [(0, 1), (1, 1), (2, 1)]
 
-    class Together(Whims):
+    class Together(ScriptedMoves):
         def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
-            wishes = super().decide(token_log, engines, steps)
-            whole = [np.concatenate([wish.requests for wish in wishes.moves])] if wishes.moves else []
-            return MigrationRequests(tuple(MigrationRequest(part, 0, 1, "a whim") for part in whole), 1.0, "a whim")
+            moves = super().decide(token_log, engines, steps)
+            whole = [np.concatenate([move.requests for move in moves.moves])] if moves.moves else []
+            return MigrationRequests(tuple(MigrationRequest(part, 0, 1, "test") for part in whole), 1.0, "test")
 
-    stream = context.run([300] * 4, [[0, 1, 2], [3]], migration=Together(whim), drained=lambda tail_s, needed: Release(0, "not needed"))
+    stream = context.run([300] * 4, [[0, 1, 2], [3]], migration=Together(choose), drained=lambda tail_s, needed: Release(0, "not needed"))
     assert [name for name, _ in context.given] == [first.id] and first in context.pool.parked
     assert {(one.key, one.source, one.target) for one in stream.moved} == {(k, first.id, second.id) for k in range(3)}
     assert all(43 <= one.context_tokens < 303 and 0 < one.seconds < 200 for one in stream.moved)
     context.ledger.close()
     rows = [row for row in context.ledger.rows if row.instance == first.id and row.slots]
     assert [row.what for row in rows if row.activity == "transfer"] == [f"move 3 sequences to {second.id}"]
-    assert stream.metrics()["rollout/moved"] == 3 and stream.metrics()["rollout/move_reason"] == "3 moved: a whim"
+    assert stream.metrics()["rollout/moved"] == 3 and stream.metrics()["rollout/move_reason"] == "3 moved: test"
     ended = {row.instance: row.to_s for row in context.ledger.rows if row.slots}
     assert ended[first.id] < ended[second.id] - 0.1
 
 
-def test_a_move_that_only_saves_a_lease_is_not_made_when_the_lease_would_be_held(context: RunContext) -> None:
+def test_a_move_that_only_saves_a_lease_is_not_made_if_the_lease_is_kept(context: RunContext) -> None:
     context.pool.resize(2, [], need=2)
 
-    class Saver(Whims):
+    class Saver(ScriptedMoves):
         def decide(self, token_log: Any, engines: list[int], steps: list[Any]) -> MigrationRequests:
             return MigrationRequests(super().decide(token_log, engines, steps).moves, 0.0, "saves a lease")
 

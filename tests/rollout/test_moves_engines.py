@@ -37,8 +37,8 @@ def actor_class() -> type:
     return Counting
 
 
-class Whims:
-    """Moves whatever is not where it should be, one way; where that is changes with every look."""
+class ScriptedMoves:
+    """A migration policy that moves half of the requests in every decision, all by one method."""
 
     def __init__(self, how: str) -> None:
         self.how, self.looks = how, 0
@@ -49,7 +49,7 @@ class Whims:
         chosen = live[(live + self.looks) % 2 == 0]
         return MigrationRequests(
             tuple(
-                MigrationRequest(part, a, b, "a whim", self.how)
+                MigrationRequest(part, a, b, "test", self.how)
                 for a in engines
                 for b in engines
                 if a != b and len(part := chosen[token_log.owner[chosen] == a])
@@ -104,7 +104,7 @@ def moved_often(roll_out: Any, whole: Any, how: str, versions: range) -> list[An
     """Rollouts until ten requests were moved: on a busy machine one may be over before the driver has looked twice."""
     streams: list[Any] = []
     for version in versions:  # each its own, so that no cache has anything of the one before
-        streams.append(roll_out(version, migration=Whims(how)))
+        streams.append(roll_out(version, migration=ScriptedMoves(how)))
         assert_same(streams[-1].completions, whole)
         assert {done.versions for done in streams[-1].completions.values()} <= {((version, n),) for n in range(161)}
         if sum(len(stream.moved) for stream in streams) >= 10:
@@ -113,7 +113,7 @@ def moved_often(roll_out: Any, whole: Any, how: str, versions: range) -> list[An
 
 
 @pytest.mark.parametrize("stages", ["prefill", "pages", "copy, then pages", "late copy, then pages"])
-def test_moved_while_they_decode_responses_stay_what_they_are(
+def test_moves_during_decoding_change_no_response(
     pool: WorkerPool, roll_out: Any, whole: Any, stages: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In two stages full blocks go ahead, and with the cut those that were filled meanwhile; or all, if the copy has not arrived."""
@@ -145,9 +145,7 @@ def test_moved_while_they_decode_responses_stay_what_they_are(
         assert sum(m["rollout/move_fallbacks"] for m in metrics) == len(moved) - len(came)
 
 
-def test_pages_that_are_lost_on_the_way_are_computed_and_counted(
-    pool: WorkerPool, roll_out: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_pages_are_computed_again_and_counted(pool: WorkerPool, roll_out: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine holds the ticket that they are asked for with. Only a request's first move of a rollout counts: an engine that it
     comes back to may have all but its last token in its own cache."""
     import rlhfless_ray.rollout.inflight_migrations as moving
@@ -164,7 +162,7 @@ def test_pages_that_are_lost_on_the_way_are_computed_and_counted(
     assert first_moves and all(one.fell_back and one.computed_tokens > 1 for one in first_moves)
 
 
-def test_an_engine_that_hangs_changes_nothing(pool: WorkerPool, roll_out: Any, whole: Any) -> None:
+def test_a_hung_engine_changes_no_response(pool: WorkerPool, roll_out: Any, whole: Any) -> None:
     """In the middle of moves it stops where no signal reaches; what it had, and what was on its way to it, goes on elsewhere."""
     import ray
 
@@ -176,7 +174,7 @@ def test_an_engine_that_hangs_changes_nothing(pool: WorkerPool, roll_out: Any, w
             os.kill(pid, signal.SIGSTOP)
 
     for version in (4, 5):  # on a busy machine it may be done with the first before the driver looks
-        stopped.append(roll_out(version, on_progress=on_progress, migration=Whims("pages"), silence_s=5.0))
+        stopped.append(roll_out(version, on_progress=on_progress, migration=ScriptedMoves("pages"), silence_s=5.0))
         assert_same(stopped[-1].completions, whole)
         if stopped[-1].replaced:
             break

@@ -157,7 +157,7 @@ def test_several_turns_are_played(alone: list[Sample], files: dict[str, bytes]) 
     assert len(set(turns)) > 0.9 * len(turns), "every turn has noise of its own"
 
 
-def test_what_agents_compute_is_billed_beside_the_leases(pool: WorkerPool, play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
+def test_cpu_time_of_agents_is_billed_without_a_lease(pool: WorkerPool, play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
     ledger, first = pool.ledger, len(pool.ledger.rows)
     play([list(range(8))])
     [row] = [row for row in ledger.rows[first:] if row.kind == "agent"]
@@ -166,11 +166,11 @@ def test_what_agents_compute_is_billed_beside_the_leases(pool: WorkerPool, play:
     assert ledger.unleased_core_s("agent", first) == row.seconds
 
 
-def test_two_engines_play_the_same(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
+def test_episodes_do_not_depend_on_the_number_of_engines(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
     assert_same(play([[0, 3, 4, 7], [1, 2, 5, 6]]), alone)
 
 
-def test_every_turn_is_sampled_as_the_sample_is(play: Callable[..., list[Sample]]) -> None:
+def test_every_turn_uses_the_sampling_parameters_of_the_sample(play: Callable[..., list[Sample]]) -> None:
     """A nucleus of one token is the greedy one."""
     found, greedy = play([list(range(8))], top_p=1e-6), play([list(range(8))], temperature=0.0)
     assert [s.turns for s in found] == [s.turns for s in greedy] and found[0].turns == found[1].turns
@@ -184,7 +184,7 @@ def test_stop_words_end_turns(play: Callable[..., list[Sample]], alone: list[Sam
     assert not any("1" in text[:-1] or "2" in text[:-1] for text in turns)
 
 
-def test_an_agent_that_ends_its_process_is_the_only_one_without_a_reward(
+def test_only_the_agent_that_ended_its_process_gets_no_reward(
     pool: WorkerPool, play: Callable[..., list[Sample]], alone: list[Sample]
 ) -> None:
     first = len(pool.ledger.rows)

@@ -50,7 +50,7 @@ def test_a_parked_engine_keeps_neither_weights_nor_cache(engine: Any) -> None:
     assert any(other[key].token_ids.tolist() != one.token_ids.tolist() for key, one in before.items())
 
 
-def test_an_engine_at_work_keeps_its_cache(engine: Any) -> None:
+def test_a_working_engine_cannot_be_parked(engine: Any) -> None:
     asked = requests(4)
     before = answer(engine, asked)
     at_work = engine.generate(asked, 0.0)

@@ -28,7 +28,7 @@ def recipe(**rollout: object) -> Recipe:
 
 
 @given(st.data())
-def test_the_choice_is_the_earliest_that_leaves_a_feasible_rest(data: st.DataObject) -> None:
+def test_groups_are_chosen_as_early_as_the_rest_stays_feasible(data: st.DataObject) -> None:
     step, quota = 5, data.draw(st.integers(1, 3))
     per_step = data.draw(st.integers(quota, 3))  # more than the quota in a step that lacks some groups only
     until = data.draw(st.lists(st.integers(5, 8), min_size=quota, max_size=7))
@@ -50,7 +50,7 @@ def test_the_choice_is_the_earliest_that_leaves_a_feasible_rest(data: st.DataObj
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_no_token_is_ever_too_old_whatever_completes_when(data: st.DataObject) -> None:
+def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
     """Random progress, engines lost with what they had not reported, groups dropped by a filter, resumes, and a lowered bound."""
     mode, ahead = data.draw(st.sampled_from([("continue", False), ("restart", False), ("continue", True)]))
     filters = data.draw(st.booleans())
@@ -118,7 +118,7 @@ def test_no_token_is_ever_too_old_whatever_completes_when(data: st.DataObject) -
     assert not run.in_flight and sorted(ended) == list(range(drawn)) and (filters or drawn == 27)
 
 
-def test_a_group_that_cannot_be_trained_in_time_begins_again() -> None:
+def test_a_group_that_cannot_be_trained_in_time_restarts() -> None:
     run, prompts = PartialRollouts(recipe()), [Prompt(i, "", (1,)) for i in range(9)]
     old = Sample(prompts[0], 0, Completion(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", 0))
     run.in_flight = [Group(prompts[0], 1, 0, (old, old))]
@@ -141,7 +141,7 @@ def test_the_forecast_of_the_work_ends_with_the_quota() -> None:
     assert work.shape == (6, 1) and work[1] == 1 and 0 < work[0] < 60 and work[4] == work.max() < 300
 
 
-def test_a_prompt_that_is_begun_twice_in_a_step_gets_other_samples() -> None:
+def test_a_prompt_that_occurs_twice_in_a_step_gets_different_samples() -> None:
     run, prompt = PartialRollouts(recipe()), Prompt(7, "", (1, 2))
     requests = run.begin(1, 9, lambda count: [prompt] * count).requests(recipe())
     assert len({request.seed for request in requests}) == len(requests) == 12
@@ -161,7 +161,7 @@ def test_a_prompt_that_is_begun_twice_in_a_step_gets_other_samples() -> None:
         ({"ahead": True, "partial": "off", "max_lag_steps": 1, "oversample": "auto"}, "rollout.ahead: rollout.partial is off"),
     ],
 )
-def test_what_partial_rollouts_need_is_said(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_of_partial_rollouts_are_named(settings: dict[str, Any], said: str) -> None:
     tree: dict[str, Any] = recipe().model_dump(exclude_unset=True)
     tree["rollout"] |= {key: value for key, value in settings.items() if key in (*tree["rollout"], "ahead")}
     for section in ("algorithm", "run"):

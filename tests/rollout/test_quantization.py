@@ -37,7 +37,7 @@ def mean_mismatch(files: dict[str, bytes], asked: list[Request], done: dict[int,
     return float(np.concatenate(apart).mean())
 
 
-def test_it_samples_nearly_what_the_learner_trains(engine: Any) -> None:
+def test_int8_engines_stay_close_to_the_learner(engine: Any) -> None:
     """Under every version: weights are quantised when they are loaded, the first time and later."""
     asked = requests()
     for name in "ABA":
@@ -57,7 +57,7 @@ def test_a_reload_equals_a_new_engine(engine: Any, new_engine: Callable[..., Any
         np.testing.assert_array_equal(found[key].logprobs, one.logprobs)
 
 
-def test_a_weight_that_lacks_is_named(engine: Any) -> None:
+def test_a_missing_weight_is_named(engine: Any) -> None:
     weights = weights_of(FILES["A"])
     del weights["model.layers.0.mlp.down_proj.weight"]
     with pytest.raises(ValueError, match=r"lacks 1 of the engine's weights, model\.layers\.0\.mlp\.down_proj\.weight"):

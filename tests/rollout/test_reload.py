@@ -45,14 +45,14 @@ class Worker:
         self.model.process()
 
 
-def test_what_vllm_makes_of_the_weights_is_not_missing() -> None:
+def test_parameters_that_vllm_derives_do_not_count_as_missing() -> None:
     worker, weights = Worker(), {name: np.full((2, 2), k, np.float32) for k, name in enumerate(("kv_b_proj", "o_proj"), 1)}
     assert reload_weights(worker, weights, False) == (set(), set())
     assert worker.model.W_UK_T.min() == 1
     assert reload_weights(worker, {"kv_b_proj": weights["kv_b_proj"]}, False) == ({"o_proj"}, set())
 
 
-def test_biases_that_the_engine_s_layers_lack_are_found() -> None:
+def test_biases_that_the_engine_does_not_use_are_found() -> None:
     """As vLLM's Qwen3, which has no bias at the attention's output."""
     names = [f"layers.0.{layer}_proj.{kind}" for layer in "qkvo" for kind in ("weight", "bias")]
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}

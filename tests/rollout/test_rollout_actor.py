@@ -38,7 +38,7 @@ def test_weights_are_checked_before_they_are_used(actor: Any) -> None:
     assert len(actor.loaded) == 1
 
 
-def test_engines_on_a_device_find_what_was_compiled_for_the_same_files(
+def test_engines_on_gpu_reuse_the_model_compiled_for_the_same_files(
     sampling: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's name of it has the folder's path in it."""
@@ -60,9 +60,7 @@ def test_engines_on_a_device_find_what_was_compiled_for_the_same_files(
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["a pool each", "several pools"])
-def test_what_a_parked_engine_keeps_on_its_device_is_not_what_torch_thinks(
-    actor: Any, monkeypatch: pytest.MonkeyPatch, several: bool
-) -> None:
+def test_device_memory_of_a_parked_engine_excludes_sleeping_pools(actor: Any, monkeypatch: pytest.MonkeyPatch, several: bool) -> None:
     """Counted as torch counts it, an engine that sleeps would hold more than its node may keep warm, and would be ended each time."""
     import torch
 
@@ -91,7 +89,7 @@ def test_what_a_parked_engine_keeps_on_its_device_is_not_what_torch_thinks(
     assert 500 < told["memory_mb"] < 500 + 2 * own_memory_mb()
 
 
-def test_a_parked_engine_holds_no_pages_that_came_with_requests(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parked_engine_drops_pages_that_arrived_with_requests(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are views of objects, whose memory the object store could not free."""
     import ray
 

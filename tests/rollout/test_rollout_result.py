@@ -68,7 +68,7 @@ def engine_class(fails_in: str) -> type:
         ("nothing", r"^rollout engine rollout-\d+ ended without 1 of its responses$"),
     ],
 )
-def test_a_failed_engine_says_in_one_line_what_failed_first(ray_cluster, fails_in, said):
+def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_cluster, fails_in, said):
     from rlhfless_ray.rollout.driver import RolloutDriver
 
     ledger = Ledger("cpu", 1.0)

@@ -38,7 +38,7 @@ def request(key: int, generated: tuple[int, ...] = ()) -> Request:
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 2**32))
-def test_every_token_is_told_once_whatever_comes_between(seed: int) -> None:
+def test_every_token_is_reported_exactly_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
     draws = SampledTokens()
     live = RunningRequests(draws)
@@ -80,7 +80,7 @@ def test_every_token_is_told_once_whatever_comes_between(seed: int) -> None:
     assert len(live) == 0 and draws.outputs == {}
 
 
-def test_ends_are_told_as_they_are() -> None:
+def test_ends_are_reported_with_their_reason() -> None:
     draws = SampledTokens()
     live = RunningRequests(draws)
     first, second, third = (live.add(request(key)) for key in (7, 8, 9))
@@ -92,7 +92,7 @@ def test_ends_are_told_as_they_are() -> None:
     assert live.find_begun({second, third}) == {second, third} and sorted(live.number) == [9]
 
 
-def test_what_does_not_match_is_an_error_that_names_the_request() -> None:
+def test_mismatched_tokens_and_log_probabilities_name_the_request() -> None:
     draws = SampledTokens()
     live = RunningRequests(draws)
     number = live.add(request(7))

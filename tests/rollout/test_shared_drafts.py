@@ -38,7 +38,7 @@ def say(log: TokenLog, engine: int, index: int, tokens: list[int], end: int = GO
     log.accept(engine, "e", TokenDeltas.of(1, [(log.requests[index].key, start, len(tokens), end)], tokens, np.zeros(len(tokens))))
 
 
-def test_a_response_that_an_earlier_rollout_finished_is_told_and_kept_once() -> None:
+def test_a_response_of_an_earlier_rollout_is_sent_and_kept_once() -> None:
     """As with partial rollouts, whose finished responses wait for the others of their group."""
     shared, told = SharedDrafts(), Engines()
     requests = [Request(key, (1, 2), key, 50, 1.0) for key in range(2)]
@@ -59,7 +59,7 @@ def test_a_response_that_an_earlier_rollout_finished_is_told_and_kept_once() -> 
     assert [text.tokens.tolist() for texts in shared.earlier.values() for text in texts] == [[5, 6]] and shared.total == 2
 
 
-def test_siblings_on_other_engines_hear_each_token_once_and_later_steps_hear_the_whole() -> None:
+def test_tokens_are_sent_once_to_siblings_and_whole_to_later_steps() -> None:
     shared, told = SharedDrafts(), Engines()
     requests = [Request(key, (1, 2, key // 2), key, 50, 1.0) for key in range(4)]  # two prompts, two responses to each
     log = TokenLog(requests)
@@ -108,7 +108,7 @@ def test_siblings_on_other_engines_hear_each_token_once_and_later_steps_hear_the
         assert told.texts(1) == [[5, 6, 7, 4], [8]]
 
 
-def test_memory_is_bounded_by_tokens_and_prompts_heard_of_longest_ago_go_first() -> None:
+def test_the_least_recently_used_prompts_are_dropped_beyond_the_token_limit() -> None:
     shared = SharedDrafts(kept_tokens=25)
     for number, prompt in enumerate((1, 2, 1, 3)):
         log = TokenLog([Request(0, (prompt,), 0, 50, 1.0)])
@@ -121,7 +121,7 @@ def test_memory_is_bounded_by_tokens_and_prompts_heard_of_longest_ago_go_first()
     assert [[int(text.tokens[0]) for text in texts] for texts in shared.earlier.values()] == [[3]]
 
 
-def test_prices_and_acceptance_of_all_engines_reach_the_next_call() -> None:
+def test_step_times_and_acceptance_of_all_engines_reach_the_next_call() -> None:
     shared = SharedDrafts()
     shared.begin(TokenLog([Request(0, (1,), 0, 50, 1.0)]))
     one, other = (np.array([3, 4]), np.array([True, False])), (np.array([4]), np.array([True]))

@@ -69,7 +69,7 @@ def shared(monkeypatch) -> SharedSlots:
     return SharedSlots(Leases(), source, max_engines=3, start_s=0.1)  # type: ignore[arg-type]
 
 
-def test_a_slot_that_is_granted_becomes_an_engine_and_the_next_is_asked_for(shared):
+def test_a_granted_slot_becomes_an_engine(shared):
     driver = Driver([4, 4])
     shared.poll(driver)
     assert shared.refs() == ["r0"] and driver.pool.working == [0, 1]
@@ -79,7 +79,7 @@ def test_a_slot_that_is_granted_becomes_an_engine_and_the_next_is_asked_for(shar
     assert shared.refs() == [] and not shared.leases.pending  # no fourth engine would have work
 
 
-def test_nothing_is_asked_for_where_too_little_is_left(shared):
+def test_no_slot_is_requested_if_too_little_work_is_left(shared):
     driver = Driver([4, 4])
     shared.poll(driver)
     driver.tail = 20.0  # a cold engine takes 15 s

@@ -34,7 +34,7 @@ def rollout_with(leases: Any) -> RolloutDriver:
     )
 
 
-def test_a_silent_engine_whose_node_does_not_answer_is_gone_and_that_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_engine_on_an_unreachable_node_counts_as_lost_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long before it is silent for too long, and before Ray has seen it; others are left alone."""
     asked, ended, now = list[str](), list[tuple[str, FailureCause]](), time.monotonic()
     rollout = rollout_with(
@@ -52,7 +52,7 @@ def test_a_silent_engine_whose_node_does_not_answer_is_gone_and_that_is_no_bug(m
     assert sorted(asked) == ["lost", "there"], "it is not asked again at once"
 
 
-def test_an_engine_that_ray_ended_for_its_nodes_memory_is_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_ray_killed_for_lack_of_memory_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray raises no RayActorError then, and tells the state of the whole node in many lines."""
     rollout, died = rollout_with(SimpleNamespace()), list[str]()
 

@@ -42,7 +42,7 @@ def engines(new_engine: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["on", "auto", "model", "head"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_drafts_change_nothing_but_the_number_of_steps(engines: dict[str, Any], kind: str, temperature: float) -> None:
+def test_drafts_change_only_the_number_of_steps(engines: dict[str, Any], kind: str, temperature: float) -> None:
     """Asked twice: the second time the source knows what the first responses said, which other seeds repeat in part only."""
     steps: dict[str, list[Any]] = {"off": [], kind: []}
     generated = 0
@@ -71,7 +71,7 @@ def test_a_drafter_with_the_policys_weights_draws_the_policys_tokens(engines: di
     assert len(steps) < 20, "of 40 tokens"
 
 
-def test_a_drafter_that_is_trained_drafts_with_its_new_weights(engines: dict[str, Any]) -> None:
+def test_a_drafter_uses_newly_loaded_weights(engines: dict[str, Any]) -> None:
     """Its keys and values of the old ones are dropped. Weights that do not fit cost the drafter and no token."""
     asked, drafter = requests(8, temperature=0.7, seed=6), engines["model"].drafter
     weights, model = weights_of(FILES["A"]), drafter.model
@@ -93,7 +93,7 @@ def test_a_drafter_that_is_trained_drafts_with_its_new_weights(engines: dict[str
         model.load(before)
 
 
-def test_a_drafter_that_fails_costs_drafts_and_no_token(engines: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_drafter_changes_no_token(engines: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     asked, drafter = requests(8, temperature=0.7, seed=4), engines["model"].drafter
     model = drafter.model
     drafter.model = type("Broken", (), {"__getattr__": lambda self, name: getattr(model, name), "propose": lambda self, *_: 1 / 0})()
@@ -104,7 +104,7 @@ def test_a_drafter_that_fails_costs_drafts_and_no_token(engines: dict[str, Any],
         drafter.model = model
 
 
-def test_an_engine_drafts_from_what_it_is_told(engines: dict[str, Any]) -> None:
+def test_an_engine_drafts_from_texts_of_other_engines(engines: dict[str, Any]) -> None:
     """Of siblings on other engines, in pieces, and of earlier steps."""
     asked = requests(8, temperature=0.0, seed=5)
     wanted = answer(engines["off"], asked)
@@ -119,7 +119,7 @@ def test_an_engine_drafts_from_what_it_is_told(engines: dict[str, Any]) -> None:
 
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**16), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([1.0, 0.8]), st.booleans())
-def test_cut_and_told_responses_say_the_same(engines: dict[str, Any], seed: int, temperature: float, top_p: float, stops: bool) -> None:
+def test_drafts_and_cuts_change_no_token(engines: dict[str, Any], seed: int, temperature: float, top_p: float, stops: bool) -> None:
     """A cut response goes on in an engine with other drafts, from text, from siblings and from a model."""
     rng = np.random.default_rng(seed)
     asked = [replace(one, top_p=top_p) for one in requests(6, temperature, seed=seed, longest=24)]
@@ -148,7 +148,7 @@ def _tokens(engine: Any, asked: list[Any]) -> dict[int, list[int]]:
     return found
 
 
-def test_stop_words_and_least_lengths_end_responses_where_they_would_end(engines: dict[str, Any]) -> None:
+def test_drafts_change_no_end_by_stop_word_or_length(engines: dict[str, Any]) -> None:
     """A step that accepts drafts may run over a stop word, over the end of the sequence and over the longest response."""
     plain = answer(engines["off"], requests(temperature=0.0))
     asked = []
@@ -165,7 +165,7 @@ def test_stop_words_and_least_lengths_end_responses_where_they_would_end(engines
     assert np.mean([step.accepted for step in engines["on"].take_steps()]) > 1
 
 
-def test_drafts_come_from_other_responses_until_newer_ones_take_their_place() -> None:
+def test_text_drafts_come_from_the_newest_responses() -> None:
     from rlhfless_ray.rollout.text_drafts import TextSource
 
     source = TextSource(kept_tokens=100)

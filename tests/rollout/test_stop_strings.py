@@ -16,7 +16,7 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def test_a_word_that_the_first_tokens_complete_ends_nothing() -> None:
+def test_a_stop_word_within_the_minimum_length_does_not_end_a_response() -> None:
     """As vLLM has it: also not when later tokens are looked at; a word that ends after them counts wherever it begins."""
     words = StopStrings(Letters)
     for count in range(1, 9):
@@ -29,7 +29,7 @@ def test_a_word_that_the_first_tokens_complete_ends_nothing() -> None:
     assert not words.has_completed([*long, *b"end"], ("end",), min_tokens=103)
 
 
-def test_however_long_a_response_its_newest_tokens_are_looked_at() -> None:
+def test_only_the_newest_tokens_of_a_long_response_are_searched() -> None:
     letters = Letters()
     words = StopStrings(lambda: letters)
     long = [ord("x")] * 10_000

@@ -34,7 +34,7 @@ def begun(count: int) -> TokenLog:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32))
-def test_a_response_is_the_same_in_whatever_pieces_it_came(seed: int) -> None:
+def test_a_response_does_not_depend_on_how_it_was_reported(seed: int) -> None:
     rng = np.random.default_rng(seed)
     keys = range(rng.integers(1, 7))
     whole = {key: rng.integers(0, 50, rng.integers(1, 20)).tolist() for key in keys}
@@ -67,7 +67,7 @@ def test_a_response_is_the_same_in_whatever_pieces_it_came(seed: int) -> None:
         assert done.finish_reason in ENDS[1:3]
 
 
-def test_what_goes_on_carries_everything_of_the_request() -> None:
+def test_a_reassigned_request_keeps_its_settings_and_tokens() -> None:
     token_log = begun(2)
     token_log.accept(0, "e", said(1, (1, 0, [7, 8], GOES_ON)))
     token_log.accept(0, "e", said(1, (1, 2, [6], CUT)))
@@ -89,7 +89,7 @@ def test_what_goes_on_carries_everything_of_the_request() -> None:
         (0, (1, 1, [1], GOES_ON), "rollout-7 reports request 1, which is not assigned to it"),
     ],
 )
-def test_nothing_is_taken_that_does_not_fit(engine: int, told: tuple, message: str) -> None:
+def test_reports_that_do_not_fit_are_rejected(engine: int, told: tuple, message: str) -> None:
     token_log = begun(2)
     token_log.accept(0, "e", said(1, (0, 0, [7, 8], GOES_ON), (1, 0, [1], STOP)))
     with pytest.raises(RunError, match=message):
@@ -97,7 +97,7 @@ def test_nothing_is_taken_that_does_not_fit(engine: int, told: tuple, message: s
     assert token_log.length.tolist() == [2, 1] and token_log.missing == 1
 
 
-def test_one_request_twice_at_once_and_missing_log_probabilities_are_refused() -> None:
+def test_repeated_requests_and_missing_log_probabilities_are_rejected() -> None:
     token_log = begun(1)
     with pytest.raises(RunError, match="one request twice"):
         token_log.accept(0, "e", said(1, (0, 0, [1], GOES_ON), (0, 0, [1], GOES_ON)))
@@ -107,11 +107,11 @@ def test_one_request_twice_at_once_and_missing_log_probabilities_are_refused() -
         TokenLog(asked(2)[::-1])
 
 
-def test_a_completion_of_one_version_says_so_without_being_told() -> None:
+def test_a_completion_of_one_version_derives_its_versions() -> None:
     assert Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 4).versions == ((4, 3),)
 
 
-def test_requests_that_come_one_by_one_are_as_if_they_had_come_at_once() -> None:
+def test_adding_requests_one_by_one_equals_creating_the_log_with_all() -> None:
     one_by_one, at_once = begun(1), begun(57)
     for key, request in enumerate(asked(56), 1):
         assert one_by_one.add(request) == key
@@ -123,7 +123,7 @@ def test_requests_that_come_one_by_one_are_as_if_they_had_come_at_once() -> None
         np.testing.assert_array_equal(getattr(one_by_one, name), getattr(at_once, name))
 
 
-def test_what_adding_requests_copies_is_no_more_than_twice_what_there_is() -> None:
+def test_adding_requests_copies_at_most_twice_their_number() -> None:
     """Turns of agents come one by one, many thousands a step."""
     token_log, copied, turns = TokenLog([]), 0, 5000
     for request in asked(turns):

@@ -16,7 +16,7 @@ from rlhfless_ray.types import Completion, Prompt, Sample
 @pytest.mark.parametrize(
     ("started", "imported", "ready"), [(True, None, True), (False, "yes", True), (False, "no", False), (False, None, False)]
 )
-def test_a_process_is_ready_that_has_worked_or_has_imported(
+def test_a_process_is_ready_once_it_has_worked_or_imported(
     monkeypatch: pytest.MonkeyPatch, started: bool, imported: str | None, ready: bool
 ) -> None:
     """One that was started under a lease, because the leases of its parked processes were lost, was never started ahead."""
@@ -28,7 +28,7 @@ def test_a_process_is_ready_that_has_worked_or_has_imported(
     assert drafter.wants_slot == ready
 
 
-def test_only_sampled_tokens_are_work() -> None:
+def test_only_sampled_tokens_are_trained_on() -> None:
     """A failed episode has no token."""
     drafter = TrainedDrafter(SimpleNamespace(), SimpleNamespace(parked=[]))  # type: ignore[arg-type]
     whole, masked = np.array([-1.0, -2.0, -3.0], np.float32), np.array([True, False, True])

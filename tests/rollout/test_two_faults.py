@@ -93,7 +93,7 @@ def rollout_on(pool: Any, requests: int, migration: Any = None) -> RolloutDriver
 
 
 @pytest.mark.parametrize(("draining", "log"), [({"a"}, ["lost"]), (set[str](), ["replaced"])])
-def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_go_on(draining: set[str], log: list[str]) -> None:
+def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_work(draining: set[str], log: list[str]) -> None:
     """Its lease goes with the node: to wait for another one, while the run itself may hold all there are, would end the run."""
     pool = Pool(["a", "b"], draining)
     rollout = rollout_on(pool, 2, migration=SimpleNamespace())
@@ -107,7 +107,7 @@ def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_go_o
     assert pool.log == log and rollout.token_log.owner.tolist() == [second, second]
 
 
-def test_what_the_last_working_engine_had_goes_to_one_that_still_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_the_last_working_engine_go_to_one_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may hold the only slot that is left, as where a node was lost with all engines but this one: no other slot would ever come."""
     pool = Pool(["a", "b"], set())
     rollout = rollout_on(pool, 1)
@@ -163,7 +163,7 @@ def test_a_successor_waits_for_the_runs_own_slots_only_if_no_other_is_granted() 
     assert replaced([], [[], ["its own"]]) == ["its own"] and log == ["tried", "made room", "needed"]
 
 
-def test_what_was_to_leave_an_engine_that_died_alone_leaves_no_more() -> None:
+def test_moves_are_cancelled_when_source_and_target_have_died() -> None:
     """Who waited for it would wait till its end: no move is decided on meanwhile, and a notice for its node is not heeded."""
     pool = Pool(["a", "b"], set())
     rollout = rollout_on(pool, 1)
@@ -179,7 +179,7 @@ def test_what_was_to_leave_an_engine_that_died_alone_leaves_no_more() -> None:
     assert rollout.token_log.owner.tolist() == [rollout.calls.number(pool.working[0])]
 
 
-def test_what_was_to_leave_an_engine_that_begins_again_leaves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moves_are_cancelled_when_the_source_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights were lost on their way: the order to cut was for a call that is over."""
     monkeypatch.setattr("rlhfless_ray.rollout.driver.lost_on_the_way", lambda ref: True)
     pool = Pool(["a", "b"], set())
@@ -195,7 +195,7 @@ def test_what_was_to_leave_an_engine_that_begins_again_leaves_no_more(monkeypatc
     assert not rollout.migrations.leaving
 
 
-def test_where_all_engines_are_to_leave_a_slot_elsewhere_is_had_though_ray_takes_some_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray has registered a group when it is asked of it first, and granted it a little later: to look once is never to get it."""
     monkeypatch.setattr("rlhfless_ray.rollout.driver.GRANT_S", 10.0)  # this machine may be slow too
     looks: list[str] = []
