@@ -126,7 +126,7 @@ class RolloutDriver:
             left = deadline_s - (time.monotonic() - start)
             others = [ref for source in (self.listener, self.shared) if source is not None for ref in source.refs()]
             sources = self.sources()
-            refs = [*self.calls.running, *sources, *others, *self.migrations.refs()]
+            refs = [*self.calls.running, *sources, *others, *self.migrations.copying]
             for ready in wait_any(refs, left, self.awaited, within_s=LOOK_S, of_s=deadline_s):
                 if ready in self.calls.running:
                     self.receive(ready)

@@ -98,10 +98,6 @@ class InflightMigrations:
         ticket = self.leaving[requests[0]].ticket
         self.calls.send_command(call, EngineCommand(cut=tuple(requests), what=what, ticket=ticket, after_copy=after_copy))
 
-    def refs(self) -> list[Any]:
-        """Return references to pending copies."""
-        return list(self.copying)
-
     def poll(self) -> None:
         """Cut the requests whose full blocks have arrived, or failed to."""
         if not self.copying:

@@ -27,11 +27,11 @@ class ToAndFro(MigrationPolicy):
 
     def decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
         self.pages = Term(1e-6)
-        wishes: list[MigrationRequest] = []
+        moves: list[MigrationRequest] = []
         for source, target in zip(engines, reversed(engines), strict=True):
             decoding = np.flatnonzero(~token_log.finished & (token_log.owner == source) & (token_log.length > 0))
-            wishes += self.choose_methods(decoding, token_log, source, target, "to and fro") if source != target else []
-        return MigrationRequests(tuple(wishes), time_saved_s=1.0)
+            moves += self.choose_methods(decoding, token_log, source, target, "to and fro") if source != target else []
+        return MigrationRequests(tuple(moves), time_saved_s=1.0)
 
 
 def longer(folder: Path, name: str, **overrides: Any) -> Recipe:
