@@ -6,7 +6,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,14 @@ class Metrics:
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Read the rows of a JSONL file, and the number of lines that are not complete JSON objects, such as after a crash."""
+    return rows_of(path.read_bytes().splitlines())
+
+
+def rows_of(lines: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
+    """Parse lines of a JSONL file as `read_jsonl` does."""
     rows: list[dict[str, Any]] = []
     torn = 0
-    for line in path.read_bytes().splitlines():
+    for line in lines:
         if not line.strip():
             continue
         try:

@@ -20,13 +20,12 @@ from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
-from rlhfless_ray.sweep.sweep_folder import FINISHED, RunState, State, SweepFolder
+from rlhfless_ray.sweep.sweep_folder import FINISHED, GrowingMetrics, RunState, State, SweepFolder
 from rlhfless_ray.sweep.sweep_table import SweepDisplay
 
 POLL_S = 0.5  # interval at which runs are checked
@@ -36,13 +35,12 @@ HURRY_S = 30.0  # the same after a second Ctrl-C, without saving
 
 @dataclass
 class RunningRun:
-    """A running run. `asked`: the state in which it was asked to end. `bytes_read`: size of its metrics file at the last read."""
+    """A running run. `asked`: the state in which it was asked to end."""
 
     run: PlannedRun
     state: RunState
     process: subprocess.Popen[bytes]
     asked: State | None = None
-    bytes_read: int = 0
 
 
 def next_runs(waiting: list[PlannedRun], running: list[PlannedRun], at_most: int, made: Mapping[str, bool]) -> list[PlannedRun]:
@@ -78,6 +76,7 @@ class SweepRunner:
         self.sweep, self.resume = sweep, resume
         self.folder = SweepFolder.resumed(sweep) if resume else SweepFolder.new(sweep)
         self.states = {state.name: state for state in self.folder.states}
+        self.metrics: dict[str, GrowingMetrics] = {}
         self.waiting = [run for run in sweep.runs if self.states[run.name].state not in FINISHED]
         self.running: list[RunningRun] = []
         most_steps = max(run.recipe.run.steps or 10_000 for run in sweep.runs)
@@ -98,6 +97,7 @@ class SweepRunner:
             self.display = SweepDisplay(self.sweep, self.folder.states)
             stack.push(self._close)
             for name in self.states:
+                self.metrics[name] = GrowingMetrics(self.folder.path / name / "metrics.jsonl")
                 self._read(name)  # rows from before a resume end no run, but later runs are compared with them
             while self.waiting or self.running:
                 self._start_runs()
@@ -159,26 +159,20 @@ class SweepRunner:
         self.running.append(RunningRun(run, state, process))
         self.display.message(f"{run.name}: {'goes on from its checkpoint' if resumes else 'started'}")
 
-    def _metrics(self, name: str) -> Path:
-        return self.folder.path / name / "metrics.jsonl"
-
     def _read(self, name: str) -> int | None:
-        """Read a run's metrics. Returns the step at which it turns out to have fallen behind. Rows read before decide nothing again."""
-        path = self._metrics(name)
-        rows = read_jsonl(path)[0] if path.is_file() else []
+        """Read the new rows of a run's metrics. Returns the step at which it turns out to have fallen behind."""
+        rows = self.metrics[name].new_rows()
         self.states[name].read(rows, self.sweep.file.metric)
         behind = [int(row["step"]) for row in rows if self.halving is not None and self.halving.ends(name, row)]
         return behind[0] if behind else None
 
     def _look_at(self, running: RunningRun) -> None:
         """Read what a run has written, end it if it has fallen behind, and take it from the running ones if it has ended."""
-        code, path, state = running.process.poll(), self._metrics(running.run.name), running.state
-        size = path.stat().st_size if path.is_file() else 0
-        if size != running.bytes_read:
-            running.bytes_read, behind = size, self._read(running.run.name)
-            if behind is not None and code is None and running.asked is None:
-                state.reason = f"it fell behind at step {behind}"
-                self._ask(running, "ended early", signal.SIGINT)
+        code, state = running.process.poll(), running.state
+        behind = self._read(running.run.name)
+        if behind is not None and code is None and running.asked is None:
+            state.reason = f"it fell behind at step {behind}"
+            self._ask(running, "ended early", signal.SIGINT)
         if code is None:
             return
         self.running.remove(running)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.report.formatting import finite
-from rlhfless_ray.report.metrics import read_jsonl
+from rlhfless_ray.report.metrics import read_jsonl, rows_of
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
 
@@ -80,6 +80,26 @@ def costs_alone(folder: str) -> dict[str, float]:
     if not costs:
         raise UserError(f"runs.alone: {folder} is no run folder with metrics; name one, or leave it out")
     return costs
+
+
+class GrowingMetrics:
+    """A run's metrics file, of which each read returns what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size = self._last_row = 0  # bytes up to the end of the last row that was read, and to its beginning
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """Return the rows since the last call, and before them the last one again, to which an evaluation may have been added."""
+        if not self.path.is_file() or (size := self.path.stat().st_size) == self._size:
+            return []
+        begin = self._last_row if size >= self._last_row else 0  # a resumed run drops the rows after its checkpoint
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete yet
+        self._size, self._last_row = begin + len(whole), begin + whole.rfind(b"\n", 0, -1) + 1
+        return rows_of(whole.splitlines())[0]
 
 
 class SweepFolder:

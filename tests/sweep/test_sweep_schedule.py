@@ -16,7 +16,7 @@ from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.run_sweep import _end_leftover, next_runs
 from rlhfless_ray.sweep.sweep_file import EarlyStopping, PlannedRun, Sweep
-from rlhfless_ray.sweep.sweep_folder import RunState, SweepFolder
+from rlhfless_ray.sweep.sweep_folder import GrowingMetrics, RunState, SweepFolder
 from rlhfless_ray.sweep.sweep_table import SweepDisplay, best_first, sweep_table
 from tests.sweep.test_sweep_file import sweep_of
 
@@ -83,6 +83,26 @@ def test_a_resumed_sweep_keeps_finished_runs_only_and_only_with_their_settings(s
         SweepFolder.resumed(other)
     with folder.locked(), pytest.raises(UserError, match="being written by another process"), SweepFolder.resumed(sweep).locked():
         pass
+
+
+def test_a_growing_metrics_file_is_read_once_and_its_last_row_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = GrowingMetrics(path)
+    lines = [json.dumps({"step": step, "reward/mean": step / 10}) + "\n" for step in range(6)]
+
+    def steps_after(text: str) -> list[int]:
+        path.write_text(text)
+        return [row["step"] for row in metrics.new_rows()]
+
+    assert metrics.new_rows() == []
+    assert steps_after("".join(lines[:3])) == [0, 1, 2] and metrics.new_rows() == []
+    assert steps_after("".join(lines[:4]) + lines[4][:5]) == [2, 3]  # the last line is being written
+    assert steps_after("".join(lines[:5])) == [3, 4]
+    last = json.dumps({"step": 4, "eval/accuracy_sampled": 1.0, "reward/mean": 0.4}) + "\n"
+    assert steps_after("".join(lines[:4]) + last) == [4]  # an evaluation was added
+    assert steps_after("".join(lines[:2])) == [0, 1]  # a run went on from a checkpoint
+    assert steps_after("".join(lines[:3])) == [1, 2]
+    assert steps_after("") == [] and steps_after(lines[0]) == [0]
 
 
 def test_a_driver_that_a_killed_sweep_left_may_end_before_it_is_asked_to(tmp_path: Path) -> None:
