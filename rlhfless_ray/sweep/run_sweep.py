@@ -147,7 +147,7 @@ class SweepRunner:
         resumes = _has_checkpoint(recipe, folder)
         if not resumes:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it saved anything
-        file = path / "recipes" / f"{run.name}.yaml"
+        file = self.folder.recipe_file(run.name)
         replace_file(file, recipe.to_yaml().encode())
         words = [sys.executable, "-m", "rlhfless_ray", "train", str(file), *(["--resume"] if resumes else [])]
         with (path / "logs" / f"{run.name}.log").open("ab") as log:

@@ -15,6 +15,10 @@ from typing import Any, Literal
 
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.recipe_file import read_tree
+from rlhfless_ray.recipe.section import Section
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl, rows_of
 from rlhfless_ray.run.folder import RunFolder
@@ -139,17 +143,18 @@ class SweepFolder:
             raise UserError(f"--resume: no sweep in {root / name}; start it without --resume")
         path = max(family, key=lambda p: (p / "sweep.json").stat().st_mtime)
         before = {run["name"]: RunState(**run) for run in json.loads((path / "sweep.json").read_text())["runs"]}
-        states = []
+        folder = cls(path, [])
         for run in sweep.runs:
             state = before.get(run.name)
             if state is None or state.state not in FINISHED:
                 state = _new_state(run)
-            elif state.settings != run.settings:
+            elif changed := _changed_settings(folder.recipe_file(run.name), run.recipe):
                 raise UserError(
-                    f"--resume: run {run.name} of {path} has finished with other settings; set them back, or start without --resume"
+                    f"--resume: run {run.name} of {path} has finished with other settings ({', '.join(changed)}); set them back, or start "
+                    "without --resume"
                 )
-            states.append(state)
-        return cls(path, states)
+            folder.states.append(state)
+        return folder
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -166,6 +171,10 @@ class SweepFolder:
             yield
         finally:
             os.close(handle)
+
+    def recipe_file(self, name: str) -> Path:
+        """Return the file with the recipe of a run that was started."""
+        return self.path / "recipes" / f"{name}.yaml"
 
     def write(self, sweep: Sweep, status: str) -> None:
         """Write `sweep.json`."""
@@ -185,3 +194,20 @@ class SweepFolder:
 def _new_state(run: PlannedRun) -> RunState:
     alone = costs_alone(run.alone) if run.alone else {}
     return RunState(run.name, dict(run.settings), steps=run.recipe.run.steps, alone=alone)
+
+
+def _changed_settings(file: Path, recipe: Recipe | SupervisedRecipe) -> list[str]:
+    """Return the keys in which a run's recipe differs from the one in a file, of those that may change its results."""
+    before = type(recipe).parse(read_tree(file), where=f"recipe {file}")
+    pairs = zip(_values_by_key(before), _values_by_key(recipe), strict=True)
+    return [key for (key, old), (_, new) in pairs if old != new and not key.startswith(("cluster.", "watch.", "run.root"))]
+
+
+def _values_by_key(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every setting."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _values_by_key(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

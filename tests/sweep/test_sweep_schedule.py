@@ -73,14 +73,19 @@ def test_a_resumed_sweep_keeps_finished_runs_only_and_only_with_their_settings(s
     folder = made(sweep)
     for state, found in zip(folder.states, ("done", "ended early", "failed", "stopped", "running", "waiting"), strict=True):
         state.state, state.step = found, 3  # type: ignore[assignment]
+    for run in sweep.runs:
+        folder.recipe_file(run.name).write_text(run.recipe.to_yaml())
     folder.write(sweep, "stopped")
     again = SweepFolder.resumed(sweep)
     assert again.path == folder.path
     assert [(state.state, state.step) for state in again.states] == [("done", 3), ("ended early", 3), *[("waiting", 0)] * 4]
     assert made(sweep).path.name == "rates-2"  # without --resume nothing is overwritten
-    other = sweep_of(tmp_path, root=str(tmp_path / "out"), grid=sweep.file.grid, runs=[{"set": {"rollout.temperature": 0.5}}])
-    with pytest.raises(UserError, match="has finished with other settings"):
-        SweepFolder.resumed(other)
+    for other in ({"runs": [{"set": {"rollout.temperature": 0.5}}]}, {"set": {"rollout.temperature": 0.5}}):
+        changed = sweep_of(tmp_path, root=str(tmp_path / "out"), grid=sweep.file.grid, **other)
+        with pytest.raises(UserError, match=r"has finished with other settings \(rollout.temperature\)"):
+            SweepFolder.resumed(changed)
+    harmless = sweep_of(tmp_path, root=str(tmp_path / "out"), grid=sweep.file.grid, set={"cluster.priority": 2.0, "watch.wandb": "offline"})
+    assert SweepFolder.resumed(harmless).states[0].state == "done"
     with folder.locked(), pytest.raises(UserError, match="being written by another process"), SweepFolder.resumed(sweep).locked():
         pass
 
