@@ -27,24 +27,21 @@ def explain(ctx: typer.Context) -> None:
     Exit code 0 if all of them would run, 2 if not.
     """
     chosen, argv = split_options(ctx.args, "--json", "--flags")
-    from rlhfless_ray.compat.openrlhf.command import MOLT, find_all, is_submission
+    from rlhfless_ray.compat.openrlhf.command import MOLT, TRANSLATED, find_all, is_submission
     from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher, flags_of_molt, flags_today
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
-    from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
     from rlhfless_ray.compat.openrlhf.resources import fit_width
-    from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
 
-    known = (LAUNCHER, *TASKS, *LAUNCHERS, MOLT)
     if "--flags" in chosen:
         name = argv[0].rpartition(".")[2] if argv else LAUNCHER
-        if name not in known:
-            raise UserError(f"explain --flags {name}: name one of {', '.join(known)}")
+        if name not in TRANSLATED:
+            raise UserError(f"explain --flags {name}: name one of {', '.join(TRANSLATED)}")
         print(flags_today() if name == LAUNCHER else flags_of_molt() if name == MOLT else flags_of_launcher(name))
         return
     first, *rest = find_all(argv)
     translation = _translated(first)
-    others = [(launch.launcher, _why_not(launch)) for launch in rest if launch.launcher in known]
+    others = [(launch.launcher, _why_not(launch)) for launch in rest if launch.launcher in TRANSLATED]
     if isinstance(translation, LauncherTranslation):
         if not is_submission(argv) and (narrower := fit_width(translation.settings)):
             translation.notes.append(narrower)
@@ -66,10 +63,8 @@ def explain(ctx: typer.Context) -> None:
 
 def _translated(launch: LaunchCommand) -> Translation | LauncherTranslation:
     """Return the translation of a launch. Raises UserError for one that cannot be read."""
-    from rlhfless_ray.compat.openrlhf.command import check_covered
     from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 
-    check_covered(launch.launcher)
     try:
         translation = translate_launch(launch)
     except UserError as error:

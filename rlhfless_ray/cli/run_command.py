@@ -81,13 +81,12 @@ def _check_address(options: list[str]) -> None:
 
 def _check_flags(argv: list[str]) -> None:
     """Raise UserError for a command line with which the job would end at once."""
-    from rlhfless_ray.compat.openrlhf.command import INSIDE, check_covered, find_all
+    from rlhfless_ray.compat.openrlhf.command import INSIDE, find_all
     from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 
     if not any(INSIDE.search(token) for token in argv):
         return  # the launcher is in a script
     for launch in find_all(argv):
-        check_covered(launch.launcher)
         translation = translate_launch(launch)
         if translation is not None and (wrong := translation.refusal() or translation.problem()):
             raise wrong

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from rlhfless_ray.compat.openrlhf.command import LaunchCommand, find_all
 
 
 class Example(NamedTuple):
@@ -142,3 +145,8 @@ MIXTURES = [
          "algo.advantage.is_correction_threshold": [0.0, 4.0]},
     ),
 ]  # fmt: skip
+
+
+def find(argv: Sequence[str]) -> LaunchCommand:
+    """Return the launch in a command, or of several the first."""
+    return find_all(argv)[0]

@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.command import OURS, find, find_all, package_root, replaced, submission
+from rlhfless_ray.compat.openrlhf.command import OURS, find_all, package_root, replaced, submission
 from rlhfless_ray.compat.openrlhf.flags import launchers
 from rlhfless_ray.compat.openrlhf.shell import simple_commands
+from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
+from tests.compat.commands import find
 
 FLAGS = ["--pretrain", "/m", "--eps_clip_low_high", "0.2", "0.3", "--bf16"]
 MODULE = "openrlhf.cli.train_ppo_ray"
@@ -102,7 +104,7 @@ def test_the_launcher_is_found_in_a_script(tmp_path):
 )
 def test_commands_without_our_launcher(command, said):
     with pytest.raises(UserError, match=said):
-        find(shlex.split(command))
+        translate_launch(find(shlex.split(command)))
 
 
 def test_a_script_needs_no_suffix(tmp_path):
@@ -136,7 +138,7 @@ def test_every_launcher_is_either_ours_or_said_not_to_be():
             assert find(["python", "-m", f"openrlhf.cli.{launcher}"]).launcher == launcher
         else:
             with pytest.raises(UserError, match="not covered"):
-                find(["python", "-m", f"openrlhf.cli.{launcher}"])
+                translate_launch(find(["python", "-m", f"openrlhf.cli.{launcher}"]))
 
 
 # ---------------------------------------------------------------- the shell's grammar, against a real shell

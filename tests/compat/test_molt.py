@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.command import find, replaced
+from rlhfless_ray.compat.openrlhf.command import replaced
 from rlhfless_ray.compat.openrlhf.flags import flags_of, newest
 from rlhfless_ray.compat.openrlhf.molt import HINTS, IDLE, REFUSES, RENAMED, SETTING, flags, translate_molt
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, REFUSED
+from tests.compat.commands import find
 from tests.conftest import command_here
 
 LEAST = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.cli.supervised_launcher import _train, start
 from rlhfless_ray.common.errors import Stopped, UserError
-from rlhfless_ray.compat.openrlhf.command import find, replaced
+from rlhfless_ray.compat.openrlhf.command import replaced
 from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher
 from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
@@ -22,6 +22,7 @@ from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, PROGRESS
+from tests.compat.commands import find
 from tests.conftest import command_here
 
 VERSIONS = versions_data()["versions"]

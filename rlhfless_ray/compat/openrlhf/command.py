@@ -15,13 +15,15 @@ from typing import Any
 import yaml
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, launchers
+from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
 from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
 from rlhfless_ray.compat.openrlhf.shell import simple_commands
 from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
 
 MOLT = "train_rl_ray"
-OURS = (LAUNCHER, *TASKS, *LAUNCHERS, MOLT, "serve_rm", "lora_combiner")
+TRANSLATED = (LAUNCHER, *TASKS, *LAUNCHERS, MOLT)
+"""Launchers that train or generate, whose command lines become recipes."""
+OURS = (*TRANSLATED, "serve_rm", "lora_combiner")
 """Launchers with a module of the same name in rlhfless_ray.cli."""
 MODULE = re.compile(rf"(?:(?:openrlhf|rlhfless_ray)\.cli\.|molt\.cli\.(?={MOLT}\b))(\w+)")
 FILE = re.compile(r"(?:\S*/)?(?:openrlhf|rlhfless_ray)/cli/(\w+)\.py")
@@ -39,13 +41,6 @@ class LaunchCommand:
     launcher: str
     flags: list[str]
     """The launcher's own command line."""
-
-
-def find(argv: Sequence[str]) -> LaunchCommand:
-    """Return the first of `find_all`. Raises UserError if there is no launcher, or one that is not covered."""
-    launch = find_all(argv)[0]
-    check_covered(launch.launcher)
-    return launch
 
 
 def find_all(argv: Sequence[str]) -> list[LaunchCommand]:
@@ -68,23 +63,12 @@ def find_all(argv: Sequence[str]) -> list[LaunchCommand]:
 
 
 def _priority(launch: LaunchCommand) -> int:
-    return 0 if launch.launcher == LAUNCHER else 1 if launch.launcher in (*TASKS, *LAUNCHERS, MOLT) else 2
+    return 0 if launch.launcher == LAUNCHER else 1 if launch.launcher in TRANSLATED else 2
 
 
 def _is_script(token: str, before: str) -> bool:
     """Return whether a word of a command names a shell script. `before`: the word before it."""
     return token.endswith((".sh", ".bash", ".slurm", ".sbatch")) or (Path(before).name in ("bash", "sh") and not token.startswith("-"))
-
-
-def check_covered(launcher: str) -> None:
-    """Raise UserError for a launcher that only OpenRLHF itself runs."""
-    if launcher in OURS:
-        return
-    if launcher == "train_ppo":
-        raise UserError(f"openrlhf.cli.train_ppo: OpenRLHF removed it after 0.6.1; start openrlhf.cli.{LAUNCHER} instead")
-    if launcher in launchers():
-        raise UserError(f"openrlhf.cli.{launcher} is not covered yet; run it with OpenRLHF itself")
-    raise UserError(f"openrlhf.cli.{launcher}: OpenRLHF has no such launcher")
 
 
 def _locate(argv: list[str], environment: Mapping[str, str] = os.environ, depth: int = 0) -> list[LaunchCommand]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.command import MOLT, LaunchCommand
+from rlhfless_ray.compat.openrlhf.command import MOLT, OURS, LaunchCommand
 from rlhfless_ray.compat.openrlhf.dialect import Unreadable
-from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
+from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, launchers
 from rlhfless_ray.compat.openrlhf.inference import translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
 from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
@@ -16,7 +16,11 @@ from rlhfless_ray.compat.openrlhf.translate import Translation, translate
 
 
 def translate_launch(launch: LaunchCommand) -> Translation | LauncherTranslation | None:
-    """Return the translation of a command, or None for a launcher that is started as it is. Raises UserError if no version accepts it."""
+    """Return the translation of a command, or None for a launcher that is started as it is.
+
+    Raises UserError for a launcher that only OpenRLHF itself runs, and if no version accepts the command line.
+    """
+    _check_covered(launch.launcher)
     if launch.launcher in TASKS:
         return translate_supervised(launch.launcher, launch.flags)
     if launch.launcher in LAUNCHERS:
@@ -27,3 +31,13 @@ def translate_launch(launch: LaunchCommand) -> Translation | LauncherTranslation
         return translate_molt(launch.flags) if launch.launcher == MOLT else translate(launch.flags)
     except Unreadable as error:
         raise UserError(f"{error} (read as OpenRLHF {error.version})") from None
+
+
+def _check_covered(launcher: str) -> None:
+    if launcher in OURS:
+        return
+    if launcher == "train_ppo":
+        raise UserError(f"openrlhf.cli.train_ppo: OpenRLHF removed it after 0.6.1; start openrlhf.cli.{LAUNCHER} instead")
+    if launcher in launchers():
+        raise UserError(f"openrlhf.cli.{launcher} is not covered yet; run it with OpenRLHF itself")
+    raise UserError(f"openrlhf.cli.{launcher}: OpenRLHF has no such launcher")
