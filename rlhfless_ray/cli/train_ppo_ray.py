@@ -12,7 +12,7 @@ from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import Stopped, UserError
 from rlhfless_ray.compat.openrlhf.dialect import Unreadable
 from rlhfless_ray.compat.openrlhf.flags import newest
-from rlhfless_ray.compat.openrlhf.parsers import PROGRAM, usage
+from rlhfless_ray.compat.openrlhf.parsers import parser_of
 
 if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.translate import Translation
@@ -27,11 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train. Exit code 0 after the final save, 1 for a failed run, and 2 for a mistake, with usage and flag on stderr."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     if any(re.fullmatch(r"-h|--h(e(lp?)?)?", token) for token in tokens):
-        print(usage(newest()) + HELP.format(newest=newest()))
+        print(parser_of(newest()).format_usage() + HELP.format(newest=newest()))
         return
     from rlhfless_ray.cli.main import guarded
 
-    guarded(lambda: _train(tokens), lambda: f"{usage(_find_dialect(tokens))}{PROGRAM}: ")
+    guarded(lambda: _train(tokens), lambda: _usage(tokens))
 
 
 def _train(tokens: Sequence[str]) -> None:
@@ -72,18 +72,20 @@ def train_translated(translation: Translation) -> None:
     print_results(run.folder.path, recipe.save.path)
 
 
-def _find_dialect(tokens: Sequence[str]) -> str:
-    """Return the version whose usage is shown."""
+def _usage(tokens: Sequence[str]) -> str:
+    """Return the text before the message of a mistake, with the usage of the line's version."""
     from rlhfless_ray.compat.openrlhf.dialect import read
     from rlhfless_ray.compat.openrlhf.elastic_flags import separate
 
     try:
         theirs, _, version = separate(tokens)
-        return read(theirs, version).version
+        version = read(theirs, version).version
     except Unreadable as error:
-        return error.version
+        version = error.version
     except UserError:
-        return newest()
+        version = newest()
+    parser = parser_of(version)
+    return f"{parser.format_usage()}{parser.prog}: "
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlhfless_ray.compat.openrlhf import dialect
 from rlhfless_ray.compat.openrlhf.dialect import Unreadable, read
 from rlhfless_ray.compat.openrlhf.flags import flags_of, place
-from rlhfless_ray.compat.openrlhf.parsers import Refused, parse, parser_of
+from rlhfless_ray.compat.openrlhf.parsers import Refused, parser_of
 from tests.compat.reference import VERSIONS, definitions, lines, reference_parse, values_of
 
 
@@ -22,7 +22,7 @@ def test_a_version_reads_a_line_as_plain_argparse_does(line):
     version, tokens = line
     expected = reference_parse(version, tokens)
     try:
-        given_values = parse(parser_of(version), tokens).values
+        given_values = parser_of(version).read(tokens)
     except Refused as refused:
         assert expected == str(refused)
         return
@@ -82,9 +82,9 @@ def test_a_mixture_keeps_every_flag_with_its_own_value(data):
         values = [cast(word) for word in words]
         expected[flag] = True if span.get("action") else values if span.get("nargs") else values[0]
     found = read(tokens)
-    assert found.given.values == {**expected, **{f: found.given.values[f] for f in picked if f in ONE_OR_TWO}}
+    assert found.given == {**expected, **{f: found.given[f] for f in picked if f in ONE_OR_TWO}}
     for flag in set(picked) & set(ONE_OR_TWO):
-        got = found.given.values[flag]
+        got = found.given[flag]
         assert (got if isinstance(got, list) else [got]) == (expected[flag] if isinstance(expected[flag], list) else [expected[flag]])
 
 
@@ -154,7 +154,7 @@ def test_every_abbreviation_of_every_flag_is_read_as_the_named_version_reads_it(
         expected = reference_parse(version, tokens)
         if len(matching) == 1:
             assert not isinstance(expected, str), (name, expected)
-            assert list(read(tokens, version).given.values) == matching, name
+            assert list(read(tokens, version).given) == matching, name
         else:
             assert isinstance(expected, str), name
             with pytest.raises(Unreadable) as caught:
@@ -187,7 +187,7 @@ def test_an_abbreviation_is_read_by_the_version_of_the_rest_of_the_line_or_refus
             expected = reference_parse(found.version, tokens)
             assert not isinstance(expected, str), (tokens, found.version, expected)
             (flag,) = candidates(name, found.version)
-            assert flag in found.given.values
+            assert flag in found.given
             newest = next(
                 v for v in knowing[::-1] if any(not isinstance(reference_parse(v, [*context, f, *words]), str) for f in candidates(name, v))
             )
@@ -208,7 +208,7 @@ def test_with_an_abbreviation_a_line_is_what_one_versions_argparse_makes_of_it_o
         return
     expected = reference_parse(found.version, tokens)
     assert not isinstance(expected, str), expected
-    for flag, value in found.given.values.items():
+    for flag, value in found.given.items():
         span = definitions(found.version)[flag]
         if span.get("dest", flag[2:]) in expected and not span.get("action"):
             assert expected[span.get("dest", flag[2:])] == value, flag
@@ -233,14 +233,14 @@ def test_an_abbreviation_that_no_one_version_decides_names_its_candidates(line, 
 
 
 def test_the_version_named_decides_an_abbreviation():
-    assert read(["--pretrain", "m", "--lr", "1e-5"], "0.8.2").given.values["--lr_warmup_ratio"] == 1e-5
+    assert read(["--pretrain", "m", "--lr", "1e-5"], "0.8.2").given["--lr_warmup_ratio"] == 1e-5
     with pytest.raises(Unreadable, match="ambiguous option: --lr could match --lr_"):
         read(["--pretrain", "m", "--lr", "1e-5"], "0.9.10")
 
 
 def test_in_a_mixture_the_base_reads_abbreviations_of_its_own():
     found = read(["--actor.model_name_or_path", "m", "--prompt_max_len", "5", "--actor.adam.l", "1e-5"])
-    assert found.mixed and found.given.values["--actor.adam.lr"] == 1e-5
+    assert found.mixed and found.given["--actor.adam.lr"] == 1e-5
     with pytest.raises(Unreadable, match=r"--prompt_max abbreviates no flag of OpenRLHF 0.11.2.*--prompt_max_len \(0.8.0 to 0.9.7\)"):
         read(["--actor.model_name_or_path", "m", "--prompt_max", "5"])
 

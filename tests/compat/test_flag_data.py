@@ -33,16 +33,16 @@ def test_flags_live_as_long_as_they_did(flag, first, last):
 
 def test_defaults_changed_where_they_did():
     def default(flag, version):
-        return flags.spec_at(flag, version).default
+        return flags.flags_of(version)[flag].default
 
     assert (default("--value_clip", "0.8.1"), default("--value_clip", "0.8.2")) == (0.2, 0.5)
     assert (default("--entropy_loss_coef", "0.8.2"), default("--entropy_loss_coef", "0.8.3")) == (0, None)
     assert (default("--micro_train_batch_size", "0.9.10"), default("--micro_train_batch_size", "0.10.0")) == (4, 1)
     assert (default("--max_ckpt_mem", "0.9.8"), default("--max_ckpt_mem", "0.9.9")) == (1e8, float("inf"))
-    assert flags.spec_at("--vllm_is_truncated_threshold", "0.9.0").nargs is None
-    assert flags.spec_at("--vllm_is_truncated_threshold", "0.9.1").nargs == 2
-    assert "mis" in flags.spec_at("--vllm_is_correction_type", "0.9.3").choices
-    assert flags.spec_at("--vllm_is_correction_type", "0.9.4").choices == ("tis", "icepop", "seq-mask-tis")
+    assert flags.flags_of("0.9.0")["--vllm_is_truncated_threshold"].nargs is None
+    assert flags.flags_of("0.9.1")["--vllm_is_truncated_threshold"].nargs == 2
+    assert "mis" in flags.flags_of("0.9.3")["--vllm_is_correction_type"].choices
+    assert flags.flags_of("0.9.4")["--vllm_is_correction_type"].choices == ("tis", "icepop", "seq-mask-tis")
 
 
 def test_every_flag_that_ever_was_leads_to_names_of_today():

@@ -12,9 +12,10 @@ import pytest
 from rlhfless_ray.cli.interactive_chat import Conversation
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.batch_inference import run_batch
+from rlhfless_ray.compat.openrlhf.flags import flags_of
 from rlhfless_ray.compat.openrlhf.inference import RULES, translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import BATCH, CHAT, GENERATES, LAUNCHERS
-from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
+from rlhfless_ray.compat.openrlhf.launcher_flags import versions_of
 from rlhfless_ray.compat.openrlhf.post_processors import processed
 from rlhfless_ray.compat.openrlhf.resources import fit_width
 from rlhfless_ray.recipe.generation import GenerationRecipe
@@ -26,10 +27,10 @@ LEAST = ["--pretrain", "m", "--dataset", "rows.jsonl", "--output_path", "out.jso
 
 def test_every_flag_of_every_version_has_a_rule() -> None:
     for launcher in LAUNCHERS:
-        names = {rule.name for rule in RULES[launcher]}
-        found = [version for version in versions_data()["versions"] if flags_of(launcher, version)]
+        names = {f"--{rule.name}" for rule in RULES[launcher]}
+        found = versions_of(launcher)
         assert (found[0], found[-1]) == ("0.8.0", "0.9.5")
-        assert all(set(flags_of(launcher, version)) <= names for version in found)
+        assert all(flags_of(version, launcher).keys() <= names for version in found)
 
 
 def test_every_key_is_one_of_the_recipe_or_the_launchers() -> None:
@@ -39,7 +40,7 @@ def test_every_key_is_one_of_the_recipe_or_the_launchers() -> None:
 
 @pytest.mark.parametrize("task", GENERATES)
 def test_defaults_make_a_recipe(task: str) -> None:
-    for version in [version for version in versions_data()["versions"] if flags_of(BATCH, version)]:
+    for version in versions_of(BATCH):
         found = translate_inference(BATCH, ["--eval_task", task, *LEAST, "--elastic.dialect", version])
         assert found.refusal() is None and found.problem() is None
         recipe = found.recipe()

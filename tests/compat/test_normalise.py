@@ -115,7 +115,7 @@ def test_what_a_line_says_is_what_its_version_would_see(line):
     except UserError as error:  # 0.8.1 took any text for the filtering range
         assert "--dynamic_filtering_reward_range" in str(error)
         return
-    for flag in found.given.order:
+    for flag in found.given:
         for name in targets(flag):
             if name in CHANGED_FORM or "is_correction" in name or "nesterov" in name or name == "data.prompt_max_len":
                 continue

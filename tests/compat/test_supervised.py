@@ -15,7 +15,8 @@ from rlhfless_ray.cli.supervised_launcher import _train, start
 from rlhfless_ray.common.errors import Stopped, UserError
 from rlhfless_ray.compat.openrlhf.command import replaced
 from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher
-from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of, versions_data
+from rlhfless_ray.compat.openrlhf.flags import flags_of, versions
+from rlhfless_ray.compat.openrlhf.launcher_flags import versions_of
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
 from rlhfless_ray.recipe.reading import known_keys
@@ -25,14 +26,9 @@ from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, PROGRESS
 from tests.compat.commands import find
 from tests.conftest import command_here
 
-VERSIONS = versions_data()["versions"]
 LEAST = ["--dataset", "rows.jsonl", "--pretrain", "folder", "--bf16"]
 NEEDED = {"train_kd": ["--teacher_model", "big"], "train_prm": ["--placeholder_token", "+"], "train_kto": ["--output_key", "a"]}
 """Flags beside `LEAST` without which a launcher does not train."""
-
-
-def versions_of(launcher: str) -> list[str]:
-    return [version for version in VERSIONS if flags_of(launcher, version)]
 
 
 def test_three_launchers_were_given_up() -> None:
@@ -44,8 +40,8 @@ def test_three_launchers_were_given_up() -> None:
 def test_every_flag_of_every_version_has_a_rule() -> None:
     names = {rule.name for rule in RULES}
     for launcher in TASKS:
-        for version in VERSIONS:
-            assert {_newest(flag) for flag in flags_of(launcher, version)} <= names, (launcher, version)
+        for version in versions():
+            assert {_newest(flag[2:]) for flag in flags_of(version, launcher)} <= names, (launcher, version)
 
 
 def test_every_key_is_one_of_the_recipe() -> None:
@@ -56,9 +52,9 @@ def test_every_key_is_one_of_the_recipe() -> None:
 @pytest.mark.parametrize("launcher", TASKS)
 def test_defaults_of_every_version_make_a_recipe(launcher: str) -> None:
     for version in versions_of(launcher):
-        dotted = "--data.dataset" in {f"--{flag}" for flag in flags_of(launcher, version)}
+        dotted = "--data.dataset" in flags_of(version, launcher)
         line = ["--data.dataset", "rows.jsonl", "--model.model_name_or_path", "folder"] if dotted else LEAST
-        if not dotted and "bf16" not in flags_of(launcher, version):
+        if not dotted and "--bf16" not in flags_of(version, launcher):
             line = line[:-1]
         line = [*line, *NEEDED.get(launcher, [])]
         if launcher == "train_sft":
@@ -226,16 +222,16 @@ def test_invalid_values_name_the_flag() -> None:
 
 @given(st.lists(st.sampled_from([r.older for r in RULES]), max_size=6, unique=True), st.sampled_from(sorted(TASKS)))
 def test_any_flags_are_translated_or_refused_in_words(flags: list[str], launcher: str) -> None:
-    known = flags_of(launcher, "0.8.11")
+    known = flags_of("0.8.11", launcher)
     tokens = list(LEAST)
     for flag in flags:
-        if flag in known and flag not in ("dataset", "pretrain", "bf16"):
-            spec = known[flag]
-            default = spec["choices"][0] if spec.get("choices") else spec.get("default") or 1
-            value = [] if spec.get("action") else [str(int(default) if spec.get("type") == "int" else default)]
+        spec = known.get(f"--{flag}")
+        if spec is not None and flag not in ("dataset", "pretrain", "bf16"):
+            default = spec.choices[0] if spec.choices else spec.default or 1
+            value = [str(int(default) if spec.type == "int" else default)] if spec.takes_value else []
             if flag == "reward_tokens":
                 value = ["+", "-"]
-            if spec.get("nargs") == 2:
+            if spec.nargs == 2:
                 value = ["0.9", "0.99"]
             tokens += [f"--{flag}", *value]
     found = translate_supervised(launcher, tokens, {})
@@ -265,7 +261,7 @@ def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:
 @pytest.mark.parametrize("launcher", [*TASKS, "batch_inference", "interactive_chat"])
 def test_the_list_of_flags_has_those_of_every_version(launcher: str) -> None:
     listed = flags_of_launcher(launcher).split()
-    assert not [flag for version in versions_of(launcher) for flag in flags_of(launcher, version) if f"--{flag}" not in listed]
+    assert not [flag for version in versions_of(launcher) for flag in flags_of(version, launcher) if flag not in listed]
 
 
 @pytest.mark.parametrize("launcher", ["train_sft", "batch_inference"])

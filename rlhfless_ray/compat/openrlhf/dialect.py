@@ -30,10 +30,9 @@ from rlhfless_ray.compat.openrlhf.flags import (
     place,
     renamed,
     span_text,
-    spec_at,
     versions,
 )
-from rlhfless_ray.compat.openrlhf.parsers import Given, Refused, parse, parser_of
+from rlhfless_ray.compat.openrlhf.parsers import Given, Refused, parser_of
 
 MAX_READINGS = 64  # tried for a line with several ambiguous abbreviations
 
@@ -89,7 +88,7 @@ def _reading(version: str, tokens: Sequence[str], names: list[str]) -> Given | N
         for (index, name, _), flag in zip(places, flags, strict=True):
             line[index] = flag + line[index][len(name) :]
         with suppress(Refused):
-            return parse(parser_of(version), line)
+            return parser_of(version).read(line)
     return None
 
 
@@ -130,7 +129,7 @@ def _strictly(tokens: Sequence[str], version: str) -> CommandLine:
     if version not in versions():
         raise Unreadable(f"--elastic.dialect: {version} is none of the versions {', '.join(versions())}", newest())
     try:
-        return CommandLine(version, parse(parser_of(version), tokens), [version])
+        return CommandLine(version, parser_of(version).read(tokens), [version])
     except Refused as refused:
         unknown = [name for name in _option_names(tokens) if not _resolve(name, version)]
         raise Unreadable(_with_advice(str(refused), unknown), version) from None
@@ -158,7 +157,7 @@ def _mixture(tokens: Sequence[str], names: list[str]) -> CommandLine:
     for choice in _definitions(list(resolved), base):
         foreign = tuple(spec for spec in choice if known.get(spec.flag) != spec)
         try:
-            return CommandLine(base, parse(parser_of(base, foreign), rewritten), [], list(foreign))
+            return CommandLine(base, parser_of(base, foreign).read(rewritten), [], list(foreign))
         except Refused as refused:
             first = first or refused
     raise Unreadable(str(first), base)
@@ -172,9 +171,7 @@ def _definitions(given: list[str], base: str) -> Iterator[tuple[Spec, ...]]:
     choices = []
     for flag in given:
         by_reading: dict[tuple[object, ...], Spec] = {}
-        nearest = spec_at(flag, base) or nearest_spec(flag, base)
-        assert nearest is not None
-        for spec in (nearest, *reversed(history(flag))):
+        for spec in (nearest_spec(flag, base), *reversed(history(flag))):
             by_reading.setdefault(_form(spec), spec)
         choices.append(list(by_reading.values()))
     return itertools.product(*choices)

@@ -11,7 +11,6 @@ from rlhfless_ray.compat.openrlhf import molt
 from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES, rule_of
 from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, history, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
-from rlhfless_ray.compat.openrlhf.launcher_flags import flags_of as other_flags
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.normalise import targets
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, Outcome, block, recipe_lines
@@ -80,7 +79,7 @@ def as_data(translation: Translation) -> dict[str, Any]:
 
 
 def _as_given(translation: Translation, flag: str) -> str:
-    value = translation.line.given.values.get(flag)
+    value = translation.line.given.get(flag)
     if value is True:
         return flag
     return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
@@ -160,11 +159,11 @@ def flags_today() -> str:
 
 def flags_of_launcher(launcher: str) -> str:
     """List every flag of a launcher beside PPO's, in all its versions, with its class and what it sets."""
-    known = {flag for version in versions() for flag in other_flags(launcher, version)}
+    known = all_flags(launcher)
     lines = []
     for rule in INFERENCE_RULES.get(launcher, SUPERVISED_RULES):
         older = [name for name, newest in OLDER_NAMES.items() if newest == rule.name]
-        names = [f"--{name}" for name in dict.fromkeys((rule.name, rule.older, *older)) if name in known]
+        names = [f"--{name}" for name in dict.fromkeys((rule.name, rule.older, *older)) if f"--{name}" in known]
         if names:
             keys = ", ".join(rule.keys) if rule.kind == "exact" else rule.reading
             lines.append(f"{' '.join(names):<48}  {KINDS[rule.kind]:<27}  {keys}")

@@ -23,9 +23,12 @@ class Spec:
     """`int`, `float`, or None for text."""
     default: Any = field(default=None, hash=False)
     action: str = "store"
+    """`store`, or for a switch `store_true`, `store_false`, or `boolean` if there is --no-<flag> too."""
     dest: str = ""
     choices: tuple[str, ...] | None = None
     nargs: int | str | None = None
+    const: str | None = None
+    """Value of a flag without one, if `nargs` is `?`."""
 
     @property
     def takes_value(self) -> bool:
@@ -54,12 +57,17 @@ def place(version: str) -> int:
 
 
 @cache
-def history(flag: str) -> tuple[Spec, ...]:
-    """Return every definition of a flag, oldest first; none if no version from 0.8.0 on has it."""
-    return tuple(_spec(flag, **span) for span in read_data(LAUNCHER)["flags"].get(flag, ()))
+def history(flag: str, launcher: str = LAUNCHER) -> tuple[Spec, ...]:
+    """Return every definition of a launcher's flag, oldest first; none if no version from 0.8.0 on has it."""
+    return tuple(make_spec(flag, **span) for span in _spans(launcher).get(flag, ()))
 
 
-def _spec(flag: str, *, since: str, until: str, **entry: Any) -> Spec:
+def _spans(launcher: str) -> dict[str, list[dict[str, Any]]]:
+    return read_data(LAUNCHER)["flags"] if launcher == LAUNCHER else read_data("supervised")["launchers"][launcher]
+
+
+def make_spec(flag: str, *, since: str, until: str, **entry: Any) -> Spec:
+    """Return a flag's definition from an entry of a data file."""
     action = entry.get("action", "store")
     default = entry.get("default")
     if action != "store":
@@ -67,41 +75,31 @@ def _spec(flag: str, *, since: str, until: str, **entry: Any) -> Spec:
     if entry.get("type") == "float" and default == "inf":
         default = float("inf")
     choices = tuple(entry["choices"]) if "choices" in entry else None
-    return Spec(flag, since, until, entry.get("type"), default, action, entry.get("dest", flag[2:]), choices, entry.get("nargs"))
+    dest, nargs = entry.get("dest", flag[2:]), entry.get("nargs")
+    return Spec(flag, since, until, entry.get("type"), default, action, dest, choices, nargs, entry.get("const"))
 
 
 @cache
-def flags_of(version: str) -> dict[str, Spec]:
-    """Return the flags of one version."""
-    specs = {}
-    for flag in read_data(LAUNCHER)["flags"]:
-        spec = spec_at(flag, version)
-        if spec is not None:
-            specs[flag] = spec
-    return specs
+def flags_of(version: str, launcher: str = LAUNCHER) -> dict[str, Spec]:
+    """Return a launcher's flags in one version, none if the version lacks the launcher."""
+    nearest = {flag: nearest_spec(flag, version, launcher) for flag in all_flags(launcher)}
+    return {flag: spec for flag, spec in nearest.items() if place(spec.since) <= place(version) <= place(spec.until)}
 
 
-def spec_at(flag: str, version: str) -> Spec | None:
-    for spec in history(flag):
-        if place(spec.since) <= place(version) <= place(spec.until):
-            return spec
-    return None
-
-
-def nearest_spec(flag: str, version: str) -> Spec | None:
-    """Return the definition nearest to `version`, the newer of two; None if no version has the flag."""
+def nearest_spec(flag: str, version: str, launcher: str = LAUNCHER) -> Spec:
+    """Return a known flag's definition in `version`, or else the nearest one, the newer of two."""
 
     def distance(spec: Spec) -> tuple[int, int]:
         if place(spec.until) < place(version):
             return place(version) - place(spec.until), -place(spec.since)
         return max(0, place(spec.since) - place(version)), -place(spec.since)
 
-    return min(history(flag), key=distance, default=None)
+    return min(history(flag, launcher), key=distance)
 
 
-def all_flags() -> list[str]:
-    """Return the flags of all versions."""
-    return list(read_data(LAUNCHER)["flags"])
+def all_flags(launcher: str = LAUNCHER) -> list[str]:
+    """Return a launcher's flags in all versions."""
+    return list(_spans(launcher))
 
 
 def renamed(flag: str) -> tuple[str, ...]:

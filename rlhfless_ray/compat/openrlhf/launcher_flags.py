@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -12,9 +12,9 @@ from typing import Any, Literal
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.elastic_flags import own_value
 from rlhfless_ray.compat.openrlhf.flag_semantics import shares_of
-from rlhfless_ray.compat.openrlhf.flags import TYPES, read_data
+from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, nearest_spec, versions
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome, block, recipe_lines
-from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Refused
+from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Given, Refused
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 
 Values = dict[str, Any]  # by the newest names
@@ -149,78 +149,49 @@ class LauncherTranslation(CommandTranslation):
 # ---------------------------------------------------------------- versions
 
 
-def versions_data() -> dict[str, Any]:
-    return read_data("supervised")
-
-
-@cache
-def flags_of(launcher: str, version: str) -> dict[str, dict[str, Any]]:
-    """Return {flag without dashes: its definition} of a launcher in a version."""
-    data = versions_data()
-    place = data["versions"].index
-    return {
-        flag[2:]: span
-        for flag, spans in data["launchers"][launcher].items()
-        for span in spans
-        if place(span["since"]) <= place(version) <= place(span["until"])
-    }
-
-
-def defaults(launcher: str, version: str) -> dict[str, Any]:
+def defaults(launcher: str, version: str) -> Values:
     """Return {flag without dashes: its default} in a version."""
-    values = {}
-    for flag, spec in flags_of(launcher, version).items():
-        action = spec.get("action", "store")
-        values[flag] = spec.get("default") if action == "store" else action == "store_false"
-    return values
+    return {flag[2:]: spec.default for flag, spec in flags_of(version, launcher).items()}
+
+
+def versions_of(launcher: str) -> list[str]:
+    """Return the versions that have a launcher, oldest first."""
+    return [version for version in versions() if flags_of(version, launcher)]
 
 
 @cache
-def _parser(launcher: str, version: str, mixed: bool = False) -> FlagParser:
-    """Return the parser of a version. `mixed`: it also takes flags of other versions that this one lacks, of the nearest one."""
-    parser = FlagParser(prog=f"{launcher}.py", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=not mixed)
-    flags = flags_of(launcher, version)
-    if mixed:
-        place = versions_data()["versions"].index
-        for other in sorted(versions_data()["versions"], key=lambda one: abs(place(one) - place(version))):
-            flags = flags_of(launcher, other) | flags
-    for flag, spec in flags.items():
-        if spec.get("action", "store") == "store":
-            parser.add_argument(f"--{flag}", dest=flag, type=TYPES[spec.get("type")], nargs=spec.get("nargs"), choices=spec.get("choices"))
-        else:
-            parser.add_argument(f"--{flag}", dest=flag, action=spec["action"])
-    return parser
+def _parser(launcher: str, version: str) -> FlagParser:
+    return FlagParser(launcher, flags_of(version, launcher).values())
 
 
-def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the newest version that accepts the line (or the wanted one), and {flag: value}.
+def _parser_of_all(launcher: str, version: str) -> FlagParser:
+    """Return a parser of the flags of all versions, each as the version nearest to `version` defines it."""
+    return FlagParser(launcher, [nearest_spec(flag, version, launcher) for flag in all_flags(launcher)], allow_abbrev=False)
+
+
+def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str, Given]:
+    """Return the newest version that accepts the line (or the wanted one), and its flags.
 
     If no version accepts it, the one that knows most of the flags does, with flags of the others. An abbreviation that is ambiguous
     in the newest version that has all the flags is refused, because it may mean another flag in an older one. Raises UserError.
     """
-    known_versions = [version for version in versions_data()["versions"] if flags_of(launcher, version)]
-    versions = [wanted] if wanted else list(reversed(known_versions))
-    if wanted and wanted not in known_versions:
-        raise UserError(f"--elastic.dialect: {launcher} is in OpenRLHF {known_versions[0]} to {known_versions[-1]}, not in {wanted}")
-    names = [token.partition("=")[0][2:] for token in tokens if token.startswith("--")]
+    having = versions_of(launcher)
+    if wanted and wanted not in having:
+        raise UserError(f"--elastic.dialect: {launcher} is in OpenRLHF {having[0]} to {having[-1]}, not in {wanted}")
+    names = [token.partition("=")[0] for token in tokens if token.startswith("--")]
     refused: list[tuple[int, str, str]] = []
-    for version in versions:
-        flags = flags_of(launcher, version)
+    for version in [wanted] if wanted else reversed(having):
+        flags = flags_of(version, launcher)
         try:
-            return version, _values(_parser(launcher, version), tokens)
+            return version, _parser(launcher, version).read(tokens)
         except Refused as error:
-            refused.append((sum(name in flags for name in names), version, str(error)))
-        if refused[-1][2].startswith("ambiguous") and all(any(flag.startswith(name) for flag in flags) for name in names):
+            message = str(error)
+        if message.startswith("ambiguous") and all(any(flag.startswith(name) for flag in flags) for name in names):
             instead = "write the full name, or name the version with --elastic.dialect VERSION"
-            raise UserError(f"{launcher}: {refused[-1][2]}; {instead} (read as OpenRLHF {version})")
+            raise UserError(f"{launcher}: {message}; {instead} (read as OpenRLHF {version})")
+        refused.append((sum(name in flags for name in names), version, message))
     known, version, message = max(refused, key=lambda one: one[0])
     if known and not wanted:
-        try:
-            return version, _values(_parser(launcher, version, mixed=True), tokens)
-        except Refused:
-            pass
+        with suppress(Refused):
+            return version, _parser_of_all(launcher, version).read(tokens)
     raise UserError(f"{launcher}: {message} (read as OpenRLHF {version})")
-
-
-def _values(parser: FlagParser, tokens: Sequence[str]) -> dict[str, Any]:
-    return {f"--{flag}": value for flag, value in vars(parser.parse_args(list(tokens))).items()}

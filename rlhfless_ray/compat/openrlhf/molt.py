@@ -6,7 +6,6 @@ resource hints, or are refused by name.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -16,7 +15,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.command import MOLT
 from rlhfless_ray.compat.openrlhf.elastic_flags import DIALECT, separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE
-from rlhfless_ray.compat.openrlhf.flags import TYPES, flags_of, newest, read_data
+from rlhfless_ray.compat.openrlhf.flags import Spec, flags_of, make_spec, newest, read_data
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Refused
 from rlhfless_ray.compat.openrlhf.translate import Translation, translate
@@ -108,22 +107,15 @@ SETTING = {
 """Flags of Molt's own that set a key, or a flag of OpenRLHF that does."""
 
 
-def flags() -> dict[str, dict[str, Any]]:
-    return read_data("molt")["flags"]
+@cache
+def flags() -> dict[str, Spec]:
+    """Return the flags of Molt's launcher."""
+    return {flag: make_spec(flag, since=newest(), until=newest(), **entry) for flag, entry in read_data("molt")["flags"].items()}
 
 
 @cache
 def _parser() -> FlagParser:
-    parser = FlagParser(prog=f"{MOLT}.py", argument_default=argparse.SUPPRESS, add_help=False)
-    for flag, spec in flags().items():
-        action = spec.get("action", "store")
-        if action == "store":
-            kind = TYPES[spec.get("type")]
-            extra: dict[str, Any] = {"const": "full"} if spec.get("nargs") == "?" else {}
-            parser.add_argument(flag, dest=flag, type=kind, nargs=spec.get("nargs"), choices=spec.get("choices"), **extra)
-        else:
-            parser.add_argument(flag, dest=flag, action=argparse.BooleanOptionalAction if action == "boolean" else action)
-    return parser
+    return FlagParser(MOLT, flags().values())
 
 
 def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.environ) -> Translation:
@@ -132,7 +124,7 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
     if wanted is not None:
         raise UserError(f"{DIALECT}: Molt has one dialect; leave it out")
     try:
-        given = vars(_parser().parse_args(theirs))
+        given = _parser().read(theirs)
     except Refused as error:
         raise UserError(f"{MOLT}: {error} (read as Molt)") from None
     if given.get("--train.partial_rollout_enable") and not _runs_ahead(given):
@@ -149,7 +141,7 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
     translation.settings |= (changes := _settings(given))
     translation.wanted |= changes
     translation.notes.insert(0, f"a command line of Molt, read as OpenRLHF {newest()} with Molt's defaults")
-    translation.line.given.values |= given
+    translation.line.given |= given
     if not given.get("--train.force_sync_mode") and not _runs_ahead(given):
         translation.notes.append("rollouts and updates take turns: to overlap them as Molt does, set --algo.advantage.is_correction_level")
     if "--actor.adam.lr" not in given:
@@ -159,14 +151,14 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
 
 def _as_openrlhf(given: dict[str, Any]) -> list[str]:
     """Return the equivalent command line of OpenRLHF 0.11.2, without the parts that only recipe settings express."""
-    known = {flag: spec.action for flag, spec in flags_of(newest()).items()}
+    known = flags_of(newest())
     line: dict[str, list[str]] = {flag: list(values) for flag, values in DEFAULTS.items()}
     for flag, value in given.items():
         name = RENAMED.get(flag, flag)
         if name not in known or flag in ("--actor.gradient_checkpoint",):
             continue
         if isinstance(value, bool):
-            if value or known[name] == "store_false":
+            if value:
                 line[name] = []
         elif value is not None:
             line[name] = [str(x) for x in (value if isinstance(value, list) else [value])]

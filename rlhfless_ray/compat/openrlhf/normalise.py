@@ -124,19 +124,17 @@ def targets(flag: str) -> tuple[str, ...]:
 def canonical(line: CommandLine, environment: Mapping[str, str] = os.environ) -> Values:
     """Return the values of a command line. Raises UserError if two spellings of one setting disagree."""
     values = Values(line.version, defaults(line.version, environment))
-    for flag in line.given.order:
-        if flag == "-h":
-            continue
+    for flag, given_value in line.given.items():
         values.given[flag] = targets(flag)
         if flag in TARGETS:
             continue
         for name in targets(flag):
             try:
-                value = _typed(name, line.given.values[flag])
+                value = _typed(name, given_value)
             except ValueError:
-                raise UserError(f"{flag}: expected numbers, got {shown(line.given.values[flag])}") from None
+                raise UserError(f"{flag}: expected numbers, got {shown(given_value)}") from None
             _set(values, name, value, flag)
-    given = line.given.values
+    given = line.given
     if "--flash_attn" in given:
         _set(values, "ds.attn_implementation", "flash_attention_2", "--flash_attn")
     if "--bf16" in given:
@@ -202,7 +200,7 @@ def _set(values: Values, name: str, value: Any, flag: str) -> None:
 
 def _lengths(values: Values, line: CommandLine) -> None:
     """Apply the two limits of versions before 0.9.8, for prompt and response. Their sum is the default of --max_len."""
-    given = line.given.values
+    given = line.given
     if "--generate_max_len" in given:
         _set(values, "rollout.max_new_tokens", given["--generate_max_len"], "--generate_max_len")
     if "--prompt_max_len" in given:
@@ -218,7 +216,7 @@ def _lengths(values: Values, line: CommandLine) -> None:
 
 def _correction(values: Values, line: CommandLine) -> None:
     """Convert the switch and kind of 0.8.9 to 0.11.1 to level and mode. Gating was always the ratio."""
-    given = line.given.values
+    given = line.given
     switch = next((flag for flag in ENABLE if flag in given), None)
     if switch is None:  # a kind alone turns nothing on
         values.given |= {flag: (MODE,) for flag in (*KIND, "--use_icepop") if flag in given}

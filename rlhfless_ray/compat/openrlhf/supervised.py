@@ -10,7 +10,8 @@ from typing import Any
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.elastic_flags import separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name, template_notes
-from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, defaults, flags_of, read
+from rlhfless_ray.compat.openrlhf.flags import flags_of
+from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, defaults, read
 from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, RM, RULES, SFT, TASKS
@@ -53,7 +54,7 @@ def translate_supervised(
     theirs, ours, wanted = separate(tokens)
     version, given = read(launcher, theirs, wanted)
     values = {_newest(flag): value for flag, value in defaults(launcher, version).items()}
-    spelled = {name: f"--{flag}" for flag in flags_of(launcher, version) for name in [_newest(flag)]}
+    spelled = {name: flag for flag in flags_of(version, launcher) for name in [_newest(flag[2:])]}
     for flag, value in given.items():
         newest = _newest(flag[2:])
         other = spelled.get(newest, flag)
