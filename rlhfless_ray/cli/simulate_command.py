@@ -42,7 +42,12 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture of time against cost.", show_default=False)] = None,
 ) -> None:
-    """Simulate training steps of a setting under fixed, elastic and clairvoyant policies, without running anything."""
+    """Simulate training steps in virtual time, and compare placement policies by step time and cost.
+
+    The policies are fixed, elastic, and an oracle that knows all response lengths in advance. No model runs.
+
+    rlhfless simulate --setting qwen3b-gsm8k-grpo --policy fixed --policy ours
+    """
     if (spec is None) == (setting is None):
         raise UserError("give either a YAML file or --setting NAME; `rlhfless simulate --setting list` shows the built-in ones")
     if seeds < 1:
