@@ -13,7 +13,6 @@ from rlhfless_ray.common.errors import UserError
 if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.command import LaunchCommand
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
-    from rlhfless_ray.compat.openrlhf.outcomes import CommandTranslation
     from rlhfless_ray.compat.openrlhf.translate import Translation
 
 
@@ -30,8 +29,6 @@ def explain(ctx: typer.Context) -> None:
     from rlhfless_ray.compat.openrlhf.command import MOLT, TRANSLATED, find_all, is_submission
     from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher, flags_of_molt, flags_today
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
-    from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
-    from rlhfless_ray.compat.openrlhf.resources import fit_width
 
     if "--flags" in chosen:
         name = argv[0].rpartition(".")[2] if argv else LAUNCHER
@@ -40,14 +37,8 @@ def explain(ctx: typer.Context) -> None:
         print(flags_today() if name == LAUNCHER else flags_of_molt() if name == MOLT else flags_of_launcher(name))
         return
     first, *rest = find_all(argv)
-    translation = _translated(first)
+    text, data = _explained(_translated(first), here=not is_submission(argv))
     others = [(launch.launcher, _why_not(launch)) for launch in rest if launch.launcher in TRANSLATED]
-    if isinstance(translation, LauncherTranslation):
-        if not is_submission(argv) and (narrower := fit_width(translation.settings)):
-            translation.notes.append(narrower)
-        text, data = _explain_other(translation)
-    else:
-        text, data = _explain_ppo(translation, here=not is_submission(argv))
     if "--json" in chosen:
         data["also_starts"] = [{"launcher": name, "runs": why is None, "problem": why} for name, why in others]
         print(json.dumps(data, indent=2))
@@ -86,31 +77,30 @@ def _why_not(launch: LaunchCommand) -> str | None:
     return str(wrong) if wrong else None
 
 
-def _problem(translation: CommandTranslation) -> str | None:
+def _explained(translation: Translation | LauncherTranslation, here: bool) -> tuple[str, dict[str, Any]]:
+    """Return text and data about a command. `here`: it runs on this machine, not as a job on another one."""
+    from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation
+    from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
+    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
+    from rlhfless_ray.compat.openrlhf.resources import fit, fit_width
+
+    if isinstance(translation, LauncherTranslation):
+        if here and (narrower := fit_width(translation.settings)):
+            translation.notes.append(narrower)
+        problem = _problem(translation)
+        text, data = translation.explanation(), translation.as_data()
+    else:
+        if here and (fewer := fit(translation)):
+            translation.notes.append(fewer)
+        translation.notes += width_note(translation)
+        problem = _problem(translation)
+        if here and not translation.refused and problem is None:
+            problem = too_large_here(translation)
+        text, data = explanation(translation), as_data(translation)
+    return text, {**data, "runs": not translation.refused and problem is None, "problem": problem}
+
+
+def _problem(translation: Translation | LauncherTranslation) -> str | None:
     """Return why the recipe is invalid. None if it is valid, or lacks refused flags."""
     error = None if translation.refused else translation.problem()
     return str(error) if error else None
-
-
-def _explain_ppo(translation: Translation, here: bool) -> tuple[str, dict[str, Any]]:
-    """Return text and data about a command of PPO's launcher. `here`: it runs on this machine, not as a job on another one."""
-    from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation
-    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
-    from rlhfless_ray.compat.openrlhf.resources import fit
-
-    if here and (fewer := fit(translation)):
-        translation.notes.append(fewer)
-    translation.notes += width_note(translation)
-    wrong = _problem(translation)
-    if here and not translation.refused and wrong is None:
-        wrong = too_large_here(translation)
-    return explanation(translation), {**as_data(translation), "problem": wrong, "runs": not translation.refused and wrong is None}
-
-
-def _explain_other(translation: LauncherTranslation) -> tuple[str, dict[str, Any]]:
-    """Return text and data about a command of a launcher beside PPO's."""
-    wrong = _problem(translation)
-    outcomes = [{"flag": flag, "status": status, "why": why} for flag, status, why in translation.outcomes]
-    runs = not translation.refused and wrong is None
-    data = {"dialect": translation.version, "runs": runs, "flags": outcomes, "problem": wrong, "recipe": translation.tree}
-    return translation.explanation(), data

@@ -71,14 +71,14 @@ def test_flags_become_settings(flags: list[str], expected: dict[str, Any]) -> No
 def test_each_task_reads_its_own_flags() -> None:
     greedy = ["--greedy_sampling", "--post_processor", "rs"]
     found = {task: translate_inference(BATCH, ["--eval_task", task, *LEAST, *greedy]) for task in (*GENERATES, "rm")}
-    status = {task: {flag: what for flag, what, _ in one.outcomes} for task, one in found.items()}
+    status = {task: {flag: what for flag, what, _ in one.flags} for task, one in found.items()}
     assert status["generate_vllm"]["--greedy_sampling"] == "no effect" and status["generate"]["--greedy_sampling"] == "honoured"
     assert found["generate"].settings["rollout.temperature"] == 0.0
     assert status["rm"]["--post_processor"] == "honoured" and status["generate"]["--post_processor"] == "no effect"
     for flag, value, other in (("--csft_prompt", "x", ["--enable_csft"]), ("--rollout_batch_size", "4", ["--iter", "0"])):
         for more, what in (([], "no effect"), (other, "honoured")):
             one = translate_inference(BATCH, ["--eval_task", "generate", *LEAST, flag, value, *more])
-            assert {flag: status for flag, status, _ in one.outcomes}[flag] == what
+            assert {flag: status for flag, status, _ in one.flags}[flag] == what
     assert found["rm"].settings["batch_inference.processor"] == "rs" and found["rm"].recipe() is None
 
 

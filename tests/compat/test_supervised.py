@@ -166,7 +166,7 @@ def test_what_cannot_be_done_is_refused_by_name(launcher: str, flags: list[str],
 )
 def test_a_flag_that_needs_another_has_no_effect_alone(launcher: str, flags: list[str], more: list[str]) -> None:
     line = [*LEAST[:-1], *flags]  # without --bf16, which has an effect in older versions only
-    statuses = [{o.flag: o.status for o in translate_supervised(launcher, [*line, *other], {}).outcomes} for other in ([], more)]
+    statuses = [{o.flag: o.status for o in translate_supervised(launcher, [*line, *other], {}).flags} for other in ([], more)]
     assert [status[flags[-2]] for status in statuses] == ["no effect", "honoured"]
     assert translate_supervised("train_sft", [*LEAST, "--disable_ds_ckpt"], {}).refusal() is None
 
@@ -235,9 +235,9 @@ def test_any_flags_are_translated_or_refused_in_words(flags: list[str], launcher
                 value = ["0.9", "0.99"]
             tokens += [f"--{flag}", *value]
     found = translate_supervised(launcher, tokens, {})
-    statuses = {flag: status for flag, status, _ in found.outcomes}
+    statuses = {flag: status for flag, status, _ in found.flags}
     assert all(token in statuses for token in tokens if token.startswith("--"))
-    assert all(why for _, _, why in found.outcomes)
+    assert all(why for _, _, why in found.flags)
 
 
 def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:

@@ -44,7 +44,7 @@ def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTransl
     theirs, ours, wanted = separate(tokens)
     version, given = read(launcher, theirs, wanted)
     values = defaults(launcher, version) | {flag[2:]: value for flag, value in given.items()}
-    translation = InferenceTranslation(launcher, version, {}, values=values)
+    translation = InferenceTranslation(launcher, version, values=values)
     for rule in RULES[launcher]:
         if rule.name not in values:
             continue
@@ -55,9 +55,9 @@ def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTransl
             translation.owners |= {key: flag for key in rule.keys if rule.kind == "exact"}
         if flag in given:
             unread = (NO_EFFECT, f"OpenRLHF's {values.get('eval_task')} does not read it")
-            translation.outcomes.append(Outcome(flag, *(rule.outcome(value, values) if reads else unread)))
+            translation.flags.append(Outcome(flag, *(rule.outcome(value, values) if reads else unread)))
         elif reads and (why := rule.refuses(value, values)):
-            translation.outcomes.append(Outcome(flag, REFUSED, why))
+            translation.flags.append(Outcome(flag, REFUSED, why))
     if translation.generates:
         translation.settings |= _always(values)
         translation.notes += _notes(values)

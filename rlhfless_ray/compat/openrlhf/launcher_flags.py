@@ -13,9 +13,8 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.elastic_flags import own_value
 from rlhfless_ray.compat.openrlhf.flag_semantics import shares_of
 from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, nearest_spec, versions
-from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome, block, recipe_lines
+from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, block, recipe_lines
 from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Given, Refused
-from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 
 Values = dict[str, Any]  # by the newest names
 Kind = Literal["exact", "hint", "noop"]
@@ -86,29 +85,15 @@ class LauncherTranslation(CommandTranslation):
 
     launcher: str
     version: str
-    settings: dict[str, Any]
-    outcomes: list[Outcome] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     owners: dict[str, str] = field(default_factory=dict)
     """Recipe key → the flag that decides it, as the dialect spells it."""
-
-    @property
-    def tree(self) -> dict[str, Any]:
-        return nested(self.settings)
-
-    @property
-    def refused(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.status == REFUSED]
-
-    def recipe(self) -> Any:
-        return None
 
     def check(self) -> None:
         """Print notes for the user before the start. Raises UserError if the command cannot run."""
         if wrong := self.refusal() or self.problem():
             raise wrong
         print(f"[rlhfless] command line of {self.launcher}, OpenRLHF {self.version}", flush=True)
-        for note in [*(f"{flag} read as: {why}" for flag, status, why in self.outcomes if status == HINT), *self.notes]:
+        for note in [*(f"{flag} read as: {why}" for flag, _, why in self.with_status(HINT)), *self.notes]:
             print(f"[rlhfless] {note}", flush=True)
 
     def by_flag(self, error: UserError) -> UserError:
@@ -128,20 +113,25 @@ class LauncherTranslation(CommandTranslation):
                 raise UserError(f"{flag}: OpenRLHF's {self.owners[key]} sets this; use that flag")
             self.settings[key] = own_value(flag, text)
 
+    def as_data(self) -> dict[str, Any]:
+        """Return the explanation as JSON types."""
+        return {"dialect": self.version, "flags": [outcome._asdict() for outcome in self.flags], "recipe": self.tree}
+
     def explanation(self) -> str:
         """Describe the dialect, the outcomes of all flags, and the recipe, as `rlhfless explain` prints them."""
-        given = {
-            status: [(flag, why) for flag, outcome, why in self.outcomes if outcome == status]
-            for status in (HONOURED, HINT, NO_EFFECT, REFUSED)
-        }
+        honoured = self.with_status(HONOURED)
+
+        def reasons(status: str) -> list[str]:
+            return [f"{outcome.flag}: {outcome.why}" for outcome in self.with_status(status)]
+
         lines = [
             f"dialect     {self.launcher} of OpenRLHF {self.version}",
-            f"honoured    {len(given[HONOURED])} of {len(self.outcomes)} flags: {' '.join(flag for flag, _ in given[HONOURED]) or 'none'}",
-            *block("hints", [f"{flag}: {why}" for flag, why in given[HINT]]),
-            *block("no effect", [f"{flag}: {why}" for flag, why in given[NO_EFFECT]]),
+            f"honoured    {len(honoured)} of {len(self.flags)} flags: {' '.join(outcome.flag for outcome in honoured) or 'none'}",
+            *block("hints", reasons(HINT)),
+            *block("no effect", reasons(NO_EFFECT)),
             *block("notes", self.notes),
-            *block("refused", [f"{flag}: {why}" for flag, why in given[REFUSED]]),
-            *recipe_lines(self.tree, bool(given[REFUSED])),
+            *block("refused", reasons(REFUSED)),
+            *recipe_lines(self.tree, bool(self.refused)),
         ]
         return "\n".join(lines)
 

@@ -138,8 +138,7 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
     back = {new: old for old, new in RENAMED.items()}
     kept = [one._replace(flag=back.get(one.flag, one.flag)) for one in translation.flags if back.get(one.flag, one.flag) in given]
     translation.flags = [*kept, *outcomes]
-    translation.settings |= (changes := _settings(given))
-    translation.wanted |= changes
+    translation.settings |= _settings(given)
     translation.notes.insert(0, f"a command line of Molt, read as OpenRLHF {newest()} with Molt's defaults")
     translation.line.given |= given
     if not given.get("--train.force_sync_mode") and not _runs_ahead(given):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 
 HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
 
@@ -22,18 +24,28 @@ class Outcome(NamedTuple):
     why: str = ""
 
 
+@dataclass(kw_only=True)
 class CommandTranslation(ABC):
     """A command line as settings of a recipe."""
 
-    @property
-    @abstractmethod
-    def tree(self) -> dict[str, Any]:
-        """The settings as a nested dict."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Dotted recipe key → value."""
+    flags: list[Outcome] = field(default_factory=list)
+    """Outcomes of the command line's flags. Launchers other than PPO's have refused defaults here too."""
+    notes: list[str] = field(default_factory=list)
 
     @property
-    @abstractmethod
+    def tree(self) -> dict[str, Any]:
+        """The settings as a nested dict."""
+        return nested(self.settings)
+
+    def with_status(self, status: str) -> list[Outcome]:
+        return [outcome for outcome in self.flags if outcome.status == status]
+
+    @property
     def refused(self) -> list[Outcome]:
         """Outcomes with which the command cannot run."""
+        return self.with_status(REFUSED)
 
     @abstractmethod
     def recipe(self) -> Any:

@@ -69,7 +69,7 @@ def translate_supervised(
         settings["learner.schedule"] = "cosine_with_min_lr"
         values["lr_scheduler"] = None
     translation = SupervisedTranslation(
-        launcher, version, settings, load_flag=spelled["ckpt.load_enable"], resumes=bool(values["ckpt.load_enable"])
+        launcher, version, settings=settings, load_flag=spelled["ckpt.load_enable"], resumes=bool(values["ckpt.load_enable"])
     )
     rules = {rule.name: rule for rule in RULES}
     for name, value in values.items():
@@ -80,9 +80,9 @@ def translate_supervised(
         translation.owners |= {key: spelled[name] for key in rule.keys if rule.kind == "exact"}
         why = rule.refuses(value, values)
         if why and spelled[name] not in given:
-            translation.outcomes.append(Outcome(spelled[name], REFUSED, why))
+            translation.flags.append(Outcome(spelled[name], REFUSED, why))
     for flag, value in given.items():
-        translation.outcomes.append(Outcome(flag, *rules[_newest(flag[2:])].outcome(value, values)))
+        translation.flags.append(Outcome(flag, *rules[_newest(flag[2:])].outcome(value, values)))
     translation.set_own(ours, known_keys(SupervisedRecipe))
     translation.notes = _notes(launcher, values, spelled)
     if "watch.run_name" in settings:

@@ -18,7 +18,7 @@ from rlhfless_ray.compat.openrlhf.flag_table import ALWAYS, RULES, Rule, owned_k
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, newest, span_text
 from rlhfless_ray.compat.openrlhf.normalise import LEVEL, LOGIN, STAMPED, Values, canonical, defaults, shown
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome
-from rlhfless_ray.compat.openrlhf.recipe_keys import Installed, names, nested
+from rlhfless_ray.compat.openrlhf.recipe_keys import Installed, names
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -30,30 +30,16 @@ RANK = (NO_EFFECT, HINT, HONOURED, REFUSED)  # a flag that decides several names
 class Translation(CommandTranslation):
     line: CommandLine
     values: Values
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Dotted recipe key → value, of the keys that the installed recipe accepts."""
-    wanted: dict[str, Any] = field(default_factory=dict)
-    """The same, including keys that the recipe lacks."""
-    flags: list[Outcome] = field(default_factory=list)
-    """One outcome for each flag of the command line, in its order."""
     missing: list[Outcome] = field(default_factory=list)
     """Refused defaults, which the installed recipe cannot follow."""
-    notes: list[str] = field(default_factory=list)
     own: dict[str, Any] = field(default_factory=dict)
     """Settings from --elastic.* and --prefix.*, which are also in `settings`."""
     secrets: dict[str, str] = field(default_factory=dict)
     """Environment variables of the run that must not be written into a recipe."""
 
-    def with_status(self, status: str) -> list[Outcome]:
-        return [outcome for outcome in self.flags if outcome.status == status]
-
     @property
     def refused(self) -> list[Outcome]:
-        return [*self.with_status(REFUSED), *self.missing]
-
-    @property
-    def tree(self) -> dict[str, Any]:
-        return nested(self.settings)
+        return [*super().refused, *self.missing]
 
     def recipe(self) -> Recipe:
         from rlhfless_ray.recipe import Recipe
@@ -104,8 +90,7 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
         older = f"{values.named('train.async_enable')} trains on samples of older weights"
         translation.missing.append(Outcome(values.spelled(LEVEL), REFUSED, f"{older}, which needs importance weights here; turn them on"))
     translation.settings |= ALWAYS | translation.own
-    translation.wanted |= ALWAYS | translation.own
-    translation.settings.setdefault("run.name", _run_name(translation.values))
+    translation.settings.setdefault("run.name", _run_name(values))
     _keep_secrets(translation)
     return translation
 
@@ -123,7 +108,6 @@ def _apply_rule(rule: Rule, v: Values, installed: Installed, translation: Transl
     if rule.kind == "noop":
         return Outcome(rule.name, NO_EFFECT, reading)
     settings = rule.settings(v)
-    translation.wanted |= settings
     accepted = installed.accepted(settings)
     if rule.kind == "hint":
         wrong = [key for key in settings if installed.knows(key) and key not in accepted]
