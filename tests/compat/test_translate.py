@@ -406,6 +406,7 @@ def test_our_own_settings_go_to_the_recipe():
     for word in ("on", "off"):  # which YAML takes for true and false
         ours = of(BASE + f" --param_dtype bf16 --prefix.kv {word} --elastic.reference.ranks 3").recipe()
         assert (ours.rollout.prefix_kv, ours.reference.ranks) == (word, 3)
+    assert of(BASE + " --lora_rank 4 --elastic.lora.publish merged").tree["lora"]["publish"] == "merged"
     assert of(BASE + " --elastic.rollout.max_actors 3").tree["rollout"]["max_actors"] == 3  # a hint is not owned
 
 

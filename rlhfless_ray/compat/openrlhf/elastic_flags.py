@@ -1,7 +1,7 @@
 """Recipe settings on an OpenRLHF command line: --elastic.* and --prefix.*, which no version of OpenRLHF uses.
 
-`--elastic.FIELD` sets a field of the recipe's `functions` or `objective`, and `--elastic.SECTION.FIELD` one of a section in
-SECTIONS. `--prefix.FIELD` sets `rollout.prefix_FIELD`. Values are YAML; a switch needs none. A field that a flag of OpenRLHF
+`--elastic.FIELD` sets a field of the recipe's `functions` or `objective`, and `--elastic.SECTION.FIELD` one of any
+section. `--prefix.FIELD` sets `rollout.prefix_FIELD`. Values are YAML; a switch needs none. A field that a flag of OpenRLHF
 decides is refused with the name of that flag.
 """
 
@@ -16,24 +16,6 @@ import yaml
 from rlhfless_ray.common.errors import UserError
 
 SHORT = ("functions", "objective")
-SECTIONS = (
-    *SHORT,
-    "algorithm",
-    "rollout",
-    "learner",
-    "price",
-    "cluster",
-    "run",
-    "prompts",
-    "checkpoint",
-    "watch",
-    "evaluate",
-    "reward",
-    "agent",
-    "policy",
-    "critic",
-    "reference",
-)
 DIALECT = "--elastic.dialect"
 
 
@@ -97,7 +79,7 @@ def _find_key(flag: str, keys: list[str]) -> str | None:
     prefix, _, name = flag[2:].partition(".")
     if prefix == "prefix":
         candidates = [f"rollout.prefix_{name}"]
-    elif name.partition(".")[0] in SECTIONS and "." in name:
+    elif "." in name:
         candidates = [name]
     else:
         candidates = [f"{section}.{name}" for section in SHORT]
@@ -109,6 +91,6 @@ def _describe_unknown(flag: str, keys: list[str]) -> str:
         offered = [key.replace("rollout.prefix_", "--prefix.") for key in keys if key.startswith("rollout.prefix_")]
     else:
         offered = [f"--elastic.{key.partition('.')[2]}" for key in keys if key.startswith(tuple(f"{s}." for s in SHORT))]
-        offered += [f"--elastic.{key}" for key in keys if key.startswith(tuple(f"{s}." for s in SECTIONS))]
+        offered += [f"--elastic.{key}" for key in keys if "." in key]
     nearest = difflib.get_close_matches(flag, offered, n=1, cutoff=0.5)
     return f"{flag}: no such setting" + (f"; did you mean {nearest[0]}?" if nearest else "")
