@@ -312,6 +312,7 @@ def test_a_launch_whose_output_is_kept(script):
 def test_the_launcher_is_replaced_where_it_can_be_seen():
     ours = ["-m", "rlhfless_ray.cli.train_ppo_ray"]
     assert replaced(["python3", "-m", MODULE, *FLAGS]) == [sys.executable, *ours, *FLAGS]
+    assert replaced(["python3", f"-m{MODULE}", *FLAGS]) == [sys.executable, *ours, *FLAGS]
     assert replaced(["/usr/bin/python3", "-u", "-m", MODULE]) == ["/usr/bin/python3", "-u", *ours]
     assert replaced(["python", "/c/openrlhf/cli/train_ppo_ray.py", "--x"]) == [sys.executable, *ours, "--x"]
     nested = ["srun", "-n1", "bash", "-c", f"cd /openrlhf && python -m {MODULE} --x; python openrlhf/cli/train_ppo_ray.py"]

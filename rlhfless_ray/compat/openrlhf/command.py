@@ -107,12 +107,13 @@ def replaced(argv: Sequence[str]) -> list[str]:
     """Replace OpenRLHF's launchers in a command with this project's. A bare `python` that starts one becomes this interpreter."""
     done: list[str] = []
     for index, token in enumerate(argv):
-        before = argv[index - 1] if index else ""
-        module = before in MODULE_FLAGS and MODULE.fullmatch(token)
-        if module or re.fullmatch(rf"-m{MODULE.pattern}", token):
+        before, file = argv[index - 1] if index else "", FILE.fullmatch(token)
+        if before in MODULE_FLAGS and MODULE.fullmatch(token):
             done.append(_with_own_launchers(token))
-        elif FILE.fullmatch(token) and FILE.fullmatch(token)[1] in OURS:  # type: ignore[index]
-            done += ["-m", f"rlhfless_ray.cli.{FILE.fullmatch(token)[1]}"]  # type: ignore[index]
+        elif token.startswith("-m") and MODULE.fullmatch(token[2:]):
+            done += ["-m", _with_own_launchers(token[2:])]
+        elif file and file[1] in OURS:
+            done += ["-m", f"rlhfless_ray.cli.{file[1]}"]
         elif (" " in token or "\n" in token) and INSIDE.search(token):
             done.append(_with_own_launchers(token))
             continue
@@ -120,16 +121,12 @@ def replaced(argv: Sequence[str]) -> list[str]:
             done.append(token)
             continue
         if Path(done[0]).name in STARTERS:
-            own = _module_of(done[-1])
+            own = done[-1]
             return [sys.executable, "-m", own, *_ranks(own.rpartition(".")[2], argv[:index]), *argv[index + 1 :]]
         if re.fullmatch(r"python[\d.]*", done[0]):
             done[0] = sys.executable
         return [*done, *argv[index + 1 :]]  # the rest are flags and their values
     return done
-
-
-def _module_of(token: str) -> str:
-    return _with_own_launchers(token.removeprefix("-m"))
 
 
 def _ranks(launcher: str, before: Sequence[str]) -> list[str]:
