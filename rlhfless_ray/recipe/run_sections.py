@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless_ray.recipe.section import OffIsAWord, Section
+from rlhfless_ray.recipe.section import OffIsAWord, RunName, Section
 
 
 class RunConfig(Section):
-    name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
+    name: RunName = ""
     """Name of the run's folder below `root`. Empty: the recipe's file name. A number is added if that folder exists already."""
     root: str = Field("runs", min_length=1)
     """Folder for run folders."""

@@ -12,7 +12,7 @@ from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig, mistak
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig, SaveConfig, WatchConfig
-from rlhfless_ray.recipe.section import MAX_ROWS, Section, raise_first
+from rlhfless_ray.recipe.section import MAX_ROWS, RunName, Section, raise_first
 
 SupervisedTask = Literal["sft", "rm", "dpo", "kto", "kd", "prm"]
 PAIRED = ("rm", "dpo")
@@ -24,7 +24,7 @@ WITH_NEXT = ("rm", "prm")
 
 
 class SupervisedRun(Section):
-    name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
+    name: RunName = ""
     """Name of the run's folder below `root`. Empty: the recipe's file name. A number is added if that folder exists already."""
     root: str = Field("runs", min_length=1)
     """Folder for run folders. With several nodes it must be on a file system that all of them share, because Ray Train requires it."""

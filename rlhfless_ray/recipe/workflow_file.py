@@ -15,7 +15,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.reading import merge_sections
 from rlhfless_ray.recipe.recipe_file import RecipeFile
-from rlhfless_ray.recipe.section import Section
+from rlhfless_ray.recipe.section import RunName, Section
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 Kind = Literal["train", "generate", "evaluate"]
@@ -74,7 +74,7 @@ class WorkflowStage(Section):
 
 
 class WorkflowRun(Section):
-    name: str = Field("", pattern=r"^(\w[\w.-]*)?$")
+    name: RunName = ""
     """Name of the workflow's folder below `root`. Empty: the file name."""
     root: str = Field("runs", min_length=1)
     """Folder for workflow folders."""

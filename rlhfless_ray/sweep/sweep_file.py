@@ -18,10 +18,9 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.reading import describe_mistake, set_key
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.run_sections import ClusterConfig
-from rlhfless_ray.recipe.section import Section
+from rlhfless_ray.recipe.section import RunName, Section
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
-NAME = r"^(\w[\w.-]*)?$"
 POLICY_METRICS = ("reward/mean", "eval/accuracy_sampled", "eval/accuracy_greedy", "learn/kl", "length/mean")
 SUPERVISED_METRICS = ("learn/loss", "learn/accuracy", "eval/loss", "eval/accuracy")
 OF_THE_SWEEP = ("run.name", "run.root", "cluster.address", "cluster.cpus", "cluster.object_store_mb", "checkpoint.path")
@@ -39,7 +38,7 @@ class EarlyStopping(Section):
 class SweepRun(Section):
     """One run, or one for each point of the grid."""
 
-    name: str = Field("", pattern=NAME)
+    name: RunName = ""
     """Name of the run's folder below the sweep's. Empty: made from the grid's values."""
     recipe: str = ""
     """Recipe, relative to the sweep's file. Empty: the sweep's `recipe`."""
@@ -52,7 +51,7 @@ class SweepRun(Section):
 class SweepFile(Section):
     """A sweep, as `rlhfless sweep` reads it."""
 
-    name: str = Field("", pattern=NAME)
+    name: RunName = ""
     """Name of the sweep's folder below `root`. Empty: the file's name."""
     root: str = Field("runs", min_length=1)
     """Folder for the sweep's folder."""
