@@ -60,10 +60,8 @@ def evaluate(
     if path is None and not data and not any(one.startswith("prompts.") for one in overrides):
         raise UserError("--data: name a data set, or give a recipe with held-out prompts")
     models = model or [one.partition("=")[2] for one in overrides if one.startswith("policy.path=")][-1:]
-    task_or_data = (
-        [f"prompts.path={data[0]}"] if data and path is None else []
-    )  # a recipe needs a source of prompts, and --data names those that are used
-    recipe = GenerationRecipe.read(path, [*task_or_data, *overrides, f"policy.path={models[0]}"], name="evaluate")
+    source = [f"prompts.path={data[0]}"] if data and path is None else []  # a recipe needs one; all of --data are used
+    recipe = GenerationRecipe.read(path, [*source, *overrides, f"policy.path={models[0]}"], name="evaluate")
     from rlhfless_ray.runtime.evaluate_models import FILE, with_own_folder
     from rlhfless_ray.runtime.evaluate_models import evaluate as run
 

@@ -104,6 +104,7 @@ def plan(
             as_json=as_json,
         )
         return
+    from rlhfless_ray.cli.frontier_table import draw_frontier, frontier_tree, show_frontier
     from rlhfless_ray.cli.plan_pools import PoolOptions
 
     _leave_out(_given(ctx) & ONLY_FOR_FLEET, "without --fleet it changes nothing")
@@ -114,7 +115,14 @@ def plan(
     recorded = _read(lengths, column, scenarios, max_tokens)
     drawn = _scenarios(recorded, scenarios, seed, max_tokens) if scenarios else recorded.tokens
     plans, bounds, choice = _choose(drawn, recorded, pools, sets, objective)
-    _show(recorded, scenarios, pools, plans, bounds, choice, as_json=as_json, plot=plot)
+    if plot is not None:
+        draw_frontier(plot, plans, bounds, choice, pools)
+    if as_json:
+        print(json.dumps(frontier_tree(recorded, scenarios, pools, plans, bounds, choice), indent=1))
+    else:
+        show_frontier(recorded, scenarios, pools, plans, bounds, choice)
+        if plot is not None:
+            print(f"plot: {plot.resolve()}")
     longest = float((recorded.prompt_tokens + recorded.tokens).max())
     warnings = (options_of_pools[p].low_kv(pools[p].devices, longest) for p in sorted(set(choice.plan.pools)))
     for warning in dict.fromkeys(filter(None, warnings)):
@@ -130,29 +138,6 @@ def _leave_out(names: set[str], why: str) -> None:
     """Raise UserError if there are any of these options, which would be ignored."""
     if names:
         raise UserError(f"leave out {', '.join('--' + name.replace('_', '-') for name in sorted(names))}: {why}")
-
-
-def _show(
-    recorded: Recorded,
-    scenarios: int,
-    pools: list[Pool],
-    plans: list[Plan],
-    bounds: Bounds,
-    choice: Choice[Plan],
-    *,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
-    from rlhfless_ray.cli.frontier_table import draw_frontier, frontier_tree, show_frontier
-
-    if plot is not None:
-        draw_frontier(plot, plans, bounds, choice, pools)
-    if as_json:
-        print(json.dumps(frontier_tree(recorded, scenarios, pools, plans, bounds, choice), indent=1))
-        return
-    show_frontier(recorded, scenarios, pools, plans, bounds, choice)
-    if plot is not None:
-        print(f"plot: {plot.resolve()}")
 
 
 def _check_numbers(scenarios: int, seed: int, plot: Path | None) -> None:

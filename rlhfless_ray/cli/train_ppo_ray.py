@@ -57,12 +57,9 @@ def train_translated(translation: Translation) -> None:
     from rlhfless_ray.runtime.runtime import Runtime
 
     try:
-        run = Runtime(recipe)
-        with run:
+        with translation.flags_in_errors(), (run := Runtime(recipe)):
             for _ in run:
                 pass
-    except UserError as error:
-        raise translation.by_flag(error) from None
     except (Stopped, DiskFull) as stop:
         if recipe.checkpoint.path:
             stop.continue_with = translation.values.named("ckpt.load_enable")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,6 @@ RULES = {BATCH: BATCH_RULES, CHAT: CHAT_RULES}
 class InferenceTranslation(LauncherTranslation):
     """A command line as settings. Keys that begin with `batch_inference` or `chat` are not recipe keys."""
 
-    values: Values = field(default_factory=dict)
-    """Every flag of the dialect with its value."""
-
     @property
     def generates(self) -> bool:
         return self.settings.get("batch_inference.task") in GENERATES
@@ -44,7 +41,7 @@ def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTransl
     theirs, ours, wanted = separate(tokens)
     version, given = read(launcher, theirs, wanted)
     values = defaults(launcher, version) | {flag[2:]: value for flag, value in given.items()}
-    translation = InferenceTranslation(launcher, version, values=values)
+    translation = InferenceTranslation(launcher, version)
     for rule in RULES[launcher]:
         if rule.name not in values:
             continue
