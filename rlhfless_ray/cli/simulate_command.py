@@ -13,7 +13,7 @@ from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from placement.simulate import Setting, SimulatedRun
+    from placement.simulate import SimulatedRun
 
 
 def simulate(
@@ -53,6 +53,7 @@ def simulate(
     if seeds < 1:
         raise UserError(f"--seeds must be at least 1, not {seeds}")
     from placement import simulate as simulator
+    from placement.speed.roofline import low_kv_warning
 
     if setting == "list":
         print("\n".join(simulator.names()))
@@ -64,34 +65,21 @@ def simulate(
         if max_lag_steps is not None:
             chosen = chosen.but(max_lag_steps=max_lag_steps)
         runs = [simulator.simulate(chosen, policy, seed) for seed in range(seeds)]
-        narrow = narrowest(chosen)
-        synchronous = chosen.but(tensor_parallel=narrow, max_lag_steps=0, partial=False)
+        narrowest = simulator.PhaseTimes.from_setting(chosen).width  # of the engines that hold the model
+        synchronous = chosen.but(tensor_parallel=narrowest, max_lag_steps=0, partial=False)
         plain = [simulator.simulate(synchronous, ["fixed"], seed) for seed in range(seeds)]
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from None
+    results = summary(runs, plain)
     if plot is not None:
-        _plot(runs, plain, plot)
+        _plot(results, plot)
     if as_json:
-        print(json.dumps(summary(runs, plain), indent=1))
+        print(json.dumps(results, indent=1))
     else:
-        _table(runs, plain)
-    if warning := low_kv(chosen, narrow):
+        _show(results)
+    longest = chosen.prompt_limit + chosen.response_limit
+    if warning := low_kv_warning(chosen.model, chosen.device, narrowest, chosen.phases["engine_memory"], longest):
         print(warning, file=sys.stderr)
-
-
-def narrowest(setting: Setting) -> int:
-    """Return the smallest number of devices per engine that hold the model. The plain baseline uses it."""
-    from placement.simulate import PhaseTimes
-
-    return PhaseTimes.from_setting(setting).width
-
-
-def low_kv(setting: Setting, width: int) -> str | None:
-    """Return a warning if an engine of `width` devices has almost no memory left for KV."""
-    from placement.speed.roofline import low_kv_warning
-
-    longest = setting.prompt_limit + setting.response_limit
-    return low_kv_warning(setting.model, setting.device, width, setting.phases["engine_memory"], longest)
 
 
 def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, Any]:
@@ -150,10 +138,10 @@ def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, An
     }
 
 
-def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
+def _show(results: dict[str, Any]) -> None:
     from rich.table import Table
 
-    results, console = summary(runs, plain), table_console()
+    console = table_console()
     title = (
         f"{results['setting']}: {results['model']}, {results['algorithm'].upper()}, {results['responses_per_step']} responses on "
         f"{results['devices']} × {results['device']}; mean of {results['steps']} steps × {results['seeds']} seeds"
@@ -191,7 +179,7 @@ def _table(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> None:
         console.print(f"no policy can come below {bound['step_s']:.2f} s, nor below {bound['device_s']:.0f} device-seconds")
 
 
-def _plot(runs: list[SimulatedRun], plain: list[SimulatedRun], path: Path) -> None:
+def _plot(results: dict[str, Any], path: Path) -> None:
     """Draw each policy's mean full cost against its mean time, and the bounds."""
     try:
         import matplotlib
@@ -201,7 +189,6 @@ def _plot(runs: list[SimulatedRun], plain: list[SimulatedRun], path: Path) -> No
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install matplotlib") from None
 
-    results = summary(runs, plain)
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for name, row in results["policies"].items():
         at = (row["step_s"]["mean"], row["full_device_s"]["mean"])

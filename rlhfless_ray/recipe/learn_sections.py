@@ -275,21 +275,13 @@ class LearnerConfig(Section):
     """An update that takes longer ends the run."""
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> LearnerConfig:
+    def _check_combinations(self) -> LearnerConfig:
         if self.warmup_steps and self.schedule != "constant":
             raise ValueError(f"learner.warmup_steps: applies to the schedule `constant`; with {self.schedule} set learner.warmup_share")
         if self.warmup_share and self.schedule == "constant":
             raise ValueError("learner.warmup_share: the schedule `constant` has no warm-up; set learner.schedule to `constant_with_warmup`")
-        return self
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> LearnerConfig:
         if self.optimizer_offload is True and self.zero_stage == 0:
             raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tensor_parallel(self) -> LearnerConfig:
         if self.tensor_parallel > 1 and self.zero_stage == 3:
             raise ValueError("learner.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2")
         check_copies("learner", self.ranks, self.tensor_parallel)
