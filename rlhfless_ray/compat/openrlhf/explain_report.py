@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.compat.openrlhf import molt
-from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES, rule_of
+from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES, Rule, rule_of
 from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, history, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.normalise import targets
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, Outcome, block, recipe_lines
+from rlhfless_ray.compat.openrlhf.recipe_keys import Installed
 from rlhfless_ray.compat.openrlhf.resources import slots_of
 from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES as SUPERVISED_RULES
-from rlhfless_ray.compat.openrlhf.translate import Translation, supported_today
+from rlhfless_ray.compat.openrlhf.translate import Translation
 
 
 def explanation(translation: Translation) -> str:
@@ -116,7 +117,7 @@ def flag_table() -> str:
             if f"--{name}" != flag:
                 spans = history(flag)
                 older.setdefault(name, []).append(f"`{flag}` {spans[0].since}–{spans[-1].until}")
-    here = classes()
+    here = {rule.name: _class_of(rule) for rule in RULES}
     lines = [f"| flag of {newest()} | older names | here | recipe |", "|---|---|---|---|"]
     lines += [
         f"| `--{rule.name}` | {', '.join(older.get(rule.name, []))} | {here[rule.name]} | {', '.join(f'`{key}`' for key in rule.keys)} |"
@@ -129,13 +130,16 @@ def flag_table() -> str:
     return "\n".join(lines)
 
 
-def classes() -> dict[str, str]:
-    """Return {newest name: its class, or that the recipe does not support it yet}."""
-    lacking = supported_today()
-    absent = {rule.name for rule in RULES if lacking[rule.name] and (rule.kind == "exact" or lacking[rule.name] == ", ".join(rule.keys))}
-    return {
-        rule.name: "not supported yet" if rule.kind in ("exact", "cond") and rule.name in absent else KINDS[rule.kind] for rule in RULES
-    }
+def _class_of(rule: Rule) -> str:
+    """Return the class of a flag, or that the recipe does not support it yet."""
+    lacking = _lacking_keys(rule)
+    is_absent = bool(lacking) and (rule.kind == "exact" or (rule.kind == "cond" and lacking == list(rule.keys)))
+    return "not supported yet" if is_absent else KINDS[rule.kind]
+
+
+def _lacking_keys(rule: Rule) -> list[str]:
+    installed = Installed()
+    return [key for key in rule.keys if not installed.knows(key)]
 
 
 def document(text: str) -> str:
@@ -147,13 +151,11 @@ def document(text: str) -> str:
 
 def flags_today() -> str:
     """List every flag with its class and the recipe keys that it still lacks."""
-    lacking = supported_today()
-    width = max(len(flag) for flag in flags_of(newest()))
-    return "\n".join(
-        f"--{rule.name:<{width}}  {KINDS[rule.kind]:<27}"
-        + (f"  needs {lacking[rule.name]}" if lacking[rule.name] and rule.kind in ("exact", "cond") else "")
-        for rule in RULES
-    )
+    width, lines = max(len(flag) for flag in flags_of(newest())), []
+    for rule in RULES:
+        lacking = _lacking_keys(rule) if rule.kind in ("exact", "cond") else []
+        lines.append(f"--{rule.name:<{width}}  {KINDS[rule.kind]:<27}" + (f"  needs {', '.join(lacking)}" if lacking else ""))
+    return "\n".join(lines)
 
 
 def flags_of_launcher(launcher: str) -> str:

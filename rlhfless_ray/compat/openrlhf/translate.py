@@ -179,9 +179,3 @@ def _keep_secrets(translation: Translation) -> None:
     key = translation.values[LOGIN]
     if key and re.fullmatch(r"[\w-]{32,}", key):  # other values, such as `True`, only turn logging on
         translation.secrets["WANDB_API_KEY"] = key
-
-
-def supported_today() -> dict[str, str]:
-    """Return {newest name: the recipe keys it needs that the installed recipe lacks, or an empty string}."""
-    installed = Installed()
-    return {rule.name: ", ".join(key for key in rule.keys if not installed.knows(key)) for rule in RULES}
