@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.elastic_flags import take_options
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
 from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
 from rlhfless_ray.compat.openrlhf.shell import simple_commands
@@ -204,24 +205,15 @@ def submission(argv: Sequence[str], *, ship: bool = True) -> list[str]:
 
 def _take_runtime_env(options: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the options without --runtime-env-json and --runtime-env, and the content of these two."""
-    kept: list[str] = []
+    kept, given = take_options(options, lambda name: name in ("--runtime-env-json", "--runtime-env"))
     runtime_env: dict[str, Any] = {}
-    index = 0
-    while index < len(options):
-        name, equals, value = options[index].partition("=")
-        if name not in ("--runtime-env-json", "--runtime-env"):
-            kept.append(options[index])
-            index += 1
-            continue
-        if not equals:
-            value = options[index + 1] if index + 1 < len(options) else ""
-            index += 1
-        index += 1
+    for name, value in given:
+        text = value or ""
         try:
-            read = json.loads(value) if name.endswith("json") else yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            read = json.loads(text) if name.endswith("json") else yaml.safe_load(Path(text).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise UserError(f"{name}: cannot be read: {error}") from None
         if not isinstance(read, dict):
-            raise UserError(f"{name}: expected a mapping, got `{value[:80]}`")
+            raise UserError(f"{name}: expected a mapping, got `{text[:80]}`")
         runtime_env |= read
     return kept, runtime_env

@@ -8,7 +8,7 @@ decides is refused with the name of that flag.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -21,32 +21,34 @@ DIALECT = "--elastic.dialect"
 
 def separate(tokens: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]], str | None]:
     """Return OpenRLHF's tokens, own settings as (flag, text or None for a switch), and the requested dialect or None."""
-    theirs: list[str] = []
-    ours: list[tuple[str, str | None]] = []
+    theirs, ours = take_options(tokens, lambda flag: flag.startswith(("--elastic.", "--prefix.")))
     version = None
-    index = 0
-    while index < len(tokens):
-        token = tokens[index]
-        if token == "--":
-            theirs += tokens[index:]
-            break
-        if not token.startswith(("--elastic.", "--prefix.")):
-            theirs.append(token)
-            index += 1
-            continue
-        flag, equals, text = token.partition("=")
-        value: str | None = text if equals else None
-        index += 1
-        if not equals and index < len(tokens) and not tokens[index].startswith("--"):
-            value = tokens[index]
-            index += 1
+    for flag, value in ours:
         if flag == DIALECT:
             if value is None:
                 raise UserError(f"{DIALECT}: name a version, for example {DIALECT} 0.9.10")
             version = value
+    return theirs, [one for one in ours if one[0] != DIALECT], version
+
+
+def take_options(tokens: Sequence[str], is_taken: Callable[[str], bool]) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """Return the tokens without some options, and these with their values: the text after `=`, or the next token unless it is an option.
+
+    What follows `--` is left alone.
+    """
+    kept: list[str] = []
+    taken: list[tuple[str, str | None]] = []
+    rest = list(tokens)
+    while rest and rest[0] != "--":
+        token = rest.pop(0)
+        flag, equals, text = token.partition("=")
+        if not is_taken(flag):
+            kept.append(token)
+        elif equals:
+            taken.append((flag, text))
         else:
-            ours.append((flag, value))
-    return theirs, ours, version
+            taken.append((flag, rest.pop(0) if rest and not rest[0].startswith("--") else None))
+    return kept + rest, taken
 
 
 def own_settings(ours: list[tuple[str, str | None]], keys: list[str], owned: dict[str, str]) -> dict[str, Any]:
