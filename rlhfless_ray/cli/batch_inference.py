@@ -18,4 +18,4 @@ def _run(tokens: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    start(_run, launcher=BATCH)
+    start(BATCH, _run)

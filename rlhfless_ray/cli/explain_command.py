@@ -26,15 +26,15 @@ def explain(ctx: typer.Context) -> None:
     Exit code 0 if all of them would run, 2 if not.
     """
     chosen, argv = split_options(ctx.args, "--json", "--flags")
-    from rlhfless_ray.compat.openrlhf.command import MOLT, TRANSLATED, find_all, is_submission
-    from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher, flags_of_molt, flags_today
+    from rlhfless_ray.compat.openrlhf.command import TRANSLATED, find_all, is_submission
+    from rlhfless_ray.compat.openrlhf.explain_report import list_flags
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
 
     if "--flags" in chosen:
         name = argv[0].rpartition(".")[2] if argv else LAUNCHER
         if name not in TRANSLATED:
             raise UserError(f"explain --flags {name}: name one of {', '.join(TRANSLATED)}")
-        print(flags_today() if name == LAUNCHER else flags_of_molt() if name == MOLT else flags_of_launcher(name))
+        print(list_flags(name))
         return
     first, *rest = find_all(argv)
     text, data = _explained(_translated(first), here=not is_submission(argv))

@@ -107,4 +107,4 @@ def _talk(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    start(_run, launcher=CHAT)
+    start(CHAT, _run)

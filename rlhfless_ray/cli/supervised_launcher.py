@@ -13,25 +13,25 @@ STARTERS_OWN = re.compile(
 )
 
 
-def main(launcher: str, arguments: Sequence[str] | None = None) -> None:
+def main(launcher: str) -> None:
     """Train. Exit code 0 after the final save, 1 for a failed run, and 2 for a mistake. The first process runs all ranks on Ray."""
-    start(lambda tokens: _train(launcher, tokens), arguments, launcher)
+    start(launcher, lambda tokens: _train(launcher, tokens))
 
 
-def start(action: Callable[[list[str]], None], arguments: Sequence[str] | None = None, launcher: str = "") -> None:
+def start(launcher: str, action: Callable[[list[str]], None], arguments: Sequence[str] | None = None) -> None:
     """Run `action` with the command line in the first process that torchrun or deepspeed starts. The others end at once.
 
-    With `--help` print the flags of `launcher` instead, in all its versions.
+    With `--help` print the flags of `launcher` instead.
     """
     from rlhfless_ray.cli.main import guarded
 
     if int(os.environ.get("RANK", "0")) > 0:
         return
     tokens = list(sys.argv[1:] if arguments is None else arguments)
-    if launcher and {"-h", "--help"} & set(tokens):
-        from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher
+    if {"-h", "--help"} & set(tokens):
+        from rlhfless_ray.compat.openrlhf.explain_report import list_flags
 
-        action = lambda _: print(flags_of_launcher(launcher))  # noqa: E731
+        action = lambda _: print(list_flags(launcher))  # noqa: E731
     guarded(lambda: action(tokens))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.cli.train_ppo_ray import train_translated
+from rlhfless_ray.compat.openrlhf.command import MOLT
 from rlhfless_ray.compat.openrlhf.molt import translate_molt
 
 if __name__ == "__main__":
-    start(lambda tokens: train_translated(translate_molt(tokens)))
+    start(MOLT, lambda tokens: train_translated(translate_molt(tokens)))

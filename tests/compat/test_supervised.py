@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlhfless_ray.cli.supervised_launcher import _train, start
 from rlhfless_ray.common.errors import Stopped, UserError
 from rlhfless_ray.compat.openrlhf.command import replaced
-from rlhfless_ray.compat.openrlhf.explain_report import flags_of_launcher
+from rlhfless_ray.compat.openrlhf.explain_report import list_flags
 from rlhfless_ray.compat.openrlhf.flags import flags_of, versions
 from rlhfless_ray.compat.openrlhf.launcher_flags import versions_of
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
@@ -260,18 +260,18 @@ def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:
 
 @pytest.mark.parametrize("launcher", [*TASKS, "batch_inference", "interactive_chat"])
 def test_the_list_of_flags_has_those_of_every_version(launcher: str) -> None:
-    listed = flags_of_launcher(launcher).split()
+    listed = list_flags(launcher).split()
     assert not [flag for version in versions_of(launcher) for flag in flags_of(version, launcher) if flag not in listed]
 
 
-@pytest.mark.parametrize("launcher", ["train_sft", "batch_inference"])
-def test_help_lists_the_flags(launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("launcher", "flag"), [("train_sft", "--bf16"), ("batch_inference", "--bf16"), ("train_rl_ray", "--fsdp.tp_size")])
+def test_help_lists_the_flags(launcher: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def end(action: Any) -> None:
         action()
 
     monkeypatch.setattr("rlhfless_ray.cli.main.guarded", end)
-    start(lambda _: pytest.fail("it starts"), ["--pretrain", "m", "--help"], launcher)
-    assert "--bf16" in capsys.readouterr().out
+    start(launcher, lambda _: pytest.fail("it starts"), ["--pretrain", "m", "--help"])
+    assert flag in capsys.readouterr().out
 
 
 def test_explain_shows_the_recipe(tmp_path: Path) -> None:

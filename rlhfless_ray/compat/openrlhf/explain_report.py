@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.compat.openrlhf import molt
+from rlhfless_ray.compat.openrlhf.command import MOLT
 from rlhfless_ray.compat.openrlhf.flag_table import KINDS, RULES, Rule, rule_of
-from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, history, newest, span_text, versions
+from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, all_flags, flags_of, history, newest, span_text, versions
 from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.normalise import targets
@@ -149,8 +150,15 @@ def document(text: str) -> str:
     return f"{head}{BEGIN}\n\n{flag_table()}\n\n{END}{tail}"
 
 
-def flags_today() -> str:
-    """List every flag with its class and the recipe keys that it still lacks."""
+def list_flags(launcher: str) -> str:
+    """List every flag of a launcher with its class, and what it sets or lacks."""
+    if launcher == LAUNCHER:
+        return _flags_of_ppo()
+    return _flags_of_molt() if launcher == MOLT else _flags_of_launcher(launcher)
+
+
+def _flags_of_ppo() -> str:
+    """List the newest version's flags with the recipe keys that they lack."""
     width, lines = max(len(flag) for flag in flags_of(newest())), []
     for rule in RULES:
         lacking = _lacking_keys(rule) if rule.kind in ("exact", "cond") else []
@@ -158,8 +166,8 @@ def flags_today() -> str:
     return "\n".join(lines)
 
 
-def flags_of_launcher(launcher: str) -> str:
-    """List every flag of a launcher beside PPO's, in all its versions, with its class and what it sets."""
+def _flags_of_launcher(launcher: str) -> str:
+    """List the flags of all versions."""
     known = all_flags(launcher)
     lines = []
     for rule in INFERENCE_RULES.get(launcher, SUPERVISED_RULES):
@@ -171,8 +179,7 @@ def flags_of_launcher(launcher: str) -> str:
     return "\n".join(lines)
 
 
-def flags_of_molt() -> str:
-    """List every flag of Molt's launcher with its class and what it sets."""
+def _flags_of_molt() -> str:
     lines = []
     for flag in molt.flags():
         rule = rule_of().get(molt.RENAMED.get(flag, flag)[2:])
