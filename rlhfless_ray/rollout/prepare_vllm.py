@@ -52,6 +52,28 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
             if name in ModelRegistry.models:
                 ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         _registered.update(architectures)
+        if on_cpu:
+            _replace_kernels()
+        _configure_logging()
+
+
+def _replace_kernels() -> None:
+    """Let vLLM put kernels for CPU in the place of Triton's now, and not once more for each engine.
+
+    It looks for references to them in all modules that are loaded, which takes 0.3 CPU seconds.
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def _configure_logging() -> None:
+    """Let vLLM configure its 345 loggers now. It does so once for the same settings, in 0.1 CPU seconds."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
 
 
 def set_environment(on_cpu: bool) -> None:
