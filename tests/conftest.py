@@ -413,7 +413,8 @@ def two_nodes(head_cpus: int, cpus: int, store_mb: int) -> Iterator[Any]:
     from rlhfless_ray.local.local_ray import local_ray
 
     health = {"health_check_period_ms": 500, "health_check_failure_threshold": 7}
-    head = {"num_cpus": head_cpus, "object_store_memory": store_mb * 2**20, "_system_config": health}
+    system = {**health, "prestart_worker_first_driver": False}  # a worker for each core, which few actors take: 0.3 CPU seconds each
+    head = {"num_cpus": head_cpus, "object_store_memory": store_mb * 2**20, "_system_config": system}
     with local_ray():
         cluster = Cluster(initialize_head=True, head_node_args=head)
         cluster.add_node(num_cpus=cpus, object_store_memory=store_mb * 2**20)
