@@ -17,7 +17,7 @@ PAGES_PER_BUNDLE = 64
 
 
 @dataclass(eq=False)
-class HeldPage:
+class HeldBundle:
     """A bundle of pages in the object store, computed or being computed."""
 
     number: int
@@ -38,7 +38,7 @@ class PrefillJob:
     producer: int
     prefixes: list[tuple[int, int]]  # (prompt, tokens of it)
     bundles: list[list[int]]
-    needs: list[HeldPage] = field(default_factory=list)
+    needs: list[HeldBundle] = field(default_factory=list)
     after: list[int] = field(default_factory=list)
 
 
@@ -51,8 +51,8 @@ class PageIndex:
 
     def __init__(self, cap_bytes: int, pages_per_bundle: int = PAGES_PER_BUNDLE) -> None:
         self.cap_bytes, self.pages_per_bundle = cap_bytes, pages_per_bundle
-        self.by_address: dict[bytes, HeldPage] = {}
-        self.held: dict[int, HeldPage] = {}
+        self.by_address: dict[bytes, HeldBundle] = {}
+        self.held: dict[int, HeldBundle] = {}
         self.bytes = 0
         self.numbers, self.lookups = itertools.count(), itertools.count(1)
         self.current_lookup = 0
@@ -90,16 +90,16 @@ class PageIndex:
             self.counts["evicted"] += len(held.addresses)
             self.drop(held)
 
-    def add(self, ref: Any, version: str, addresses: Sequence[bytes], page_bytes: int) -> HeldPage:
+    def add(self, ref: Any, version: str, addresses: Sequence[bytes], page_bytes: int) -> HeldBundle:
         """Register a bundle that is being computed. Later lookups return it."""
-        held = HeldPage(next(self.numbers), ref, version, tuple(addresses), len(addresses) * page_bytes, self.current_lookup)
+        held = HeldBundle(next(self.numbers), ref, version, tuple(addresses), len(addresses) * page_bytes, self.current_lookup)
         self.held[held.number] = held
         self.bytes += held.bytes
         for address in addresses:
             self.by_address[address] = held
         return held
 
-    def drop(self, held: HeldPage) -> None:
+    def drop(self, held: HeldBundle) -> None:
         """Forget a bundle that is evicted, lost, or of an old version."""
         if self.held.pop(held.number, None) is None:
             return
@@ -116,9 +116,9 @@ class PageIndex:
             self.drop(held)
         return sum(len(held.addresses) for held in old)
 
-    def bundles_of(self, trie: Prefixes) -> tuple[list[HeldPage], list[list[int]]]:
+    def bundles_of(self, trie: Prefixes) -> tuple[list[HeldBundle], list[list[int]]]:
         """Return the bundles with pages of the trie, and for each prompt the positions of its bundles in that list."""
-        bundles: dict[int, HeldPage] = {}
+        bundles: dict[int, HeldBundle] = {}
         paths = []
         for path in trie.paths:
             mine: dict[int, None] = {}
@@ -159,7 +159,7 @@ class PageIndex:
     def _job(self, trie: Prefixes, nodes: list[int], producer: int, after: list[int]) -> PrefillJob:
         inner = {trie.nodes[n].parent for n in nodes}
         ends = [trie.nodes[n] for n in nodes if n not in inner]
-        before: dict[int, HeldPage] = {}
+        before: dict[int, HeldBundle] = {}
         seen = {-1}
         for node in nodes:
             while (node := trie.nodes[node].parent) not in seen:

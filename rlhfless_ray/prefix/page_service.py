@@ -21,7 +21,7 @@ import numpy as np
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, one_line
 from rlhfless_ray.prefix.block_hash import distinct_prefixes, salt
-from rlhfless_ray.prefix.page_index import HeldPage, PageIndex
+from rlhfless_ray.prefix.page_index import HeldBundle, PageIndex
 from rlhfless_ray.prefix.pages import PageLayout
 from rlhfless_ray.rollout.prefill_actor import Prefilled
 
@@ -131,13 +131,13 @@ class PrefixApp:
             self.layouts[key] = await asyncio.wait_for(actor.kind.remote(), within_s)
         return self.layouts[key]
 
-    async def _run_job(self, producer: int, done: Any, held: list[HeldPage], within_s: float) -> tuple[int, Prefilled] | str:
+    async def _run_job(self, producer: int, done: Any, held: list[HeldBundle], within_s: float) -> tuple[int, Prefilled] | str:
         """Await a job, and return its result or the reason of its failure. A failed job's pages are dropped, to be computed again."""
         try:
             return producer, await asyncio.wait_for(done, within_s)
         except Exception as error:
-            for page in held:
-                self.index.drop(page)
+            for bundle in held:
+                self.index.drop(bundle)
             return _describe(error)
 
     def _delete_when_orphaned(self) -> None:
