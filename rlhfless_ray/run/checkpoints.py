@@ -6,6 +6,7 @@ They are in the run folder's `checkpoints/step_<n>/`, or below `checkpoint.path`
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from rlhfless_ray.weights.tensor_file import checksum
 DRIVER, METRIC, LATEST = "driver.json", "metric.json", "latest"
 BEST = "best_"
 SUMS = "xxh3"  # in DRIVER: checksums of the learner's files, because a power loss can keep a name without its content
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of renameat2(2)
 
 
 class Checkpoints:
@@ -202,25 +204,34 @@ def _remove(path: Path) -> None:
 
 
 def swap_folder(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Replace a folder by renames. `write` fills the new one. Raises DiskFull and leaves the old folder.
+    """Replace a folder in one step. `write` fills the new one. Raises DiskFull and leaves the old folder.
 
-    A killed process leaves the old folder or the new one. Between the two renames the old one has the suffix `.old-<pid>`.
+    A killed process leaves the old folder or the new one. Only where folders cannot be exchanged (NFS) there is neither for a moment,
+    between two renames; the old one is then kept with the suffix `.old-<pid>` until the next call has written a new one.
     """
     # the name is unique, so that a process that sees it sees this file system
     temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}") for kind in ("tmp", "old"))
-    for left_over in path.parent.glob(f".{path.name}.*-*"):
+    for left_over in path.parent.glob(f".{path.name}.tmp-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     with writing(path):
         try:
             temporary.mkdir(parents=True)
             write(temporary)
-            if path.exists():
-                os.rename(path, old)
-            os.replace(temporary, path)
+            if not _exchange(temporary, path):
+                if path.exists():
+                    os.rename(path, old)
+                os.replace(temporary, path)
         except BaseException:
             if old.exists() and not path.exists():
                 os.rename(old, path)
             shutil.rmtree(temporary, ignore_errors=True)  # frees space that others need now
             raise
-    shutil.rmtree(old, ignore_errors=True)
+    for replaced in path.parent.glob(f".{path.name}.*-*"):
+        shutil.rmtree(replaced, ignore_errors=True)
     return path
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders. Returns False if the second does not exist, or if the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux; Python has no function for it
+    return renameat2 is not None and renameat2(AT_FDCWD, bytes(first), AT_FDCWD, bytes(second), RENAME_EXCHANGE) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import CheckpointConfig, Recipe
-from rlhfless_ray.run.checkpoints import Best, Checkpoints
+from rlhfless_ray.run import checkpoints as module
+from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.weights.remote_folder import writer
 
@@ -162,3 +164,22 @@ def test_copies_in_memory_are_made_where_two_fit_a_quarter_of_it(tmp_path: Path,
     assert every(214_000_000, **narrow) == 1 and every(215_000_000, **narrow) == 0
     assert every(70 * 10**9, lora={"rank": 8}, **narrow) == 1
     assert every(70 * 10**9, checkpoint={"memory_every_steps": 3}) == 3 and every(10, checkpoint={"memory_every_steps": 0}) == 0
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_kill_leaves_the_old_folder_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+    """Before any of the renames. Without an exchange the old one is kept beside its place, until there is a new one."""
+    path, renames = tmp_path / "model", ((os, "rename"), (os, "replace"), (module, "_exchange"))
+    if not exchanges:
+        monkeypatch.setattr(module, "_exchange", lambda first, second: False)
+    for where, name in renames:
+        swap_folder(path, writer({"weights": b"old"}))
+        if not (child := os.fork()):
+            setattr(where, name, lambda *paths: os._exit(3))
+            swap_folder(path, writer({"weights": b"new"}))
+            os._exit(0)
+        os.waitpid(child, 0)
+        kept = path if path.exists() or exchanges else next(tmp_path.glob(".model.old-*"))
+        assert (kept / "weights").read_bytes() in (b"old", b"new")
+    swap_folder(path, writer({"weights": b"newest"}))
+    assert names(tmp_path) == ["model"] and (path / "weights").read_bytes() == b"newest"
