@@ -7,6 +7,7 @@ such matrices. Here the head runs on a few tokens at a time, forward and again b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhfless_ray.rollout.nucleus import nucleus
 
 CHUNK_BYTES = 1 << 28  # size of one chunk's float32 logits; on GPU a chunk needs about three times as much
+CHUNK_START = ContextVar("position of the first token that the output head computes now", default=0)
 BLOCK_BYTES = 1 << 23  # size of the rows of a chunk that are in float32 at once on CPU
 
 
@@ -56,12 +58,20 @@ def tokens_per_chunk(vocabulary: int) -> int:
 
 def _in_chunks(part: Callable[..., tuple[Tensor, Tensor]], size: int, least_calls: int, *rows: Tensor) -> tuple[Tensor, Tensor]:
     """Call `part` on `size` rows of these tensors at a time, and join its results. The backward pass calls it again."""
+
+    def placed(number: int, *piece: Tensor) -> tuple[Tensor, Tensor]:
+        before = CHUNK_START.set(number * size)
+        try:
+            return part(*piece)
+        finally:
+            CHUNK_START.reset(before)
+
     pieces = list(zip(*(tensor.split(size) for tensor in rows), strict=True))
     pieces += [tuple(tensor[:0] for tensor in rows)] * (least_calls - len(pieces))
     if torch.is_grad_enabled():
-        done = [checkpoint(part, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        done = [checkpoint(placed, number, *piece, use_reentrant=False, preserve_rng_state=False) for number, piece in enumerate(pieces)]
     else:
-        done = [part(*piece) for piece in pieces]
+        done = [placed(number, *piece) for number, piece in enumerate(pieces)]
     first, second = zip(*done, strict=True)
     return torch.cat(first), torch.cat(second)
 

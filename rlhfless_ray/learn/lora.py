@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.logprobs import CHUNK_START
 from rlhfless_ray.weights.adapter import CONFIG, PREFIX, WEIGHTS, Adapter
 from rlhfless_ray.weights.tensor_file import Content, save_tensors
 
@@ -127,17 +128,30 @@ class RowDropout(nn.Module):
         self.lora, self.share, self.number = lora, share, number
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop inputs. `x` (sequences, length, width), padded on the right; for an output head (response tokens, width)."""
+        """Drop inputs. `x` (sequences, length, width), padded on the right; for an output head (response tokens, width).
+
+        An output head may get a chunk of its tokens, see `CHUNK_START`.
+        """
         if self.lora.rows is None:
             return x
-        kept = torch.zeros_like(x)
-        start = 0
-        for row, (seed, length, response) in enumerate(self.lora.rows):
-            part = kept[start : start + response] if x.dim() == 2 else kept[row, :length]
-            state = int(np.random.SeedSequence([*seed, self.number]).generate_state(1, np.uint64)[0] >> 1)
-            part.bernoulli_(1 - self.share, generator=torch.Generator(x.device).manual_seed(state))
-            start += response
+        if x.dim() == 3:
+            kept = torch.zeros_like(x)
+            for part, (seed, length, _) in zip(kept, self.lora.rows, strict=True):
+                self._draw(part[:length], seed)
+        else:
+            first, start, parts = CHUNK_START.get(), 0, [x[:0]]
+            for seed, _, response in self.lora.rows:
+                end = start + response
+                if start < first + len(x) and first < end:
+                    parts.append(self._draw(x.new_empty(response, x.shape[1]), seed)[max(0, first - start) : first + len(x) - start])
+                start = end
+            kept = torch.cat(parts)
         return x * kept / (1 - self.share)
+
+    def _draw(self, mask: Tensor, seed: list[int]) -> Tensor:
+        """Draw the mask of one sequence in place, and return it."""
+        state = int(np.random.SeedSequence([*seed, self.number]).generate_state(1, np.uint64)[0] >> 1)
+        return mask.bernoulli_(1 - self.share, generator=torch.Generator(mask.device).manual_seed(state))
 
 
 class BaseModel:

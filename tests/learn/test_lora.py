@@ -14,12 +14,14 @@ from learner_reference import Reference, load, logprobs, sequences, with_adapter
 from peft import PeftModel
 from safetensors.torch import load as load_tensors
 from test_learner import distance, same
-from tiny_policy import tiny_policy
+from tiny_policy import VOCABULARY, random_batch, tiny_policy
 
 from rlhfless_ray.cli import lora_combiner
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn import logprobs as logprobs_module
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name
-from rlhfless_ray.learn.policy_model import load_critic
+from rlhfless_ray.learn.micro_batch_tensors import padded
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_critic, token_logprobs
 from rlhfless_ray.recipe import LoraConfig
 from rlhfless_ray.weights.adapter import CONFIG, with_base
 from rlhfless_ray.weights.model_folder import write_folder
@@ -88,6 +90,27 @@ def test_dropout_is_that_of_a_sequence_whatever_it_is_batched_with(cases: Any) -
     means = [np.concatenate(part).mean() for part in (apart[:half], apart[half:])]
     assert one["stats"][1].mismatch_mean == pytest.approx(np.mean(means), rel=1e-5)
     assert one["stats"][1].mismatch_max == pytest.approx(max(part.max() for part in apart), rel=1e-5)
+
+
+def test_dropout_of_the_head_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the forward pass nor in the backward pass, which computes the chunks again."""
+    section = SECTION.model_copy(update={"target_modules": ["lm_head", "v_proj"], "dropout": 0.4})
+    model, batch = load(tiny_policy()), random_batch(np.random.default_rng(4))
+    lora, policy = LoraAdapters(model, section, 2), TokenLogprobs(model)
+    trainable = {name: p for name, p in model.named_parameters() if lora.is_trained(name)}
+    for parameter in trainable.values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    sequences = np.array([7, 0, 3])
+    tensors, found = padded(batch, sequences, torch.device("cpu")), []
+    for tokens in (1000, 1, 7):  # in a chunk
+        monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 4 * VOCABULARY * tokens)
+        with lora.dropping(batch, sequences, [1]):
+            logprobs, _ = token_logprobs(policy, tensors, 1.0)
+            found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), trainable.values())])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-4)
+    plain, _ = token_logprobs(policy, tensors, 1.0)
+    assert float((plain - found[0][0]).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
