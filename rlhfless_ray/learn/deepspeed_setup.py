@@ -64,3 +64,17 @@ def loss_scale(optimizer: Any, scale: float) -> Iterator[None]:
     finally:
         if scale != 1:
             optimizer.custom_loss_scaler = False
+
+
+@contextmanager
+def skipped_step(optimizer: Any) -> Iterator[None]:
+    """Make ZeRO skip its step inside the block, and drop the gradients, as it does with gradients that are not finite."""
+
+    def skip(has_overflow: bool) -> None:
+        optimizer.overflow = True  # which `step` reads after this call
+
+    optimizer._update_scale = skip
+    try:
+        yield
+    finally:
+        del optimizer._update_scale

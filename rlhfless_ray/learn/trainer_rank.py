@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, loss_scale, parameter_groups
+from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, loss_scale, parameter_groups, skipped_step
 from rlhfless_ray.learn.ema import ema_update
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
@@ -199,7 +199,8 @@ class TrainerRank:
             else:
                 self.engine.zero_grad()
         else:  # DeepSpeed's ZeRO optimizers clip, and skip the step if the norm is not finite
-            with loss_scale(self.engine.optimizer, 1 / scale), self._threads():
+            zero = self.engine.optimizer
+            with loss_scale(zero, 1 / scale), nullcontext() if loss_is_finite else skipped_step(zero), self._threads():
                 self.engine.step()
             norm = float(self.engine.get_global_grad_norm())
             applied = bool(self.engine.was_step_applied())

@@ -109,6 +109,8 @@ class Cases:
         spoilt = self.batches[1].advantages.copy()
         spoilt[4] = np.nan
         self.with_nan = [self.batches[0], replace(self.batches[1], advantages=spoilt), self.batches[2]]
+        far = np.full(len(self.batches[1].logprobs), 100, np.float32)  # k3 overflows, and the gradient of the KL does not
+        self.with_infinite_loss = [self.batches[0], replace(self.batches[1], reference=far), self.batches[2]]
         drawn = self.batches[1].logprobs.copy()
         drawn[2] = np.nan
         self.returned = [replace(batch, returns=rng.normal(size=len(batch.logprobs)).astype(np.float32)) for batch in self.batches]
@@ -156,6 +158,9 @@ class Cases:
         hosted = {"optimizer_offload": True}
         add("hosted", self.files, self.batches, 1, 2, 3, learner={**hosted, "micro_batch_tokens": 60})
         add("hosted nan", self.files, self.with_nan, 2, 3, learner=hosted)
+        unbounded = {"kl": {"coefficient": 0.3, "estimator": "k3", "unbiased_gradient": True, "limit": None}}
+        add("infinite", self.files, self.with_infinite_loss, 0, 1, 2, 3, algorithm=unbounded)
+        add("infinite hosted", self.files, self.with_infinite_loss, 2, 3, algorithm=unbounded, learner=hosted)
         add("bf16 hosted", self.bf16, self.batches, 2, 3, dtype="bfloat16", learner=hosted)
         add("nan sampler", self.files, self.with_nan_sampler, 0)
         gspo = {"kind": "gspo", "dual_clip": 1.002, "entropy_coefficient": 0.05, "correction_level": "seq", "correction_high": 1.1}

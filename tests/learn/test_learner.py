@@ -166,6 +166,16 @@ def test_a_non_finite_update_is_skipped_and_counted(cases: Any, expected: Any, n
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", [*(f"infinite/{stage}" for stage in range(4)), "infinite hosted/2", "infinite hosted/3"])
+def test_an_infinite_loss_is_skipped_though_its_gradient_is_finite(cases: Any, name: str, ranks: int) -> None:
+    found, wanted = cases.result(name, ranks), cases.result("infinite/0", 1)
+    assert [(s.skipped, s.reason) for s in found["stats"]] == [(0, ""), (1, "the loss is not finite"), (0, "")]
+    assert np.isfinite(wanted["stats"][1].grad_norm)
+    assert same(found["weights"][1], found["weights"][0])
+    assert distance(found["weights"][2], wanted["weights"][2], published_names(cases.files)) < 3e-4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_spoilt_sampler_and_empty_batch_are_skipped_too(cases: Any, ranks: int) -> None:
     found = cases.result("nan sampler/0", ranks)
     assert [s.skipped for s in found["stats"]] == [1, 1]
