@@ -15,11 +15,12 @@ from benchmarks.common.estimate import estimate
 from benchmarks.peers.peer_functions import openrlhf_advantages
 from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.learn.advantage import gae, group_advantages, leave_one_out
-from rlhfless_ray.learn.importance import Correction, correction_weights
+from rlhfless_ray.learn.importance import correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
 from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
 from rlhfless_ray.learn.whiten import whiten
+from rlhfless_ray.recipe.learn_sections import LossConfig
 
 SHARED = [name for name, estimator in ESTIMATORS.items() if not estimator.pairs]  # OpenRLHF's loop has no DPO
 PROMPTS, SAMPLES, LENGTH = 16, 8, 60
@@ -175,9 +176,9 @@ def loss_pairs(case: AgreementCase, openrlhf: SimpleNamespace, verl: Any) -> Ite
     corrected = partial(their_policy, is_correction_level="token", **narrow)
     yield "OpenRLHF gspo with correction", "logprobs", partial(gspo, before=sampler), corrected
     for level, mode, gating, bounds in CORRECTIONS:
-        correction = Correction.of_flags(level, mode, gating, bounds)
-        assert correction is not None
-        extra = correction_weights(correction, old, sampler, case.sequence, len(lengths))[0]
+        ours = {"level": level, "mode": mode, "gating": gating, "low": bounds[0], "high": bounds[1]}
+        section = LossConfig.model_validate({f"correction_{name}": value for name, value in ours.items()})
+        extra = correction_weights(section, old, sampler, case.sequence, len(lengths))[0]
         flags = {
             "is_correction_level": level,
             "is_correction_mode": mode,

@@ -17,10 +17,11 @@ from torch import Tensor
 from benchmarks.common.estimate import estimate
 from benchmarks.common.results import Spread
 from rlhfless_ray.learn.advantage import discounted_returns, gae, group_advantages
-from rlhfless_ray.learn.importance import Correction, correction_weights
+from rlhfless_ray.learn.importance import correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
 from rlhfless_ray.learn.whiten import whiten
+from rlhfless_ray.recipe.learn_sections import LossConfig
 
 GROUP = 8
 GAMMA, LAMBDA = 0.99, 0.95
@@ -98,9 +99,7 @@ def timings(x: Inputs, verl: Any, openrlhf: SimpleNamespace | None, repeats: int
         return (weights["sequence"] * clipped_loss(ratios, advantages, 0.05, 0.08)[0]).sum()
 
     def corrected(t: Tensor) -> Tensor:
-        correction = Correction.of_flags("seq", "mask", "ratio", [0.5, 5.0])
-        assert correction is not None
-        extra = correction_weights(correction, old, x.flat("sampler"), x.sequence, x.samples)[0]
+        extra = correction_weights(LossConfig(correction_level="seq", correction_low=0.5), old, x.flat("sampler"), x.sequence, x.samples)[0]
         return (weights["token"] * extra * clipped_loss(token_ratios(t, old), advantages, 0.2, 0.2)[0]).sum()
 
     def critic(t: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.importance import Correction, correction_weights, importance_weights
+from rlhfless_ray.learn.importance import correction_weights, importance_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel, LoraAdapters
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights
@@ -44,10 +44,6 @@ class LearnerRank:
         self.learner, self.algorithm, self.seed = settings.learner, settings.algorithm, settings.seed % 2**63
         self.trainer = TrainerRank(settings)
         self.device = self.trainer.device
-        loss = self.algorithm.loss
-        self.correction = Correction.of_flags(
-            loss.correction_level, loss.correction_mode, loss.correction_gating, (loss.correction_low, loss.correction_high)
-        )
         self.sharing: PromptSharing | None = None
         self.early: _Sums | None = None  # sums over groups whose gradients were accumulated before their step was complete
         self.base: BaseModel | None = None  # the reference model, if only adapters are trained
@@ -218,7 +214,7 @@ class LearnerRank:
         sums[WEIGHTED : len(SUMS)] /= accumulated.tokens  # statistics are means over tokens, whatever the loss averages over
         named = dict(zip(SUMS, sums[: len(SUMS)].tolist(), strict=True))
         ratio, ratio_squared = named.pop("ratio"), named.pop("ratio_squared")
-        if self.correction is not None and self.correction.gates_sequences:
+        if self.algorithm.loss.correction_level == "seq":
             named["importance_capped_share"] *= accumulated.tokens / accumulated.sequences
         return UpdateStats(
             **named,
@@ -249,14 +245,14 @@ class LearnerRank:
         reference = self._reference(tensors, mine)
         logprobs, entropy, *routers = self._forward(self.trainer.engine, tensors)
         drawn, before = mine["drawn"], mine.get("old", logprobs.detach())
-        if self.correction is None:
+        if algorithm.loss.correction_level == "off":
             cap = algorithm.importance_cap
             importance = importance_weights(before, drawn, cap)
             capped = (importance >= cap) if cap else torch.zeros_like(drawn, dtype=torch.bool)
         else:
-            importance, capped = correction_weights(self.correction, before, drawn, sequence, sequences)
-            if self.correction.gates_sequences:
-                capped = capped / torch.bincount(sequence)[sequence]
+            importance, capped = correction_weights(algorithm.loss, before, drawn, sequence, sequences)
+            if algorithm.loss.correction_level == "seq":
+                capped = capped / torch.bincount(sequence)[sequence]  # each sequence counts once
         gspo = algorithm.loss.kind == "gspo"
         base = drawn if algorithm.loss.ratio_to == "sampler" else before
         ratios = sequence_ratios(logprobs, base, sequence, sequences) if gspo else token_ratios(logprobs, before)

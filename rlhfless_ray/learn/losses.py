@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.segment_ops import sequence_means
-
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -30,6 +28,12 @@ def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, sequence: Tensor, se
     action token of a sequence must be included. With `clipped_loss` and the mean "sequence" of `token_weights` this is GSPO.
     """
     return sequence_means(logprobs - old_logprobs, sequence, sequences).exp()[sequence]
+
+
+def sequence_means(x: Tensor, sequence: Tensor, count: int) -> Tensor:
+    """Average x (tokens,) within each sequence, to (count,); 0 for a sequence without tokens. `sequence` as in `sequence_ratios`."""
+    sums = torch.zeros(count, dtype=x.dtype, device=x.device).index_add(0, sequence, x)
+    return sums / torch.bincount(sequence, minlength=count).clamp(min=1)
 
 
 def clipped_loss(ratios: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from rlhfless_ray.learn.compute_advantages import compute_advantages
-from rlhfless_ray.learn.importance import Correction, correction_weights
+from rlhfless_ray.learn.importance import correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.learn_sections import LossConfig
 from rlhfless_ray.supervise.losses import dpo_loss, pairwise_loss
 
 pytestmark = pytest.mark.pure
@@ -44,14 +45,17 @@ def test_policy_losses_and_their_gradients() -> None:
     old, sampler, advantages = tokens("old"), tokens("sampler"), tokens("advantages")
     for row in RECORDED["policy_loss"]:
         new = tokens("new").requires_grad_()
-        correction = Correction.of_flags(*row["correction"])
+        level, mode, gating, (low, high) = row["correction"]
+        section = LossConfig(
+            correction_level=level, correction_mode=mode, correction_gating=gating, correction_low=low, correction_high=high
+        )
         if row["kind"] == "gspo":  # which takes its ratio to the sampler where a correction is on, and corrects nothing
-            ratios = sequence_ratios(new, sampler if correction else old, SEQUENCE, len(LENGTHS))
+            ratios = sequence_ratios(new, old if level == "off" else sampler, SEQUENCE, len(LENGTHS))
         else:
             ratios = token_ratios(new, old)
         losses, clipped = clipped_loss(ratios, advantages, 0.1, 0.15, row["dual"])
-        if correction is not None and row["kind"] == "ppo":
-            losses = losses * correction_weights(correction, old, sampler, SEQUENCE, len(LENGTHS))[0]
+        if level != "off" and row["kind"] == "ppo":
+            losses = losses * correction_weights(section, old, sampler, SEQUENCE, len(LENGTHS))[0]
         loss = (losses * weights(row["mean"])).sum()
         loss.backward()
         close(loss.item(), row["loss"])
