@@ -26,7 +26,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.losses import clipped_loss, token_ratios, token_weights
 from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches
-from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, token_logprobs
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model
 from rlhfless_ray.learn.warm_start import warm_start
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.load_prompts import load_prompts
@@ -53,7 +53,7 @@ def main(overrides: list[str]) -> float:
     torch.manual_seed(recipe.run.seed)
     model, tokenizer = load_policy(recipe)
     prompts = load_prompts(recipe, tokenizer)
-    policy = TokenLogprobs(model)  # token ids in, log-probabilities of response tokens out
+    policy = TokenLogprobs(model)  # a micro-batch in, log-probabilities of response tokens out
     optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.learner.learning_rate, weight_decay=0.0)
     order = np.random.default_rng(recipe.run.seed)
 
@@ -142,7 +142,7 @@ def update(policy: TokenLogprobs, optimizer: torch.optim.Optimizer, batch: Batch
     sharing = PromptSharing.of(policy.model)
     for cut in micro_batches(batch, np.arange(len(batch)), recipe.learner.max_micro_batch_tokens, sharing):
         x = padded(batch, cut, cpu)
-        logprobs, _ = token_logprobs(policy, x, recipe.rollout.temperature)
+        logprobs, _ = policy(recipe.rollout.temperature, **x)
         ratios = token_ratios(logprobs, logprobs.detach())  # one optimizer step a batch: the old policy is the current one
         token_loss, _ = clipped_loss(ratios, advantages[x["flat"]], algorithm.clip_low, algorithm.clip_high)
         loss = (weights[x["sequence"]] * token_loss).sum()

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.losses import token_weights, value_loss
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.output_scale import output_scale
-from rlhfless_ray.learn.policy_model import TokenValues, head_outputs, load_critic, scalar_config
+from rlhfless_ray.learn.policy_model import TokenValues, load_critic, scalar_config
 from rlhfless_ray.learn.rank_settings import CriticSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
@@ -61,7 +60,7 @@ class CriticRank:
         """Return the value before every response token of the share, (response tokens,) float32. Tokens of other ranks have 0."""
         start = time.time()
         torch.set_num_threads(threads)
-        values = passed(self._forward, share.batch, share.passes, self.device)
+        values = passed(lambda tensors: self.trainer.engine(**tensors), share.batch, share.passes, self.device)
         return values.cpu().numpy(), [Span("work", "values", start, time.time())]
 
     def update(self, share: Share, threads: int) -> tuple[CriticStats, list[Span]]:
@@ -71,9 +70,6 @@ class CriticRank:
         torch.set_num_threads(threads)
         stats = [self._step(share, step) for step in share.steps] or [untouched(CriticStats) if len(share) else nothing(CriticStats)]
         return merged(stats), [Span("work", "update", start, time.time())]
-
-    def _forward(self, tensors: dict[str, Tensor]) -> Tensor:
-        return head_outputs(self.trainer.engine, tensors)
 
     def _step(self, share: Share, step: ShareStep) -> CriticStats:
         batch = share.batch
@@ -88,7 +84,7 @@ class CriticRank:
             tensors = padded(batch, rows, self.device)
             before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
             with self.trainer.dropping(batch, np.concatenate(rows), share.indices):
-                values = self._forward(tensors)
+                values = self.trainer.engine(**tensors)
                 token_loss, clipped = value_loss(values, before, wanted, self.critic.value_clip)
                 loss = token_loss.sum() * (weight if cut else 0.0)
                 self.trainer.backward(loss)

@@ -19,7 +19,7 @@ from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratio
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.overlap_rules import inexact
-from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, rounding_noise, token_logprobs
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, rounding_noise
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
@@ -144,9 +144,7 @@ class LearnerRank:
         start = time.time()
         torch.set_num_threads(threads)
         with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
-            logprobs = passed(
-                lambda tensors: token_logprobs(self.trainer.engine, tensors, temperature, top_p)[0], share.batch, share.passes, self.device
-            )
+            logprobs = passed(lambda tensors: self.trainer.engine(temperature, top_p, **tensors)[0], share.batch, share.passes, self.device)
         return logprobs.cpu().numpy(), [Span("work", "check agreement", start, time.time())]
 
     def _old(self, share: Share) -> Tensor | None:
@@ -165,7 +163,7 @@ class LearnerRank:
         return passed(lambda tensors: self._forward(module, tensors)[0], share.batch, share.passes, self.device)
 
     def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return token_logprobs(module, tensors, self.settings.temperature)
+        return module(self.settings.temperature, **tensors)
 
     def _step(self, share: Share, step: ShareStep, old: Tensor | None) -> UpdateStats:
         lengths = torch.from_numpy(share.response_lengths[step.indices])

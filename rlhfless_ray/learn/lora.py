@@ -160,9 +160,9 @@ class BaseModel:
     def __init__(self, engine: Any, lora: LoraAdapters) -> None:
         self.engine, self.lora = engine, lora
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **tensors: Tensor) -> Any:
         with self.lora.off():
-            return self.engine(*arguments)
+            return self.engine(*arguments, **tensors)
 
 
 def saved_name(name: str) -> str:

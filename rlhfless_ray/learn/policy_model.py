@@ -29,29 +29,18 @@ class TokenLogprobs(nn.Module):
         self.model: Any = model
         self.balances = balances
 
-    def forward(
-        self,
-        ids: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        targets: Tensor,
-        temperature: float,
-        top_p: float = 1.0,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-        seen: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def forward(self, temperature: float, top_p: float = 1.0, **tensors: Tensor) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 log-probabilities are those of the
-        nucleus, without gradient, and there are no entropies (0). Tensors: see `micro_batch_tensors.padded`."""
+        nucleus, without gradient, and there are no entropies (0). `tensors`: see `micro_batch_tensors.padded`."""
         balances = self.balances and torch.is_grad_enabled()
-        outputs = base_outputs(self.model, ids, positions, segments, **({"output_router_logits": True} if balances else {}))
-        hidden, head = outputs.last_hidden_state[rows, columns], output_head(self.model)
+        outputs = base_outputs(self.model, tensors, **({"output_router_logits": True} if balances else {}))
+        hidden, head, targets = at_tokens(outputs, tensors), output_head(self.model), tensors["targets"]
         if top_p < 1:
             logprobs = nucleus_logprobs(head, hidden, targets, temperature, top_p)
             return logprobs, torch.zeros_like(logprobs)
         size, calls = head_chunks(self.model, len(targets))
         log = chunked_logprobs(head, hidden, targets, size, temperature, calls)
-        return (*log, router_loss(self.model, outputs.router_logits, seen)) if balances else log
+        return (*log, router_loss(self.model, outputs.router_logits, tensors["seen"])) if balances else log
 
 
 class TokenDistillation(nn.Module):
@@ -62,17 +51,12 @@ class TokenDistillation(nn.Module):
         self.model: Any = model
         self.teachers: tuple[Any, ...] = (teacher,)  # a tuple hides it from parameters()
 
-    def forward(
-        self, ids: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities, and cross-entropies between the teacher's and the model's distribution, both (tokens,) float32.
-
-        Arguments as in `TokenLogprobs`.
-        """
+    def forward(self, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities, and cross-entropies between the teacher's and the model's distribution, both (tokens,) float32."""
         (teacher,) = self.teachers
         with torch.no_grad():
-            taught = hidden_states(teacher, ids, positions, segments)[rows, columns]
-        hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
+            taught = hidden_states(teacher, tensors)
+        hidden, targets = hidden_states(self.model, tensors), tensors["targets"]
         chunks = head_chunks(self.model, len(targets))
         return chunked_distillation(output_head(self.model), hidden, targets, output_head(teacher), taught, *chunks)
 
@@ -86,41 +70,32 @@ class TokenLogits(nn.Module):
         self.model: Any = model
         self.tokens = tokens
 
-    def forward(
-        self, ids: Tensor, rows: Tensor, columns: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
-    ) -> Tensor:
-        """Return logits (places, tokens) float32. Arguments as in `TokenLogprobs`."""
-        logits = output_head(self.model)(hidden_states(self.model, ids, positions, segments)[rows, columns])
+    def forward(self, **tensors: Tensor) -> Tensor:
+        """Return logits (tokens, reward tokens) float32."""
+        logits = output_head(self.model)(hidden_states(self.model, tensors))
         return (logits if self.tokens is None else logits[:, self.tokens]).float()
 
 
-def token_logprobs(module: Any, tensors: dict[str, Tensor], temperature: float, top_p: float = 1.0) -> tuple[Tensor, ...]:
-    """Call a `TokenLogprobs`, or an engine around it, with the tensors of a micro-batch."""
-    names = ("ids", "rows", "columns", "targets")
-    optional = (tensors.get(name) for name in ("positions", "segments", "seen"))
-    return module(*(tensors[name] for name in names), temperature, top_p, *optional)
+def hidden_states(model: Any, tensors: dict[str, Tensor]) -> Tensor:
+    """Return the last hidden states (tokens, width) from which a micro-batch's response tokens are predicted."""
+    return at_tokens(base_outputs(model, tensors), tensors)
 
 
-def head_outputs(module: Any, tensors: dict[str, Tensor]) -> Tensor:
-    """Call a module that predicts values or rewards, or an engine around it, with the tensors of a micro-batch."""
-    return module(*(tensors.get(name) for name in ("ids", "rows", "columns", "positions", "segments")))
+def at_tokens(outputs: Any, tensors: dict[str, Tensor]) -> Tensor:
+    return outputs.last_hidden_state[tensors["rows"], tensors["columns"]]
 
 
-def hidden_states(model: Any, ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> Tensor:
-    """Return the last hidden states (rows, length, width) of `ids` (rows, length), padded on the right.
+def base_outputs(model: Any, tensors: dict[str, Tensor], **more: Any) -> Any:
+    """Return the outputs of the model without its head for the rows of a micro-batch. `more`: further arguments.
 
-    Without segments there is no attention mask: a causal model never looks at the padding from a real token.
+    Without segments there is no attention mask: a causal model never looks at the padding, on the right, from a real token.
     """
-    return base_outputs(model, ids, positions, segments).last_hidden_state
-
-
-def base_outputs(model: Any, ids: Tensor, positions: Tensor | None, segments: Tensor | None, **more: Any) -> Any:
-    """Return the outputs of the model without its head for these rows, see `hidden_states`. `more`: further arguments."""
+    segments = tensors.get("segments")
     mask = None if segments is None else attention_mask(segments, model.dtype)
-    return model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **more)
+    return model.base_model(input_ids=tensors["ids"], attention_mask=mask, position_ids=tensors.get("positions"), use_cache=False, **more)
 
 
-def router_loss(model: Any, router_logits: tuple[Tensor, ...], seen: Tensor | None) -> Tensor:
+def router_loss(model: Any, router_logits: tuple[Tensor, ...], seen: Tensor) -> Tensor:
     """Return the load-balancing loss of a mixture of experts, as transformers computes it (arXiv 2101.03961, eq. 4).
 
     `seen` (rows, length): False for padding.
@@ -175,12 +150,9 @@ class TokenValues(nn.Module):
         self.model: Any = model
         self.mean, self.deviation = mean, deviation
 
-    def forward(
-        self, ids: Tensor, rows: Tensor, columns: Tensor, positions: Tensor | None = None, segments: Tensor | None = None
-    ) -> Tensor:
-        """Return values (tokens,) float32. Arguments as in `TokenLogprobs`."""
-        hidden = hidden_states(self.model, ids, positions, segments)[rows, columns]
-        return (self.model.score(hidden).float().squeeze(-1) - self.mean) / self.deviation
+    def forward(self, **tensors: Tensor) -> Tensor:
+        """Return values (tokens,) float32."""
+        return (self.model.score(hidden_states(self.model, tensors)).float().squeeze(-1) - self.mean) / self.deviation
 
 
 def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str = "policy.path") -> Any:

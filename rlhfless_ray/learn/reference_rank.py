@@ -11,7 +11,7 @@ import torch
 
 from rlhfless_ray.learn.micro_batch_tensors import passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
-from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, token_logprobs
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model
 from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import ReferenceSettings
 from rlhfless_ray.learn.shares import Cutter, Share
@@ -55,7 +55,7 @@ class ReferenceRank:
         start, model, temperature = time.time(), self.model, self.settings.temperature
         torch.set_num_threads(threads)
         cuts = [cut for cut in share.passes if cut]
-        logprobs = passed(lambda tensors: token_logprobs(model, tensors, temperature)[0], share.batch, cuts, self.device)
+        logprobs = passed(lambda tensors: model(temperature, **tensors)[0], share.batch, cuts, self.device)
         return logprobs.cpu().numpy(), [Span("work", "log-probabilities", start, time.time())]
 
     def leave_device(self) -> list[Span]:

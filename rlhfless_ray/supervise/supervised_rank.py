@@ -23,11 +23,9 @@ from rlhfless_ray.learn.policy_model import (
     TokenLogprobs,
     TokenValues,
     check_head,
-    head_outputs,
     load_critic,
     load_model,
     scalar_config,
-    token_logprobs,
 )
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
@@ -168,7 +166,7 @@ class SupervisedRank:
 
     def _sequence_sums(self, module: Any, batch: Batch, cuts: list[MicroBatch]) -> Tensor:
         """Return log-probabilities summed over tokens, (sequences,), on the host and without gradient. Sequences of other ranks have 0."""
-        flat = passed(lambda tensors: token_logprobs(module, tensors, 1.0)[0], batch, cuts, self.device)
+        flat = passed(lambda tensors: module(1.0, **tensors)[0], batch, cuts, self.device)
         owner = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.response_lengths))
         return torch.zeros(len(batch)).index_add_(0, owner, flat.cpu())
 
@@ -255,12 +253,12 @@ class SupervisedRank:
         n = len(extras)
         local = torch.from_numpy(rows)
         if self.task == "rm":
-            values = head_outputs(engine, tensors)
+            values = engine(**tensors)
             both = _by_row(values, tensors["sequence"], rows, per_row)
             margins = extras[local].to(self.device)
             losses = pairwise_loss(both[:, 0], both[:, 1], margins, self.loss.kind)
             return losses.sum() / n, _pair_means(both, n)
-        logprobs, _ = token_logprobs(engine, tensors, 1.0)
+        logprobs, _ = engine(1.0, **tensors)
         assert reference is not None
         sums = _by_row(logprobs, tensors["sequence"], rows, per_row)
         ratios = sums - reference.reshape(-1, per_row)[local].to(self.device)
@@ -284,10 +282,9 @@ class SupervisedRank:
         weights = torch.full((n,), 1.0 / int(lengths.sum())) if self.loss.mean == "token" else 1.0 / (n * counts)
         share = weights.to(self.device)[tensors["sequence"]]
         if self.task == "sft":
-            logprobs, _ = token_logprobs(self.trainer.engine, tensors, 1.0)
+            logprobs, _ = self.trainer.engine(1.0, **tensors)
             return -(logprobs * share).sum(), {}
-        names = ("ids", "rows", "columns", "targets", "positions", "segments")
-        logprobs, crosses = self.trainer.engine(*(tensors.get(name) for name in names))
+        logprobs, crosses = self.trainer.engine(**tensors)
         nll, distillation = -(logprobs * share).sum(), (crosses * share).sum()
         coefficient = self.loss.teacher_weight
         parts = {"nll": float(nll.detach()), "distillation": float(distillation.detach())}
@@ -295,7 +292,7 @@ class SupervisedRank:
 
     def _step_loss(self, tensors: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, dict[str, float]]:
         """prm: return the same as `_loss` for a loss that is a mean over the steps of a batch."""
-        logits = head_outputs(self.trainer.engine, tensors)
+        logits = self.trainer.engine(**tensors)
         here, n = labels.to(self.device)[tensors["flat"]], len(labels)
         best = (here < 0.5).long() if logits.shape[1] == 2 else here.long()
         right = (logits.argmax(dim=1) == best).float().sum()

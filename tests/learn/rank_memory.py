@@ -56,7 +56,7 @@ def measure(dtype: str, stage: int) -> None:
     watcher.start()
     ids, rows, columns = torch.arange(16)[None], torch.zeros(4, dtype=torch.long), torch.arange(4)
     for _ in range(2):
-        logprobs, _ = trainer.engine(ids, rows, columns, ids[0, 1:5], 1.0)
+        logprobs, _ = trainer.engine(1.0, ids=ids, rows=rows, columns=columns, targets=ids[0, 1:5])
         trainer.backward(-logprobs.sum())
         trainer.step(True)
     idle = own_bytes()

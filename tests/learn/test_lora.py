@@ -21,7 +21,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn import logprobs as logprobs_module
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name
 from rlhfless_ray.learn.micro_batch_tensors import padded
-from rlhfless_ray.learn.policy_model import TokenLogprobs, load_critic, token_logprobs
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_critic
 from rlhfless_ray.recipe import LoraConfig
 from rlhfless_ray.weights.adapter import CONFIG, with_base
 from rlhfless_ray.weights.model_folder import write_folder
@@ -105,11 +105,11 @@ def test_dropout_of_the_head_does_not_depend_on_its_chunks(monkeypatch: pytest.M
     for tokens in (1000, 1, 7):  # in a chunk
         monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 4 * VOCABULARY * tokens)
         with lora.dropping(batch, sequences, [1]):
-            logprobs, _ = token_logprobs(policy, tensors, 1.0)
+            logprobs, _ = policy(1.0, **tensors)
             found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), trainable.values())])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-4)
-    plain, _ = token_logprobs(policy, tensors, 1.0)
+    plain, _ = policy(1.0, **tensors)
     assert float((plain - found[0][0]).abs().max()) > 0.01
 
 

@@ -15,7 +15,7 @@ from tiny_policy import VOCABULARY, random_batch, tiny_policy
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.model_checks import WITH_ROUTERS, check_routers
-from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, token_logprobs
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import write_folder
 from tests.rollout import families
@@ -30,7 +30,7 @@ def test_padded_logprobs_equal_one_sequence_at_a_time(tmp_path: Path, tied: bool
     indices = np.array([5, 0, 11, 7])
     tensors = padded(batch, indices, torch.device("cpu"))
     with torch.no_grad():
-        found, entropy = wrapped(*(tensors[n] for n in ("ids", "rows", "columns", "targets")), temperature)
+        found, entropy = wrapped(temperature, **tensors)
     every, model = sequences(batch), load(files)
     starts = np.concatenate([[0], np.cumsum(batch.response_lengths)])
     for i in indices:
@@ -47,7 +47,7 @@ def test_entropy_is_that_of_the_sampling_distribution(tmp_path: Path) -> None:
     model = load_model(write_folder(tmp_path, tiny_policy()), "float32", False)
     tensors = padded(batch, np.array([2]), torch.device("cpu"))
     with torch.no_grad():
-        _, entropy = TokenLogprobs(model)(*(tensors[n] for n in ("ids", "rows", "columns", "targets")), 0.5)
+        _, entropy = TokenLogprobs(model)(0.5, **tensors)
         logits = model(tensors["ids"]).logits[0, tensors["columns"]] / 0.5
     torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy())
 
@@ -84,7 +84,8 @@ def test_other_architectures(number: int) -> None:
     ids = torch.arange(2, 12)[None]
     columns = torch.arange(4, 9)
     with torch.no_grad():
-        found, _ = TokenLogprobs(model)(ids, torch.zeros(5, dtype=torch.long), columns, ids[0, columns + 1], 1.0)
+        places = {"rows": torch.zeros(5, dtype=torch.long), "columns": columns, "targets": ids[0, columns + 1]}
+        found, _ = TokenLogprobs(model)(1.0, ids=ids, **places)
         whole = torch.log_softmax(model(ids).logits[0], -1)
         plain = torch.log_softmax(model.get_output_embeddings()(model.base_model(ids).last_hidden_state)[0], -1)
     torch.testing.assert_close(found, whole[columns, ids[0, columns + 1]])
@@ -115,7 +116,7 @@ def test_routers_are_balanced_as_transformers_does(tmp_path: Path, family: str, 
     tensors = padded(random_batch(np.random.default_rng(3)), rows, torch.device("cpu"))
     assert not tensors["seen"].all()
     policy = TokenLogprobs(model, balances=True).train()
-    *_, found = token_logprobs(policy, tensors, 1.0)
+    *_, found = policy(1.0, **tensors)
     found.backward()
     routers = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
     gates = [name for name in routers if name.endswith("mlp.gate.weight")]
@@ -127,7 +128,7 @@ def test_routers_are_balanced_as_transformers_does(tmp_path: Path, family: str, 
     for name in gates:
         torch.testing.assert_close(routers[name], model.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
     with torch.no_grad():
-        assert len(token_logprobs(policy, tensors, 1.0)) == 2, "passes need none"
+        assert len(policy(1.0, **tensors)) == 2, "passes need none"
 
 
 def test_a_policy_without_routers_has_no_loss_of_theirs() -> None:

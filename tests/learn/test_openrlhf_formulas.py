@@ -115,9 +115,10 @@ class Head(torch.nn.Module):
 
 def test_values_are_normalized_in_passes_advantages_and_loss() -> None:
     places = torch.arange(10)
+    tensors = {"ids": places[None], "rows": torch.zeros_like(places), "columns": places}
     critic = TokenValues(Head(RAW_VALUES), 1.5, 0.01)
     with torch.no_grad():
-        values = critic(places[None], torch.zeros_like(places), places)
+        values = critic(**tensors)
     np.testing.assert_allclose(values, VALUES, rtol=1e-5, atol=1e-4)
     chosen = recipe(algorithm={"advantage": {"estimator": "gae", "gamma": 1.0, "lambd": 0.95}})
     advantages, returns, _ = compute_advantages(
@@ -128,7 +129,7 @@ def test_values_are_normalized_in_passes_advantages_and_loss() -> None:
     np.testing.assert_allclose(advantages, (flat - flat.mean()) / flat.std(), atol=1e-6)
     moved = TokenValues(Head(list(np.array(RAW_VALUES) + MOVED)), 1.5, 0.01)
     head: Any = moved.model
-    now = moved(places[None], torch.zeros_like(places), places)
+    now = moved(**tensors)
     now.retain_grad()
     weight = float(token_weights(torch.from_numpy(LENGTHS), "token")[0])
     loss = value_loss(now, torch.tensor(VALUES), torch.tensor(RETURNS), 0.5)[0].sum() * weight

@@ -15,7 +15,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.micro_batches import SHARING_FAMILIES, PromptSharing, micro_batches
 from rlhfless_ray.learn.packing import shared
-from rlhfless_ray.learn.policy_model import TokenLogprobs, TokenValues, as_sampled, token_logprobs
+from rlhfless_ray.learn.policy_model import TokenLogprobs, TokenValues, as_sampled
 
 sys.path.append(str(Path(__file__).parents[1] / "rollout"))
 from families import DENSE, ORDER, VOCABULARY, config
@@ -57,7 +57,7 @@ def results(model: Any, batch: Batch, max_tokens: int, sharing: PromptSharing | 
     weights = torch.from_numpy(np.random.default_rng(1).normal(size=len(batch.logprobs))).float()
     for cut in micro_batches(batch, np.arange(len(batch)), max_tokens, sharing):
         tensors = padded(batch, cut, CPU)
-        logprobs, _ = token_logprobs(policy, tensors, 0.7)
+        logprobs, _ = policy(0.7, **tensors)
         (logprobs * weights[tensors["flat"]]).sum().backward()
         found[tensors["flat"]] = logprobs.detach()
         computed += tensors["ids"].numel()
@@ -106,13 +106,12 @@ def test_values_of_a_critic_are_the_same() -> None:
     shape.num_labels = 1
     model = as_sampled(AutoModelForSequenceClassification.from_config(shape))
     critic, batch = TokenValues(model), batch_of([5, 8], [[3, 6, 2], [4, 4]])
-    names = ("ids", "rows", "columns", "positions", "segments")
     found = []
     for sharing in (None, PromptSharing.of(model)):
         values = torch.zeros(len(batch.logprobs))
         for cut in micro_batches(batch, np.arange(5), 64, sharing):
             tensors = padded(batch, cut, CPU)
-            values[tensors["flat"]] = critic(*(tensors.get(name) for name in names)).detach()
+            values[tensors["flat"]] = critic(**tensors).detach()
         found.append(values.numpy())
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)
 
