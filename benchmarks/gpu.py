@@ -182,24 +182,27 @@ class Part:
     def learner(self) -> dict[str, Any]:
         import socket
 
+        import torch
+
         from rlhfless_ray.learn.learner_rank import LearnerRank
         from rlhfless_ray.learn.rank_settings import learner_settings
 
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        torch.set_num_threads(threads())
         rank, batch = LearnerRank(learner_settings(self.recipe, 0, self.device)), self.batch()
-        rank.open(self.files, ("127.0.0.1", port), threads())
-        found, _ = rank.agreement(rank.cutter.of_pass(batch)[0], self.work.temperature, 1.0, threads())
+        rank.open(self.files, ("127.0.0.1", port))
+        found = rank.agreement(rank.cutter.of_pass(batch)[0], self.work.temperature, 1.0)
         apart = np.abs(found - batch.logprobs)
-        times = [timed(lambda: self.done(rank.update(rank.cutter.of_update(batch)[0], threads())))[0] for _ in range(UPDATES + 1)]
+        times = [timed(lambda: self.done(rank.update(rank.cutter.of_update(batch)[0])))[0] for _ in range(UPDATES + 1)]
         working_mb = self.memory_mb()
         if self.device == "gpu":
             rank.leave_device()
         parked_mb = self.memory_mb()
         if self.device == "gpu":
             rank.return_to_device()
-        rank.update(rank.cutter.of_update(batch)[0], threads())
+        rank.update(rank.cutter.of_update(batch)[0])
         return {
             "step_s": median(times[1:]),
             "learner_mb": working_mb,

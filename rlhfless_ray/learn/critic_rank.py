@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ SUMS = ("loss", "values", "returns", "clipped")
 
 
 class CriticRank:
-    """A rank as a plain class, like the learner's: `open` → `values` → `update`."""
+    """A rank as a plain class, like the learner's. Call `open`, then `values`, then `update`."""
 
     def __init__(self, settings: CriticSettings) -> None:
         self.settings, self.critic, self.seed = settings, settings.critic, settings.seed % 2**63
@@ -35,10 +34,8 @@ class CriticRank:
         self.device = self.trainer.device
         self.sharing: PromptSharing | None = None
 
-    def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
+    def open(self, files: Files | Path, rendezvous: tuple[str, int], state: dict[str, Any] | None = None) -> None:
         """Build the engine from a model folder or its files, as `LearnerRank.open` does."""
-        start = time.time()
-        torch.set_num_threads(threads)
         self.trainer.join_process_group(rendezvous)
         with as_folder(files) as folder:
             policy = self.settings.policy
@@ -48,7 +45,6 @@ class CriticRank:
         self.sharing = PromptSharing.of(model, self.settings.learner.share_prompts, section.dropout)
         lora = LoraAdapters(model, section, self.seed) if section.rank else None
         self.trainer.open(TokenValues(model, *scale), state, lora)
-        return [Span("start", "open critic", start, time.time())]
 
     @property
     def cutter(self) -> Cutter:
@@ -56,20 +52,15 @@ class CriticRank:
         max_tokens, done = self.settings.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
         return Cutter(self.trainer.replicas, max_tokens, self.sharing, self.settings.algorithm, self.seed, done)
 
-    def values(self, share: Share, threads: int) -> tuple[np.ndarray, list[Span]]:
+    def values(self, share: Share) -> np.ndarray:
         """Return the value before every response token of the share, (response tokens,) float32. Tokens of other ranks have 0."""
-        start = time.time()
-        torch.set_num_threads(threads)
-        values = passed(lambda tensors: self.trainer.engine(**tensors), share.batch, share.passes, self.device)
-        return values.cpu().numpy(), [Span("work", "values", start, time.time())]
+        return passed(lambda tensors: self.trainer.engine(**tensors), share.batch, share.passes, self.device).cpu().numpy()
 
-    def update(self, share: Share, threads: int) -> tuple[CriticStats, list[Span]]:
+    def update(self, share: Share) -> CriticStats:
         """Train on the batch's `returns`. Its `values` are those that the advantages were computed with. Optimizer steps are
         divided as the policy's are."""
-        start = time.time()
-        torch.set_num_threads(threads)
         stats = [self._step(share, step) for step in share.steps] or [untouched(CriticStats) if len(share) else nothing(CriticStats)]
-        return merged(stats), [Span("work", "update", start, time.time())]
+        return merged(stats)
 
     def _step(self, share: Share, step: ShareStep) -> CriticStats:
         batch = share.batch

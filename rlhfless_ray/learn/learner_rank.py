@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ WEIGHTED = 4  # the first so many of SUMS are weighted like the loss; the others
 
 
 class LearnerRank:
-    """A rank as a plain class. Runs wrap it in a Ray actor; tests call it directly."""
+    """A rank as a plain class. Runs wrap it in a Ray actor, which sets the number of threads; tests call it directly."""
 
     def __init__(self, settings: RankSettings) -> None:
         self.settings = settings
@@ -50,13 +49,11 @@ class LearnerRank:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: dict[str, Any] | None = None) -> list[Span]:
+    def open(self, files: Files | Path, rendezvous: tuple[str, int], state: dict[str, Any] | None = None) -> None:
         """Build the engine from a model folder or its files. `state` (see `read_state`) continues a stopped run.
 
         `rendezvous`: address and port of rank 0.
         """
-        start = time.time()
-        torch.set_num_threads(threads)
         self.trainer.join_process_group(rendezvous)
         with as_folder(files) as folder:
             policy = self.settings.policy
@@ -68,7 +65,6 @@ class LearnerRank:
         self.trainer.open(TokenLogprobs(model, balances=bool(self.algorithm.loss.router_aux)), state, lora)
         if lora is not None:
             self.base = BaseModel(self.trainer.engine, lora)
-        return [Span("start", "open learner", start, time.time())]
 
     # ---- the update -------------------------------------------------------------------------------------------
 
@@ -78,19 +74,15 @@ class LearnerRank:
         max_tokens, done = self.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
         return Cutter(self.trainer.replicas, max_tokens, self.sharing, self.algorithm, self.seed, done, self.trainer.drops)
 
-    def update(self, share: Share, threads: int) -> tuple[UpdateStats, list[Span]]:
+    def update(self, share: Share) -> UpdateStats:
         """Make the optimizer steps of one rollout batch, of which this rank has its share."""
-        start = time.time()
-        torch.set_num_threads(threads)
         if self.early is not None:
-            stats = [self._finish_early(share)]
-        else:
-            old = self._old(share)
-            without_step = untouched(UpdateStats) if len(share) else nothing(UpdateStats)
-            stats = [self._step(share, step, old) for step in share.steps] or [without_step]
-        return merged(stats), [Span("work", "update", start, time.time())]
+            return self._finish_early(share)
+        old = self._old(share)
+        without_step = untouched(UpdateStats) if len(share) else nothing(UpdateStats)
+        return merged([self._step(share, step, old) for step in share.steps] or [without_step])
 
-    def accumulate(self, share: Share, threads: int) -> list[Span]:
+    def accumulate(self, share: Share) -> None:
         """Accumulate gradients of complete groups while other groups of their step are still generated.
 
         `update` with the other groups then makes the optimizer step. Gradients add up and are divided by the step's tokens (or
@@ -99,12 +91,9 @@ class LearnerRank:
         """
         if reason := inexact(self.algorithm, self.learner, self.settings.lora):
             raise ValueError(reason)
-        start = time.time()
-        torch.set_num_threads(threads)
         if len(share):
             sums = self._unscaled(share)
             self.early = sums if self.early is None else self.early.plus(sums)
-        return [Span("work", "accumulate", start, time.time())]
 
     def _finish_early(self, share: Share) -> UpdateStats:
         assert self.early is not None
@@ -125,27 +114,22 @@ class LearnerRank:
         means = self.algorithm.loss_mean, self.algorithm.regularization_mean or self.algorithm.loss_mean
         return np.stack([token_weights(lengths, mean).numpy() for mean in means])
 
-    def logprobs(self, share: Share, names: tuple[str, ...], threads: int) -> tuple[dict[str, np.ndarray], list[Span]]:
+    def logprobs(self, share: Share, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         """Return log-probabilities of the share's tokens before a step, by name (see `overlap_rules.passes`).
 
         Each array is (response tokens,) float32, with 0 for tokens that another rank computes.
         """
-        start = time.time()
-        torch.set_num_threads(threads)
         modules = {"old": self.trainer.engine, "reference": self.base}
-        by_name = {name: self._passed(modules[name], share).cpu().numpy() for name in names}
-        return by_name, [Span("work", "log-probabilities", start, time.time())]
+        return {name: self._passed(modules[name], share).cpu().numpy() for name in names}
 
-    def agreement(self, share: Share, temperature: float, top_p: float, threads: int, noisy: bool = False) -> tuple[np.ndarray, list[Span]]:
+    def agreement(self, share: Share, temperature: float, top_p: float, noisy: bool = False) -> np.ndarray:
         """Return log-probabilities of the share's tokens in the distribution that an engine with these settings draws from.
 
         The result is (response tokens,) float32, as in `logprobs`. `noisy`: see `rounding_noise`.
         """
-        start = time.time()
-        torch.set_num_threads(threads)
         with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
             logprobs = passed(lambda tensors: self.trainer.engine(temperature, top_p, **tensors)[0], share.batch, share.passes, self.device)
-        return logprobs.cpu().numpy(), [Span("work", "check agreement", start, time.time())]
+        return logprobs.cpu().numpy()
 
     def _old(self, share: Share) -> Tensor | None:
         """Return log-probabilities under the weights before the first optimizer step. None: those are the current weights."""
@@ -300,13 +284,6 @@ class LearnerRank:
         if section.unbiased_gradient:
             return unbiased_kl(logprobs, reference, old, section.estimator, section.limit)
         return bounded_kl(logprobs, reference, section.estimator, section.limit)
-
-    # ---- weights ----------------------------------------------------------------------------------------------
-
-    def weights(self) -> tuple[dict[str, np.ndarray] | None, list[Span]]:
-        """Return {parameter name: array} for the engines, from rank 0. The other ranks take part and return None."""
-        start = time.time()
-        return self.trainer.weights(), [Span("transfer", "publish weights", start, time.time())]
 
     # ---- between updates --------------------------------------------------------------------------------------
 

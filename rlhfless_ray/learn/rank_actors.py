@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -19,9 +20,20 @@ if TYPE_CHECKING:
     from rlhfless_ray.learn.shares import Share
     from rlhfless_ray.recipe import Recipe
 
-
+T = TypeVar("T")
 PassReply = tuple[dict[str, np.ndarray], np.ndarray, list[Span]]  # values by name, the share's `spans`, and the rank's activities
 Source = tuple[str, dict[str, int], str] | list[Any]  # arguments of `map_files`, or references to the files of each rank
+
+
+def timed(call: Callable[[], T], activity: str, what: str, threads: int | None = None) -> tuple[T, list[Span]]:
+    """Return the result of a call, and the span that it took. `threads`: of torch, if it changes."""
+    start = time.time()
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    result = call()
+    return result, [Span(activity, what, start, time.time())]
 
 
 def read_source(source: Source) -> Files:
@@ -36,6 +48,7 @@ def read_source(source: Source) -> Files:
 class RankActor:
     """The base of all rank actors. `rank`: a LearnerRank, CriticRank or ReferenceRank."""
 
+    name: str  # in spans
     imports = "import torch and deepspeed"
 
     def __init__(self, settings: RankSettings | ReferenceSettings) -> None:
@@ -68,8 +81,11 @@ class RankActor:
 
         saved = None if state is None else read_state(read_source(state))
         model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
-        spans = self.rank.open(model, rendezvous, threads, saved)
+        _, spans = timed(lambda: self.rank.open(model, rendezvous, saved), "start", f"open {self.name}", threads)
         return {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter}
+
+    def update(self, share: Share, threads: int) -> tuple[UpdateStats | CriticStats, list[Span]]:
+        return timed(lambda: self.rank.update(share), "work", "update", threads)
 
     def sees(self, folder: str, sizes: dict[str, int]) -> bool:
         return sees(folder, sizes)
@@ -80,14 +96,11 @@ class RankActor:
 
     def save_model(self, folder: str, trained: bool) -> tuple[Delivery, list[Span]]:
         """Write or return the weights of a model folder in the same way, see `TrainerRank.model_files`."""
-        start = time.time()
-        delivery = deliver(self.rank.trainer.model_files(trained=trained), folder)
-        return delivery, [Span("transfer", "write the model", start, time.time())]
+        return timed(lambda: deliver(self.rank.trainer.model_files(trained=trained), folder), "transfer", "write the model")
 
     def model(self) -> tuple[Files, list[Span]]:
         """Return the files of the whole model's weights, adapters merged, from rank 0."""
-        start = time.time()
-        return self.rank.trainer.model_files(), [Span("transfer", "write the model", start, time.time())]
+        return timed(self.rank.trainer.model_files, "transfer", "write the model")
 
     def keep(self) -> tuple[Files, tuple[float, int]]:
         """Return this rank's files of a checkpoint, and their processor seconds and bytes.
@@ -109,6 +122,8 @@ class RankActor:
 
 
 class LearnerActor(RankActor):
+    name = "learner"
+
     def kind(self) -> Any:
         from rlhfless_ray.learn.learner_rank import LearnerRank
 
@@ -121,21 +136,17 @@ class LearnerActor(RankActor):
     def warm_start(self, files: Files, recipe: Recipe, threads: int) -> tuple[Files, list[Span]]:
         from rlhfless_ray.learn.warm_start import warm_start
 
-        start = time.time()
-        return warm_start(files, recipe, threads), [Span("work", "warm start", start, time.time())]
-
-    def update(self, share: Share, threads: int) -> tuple[UpdateStats, list[Span]]:
-        return self.rank.update(share, threads)
+        return timed(lambda: warm_start(files, recipe, threads), "work", "warm start")
 
     def logprobs(self, share: Share, threads: int, names: tuple[str, ...]) -> PassReply:
-        by_name, spans = self.rank.logprobs(share, names, threads)
+        by_name, spans = timed(lambda: self.rank.logprobs(share, names), "work", "log-probabilities", threads)
         return by_name, share.spans, spans
 
     def accumulate(self, share: Share, threads: int) -> list[Span]:
-        return self.rank.accumulate(share, threads)
+        return timed(lambda: self.rank.accumulate(share), "work", "accumulate", threads)[1]
 
     def agreement(self, share: Share, threads: int, temperature: float, top_p: float, noisy: bool = False) -> PassReply:
-        logprobs, spans = self.rank.agreement(share, temperature, top_p, threads, noisy)
+        logprobs, spans = timed(lambda: self.rank.agreement(share, temperature, top_p, noisy), "work", "check agreement", threads)
         return {"agreement": logprobs}, share.spans, spans
 
     def weights(self) -> tuple[dict[str, np.ndarray] | None, tuple[dict[str, int], list[Span]]]:
@@ -145,7 +156,7 @@ class LearnerActor(RankActor):
         """
         from rlhfless_ray.weights.checksum import digests
 
-        weights, spans = self.rank.weights()
+        weights, spans = timed(self.rank.trainer.weights, "transfer", "publish weights")
         return weights, (digests(weights) if weights is not None else {}, spans)
 
     def read_published(self, weights: dict[str, np.ndarray]) -> None:
@@ -154,23 +165,23 @@ class LearnerActor(RankActor):
 
 
 class CriticActor(RankActor):
+    name = "critic"
+
     def kind(self) -> Any:
         from rlhfless_ray.learn.critic_rank import CriticRank
 
         return CriticRank
 
     def values(self, share: Share, threads: int) -> PassReply:
-        values, spans = self.rank.values(share, threads)
+        values, spans = timed(lambda: self.rank.values(share), "work", "values", threads)
         return {"values": values}, share.spans, spans
-
-    def update(self, share: Share, threads: int) -> tuple[CriticStats, list[Span]]:
-        return self.rank.update(share, threads)
 
     def config(self) -> bytes:
         return self.rank.config()
 
 
 class ReferenceActor(RankActor):
+    name = "reference"
     imports = "import torch"
 
     def kind(self) -> Any:
@@ -179,5 +190,5 @@ class ReferenceActor(RankActor):
         return ReferenceRank
 
     def reference(self, share: Share, threads: int) -> PassReply:
-        logprobs, spans = self.rank.logprobs(share, threads)
+        logprobs, spans = timed(lambda: self.rank.logprobs(share), "work", "log-probabilities", threads)
         return {"reference": logprobs}, share.spans, spans

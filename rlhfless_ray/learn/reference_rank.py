@@ -22,7 +22,7 @@ from rlhfless_ray.weights.tensor_file import Files
 
 
 class ReferenceRank:
-    """A rank as a plain class: `open` → `logprobs`. The ranks share a batch. Only ranks of one copy of the model communicate."""
+    """A rank as a plain class. Call `open`, then `logprobs`. The ranks share a batch. Only ranks of one copy of the model communicate."""
 
     def __init__(self, settings: ReferenceSettings) -> None:
         self.settings = settings
@@ -30,10 +30,8 @@ class ReferenceRank:
         self.model: TokenLogprobs | None = None
         self.sharing: PromptSharing | None = None
 
-    def open(self, files: Files | Path, rendezvous: tuple[str, int], threads: int, state: None = None) -> list[Span]:
+    def open(self, files: Files | Path, rendezvous: tuple[str, int], state: None = None) -> None:
         """Load a model folder or its files, as `LearnerRank.open` does. There is no other state."""
-        start = time.time()
-        torch.set_num_threads(threads)
         with as_folder(files) as folder:
             model = load_model(folder, self.settings.dtype, self.settings.trust_remote_code, "the reference model")
         self.sharing = PromptSharing.of(model, self.settings.share_prompts)
@@ -42,21 +40,18 @@ class ReferenceRank:
             join_process_group(rendezvous, self.settings.rank, self.settings.ranks, self.device.type)
             wrapped = divided(wrapped, self.settings.tensor_parallel)
         self.model = wrapped.to(self.device)
-        return [Span("start", "open reference", start, time.time())]
 
     @property
     def cutter(self) -> Cutter:
         """The rules for dividing batches among the ranks."""
         return Cutter(self.settings.ranks // self.settings.tensor_parallel, self.settings.micro_batch_tokens, self.sharing)
 
-    def logprobs(self, share: Share, threads: int) -> tuple[np.ndarray, list[Span]]:
+    def logprobs(self, share: Share) -> np.ndarray:
         """Return log-probabilities of the share's tokens, (response tokens,) float32, with 0 for tokens that another rank computes."""
         assert self.model is not None
-        start, model, temperature = time.time(), self.model, self.settings.temperature
-        torch.set_num_threads(threads)
+        model, temperature = self.model, self.settings.temperature
         cuts = [cut for cut in share.passes if cut]
-        logprobs = passed(lambda tensors: model(temperature, **tensors)[0], share.batch, cuts, self.device)
-        return logprobs.cpu().numpy(), [Span("work", "log-probabilities", start, time.time())]
+        return passed(lambda tensors: model(temperature, **tensors)[0], share.batch, cuts, self.device).cpu().numpy()
 
     def leave_device(self) -> list[Span]:
         return self._to("leave device", torch.device("cpu"))

@@ -101,7 +101,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
             tensor_parallel=settings.learner.tensor_parallel,
         )  # fmt: skip
         reference = ReferenceRank(own)
-        reference.open(case["files"], ("127.0.0.1", port), 1)
+        reference.open(case["files"], ("127.0.0.1", port))
 
     def own(shares: list[Any]) -> Any:
         return _own(shares, rank, ranks)
@@ -109,10 +109,10 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
     def passed(rank_of: Any, batch: Any, *more: Any) -> dict[str, np.ndarray]:
         """What a gang does with the answers of its ranks."""
         share = own(rank_of.cutter.of_pass(batch))
-        found = rank_of.logprobs(share, *more, 1)[0]
+        found = rank_of.logprobs(share, *more)
         return _together(learner.trainer, share, found if isinstance(found, dict) else {"reference": found})
 
-    learner.open(case["files"], ("127.0.0.1", port), 1, None if state is None else read_state(state))
+    learner.open(case["files"], ("127.0.0.1", port), None if state is None else read_state(state))
     found: dict[str, Any] = {
         "stats": [],
         "weights": [],
@@ -134,16 +134,15 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         ahead = np.unique(batch.groups)[: case.get("early", 0)]
         for group in ahead:
             part = batch.take(np.flatnonzero(batch.groups == group))
-            learner.accumulate(own(learner.cutter.of_gradients(part)), 1)
+            learner.accumulate(own(learner.cutter.of_gradients(part)))
         if names := case.get("looks"):
             found["logprobs"].append(passed(learner, batch, names))
         if names := case.get("passes"):
             parts = [passed(learner, batch.take(part), names) for part in np.array_split(np.arange(len(batch)), 3)]
             batch = replace(batch, **{name: np.concatenate([part[name] for part in parts]) for name in names})
         rest = batch.take(np.flatnonzero(~np.isin(batch.groups, ahead))) if len(ahead) else batch
-        stats, _ = learner.update(own(learner.cutter.of_update(rest)), 1)
-        found["stats"].append(stats)
-        weights, _ = learner.weights()  # arrays of the live parameters: Ray would copy them
+        found["stats"].append(learner.update(own(learner.cutter.of_update(rest))))
+        weights = learner.trainer.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(_values(weights))
         if case.get("reads"):
             _read_published(learner.trainer, weights or {})
@@ -170,14 +169,14 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     critic = CriticRank(replace(case["settings"], rank=rank))
     assert critic.settings.learner.ranks == ranks
     state = case.get("state")
-    critic.open(case["files"], ("127.0.0.1", port), 1, None if state is None else read_state(state))
+    critic.open(case["files"], ("127.0.0.1", port), None if state is None else read_state(state))
     found: dict[str, Any] = {"stats": [], "weights": [], "values": [], "snapshots": {}, "config": critic.config()}
     found["rng"] = torch.get_rng_state().numpy()
     for number, batch in enumerate(case["batches"], 1):
         share = _own(critic.cutter.of_pass(batch), rank, ranks)
-        values = _together(critic.trainer, share, {"values": critic.values(share, 1)[0]})["values"]
+        values = _together(critic.trainer, share, {"values": critic.values(share)})["values"]
         found["values"].append(values.copy())
-        found["stats"].append(critic.update(_own(critic.cutter.of_update(replace(batch, values=values)), rank, ranks), 1)[0])
+        found["stats"].append(critic.update(_own(critic.cutter.of_update(replace(batch, values=values)), rank, ranks)))
         weights = critic.trainer.weights()
         found["model"] = _copied(critic.trainer.model_files())
         found["weights"].append(_values(weights))

@@ -127,20 +127,20 @@ class LearnerHost:
         from rlhfless_ray.learn.learner_rank import LearnerRank
 
         self.learners[name] = LearnerRank(settings)
-        self.learners[name].open(files, ("127.0.0.1", self.port), 1)
+        self.learners[name].open(files, ("127.0.0.1", self.port))
         trainer = self.learners[name].trainer
         return trainer.weights().keys() != load_tensors(trainer.state_files()["model.safetensors"]).keys()
 
     def weights(self, name: str) -> dict[str, np.ndarray]:
-        return self.learners[name].weights()[0]
+        return self.learners[name].trainer.weights()
 
     def update(self, name: str, batch: Any) -> Any:
         learner = self.learners[name]
-        return learner.update(learner.cutter.of_update(batch)[0], 1)[0]
+        return learner.update(learner.cutter.of_update(batch)[0])
 
     def logprobs(self, name: str, batch: Any, top_p: float = 1.0) -> np.ndarray:
         learner = self.learners[name]
-        return learner.agreement(learner.cutter.of_pass(batch)[0], 1.0, top_p, 1)[0]
+        return learner.agreement(learner.cutter.of_pass(batch)[0], 1.0, top_p)
 
     def model(self, name: str) -> dict[str, bytes]:
         return {file: bytes(content) for file, content in self.learners[name].trainer.model_files().items()}
