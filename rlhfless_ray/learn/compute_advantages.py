@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.learn.batch import counts_of, spans_of
-from rlhfless_ray.learn.estimators import advantages_of, estimator_of, shaped_rewards
+from rlhfless_ray.learn.estimators import advantages_of, shaped_rewards
 from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
 from rlhfless_ray.learn.whiten import whiten
 
@@ -76,7 +77,7 @@ def penalized(
 def obstacle(algorithm: AlgorithmConfig) -> str | None:
     """Return why advantages cannot be computed from a part of the groups, or None if they can."""
     name = algorithm.advantage.estimator
-    estimator = estimator_of(name)
+    estimator = ESTIMATORS[name]
     if estimator.critic:
         return f"algorithm.advantage.estimator {name}: the critic values the whole batch first"
     if algorithm.advantage.whitens or estimator.whole_batch:

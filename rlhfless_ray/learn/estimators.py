@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from rlhfless_ray.common.estimators import ESTIMATORS, Estimator
+from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.learn.advantage import batch_centred, discounted_returns, gae, group_advantages, leave_one_out, uncentred
 from rlhfless_ray.learn.preference_pairs import pair_advantages
-from rlhfless_ray.learn.reward_shaping import clipped, token_rewards
+from rlhfless_ray.learn.reward_shaping import token_rewards
 
 centred = partial(group_advantages, normalize_std=False)
 BASELINES: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # rewards (prompts, samples) → shaped rewards
@@ -26,13 +26,6 @@ BASELINES: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # rewards (prompts
 }
 
 
-def estimator_of(name: str) -> Estimator:
-    """Return the properties of an estimator. Raises ValueError, which lists the choices, for an unknown name."""
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown advantage estimator {name!r}: {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[name]
-
-
 def shaped_rewards(
     name: str,
     rewards: np.ndarray,
@@ -46,16 +39,12 @@ def shaped_rewards(
     """Return the reward of each token after baseline, clip and KL, (Σ length,) float64, NaN for the tokens of a sample without a reward.
 
     `rewards` (prompts, samples) after penalties, NaN if missing. `lengths` (prompts · samples,) tokens of each response in the same
-    order. `kl` and `mask` (Σ length,); `mask` is True on action tokens. Raises ValueError for an unknown name, too few samples and
-    wrong shapes.
+    order. `kl` and `mask` (Σ length,); `mask` is True on action tokens.
     """
-    estimator = estimator_of(name)
-    if rewards.shape[1] < estimator.least_samples:
-        raise ValueError(f"{name} compares the samples of a prompt: at least {estimator.least_samples}, there is {rewards.shape[1]}")
     shaped = BASELINES[name](rewards).reshape(-1)
     if clip_range is not None:
-        shaped = clipped(shaped, *clip_range)
-    if estimator.pairs:
+        shaped = np.clip(shaped, *clip_range)
+    if ESTIMATORS[name].pairs:
         return pair_advantages(shaped.reshape(rewards.shape), lengths, kl, kl_coefficient, mask)
     return token_rewards(shaped, lengths, kl, kl_coefficient, mask)
 
@@ -73,13 +62,11 @@ def advantages_of(
     """Return advantages per token, not yet whitened, and returns: both (Σ length,) float64, 0 outside the mask.
 
     `reward`, `values` and `mask` (Σ length,); see `gae` for time steps. Estimators that do not discount use gamma 1, as in OpenRLHF.
-    Raises ValueError for missing critic values.
     """
-    estimator = estimator_of(name)
+    estimator = ESTIMATORS[name]
     action = np.ones(len(reward), bool) if mask is None else np.asarray(mask, bool)
     if estimator.critic:
-        if values is None:
-            raise ValueError(f"{name} needs the critic's values")
+        assert values is not None
         advantages, returns = gae(reward, np.where(action, values, 0.0), lengths, gamma, lambd)
     else:
         alone = estimator.teacher or estimator.pairs  # rewards are not summed over later tokens

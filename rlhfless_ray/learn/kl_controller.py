@@ -19,16 +19,12 @@ class AdaptiveKL:
     """Steer the measured KL towards `target` (Ziegler et al. 2019, section 2.2, arXiv 1909.08593).
 
     β ← β·(1 + e·samples/horizon) with e = clip(KL/target - 1, -0.2, 0.2). `horizon` is in samples: the paper's gain of 0.1 per step
-    of n samples is a horizon of 10·n. Raises ValueError if target or horizon is not positive.
+    of n samples is a horizon of 10·n.
     """
 
     coefficient: float
     target: float
     horizon: float = 10_000
-
-    def __post_init__(self) -> None:
-        if not (self.target > 0 and self.horizon > 0):
-            raise ValueError(f"KL target {self.target:g} and horizon {self.horizon:g} must be positive")
 
     def after(self, kl: float, samples: int) -> AdaptiveKL:
         """Return the controller after a step of `samples` samples. `kl`: their mean KL; ignored if it is not finite."""

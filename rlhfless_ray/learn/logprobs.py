@@ -38,12 +38,7 @@ def chunked_logprobs(
         targets: (tokens,) int64.
         chunk_tokens: tokens per chunk, see `tokens_per_chunk`.
         least_calls: number of calls of the head, without tokens if there are fewer chunks.
-
-    Raises:
-        ValueError: The temperature is not positive.
     """
-    if not temperature > 0:
-        raise ValueError(f"the temperature is {temperature:g}, must be positive")
 
     def part(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return TargetLogprobs.apply(head(h), t, temperature)

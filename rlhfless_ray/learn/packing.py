@@ -22,7 +22,7 @@ def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens
     arrays into `lengths`. A sequence longer than the budget has a separate micro-batch. A larger overhead gives fewer micro-batches and
     more padding.
     """
-    lengths = _checked(lengths, max_tokens, ranks)
+    lengths = np.asarray(lengths, np.int64)
     order = np.argsort(-lengths, kind="stable")
     size = lengths[order]
     budget = max_tokens
@@ -121,13 +121,6 @@ def _work(sizes: np.ndarray, alone: bool, width: int) -> float:
     """
     longest = int(sizes.max(initial=0))
     return len(sizes) * longest * (1 + longest / ((12 if alone else 6) * width))
-
-
-def _checked(lengths: np.ndarray, max_tokens: int, ranks: int) -> np.ndarray:
-    lengths = np.asarray(lengths, np.int64)
-    if max_tokens < 1 or ranks < 1 or (len(lengths) and int(lengths.min()) < 1):
-        raise ValueError(f"token budget {max_tokens}, ranks {ranks} and every length must be at least 1")
-    return lengths
 
 
 def _spread(lengths: np.ndarray, order: np.ndarray, count: int) -> list[list[int]]:

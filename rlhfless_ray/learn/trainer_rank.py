@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, loss_scale, parameter_groups, skipped_step
-from rlhfless_ray.learn.ema import ema_update
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
@@ -244,7 +243,8 @@ class TrainerRank:
             self.average = start or {name: x.detach().float().clone() for name, x in weights.items()}
         else:
             assert self.average is not None and self.settings.ema_beta is not None
-            ema_update(self.average, weights, self.settings.ema_beta)
+            for name, mean in self.average.items():  # (Polyak & Juditsky 1992)
+                mean.lerp_(weights[name].to(mean.device, mean.dtype), 1 - self.settings.ema_beta)
 
     # ---- weights and state ------------------------------------------------------------------------------------
 

@@ -18,8 +18,6 @@ class Cursor:
     """
 
     def __init__(self, n_rows: int, batch: int, shuffle: bool, seed: int, *, stops_at_epoch_end: bool = False) -> None:
-        if n_rows < 1 or batch < 1:
-            raise ValueError("n_rows and batch must be at least 1")
         self.stops_at_epoch_end = stops_at_epoch_end
         self.n_rows, self.batch, self.shuffle, self.seed = n_rows, batch, shuffle, seed
         self._rows_taken = 0  # rows returned since the start

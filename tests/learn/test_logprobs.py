@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from placement import peak_memory
-from rlhfless_ray.learn.logprobs import CHUNK_BYTES, TargetLogprobs, chunked_distillation, chunked_logprobs
+from rlhfless_ray.learn.logprobs import TargetLogprobs, chunked_distillation, chunked_logprobs
 
 WIDTH, VOCABULARY = 16, 53
 
@@ -182,14 +181,3 @@ def test_no_matrix_of_all_tokens_is_ever_made() -> None:
     with Largest() as naive:
         whole(head, hidden, targets, 1.0)
     assert naive.most == tokens * VOCABULARY
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
-def test_a_temperature_must_be_positive(temperature: float) -> None:
-    head, hidden, targets, *_ = case(torch.float32)
-    with pytest.raises(ValueError, match="must be positive"):
-        chunked_logprobs(head, hidden, targets, 4, temperature)
-
-
-def test_the_predicted_memory_is_that_of_this_chunk() -> None:
-    assert peak_memory.CHUNK_BYTES == CHUNK_BYTES
