@@ -1,44 +1,50 @@
-"""Estimate KL(policy ‖ reference) from the drawn tokens. Pure torch functions on per-token tensors."""
+"""Estimate KL(policy ‖ reference) from the drawn tokens: as arrays for the reward, as tensors with gradients for the loss."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the driver estimates without torch
 
 LIMIT = 10.0  # limit of a single token's estimate, as in OpenRLHF
 WEIGHT_LIMIT = 10.0  # limit of the importance weight in the unbiased gradient
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy ‖ reference) per token from samples of the policy (Schulman 2020, "Approximating KL").
-
-    With d = logprobs - reference_logprobs: k1 = d (unbiased, may be negative), k2 = d²/2, k3 = exp(-d) - 1 + d
-    (unbiased and never negative).
-    """
-    difference = logprobs - reference_logprobs
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return difference.square() / 2
-    if estimator == "k3":
-        return torch.expm1(-difference) + difference  # exp(…) - 1 loses all significant digits near 0
-    raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
+def token_kl(logprobs: np.ndarray, reference: np.ndarray, estimator: str, limit: float | None = LIMIT) -> np.ndarray:
+    """Return the KL penalty per token for the reward, (tokens,) float32, clamped to [-limit, limit]; None: not clamped."""
+    return _estimate(logprobs - reference, estimator, limit, np.expm1)
 
 
 def bounded_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, limit: float | None = LIMIT) -> Tensor:
-    """Return `kl_estimate` in at least float32, clamped to [-limit, limit], for the reward or for the loss with its own gradient.
+    """Return the same for the loss, with the estimate's own gradient, in at least float32.
 
     All tensors are (tokens,). No gradient flows through a clamped estimate. k3 and its gradient stay finite, however far the policy
     is below the reference. With `limit` None nothing is clamped, and k3 may overflow.
     """
-    logprobs, reference_logprobs = _wide(logprobs), _wide(reference_logprobs)
-    if limit is None:
-        return kl_estimate(logprobs, reference_logprobs, estimator)
-    if estimator == "k3":
-        # exp overflows from d = -88 on; at d = -max(limit, 2) k3 has passed the limit, so cutting d first changes no value
-        difference = (logprobs - reference_logprobs).clamp(min=-max(limit, 2.0))
-        return (torch.expm1(-difference) + difference).clamp(max=limit)
-    return kl_estimate(logprobs, reference_logprobs, estimator).clamp(-limit, limit)
+    import torch
+
+    return _estimate(_wide(logprobs) - _wide(reference_logprobs), estimator, limit, torch.expm1)
+
+
+def _estimate(difference: Any, estimator: str, limit: float | None, expm1: Callable[[Any], Any]) -> Any:
+    """Estimate the KL per token from samples of the policy (Schulman 2020, "Approximating KL"), for arrays and tensors.
+
+    With d = `difference` = log p of the policy - log p of the reference: k1 = d (unbiased, may be negative), k2 = d²/2, k3 =
+    exp(-d) - 1 + d (unbiased and never negative).
+    """
+    if estimator == "k1":
+        estimate = difference
+    elif estimator == "k2":
+        estimate = difference * difference / 2
+    else:
+        if limit is not None:  # exp overflows from d = -88 on; at d = -max(limit, 2) k3 has passed the limit, so this changes no value
+            difference = difference.clip(min=-max(limit, 2.0))
+        estimate = expm1(-difference) + difference  # exp(…) - 1 loses all significant digits near 0
+    return estimate if limit is None else estimate.clip(-limit, limit)
 
 
 def unbiased_kl(
@@ -65,4 +71,6 @@ def unbiased_kl(
 
 
 def _wide(x: Tensor) -> Tensor:
+    import torch
+
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -19,10 +19,10 @@ from rlhfless_ray.learn.carry import FILE, as_bytes, carried, of_bytes
 from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.learn.compute_advantages import compute_advantages, penalized
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
+from rlhfless_ray.learn.kl_estimators import token_kl
 from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.learn.pending import Pending
-from rlhfless_ray.learn.reward_shaping import token_kl
 from rlhfless_ray.learn.update_stats import untouched
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext

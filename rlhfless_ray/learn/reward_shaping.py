@@ -12,32 +12,21 @@ def overlong_penalty(lengths: np.ndarray, max_new_tokens: int, buffer_tokens: fl
     """Return the overlong penalty, to be added to the rewards (Yu et al. 2025, DAPO, equation 13, arXiv 2503.14476).
 
     It is 0 up to max_new_tokens - buffer_tokens, then falls linearly to -factor at max_new_tokens, and no lower. `lengths` of the
-    responses in tokens, any shape. Raises ValueError if the buffer is longer than max_new_tokens.
+    responses in tokens, any shape.
     """
-    if not 0 <= buffer_tokens <= max_new_tokens:
-        raise ValueError(f"an overlong buffer of {buffer_tokens:g} tokens does not fit into responses of {max_new_tokens}")
     beyond = np.clip(np.asarray(lengths, np.float64) - (max_new_tokens - buffer_tokens), 0.0, buffer_tokens)
-    return -factor * beyond / buffer_tokens if buffer_tokens else np.zeros_like(beyond)
+    return -factor * beyond / buffer_tokens
 
 
 def stop_properly(rewards: np.ndarray, truncated: np.ndarray, coefficient: float) -> np.ndarray:
     """Penalise responses that were cut off at the limit (ProRL v2; OpenRLHF from 0.9.2).
 
     Their rewards are scaled by a coefficient from 0 to 1, or replaced by a negative coefficient. `rewards` float and `truncated` bool
-    have the same shape. A missing reward (NaN) stays missing. Raises ValueError for a coefficient above 1.
+    have the same shape. A missing reward (NaN) stays missing.
     """
-    if coefficient > 1:
-        raise ValueError(f"the stop-properly coefficient is {coefficient:g}, must be negative or from 0 to 1")
     rewards = np.asarray(rewards, np.float64)
     instead = rewards * coefficient if coefficient >= 0 else np.where(np.isnan(rewards), np.nan, coefficient)
     return np.where(np.asarray(truncated, bool), instead, rewards)
-
-
-def clipped(rewards: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Clip rewards to [low, high], after the baseline. NaN stays. Raises ValueError if low > high."""
-    if low > high:
-        raise ValueError(f"reward clip range from {low:g} to {high:g}: the first must not be larger than the second")
-    return np.clip(rewards, low, high)
 
 
 def token_rewards(
@@ -52,11 +41,6 @@ def token_rewards(
     lengths = np.asarray(lengths)
     total = int(lengths.sum())
     action = np.ones(total, bool) if mask is None else np.asarray(mask, bool)
-    for name, array in (("kl", kl), ("mask", action)):
-        if array is not None and np.shape(array) != (total,):
-            raise ValueError(f"{name} has shape {np.shape(array)}, but the lengths add up to {total}")
-    if np.shape(rewards) != lengths.shape:
-        raise ValueError(f"{np.shape(rewards)} rewards for {lengths.shape} sequences")
     out = np.zeros(total)
     if kl is not None and coefficient > 0:
         np.multiply(kl, -coefficient, out=out, where=action)
@@ -67,22 +51,3 @@ def token_rewards(
     has[has] &= where[last[has]] >= (ends - lengths)[has]  # … if it is the sequence's own
     out[where[last[has]]] += np.asarray(rewards, np.float64)[has]
     return out
-
-
-def token_kl(logprobs: np.ndarray, reference: np.ndarray, estimator: str, limit: float | None = 10.0) -> np.ndarray:
-    """Return the KL penalty per token for the reward: `kl_estimators.bounded_kl` in numpy, without gradient.
-
-    `logprobs` and `reference` (tokens,) float32, of the policy and of the initial policy. The estimator is k1, k2 or k3 (Schulman
-    2020, "Approximating KL"), clamped to [-limit, limit]; None: not clamped. Raises ValueError for another estimator.
-    """
-    difference = logprobs - reference
-    if estimator == "k1":
-        estimate = difference
-    elif estimator == "k2":
-        estimate = np.square(difference) / 2
-    elif estimator == "k3":  # beyond the limit exp would overflow, and its value is clamped anyway
-        difference = difference if limit is None else np.maximum(difference, -max(limit, 2.0))
-        estimate = np.expm1(-difference) + difference
-    else:
-        raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
-    return estimate if limit is None else np.clip(estimate, -limit, limit)

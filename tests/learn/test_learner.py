@@ -19,8 +19,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 from tiny_policy import EARLY
 
+from rlhfless_ray.learn.kl_estimators import token_kl
 from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches
-from rlhfless_ray.learn.reward_shaping import token_kl
 from rlhfless_ray.learn.trainer_rank import read_state
 
 Weights = dict[str, np.ndarray]

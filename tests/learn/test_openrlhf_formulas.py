@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from rlhfless_ray.learn.compute_advantages import compute_advantages
-from rlhfless_ray.learn.kl_estimators import bounded_kl
+from rlhfless_ray.learn.kl_estimators import bounded_kl, token_kl
 from rlhfless_ray.learn.learner_rank import LearnerRank
 from rlhfless_ray.learn.losses import token_weights, value_loss
 from rlhfless_ray.learn.policy_model import TokenValues
 from rlhfless_ray.learn.rank_settings import learner_settings
-from rlhfless_ray.learn.reward_shaping import token_kl
 from rlhfless_ray.recipe import Recipe
 
 LENGTHS = np.array([2, 4, 1, 3])
