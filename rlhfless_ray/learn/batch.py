@@ -144,30 +144,19 @@ def spans_of(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.array([where[-1] - where[0] + 1 if len(where) else 0 for where in kept], np.int64)
 
 
-def mini_batches(batch: Batch, count: int, samples: int | None = None, rng: np.random.Generator | None = None) -> list[np.ndarray]:
-    """Return the sequence indices of each optimizer step.
-
-    Whole groups are dealt in order to `count` steps. With `samples`, each step has that many sequences instead, in an order drawn
-    from `rng`, and the last may have fewer.
-    """
-    if samples is not None:
-        assert rng is not None
-        order = rng.permutation(len(batch))
-        return [np.sort(order[start : start + samples]) for start in range(0, len(order), samples)]
-    order = np.unique(batch.groups)
-    return [np.flatnonzero(np.isin(batch.groups, part)) for part in np.array_split(order, count) if len(part)]
-
-
 def optimizer_steps(batch: Batch, algorithm: AlgorithmConfig, seed: list[int]) -> list[np.ndarray]:
     """Return the sequence indices of each optimizer step of an update, by the recipe's section `algorithm`.
 
-    The result follows from the seed, so it is the same on every rank. The list is empty if the samples fill no step.
+    Whole groups are dealt in order to `updates_per_step` steps. With `batch_samples`, each step has that many sequences instead, in an
+    order drawn from the seed, and the last step of an epoch may have fewer. The result is the same on every rank, and empty if the
+    samples fill no step.
     """
     if batch.steps is not None:
         return list(batch.steps)
-    size, drops = algorithm.batch_samples, algorithm.remainder == "drop"
-    rng = np.random.default_rng(seed)
-    parts: list[np.ndarray] = []
-    for _ in range(algorithm.epochs):
-        parts += mini_batches(batch, algorithm.updates_per_step, size, rng)
-    return [part for part in parts if len(part) == size] if drops else parts
+    size, rng = algorithm.batch_samples, np.random.default_rng(seed)
+    if size is None:
+        parts = np.array_split(np.unique(batch.groups), algorithm.updates_per_step)
+        return [np.flatnonzero(np.isin(batch.groups, part)) for part in parts if len(part)] * algorithm.epochs
+    orders = [rng.permutation(len(batch)) for _ in range(algorithm.epochs)]
+    steps = [np.sort(order[start : start + size]) for order in orders for start in range(0, len(order), size)]
+    return [step for step in steps if len(step) == size] if algorithm.remainder == "drop" else steps

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.batch import Batch, lags_of, mini_batches, optimizer_steps
+from rlhfless_ray.learn.batch import Batch, lags_of, optimizer_steps
 from rlhfless_ray.recipe import AlgorithmConfig
 from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -50,14 +50,14 @@ def test_the_lag_of_every_token_the_policy_wrote() -> None:
 def test_an_empty_batch_is_a_batch() -> None:
     batch = Batch.of([])
     assert len(batch) == 0 and batch.tokens.dtype == np.int64
-    assert mini_batches(batch, 2) == []
+    assert optimizer_steps(batch, AlgorithmConfig(updates_per_step=2), [0]) == []
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=50), st.integers(1, 6))
 @settings(deadline=None)
-def test_mini_batches_hold_whole_groups(groups: list[int], count: int) -> None:
+def test_optimizer_steps_hold_whole_groups(groups: list[int], count: int) -> None:
     batch = batch_of([(1, 1, group) for group in groups])
-    parts = mini_batches(batch, count)
+    parts = optimizer_steps(batch, AlgorithmConfig(updates_per_step=count), [0])
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(groups)))
     assert len(parts) == min(count, len(set(groups)))
     owners = [set(batch.groups[part]) for part in parts]
