@@ -141,21 +141,21 @@ class Span:
 class UpdateStats:
     """Statistics of one learner update, averaged over the trained tokens of the whole step."""
 
-    loss: float
-    policy_loss: float
-    kl: float
-    entropy: float
-    clip_share: float  # share of tokens whose ratio was clipped
-    importance_mean: float  # truncated importance weight learner / sampler
-    importance_capped_share: float  # share of tokens (or of sequences, if whole ones are masked) with a capped weight or left out
-    mismatch_mean: float  # mean |log p_learner - log p_sampler| over tokens, both at the sampler's weights
-    mismatch_max: float
-    grad_norm: float
-    learning_rate: float
-    trained_tokens: int
-    skipped: int  # optimizer steps skipped because loss or gradient was not finite
+    loss: float = 0.0
+    policy_loss: float = 0.0
+    kl: float = 0.0
+    entropy: float = 0.0
+    clip_share: float = 0.0  # share of tokens whose ratio was clipped
+    importance_mean: float = 0.0  # truncated importance weight learner / sampler
+    importance_capped_share: float = 0.0  # share of tokens (or of sequences, if whole ones are masked) with a capped weight or left out
+    mismatch_mean: float = 0.0  # mean |log p_learner - log p_sampler| over tokens, both at the sampler's weights
+    mismatch_max: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    trained_tokens: int = 0
+    skipped: int = 0  # optimizer steps skipped because loss or gradient was not finite
     reason: str = ""  # why an optimizer step was skipped
-    applied: int = 1  # optimizer steps that were not skipped
+    applied: int = 0  # optimizer steps that were not skipped
     skipped_last: int = 0  # skipped optimizer steps after the last applied one
     ppo_kl: float = 0.0  # log p_old - log p of the policy; p_old: before the step's first optimizer step
     sampler_kl: float = 0.0  # log p_sampler - log p_old
@@ -163,7 +163,7 @@ class UpdateStats:
     next_learning_rate: float = 0.0  # of the optimizer step that follows this update
     last_grad_norm: float = 0.0  # before clipping, of the last optimizer step
     router_balance: float = 0.0  # the routers' auxiliary loss before its weight, where there is one
-    effective_share: float = 1.0  # effective sample size of the tokens' importance weights p_old / p_sampler, as a share of the tokens
+    effective_share: float = 0.0  # effective sample size of the tokens' importance weights p_old / p_sampler, as a share of the tokens
     kl_by_lag: dict[int, float] = field(default_factory=dict)  # KL(version that drew a token ‖ weights before the update), by lag
 
 
@@ -171,16 +171,16 @@ class UpdateStats:
 class CriticStats:
     """Statistics of one update of the critic, averaged over the trained tokens."""
 
-    loss: float
-    value_mean: float  # before each optimizer step
-    return_mean: float
-    clip_share: float  # share of tokens whose clipped error was larger
-    grad_norm: float
-    learning_rate: float
-    trained_tokens: int
-    skipped: int  # as in UpdateStats
+    loss: float = 0.0
+    value_mean: float = 0.0  # before each optimizer step
+    return_mean: float = 0.0
+    clip_share: float = 0.0  # share of tokens whose clipped error was larger
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    trained_tokens: int = 0
+    skipped: int = 0  # as in UpdateStats
     reason: str = ""
-    applied: int = 1
+    applied: int = 0
     skipped_last: int = 0
 
 

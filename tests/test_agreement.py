@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.learn.update_stats import nothing, untouched
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.progress_panel import line
 from rlhfless_ray.report.summary import warnings
@@ -82,16 +80,16 @@ def test_the_first_samples_and_those_after_the_first_update_are_checked() -> Non
     checks.check(samples[0], versions[0], 0.7, parks=False)
     checks.check(samples[0], versions[0], 0.7, parks=True)
     assert len(learner.asked) == 1 and checks.context.broker.free == ()
-    checks.updated(replace(nothing(UpdateStats), trained_tokens=9))
+    checks.updated(UpdateStats(skipped=1, trained_tokens=9))
     checks.check(samples[1], versions[1], 0.7, parks=False)
     assert len(learner.asked) == 1, "no update was made yet"
-    checks.updated(replace(nothing(UpdateStats), applied=1, trained_tokens=9))
+    checks.updated(UpdateStats(applied=1, trained_tokens=9))
     checks.check(samples[1], versions[2], 0.7, parks=True)
     assert len(learner.asked) == 1, "these are of older weights than the learner holds"
     checks.check(samples[2], versions[2], 0.0, parks=True)
     assert [asked[1:] for asked in learner.asked] == [(0.7, 1.0), (1.0, 1.0)], "greedy ones have log-probabilities at temperature 1"
     assert checks.context.broker.free == ("lease",)
-    checks.updated(replace(nothing(UpdateStats), applied=1, trained_tokens=9))
+    checks.updated(UpdateStats(applied=1, trained_tokens=9))
     checks.check(samples[3], versions[3], 0.7, parks=False)
     assert len(learner.asked) == 2
 
@@ -102,8 +100,8 @@ def test_samples_that_no_update_compares_are_checked() -> None:
     checks, _ = agreement(learner)
     for version in range(3):
         checks.check([sample(0, 6, version)], WeightVersion(version, None), 1.0, parks=False)
-        assert compare_mismatch(untouched(UpdateStats), 1e-3, 1.0) == {}
-        checks.updated(untouched(UpdateStats))
+        assert compare_mismatch(UpdateStats(), 1e-3, 1.0) == {}
+        checks.updated(UpdateStats())
     assert len(learner.asked) == 3
 
 
@@ -129,7 +127,7 @@ def test_bfloat16_and_top_p_have_their_own_tolerance() -> None:
     checks, _ = agreement(learner, policy={"dtype": "bfloat16"}, learner={"zero_stage": 1}, rollout={"top_p": 0.9})
     checks.check([sample(0, 9)], WeightVersion(0, None), 0.6, parks=False)
     assert learner.asked[0][1:] == (0.6, 0.9), "the learner computes what was sampled from, so no tolerance is needed for the nucleus"
-    stats = replace(nothing(UpdateStats), trained_tokens=9)
+    stats = UpdateStats(skipped=1, trained_tokens=9)
     assert compare_mismatch(stats, 0.01, 0.9)["learn/mismatch_tolerance"] == pytest.approx(0.01 - math.log(0.9))
 
 
@@ -146,7 +144,7 @@ def test_what_rounding_explains_is_no_disagreement() -> None:
 
 
 def row_of(mismatch: float) -> dict[str, Any]:
-    stats = replace(nothing(UpdateStats), mismatch_mean=mismatch, trained_tokens=9)
+    stats = UpdateStats(skipped=1, mismatch_mean=mismatch, trained_tokens=9)
     return {"step": 4, "learn/mismatch_mean": mismatch, **compare_mismatch(stats, 1e-3, 1.0)}
 
 

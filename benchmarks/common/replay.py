@@ -232,7 +232,7 @@ class ReplayedLearner:
         learned = self.early + share.batch.tokens.tobytes()
         self.digest, self.early = hashlib.blake2b(self.digest + learned, digest_size=8).digest(), b""
         self.updates += 1
-        nothing = UpdateStats(0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, int(share.batch.lengths.sum()), 0)
+        nothing = UpdateStats(importance_mean=1, trained_tokens=int(share.batch.lengths.sum()), applied=1, effective_share=1)
         return nothing, [Span("work", "update (replayed)", start, start + seconds)]
 
     def weights(self) -> tuple[dict[str, np.ndarray], tuple[int, list[Span]]]:

@@ -17,7 +17,7 @@ from rlhfless_ray.learn.policy_model import TokenValues, load_critic, scalar_con
 from rlhfless_ray.learn.rank_settings import CriticSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
-from rlhfless_ray.learn.update_stats import merged, nothing, untouched
+from rlhfless_ray.learn.update_stats import merged, without_steps
 from rlhfless_ray.types import CriticStats, Span
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
@@ -59,8 +59,7 @@ class CriticRank:
     def update(self, share: Share) -> CriticStats:
         """Train on the batch's `returns`. Its `values` are those that the advantages were computed with. Optimizer steps are
         divided as the policy's are."""
-        stats = [self._step(share, step) for step in share.steps] or [untouched(CriticStats) if len(share) else nothing(CriticStats)]
-        return merged(stats)
+        return merged([self._step(share, step) for step in share.steps] or [without_steps(CriticStats, len(share))])
 
     def _step(self, share: Share, step: ShareStep) -> CriticStats:
         batch = share.batch

@@ -23,7 +23,6 @@ from rlhfless_ray.learn.kl_estimators import token_kl
 from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.learn.pending import Pending
-from rlhfless_ray.learn.update_stats import untouched
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
@@ -205,7 +204,7 @@ class LearnStage:
             self.worker_groups.turn(self.worker_group)
         if self.passes.each:
             self.context.autoscaler.observe_passes(samples, self.passes_s + time.monotonic() - began_s)
-        stats = Pending(lambda: untouched(UpdateStats)) if frozen else self._started(batch, samples)
+        stats = Pending(UpdateStats) if frozen else self._started(batch, samples)
         return Pending(lambda: self._updated(stats, samples, metrics, left), stats.is_ready)
 
     def _started(self, batch: Batch, samples: list[Sample]) -> Pending[UpdateStats]:

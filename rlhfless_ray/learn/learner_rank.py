@@ -22,7 +22,7 @@ from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_mode
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
-from rlhfless_ray.learn.update_stats import merged, nothing, untouched
+from rlhfless_ray.learn.update_stats import merged, without_steps
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
@@ -79,8 +79,7 @@ class LearnerRank:
         if self.early is not None:
             return self._finish_early(share)
         old = self._old(share)
-        without_step = untouched(UpdateStats) if len(share) else nothing(UpdateStats)
-        return merged([self._step(share, step, old) for step in share.steps] or [without_step])
+        return merged([self._step(share, step, old) for step in share.steps] or [without_steps(UpdateStats, len(share))])
 
     def accumulate(self, share: Share) -> None:
         """Accumulate gradients of complete groups while other groups of their step are still generated.

@@ -12,19 +12,9 @@ from rlhfless_ray.types import CriticStats, UpdateStats
 Stats = TypeVar("Stats", UpdateStats, CriticStats)
 
 
-def nothing(kind: type[Stats]) -> Stats:
-    """Return the statistics of an update that had no samples to train on."""
-    return _zeros(kind, skipped=1, skipped_last=1, reason="no sample of the step has a reward")
-
-
-def untouched(kind: type[Stats]) -> Stats:
-    """Return the statistics of a step without an optimizer step, because the policy is frozen or the samples fill none."""
-    return _zeros(kind)
-
-
-def _zeros(kind: type[Stats], **others: Any) -> Stats:
-    counts: dict[str, Any] = {"trained_tokens": 0, "skipped": 0, "applied": 0, "skipped_last": 0, "reason": "", "kl_by_lag": {}}
-    return kind(**{name: others.get(name, counts.get(name, 0.0)) for name in kind.__dataclass_fields__})
+def without_steps(kind: type[Stats], samples: int) -> Stats:
+    """Return the statistics of an update without optimizer steps: its samples fill none, or there are none to train on."""
+    return kind() if samples else kind(skipped=1, skipped_last=1, reason="no sample of the step has a reward")
 
 
 def merged(stats: list[Stats]) -> Stats:

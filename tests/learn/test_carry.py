@@ -16,7 +16,6 @@ from rlhfless_ray.learn.batch import Batch, optimizer_steps
 from rlhfless_ray.learn.carry import as_bytes, carried, joined, of_bytes
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.pending import Pending
-from rlhfless_ray.learn.update_stats import untouched
 from rlhfless_ray.recipe import AlgorithmConfig, Recipe
 from rlhfless_ray.types import UpdateStats
 
@@ -105,7 +104,7 @@ def stage_of(told: list[str], **more: Any) -> tuple[LearnStage, list[Batch]]:
 
     def start_update(batch: Batch, **_: Any) -> Pending[UpdateStats]:
         given.append(batch)
-        return Pending(lambda: replace(untouched(UpdateStats), applied=1))
+        return Pending(lambda: UpdateStats(applied=1))
 
     worker_group = SimpleNamespace(
         recovery=SimpleNamespace(restarts=0), start_update=start_update, by_rank=[SimpleNamespace(leases=[1])], ranks=1

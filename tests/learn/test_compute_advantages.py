@@ -189,7 +189,7 @@ class Working:
         assert self.working
         self.log.append(f"{self.name} learns")
         kind = CriticStats if self.name == "critic" else UpdateStats
-        return Pending(lambda: kind(**{**dict.fromkeys(kind.__dataclass_fields__, 0.0), "applied": 1}))
+        return Pending(lambda: kind(applied=1))
 
 
 def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
@@ -270,8 +270,7 @@ def test_later_updates_wait_for_all_samples(algorithm: dict[str, Any]) -> None:
 
 def test_an_adapted_coefficient_goes_on_where_it_was() -> None:
     chosen = recipe(algorithm={"kl": {"coefficient": 0.1, "target": 0.02, "horizon": 100}})
-    numbers: dict[str, Any] = dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0)
-    stats = UpdateStats(**{**numbers, "kl": 0.03, "applied": 1})
+    stats = UpdateStats(kl=0.03, applied=1)
     recovery = SimpleNamespace(restarts=0)
     worker_group = SimpleNamespace(
         recovery=recovery, start_update=lambda *_, **__: Pending(lambda: stats), by_rank=[SimpleNamespace(leases=[1])], ranks=1

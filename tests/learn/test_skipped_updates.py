@@ -11,7 +11,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn import worker_group as module
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.shares import Cutter
-from rlhfless_ray.learn.update_stats import merged, nothing
+from rlhfless_ray.learn.update_stats import merged, without_steps
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.types import UpdateStats
 
@@ -19,9 +19,8 @@ from rlhfless_ray.types import UpdateStats
 def step(applied: str) -> UpdateStats:
     """One optimizer step: "x" is applied, "-" is skipped."""
     good = applied == "x"
-    numbers: dict[str, Any] = {**dict.fromkeys(UpdateStats.__dataclass_fields__, 0.0), "kl_by_lag": {}}
     counts = {"trained_tokens": 5 * good, "skipped": int(not good), "applied": int(good), "skipped_last": int(not good)}
-    return UpdateStats(**{**numbers, **counts, "grad_norm": 1.0 if good else float("nan"), "reason": "" if good else "nan"})
+    return UpdateStats(**counts, grad_norm=1.0 if good else float("nan"), reason="" if good else "nan")
 
 
 class Whole(Cutter):
@@ -67,6 +66,6 @@ def test_too_many_in_a_row_end_the_run_with_advice_that_fits(worker_group: Worke
         worker_group.update(merged([step("-"), step("-")]))
     worker_group.skipped_in_a_row = 0
     for _ in range(3):
-        worker_group.update(nothing(UpdateStats))
+        worker_group.update(without_steps(UpdateStats, 0))
     with pytest.raises(RunError, match=r"no sample of the step has a reward; look at samples/$"):
-        worker_group.update(nothing(UpdateStats))
+        worker_group.update(without_steps(UpdateStats, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.learn.compute_advantages import penalized
-from rlhfless_ray.learn.update_stats import merged, untouched
+from rlhfless_ray.learn.update_stats import merged
 from rlhfless_ray.recipe import Recipe, WatchConfig
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.openrlhf_names import NAMES, SAMPLE, Shown, renamed, step_line
@@ -201,7 +201,7 @@ def test_rewards_and_lengths_are_those_of_openrlhf_with_length_penalties() -> No
 
 def test_of_several_optimizer_steps_the_rate_to_come_and_the_last_norm_are_told() -> None:
     steps = [
-        replace(untouched(UpdateStats), learning_rate=rate, next_learning_rate=rate / 2, last_grad_norm=norm, grad_norm=norm)
+        UpdateStats(learning_rate=rate, next_learning_rate=rate / 2, last_grad_norm=norm, grad_norm=norm)
         for rate, norm in ((8.0, 1.0), (4.0, 3.0), (2.0, 2.0))
     ]
     found = merged(steps)
