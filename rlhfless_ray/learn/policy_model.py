@@ -162,12 +162,8 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str =
     """
     from transformers import AutoModelForCausalLM
 
-    try:
-        model, missing, mismatched = _load(AutoModelForCausalLM, folder, dtype, trust_remote_code)
-    except (MemoryError, RuntimeError):
-        raise
-    except Exception as error:  # libraries raise many types for folders that they cannot read
-        raise UserError(f"{setting}: it cannot be loaded as a causal language model: {one_line(error, 300)}") from None
+    refusal = f"{setting}: it cannot be loaded as a causal language model"
+    model, missing, mismatched = _load(AutoModelForCausalLM, folder, dtype, trust_remote_code, refusal)
     if wrong := sorted(missing | mismatched):
         raise UserError(
             f"{setting}: its weights do not fit its config.json: {wrong[0]} is missing or has another shape for "
@@ -176,17 +172,25 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str =
     return as_sampled(model)
 
 
-def _load(kind: Any, folder: Path, dtype: str, trust_remote_code: bool, **options: Any) -> tuple[Any, set[str], set[str]]:
-    """Return a model of one of transformers' Auto classes, and the names of its weights that the folder lacks or has in another shape."""
-    model, loading = kind.from_pretrained(
-        folder,
-        dtype=getattr(torch, dtype),
-        trust_remote_code=trust_remote_code,
-        local_files_only=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **options,
-    )
+def _load(kind: Any, folder: Path, dtype: str, trust_remote_code: bool, refusal: str, **options: Any) -> tuple[Any, set[str], set[str]]:
+    """Return a model of one of transformers' Auto classes, and the names of its weights that the folder lacks or has in another shape.
+
+    Raises UserError, which begins with `refusal`, if transformers cannot read the folder.
+    """
+    try:
+        model, loading = kind.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except (MemoryError, RuntimeError):
+        raise
+    except Exception as error:  # libraries raise many types for folders that they cannot read
+        raise UserError(f"{refusal}: {one_line(error, 300)}") from None
     missing, mismatched = (
         {key if isinstance(key, str) else key[0] for key in loading[f"{which}_keys"]} for which in ("missing", "mismatched")
     )
@@ -203,12 +207,7 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
     """
     from transformers import AutoModelForSequenceClassification
 
-    try:
-        model, missing, mismatched = _load(AutoModelForSequenceClassification, folder, dtype, trust_remote_code, num_labels=1)
-    except (MemoryError, RuntimeError):
-        raise
-    except Exception as error:  # libraries raise many types for folders that they cannot read
-        raise UserError(f"{setting}: {one_line(error, 200)}") from None
+    model, missing, mismatched = _load(AutoModelForSequenceClassification, folder, dtype, trust_remote_code, setting, num_labels=1)
     if not isinstance(getattr(model, "score", None), nn.Module):
         raise UserError(f"{setting}: {type(model).__name__} has no scalar head called `score`, so it cannot be a critic yet")
     value_head = getattr(model.config, "value_head_prefix", None) or value_head
