@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
+
+TITLES = {"n_rows": "the number of training rows", "shuffle": "prompts.shuffle", "seed": "run.seed"}  # of what orders the rows
+
+
+def check_unchanged(state: Mapping[str, Any], now: object, titles: Mapping[str, str]) -> None:
+    """Raise UserError if one of these values is not as in a checkpoint's `state`: going on would repeat some rows and skip others."""
+    for name, title in titles.items():
+        if name in state and state[name] != getattr(now, name):
+            raise UserError(
+                f"resume: {title} was {state[name]} when the checkpoint was saved and is {getattr(now, name)} now; set it back, or start a "
+                "new run"
+            )
 
 
 class Cursor:
@@ -64,12 +77,7 @@ class Cursor:
 
         Raises UserError if the rows or their order have changed.
         """
-        for name, title in (("n_rows", "the number of training rows"), ("shuffle", "prompts.shuffle"), ("seed", "run.seed")):
-            if state[name] != getattr(self, name):
-                raise UserError(
-                    f"resume: {title} was {state[name]} when the checkpoint was saved and is {getattr(self, name)} now; "
-                    "set it back, or start a new run"
-                )
+        check_unchanged(state, self, TITLES)
         self._rows_taken = int(state["taken"])
 
     def _permutation(self, epoch: int) -> np.ndarray:

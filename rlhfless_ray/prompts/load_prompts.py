@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, turn_problem
-from rlhfless_ray.prompts.sources import read_sources
+from rlhfless_ray.prompts.sources import read_sources, split_paths
 from rlhfless_ray.types import Prompt
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     if not recipe.evaluate.path or not held:
         return PromptSet(*_split_heldout(prompts, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
     train, _ = _split_heldout(prompts, 0, len(overlong), recipe)
-    paths = recipe.evaluate.path
-    sources = [paths] if Path(paths).exists() else [part.strip() for part in paths.split(",")]
+    sources = split_paths(recipe.evaluate.path)
     named_rows = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
     heldout, overlong_heldout = _make_prompts(
         named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens

@@ -41,6 +41,11 @@ def read_sources(
     return rows[:max_rows]
 
 
+def split_paths(paths: str) -> list[str]:
+    """Return the data sets that a setting names, separated by commas. A file whose name has a comma is one."""
+    return [paths] if Path(paths).exists() else [part.strip() for part in paths.split(",")]
+
+
 def read_source(source: str, split: str, setting: str) -> list[NamedRow]:
     """Return every row of one data set. `source` may end in `@subdir`."""
     if not source.strip():  # an empty path would be the working folder

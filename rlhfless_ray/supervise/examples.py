@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches
 from rlhfless_ray.learn.packing import MOST_WORK
@@ -177,15 +176,6 @@ class RowOrder:
     def state(self) -> dict[str, Any]:
         """Return what determines the rows of a step, ready for JSON."""
         return {name: getattr(self, name) for name in TITLES}
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise UserError if steps had other rows in the run with this `state`: going on would repeat some rows and skip others."""
-        for name, value in state.items():
-            if value != getattr(self, name):
-                raise UserError(
-                    f"resume: {TITLES[name]} was {value} when the checkpoint was saved and is {getattr(self, name)} now; set it back, or "
-                    "start a new run"
-                )
 
     def step(self, number: int) -> np.ndarray:
         """Return the rows of step `number`, counted from 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.prompts.read_rows import NamedRow
-from rlhfless_ray.prompts.sources import read_sources
+from rlhfless_ray.prompts.sources import read_sources, split_paths
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.row_reader import RowReader, SupervisedRows
 
@@ -34,10 +33,8 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
     where = f"data.path {data.sources[0]}" if len(data.sources) == 1 else "data.paths"
     train = reader.read(rows, where)
     if evaluate.path:
-        sources = [evaluate.path] if Path(evaluate.path).exists() else [part.strip() for part in evaluate.path.split(",")]
-        heldout = reader.read(
-            read_sources(sources, evaluate.split, "evaluate", max_rows=evaluate.rows or None), f"evaluate.path {evaluate.path}"
-        )
+        heldout_rows = read_sources(split_paths(evaluate.path), evaluate.split, "evaluate", max_rows=evaluate.rows or None)
+        heldout = reader.read(heldout_rows, f"evaluate.path {evaluate.path}")
         return reader.collect(train, heldout)
     if len(train) <= evaluate.rows:
         raise UserError(f"evaluate.rows: {evaluate.rows} held-out rows leave none of the {len(train)} of {where} to train on; lower it")

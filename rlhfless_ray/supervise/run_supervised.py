@@ -17,12 +17,13 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.model_checks import check_width
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
+from rlhfless_ray.prompts.cursor import check_unchanged
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
-from rlhfless_ray.supervise.examples import RowOrder
+from rlhfless_ray.supervise.examples import TITLES, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
 from rlhfless_ray.supervise.load_rows import load_rows
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
@@ -107,7 +108,7 @@ class SupervisedStage:
                 "lower batch_rows, or set remainder to short"
             )
         if resume:
-            self.order.check(progress_saved(self.storage).get("order", {}))
+            check_unchanged(progress_saved(self.storage).get("order", {}), self.order, TITLES)
         run = recipe.run.model_copy(update={"steps": self.order.steps})
         self.recipe = recipe.model_copy(update={"run": run})
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20
