@@ -41,7 +41,7 @@ class RowReader:
         self.left_out: list[str] = []
         self.cut: list[str] = []
         self.same: list[str] = []
-        self.where = self.name = ""
+        self.name = self.row = ""  # of the row that is read, with and without the data set's
         self.bos: list[int] = []
         self.reward_tokens: list[int] = []
         if self.data.add_bos and getattr(tokenizer, "bos_token_id", None) is not None:
@@ -58,10 +58,9 @@ class RowReader:
             self.reward_tokens = [self._single(token, "data.reward_tokens") for token in self.data.reward_tokens or []]
 
     def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
-        self.where = where
         examples, same_before, cut_before = [], len(self.same), len(self.cut)
         for name, row in rows:
-            self.name = f"{where}, {name}"
+            self.name, self.row = f"{where}, {name}", name
             try:
                 examples.append(self._row(row))
             except _LeftOut:
@@ -142,7 +141,7 @@ class RowReader:
                         f"{self.name}: `{data.chosen_column}` and `{data.rejected_column}` are the same, so there is nothing to prefer; "
                         "remove the row"
                     )
-                self.same.append(self.name.rpartition(", ")[2])
+                self.same.append(self.row)
             margin = row.get(data.margin_column) or 0.0 if self.task == "rm" else 0.0
             if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not math.isfinite(margin):
                 raise UserError(f"{self.name}: the margin in column `{data.margin_column}` is {margin!r}, not a number; fix the row")
@@ -234,7 +233,7 @@ class RowReader:
                 )
             if self.data.overlong == "leave_out":
                 raise _LeftOut
-            self.cut.append(self.name.rpartition(", ")[2])
+            self.cut.append(self.row)
             tokens = tokens[:limit]
             mask = None if mask is None else mask[:limit]
         context = max(1, context)
@@ -260,7 +259,7 @@ class RowReader:
         tokens = self.ids(text if text.endswith(eos) else f"{text} {eos}")
         limit = self.data.max_tokens - (self.task == "rm")
         if len(tokens) > limit:
-            self.cut.append(self.name.rpartition(", ")[2])
+            self.cut.append(self.row)
         tokens = [*tokens[:limit][:-1], self.tokenizer.eos_token_id]
         return self._limited(tokens, context)
 
@@ -280,7 +279,7 @@ class RowReader:
             raise UserError(f"{self.name}: column `{data.label_column}` has {labelled} for {steps} steps; give each step a label")
         values = [self._label(label) for label in labels]
         if data.contract == "openrlhf" and len(tokens) > data.max_tokens - 1:
-            self.cut.append(self.name.rpartition(", ")[2])
+            self.cut.append(self.row)
             tokens = tokens[: data.max_tokens - 1]
         example = self._limited(tokens, 1, np.array(tokens) == self.placeholder)
         assert example.mask is not None
