@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.report.charts import Chart, Row, line, rounded, smoothed, thin
-from rlhfless_ray.report.formatting import duration, finite, money, number, percent, slot_time
+from rlhfless_ray.report.formatting import duration, finite, money, number, slot_time
 from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.report.report import write_page
+from rlhfless_ray.sweep.sweep_folder import RunState, best_first, short_name
 
 COLOURS = ("rollout", "learn", "score", "eval", "warm_start", "publish", "prefill", "reference", "critic", "agent")
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -22,9 +24,9 @@ OF_STAGES = {"eval/loss": "held-out loss", "learn/loss": "loss", "eval/accuracy"
 def write_sweep_report(folder: Path) -> Path:
     """Write `report.html` into a sweep's folder from `sweep.json` and the run folders, and return its path."""
     sweep = json.loads((folder / "sweep.json").read_text())
-    runs = [(run, RunRecord.read(folder / run["name"]).metrics) for run in sweep["runs"]]
-    drawn = [(run, rows) for run, rows in runs if rows]
-    names = {sweep["metric"]: sweep["metric"].rpartition("/")[2].replace("_", " ")}
+    runs = [RunState(**run) for run in sweep["runs"]]
+    drawn = [(run, rows) for run in runs if (rows := RunRecord.read(folder / run.name).metrics)]
+    names = {sweep["metric"]: short_name(sweep["metric"])}
     names |= OF_POLICIES if any("reward/mean" in row for _, rows in drawn for row in rows) else OF_STAGES
     curves = [chart for key, name in names.items() for against in AGAINST for chart in [_curves(drawn, key, name, against)] if chart]
     bars = [chart for chart in (_bars(drawn, "slot_s", "Slot-seconds of each run"), _bars(drawn, "seconds", "Time of each run")) if chart]
@@ -34,47 +36,35 @@ def write_sweep_report(folder: Path) -> Path:
         [*curves, *bars],
         name=sweep["name"],
         state=sweep["status"],
-        sentence=_sentence(sweep),
+        sentence=_sentence(runs, sweep["at_most"]),
         metric=sweep["metric"],
-        rows=[_row(run) for run in _best_first(sweep)],
-        shared=any(run["lent_slot_s"] is not None for run in sweep["runs"]),
-        compared=any(run["alone"] for run in sweep["runs"]),
+        rows=[_row(run) for run in best_first(runs, sweep["direction"])],
+        shared=any(run.lent_slot_s is not None for run in runs),
+        compared=any(run.alone for run in runs),
         curves=curves,
         bars=bars,
     )
 
 
-def _best_first(sweep: Row) -> list[Row]:
-    sign = -1 if sweep["direction"] == "max" else 1
-    return sorted(sweep["runs"], key=lambda run: (run["metric"] is None, sign * (run["metric"] or 0.0)))
+def _sentence(runs: Sequence[RunState], at_most: int) -> str:
+    counts: Counter[str] = Counter(run.state for run in runs)
+    ordered = ("done", "ended early", "failed", "stopped", "running", "waiting")
+    states = ", ".join(f"{counts[state]} {state}" for state in ordered if counts[state])
+    spent = sum(run.slot_s or 0.0 for run in runs)
+    return f"{len(runs)} runs, at most {at_most} at once: {states}. All of them cost {slot_time(spent)}."
 
 
-def _sentence(sweep: Row) -> str:
-    runs = sweep["runs"]
-    counts = {
-        state: sum(run["state"] == state for run in runs) for state in ("done", "ended early", "failed", "stopped", "running", "waiting")
-    }
-    spent = sum(run["slot_s"] or 0.0 for run in runs)
-    states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return f"{len(runs)} runs, at most {sweep['at_most']} at once: {states}. All of them cost {slot_time(spent)}."
+def _row(run: RunState) -> Row:
+    """Return a run with its cells as text."""
+    steps = f"{run.step} of {run.steps}" if run.steps else str(run.step)
+    settings = ", ".join(f"{key} {value}" for key, value in run.settings.items())
+    cells = [steps, number(run.metric, 4), duration(run.seconds), slot_time(run.slot_s), money(run.money)]
+    if run.lent_slot_s is not None:
+        cells.append(f"{slot_time(run.lent_slot_s)} / {slot_time(run.borrowed_slot_s)}")
+    return {"run": run, "settings": settings, "cells": cells}
 
 
-def _row(run: Row) -> Row:
-    """Return a run's cells as text."""
-    saved = [
-        f"{percent(1 - run[name] / alone, 0)} {what}"
-        for name, what in (("seconds", "time"), ("slot_s", "slot-s"))
-        if (alone := run["alone"].get(name)) and run[name] is not None
-    ]
-    steps = f"{run['step']} of {run['steps']}" if run["steps"] else str(run["step"])
-    settings = ", ".join(f"{key} {value}" for key, value in run["settings"].items())
-    cells = [steps, number(run["metric"], 4), duration(run["seconds"]), slot_time(run["slot_s"]), money(run["money"])]
-    if run["lent_slot_s"] is not None:
-        cells.append(f"{slot_time(run['lent_slot_s'])} / {slot_time(run['borrowed_slot_s'])}")
-    return {**run, "settings": settings, "cells": cells, "saved": ", ".join(saved)}
-
-
-def _curves(runs: Sequence[tuple[Row, list[Row]]], key: str, name: str, against: str) -> Chart | None:
+def _curves(runs: Sequence[tuple[RunState, list[Row]]], key: str, name: str, against: str) -> Chart | None:
     """Draw a metric of all runs in one chart, smoothed if each step has a fluctuating value."""
     x_key, x_name, where = AGAINST[against]
     data, smooth = [], False
@@ -87,9 +77,7 @@ def _curves(runs: Sequence[tuple[Row, list[Row]]], key: str, name: str, against:
         if len(ys) >= 20 and not key.startswith("eval/"):
             ys, smooth = smoothed(ys, max(3, len(ys) / 30)), True
         style = {"dash": DASHES[i // len(COLOURS) % len(DASHES)]}
-        data.append(
-            line(xs, [rounded(y) for y in ys], run["name"], f"@{COLOURS[i % len(COLOURS)]}", style=style, hovertemplate="%{y:.4~g}")
-        )
+        data.append(line(xs, [rounded(y) for y in ys], run.name, f"@{COLOURS[i % len(COLOURS)]}", style=style, hovertemplate="%{y:.4~g}"))
     if not data:
         return None
     note = f"{key} of each run" + (", smoothed." if smooth else ".")
@@ -99,17 +87,17 @@ def _curves(runs: Sequence[tuple[Row, list[Row]]], key: str, name: str, against:
     return Chart(f"{key.replace('/', '-')}-{against}", f"{where}: {name}", note, data, layout, height=320)
 
 
-def _bars(runs: Sequence[tuple[Row, list[Row]]], key: str, title: str) -> Chart | None:
+def _bars(runs: Sequence[tuple[RunState, list[Row]]], key: str, title: str) -> Chart | None:
     """Draw a bar for each run, beside that of the run alone if it is known."""
-    known = [(i, run) for i, (run, _) in enumerate(runs) if run[key] is not None][::-1]
+    known = [(i, run) for i, (run, _) in enumerate(runs) if getattr(run, key) is not None][::-1]
     if not known:
         return None
-    names = [run["name"] for _, run in known]
+    names = [run.name for _, run in known]
     shown = {"type": "bar", "orientation": "h", "y": names, "hovertemplate": "%{x:.4~g}"}
     colours = [f"@{COLOURS[i % len(COLOURS)]}" for i, _ in known]
-    data = [{**shown, "name": "in the sweep", "x": [rounded(run[key]) for _, run in known], "marker": {"color": colours}}]
-    if any(run["alone"].get(key) for _, run in known):
-        data.append({**shown, "name": "alone", "x": [run["alone"].get(key) for _, run in known], "marker": {"color": "@idle/0.6"}})
+    data = [{**shown, "name": "in the sweep", "x": [rounded(getattr(run, key)) for _, run in known], "marker": {"color": colours}}]
+    if any(run.alone.get(key) for _, run in known):
+        data.append({**shown, "name": "alone", "x": [run.alone.get(key) for _, run in known], "marker": {"color": "@idle/0.6"}})
     unit = "slot-seconds" if key == "slot_s" else "seconds"
     layout = {"hovermode": "closest", "xaxis": {"title": unit}, "yaxis": {"automargin": True, "ticksuffix": "  "}, "bargap": 0.35}
     note = "As the run's ledger counts them, start-up and evaluations included." if key == "slot_s" else "From its start to its last step."

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.section import Section
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.report.formatting import finite
+from rlhfless_ray.report.formatting import finite, percent
 from rlhfless_ray.report.metrics import read_jsonl, rows_of
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
@@ -69,6 +69,23 @@ class RunState:
         """Shares of time, slot-seconds and money that were saved against the run alone."""
         costs = {name: getattr(self, name) for name in self.alone}
         return {name: 1 - costs[name] / value for name, value in self.alone.items() if costs[name] is not None and value > 0}
+
+    @property
+    def saved_text(self) -> str:
+        """Return saved time and slot-seconds, as far as they are known."""
+        names, saved = {"seconds": "time", "slot_s": "slot-s"}, self.saved
+        return ", ".join(f"{percent(saved[key], 0)} {name}" for key, name in names.items() if key in saved)
+
+
+def best_first(states: Sequence[RunState], direction: str) -> list[RunState]:
+    """Return runs by their metric, those without one last in the sweep's order."""
+    sign = -1 if direction == "max" else 1
+    return sorted(states, key=lambda state: (state.metric is None, sign * (state.metric or 0.0)))
+
+
+def short_name(metric: str) -> str:
+    """Return a metric's name without its group, as words."""
+    return metric.rpartition("/")[2].replace("_", " ")
 
 
 def _values(row: dict[str, Any], keys: dict[str, str]) -> dict[str, float]:

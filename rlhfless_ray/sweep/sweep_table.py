@@ -10,32 +10,20 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from rlhfless_ray.report.formatting import DASH, duration, money, number, percent, slot_time
+from rlhfless_ray.report.formatting import DASH, duration, money, number, slot_time
 from rlhfless_ray.sweep.sweep_file import Sweep
-from rlhfless_ray.sweep.sweep_folder import RunState
+from rlhfless_ray.sweep.sweep_folder import RunState, best_first, short_name
 
 GONE = (OSError, SystemExit)  # raised if the terminal is gone or the pipe closed, of which rich makes a SystemExit; no run ends for that
 FILE_WIDTH = 140  # columns where the output is no terminal
 STYLES = {"running": "cyan", "done": "green", "ended early": "yellow", "stopped": "yellow", "failed": "red", "waiting": "dim"}
 
 
-def best_first(states: Sequence[RunState], direction: str) -> list[RunState]:
-    """Return runs by their metric, those without one last in the sweep's order."""
-    sign = -1 if direction == "max" else 1
-    return sorted(states, key=lambda state: (state.metric is None, sign * (state.metric or 0.0)))
-
-
 def cells(state: RunState) -> list[str]:
     """Return a run's row: name, state, steps, metric, time, cost, and savings compared with the run alone."""
     steps = f"{state.step}/{state.steps}" if state.steps else str(state.step)
     values = [state.name, state.state, steps, number(state.metric, 4), duration(state.seconds), slot_time(state.slot_s), money(state.money)]
-    saved = state.saved
-    return [*values, f"{percent(saved['seconds'], 0)} time, {percent(saved['slot_s'], 0)} slot-s" if len(saved) > 1 else DASH]
-
-
-def short_name(metric: str) -> str:
-    """Return a metric's name without its group, as words."""
-    return metric.rpartition("/")[2].replace("_", " ")
+    return [*values, state.saved_text or DASH]
 
 
 def heads(metric: str) -> list[str]:

@@ -19,6 +19,7 @@ from rlhfless_ray.report.report import learning_charts, write_report
 from rlhfless_ray.report.summary import _price, cards, sample_picks, warnings
 from rlhfless_ray.report.sweep_report import _curves
 from rlhfless_ray.report.workflow_report import _evaluation
+from rlhfless_ray.sweep.sweep_folder import RunState
 
 
 class Page(HTMLParser):
@@ -341,7 +342,7 @@ def test_long_runs_are_thinned() -> None:
 def test_what_few_steps_have_is_drawn_of_long_runs() -> None:
     rows = [{"step": i, "reward/mean": 0.5, **({"eval/accuracy_sampled": i / 1000} if i % 10 == 0 else {})} for i in range(1001)]
     assert charts.series(charts.thin(rows), "eval/accuracy_sampled")[1] == pytest.approx([i / 1000 for i in range(0, 1001, 10)])
-    chart = _curves([({"name": "run"}, rows)], "eval/accuracy_sampled", "accuracy", "steps")
+    chart = _curves([(RunState("run"), rows)], "eval/accuracy_sampled", "accuracy", "steps")
     assert chart is not None and chart.data[0]["x"] == list(range(0, 1001, 10))
 
 

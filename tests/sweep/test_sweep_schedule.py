@@ -16,8 +16,8 @@ from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.run_sweep import _end_leftover, next_runs
 from rlhfless_ray.sweep.sweep_file import EarlyStopping, PlannedRun, Sweep
-from rlhfless_ray.sweep.sweep_folder import GrowingMetrics, RunState, SweepFolder
-from rlhfless_ray.sweep.sweep_table import SweepDisplay, best_first, sweep_table
+from rlhfless_ray.sweep.sweep_folder import GrowingMetrics, RunState, SweepFolder, best_first
+from rlhfless_ray.sweep.sweep_table import SweepDisplay, sweep_table
 from tests.sweep.test_sweep_file import sweep_of
 
 
