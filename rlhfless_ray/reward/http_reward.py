@@ -110,7 +110,7 @@ class HttpWorker(Worker):
         self.servers = deque(Server(url) for url in source.urls)
         self.failing_since_s: float | None = None  # start of the current outage of all servers
         self.last_answer_s = 0.0
-        self.retries: dict[int, tuple[Query, int, float]] = {}  # key → query, tries, time of its first failure
+        self.retries: dict[int, _Batch] = {}  # key → the query that failed alone or in its batch, for the next calls too
 
     def score(self, items: list[Query], budget_s: float = math.inf) -> list[Score]:
         """Return the scores of the queries that were answered, in any order.
@@ -121,10 +121,10 @@ class HttpWorker(Worker):
         """
         end = time.monotonic() + budget_s
         size = self.source.batch_samples
-        retried = [query for query in items if self._is_retry(query)]
-        others = [query for query in items if not self._is_retry(query)]
-        waiting = deque([self._batch([query]) for query in retried])
-        waiting.extend(self._batch(others[i : i + size]) for i in range(0, len(others), size))
+        waiting = deque(batch for query in items if (batch := self.retries.get(query[0])) and batch.queries == [query])
+        retried = {batch.queries[0][0] for batch in waiting}
+        others = [query for query in items if query[0] not in retried]
+        waiting.extend(_Batch(others[i : i + size]) for i in range(0, len(others), size))
         scores: list[Score] = []
         running: dict[Future[list[Score]], tuple[Server, _Batch]] = {}
         with ThreadPoolExecutor(MAX_CONCURRENT, "reward-http") as threads:
@@ -150,15 +150,6 @@ class HttpWorker(Worker):
             self.failing_since_s = None
         return scores
 
-    def _is_retry(self, query: Query) -> bool:
-        known = self.retries.get(query[0])
-        return known is not None and known[0] == query
-
-    def _batch(self, queries: list[Query]) -> _Batch:
-        if len(queries) == 1 and self._is_retry(queries[0]):
-            return _Batch(queries, *self.retries[queries[0][0]][1:])
-        return _Batch(queries)
-
     def _backoff_s(self, waiting: deque[_Batch]) -> float:
         """Return the seconds until a server and a batch may be tried again."""
         servers = min(server.retry_at_s for server in self.servers)
@@ -173,40 +164,34 @@ class HttpWorker(Worker):
         return None
 
     def _handle_response(self, server: Server, batch: _Batch, future: Future[list[Score]], waiting: deque[_Batch]) -> list[Score]:
-        now = time.monotonic()
-        words, refused, final = "", False, False
-        try:
-            scores = future.result()
-        except _Unavailable as error:
-            words = str(error)
-            server.record_failure(words, batch.sent_s)
+        now, error = time.monotonic(), future.exception()
+        if isinstance(error, _Unavailable):
+            server.record_failure(str(error), batch.sent_s)
             self.failing_since_s = self.failing_since_s or now
             self._check_deadline(now)
-        except _Refused as error:
-            words, refused, final = str(error), True, error.final
-        if not words or refused:  # the server is alive
+        else:
             server.record_answer()
             self.failing_since_s, self.last_answer_s = None, now
-        if not words:
+        if not isinstance(error, (_Unavailable, _Refused)):
             for query in batch.queries:
                 self.retries.pop(query[0], None)
-            return scores
-        if len(batch.queries) > 1:  # retry one by one to find the query at fault
-            for query in batch.queries:  # remembered for the next call, in case this one's budget is spent
-                self.retries[query[0]] = query, 0, math.inf
-            waiting.extend(_Batch([query]) for query in batch.queries)
-            return []
-        batch.tries += 1
-        batch.first_failure_s = min(batch.first_failure_s, now)
-        key = batch.queries[0][0]
-        if final or (batch.tries >= MAX_TRIES and (refused or self.last_answer_s > batch.first_failure_s)):
-            self.retries.pop(key, None)
-            again = "" if final else f", tried {batch.tries} times"
-            return [Score(key, None, f"{server.url}: {words}{again}")]
-        if refused:
-            batch.retry_at_s = now + min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** (batch.tries - 1))
-        self.retries[key] = batch.queries[0], batch.tries, batch.first_failure_s
-        waiting.append(batch)
+            return future.result()
+        alone = [batch]
+        if len(batch.queries) > 1:  # to find the query at fault
+            alone = [_Batch([query]) for query in batch.queries]
+        else:
+            batch.tries += 1
+            batch.first_failure_s = min(batch.first_failure_s, now)
+            key, refused = batch.queries[0][0], isinstance(error, _Refused)
+            final = isinstance(error, _Refused) and error.final
+            if final or (batch.tries >= MAX_TRIES and (refused or self.last_answer_s > batch.first_failure_s)):
+                self.retries.pop(key, None)
+                again = "" if final else f", tried {batch.tries} times"
+                return [Score(key, None, f"{server.url}: {error}{again}")]
+            if refused:
+                batch.retry_at_s = now + min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** (batch.tries - 1))
+        self.retries |= {one.queries[0][0]: one for one in alone}
+        waiting.extend(alone)
         return []
 
     def _check_deadline(self, now: float) -> None:
