@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import command_here, samples, write_recipe
+from tests.run_files import rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
@@ -34,9 +34,9 @@ def test_what_is_carried_survives_a_stop(tmp_path: Path) -> None:
     (other / "samples" / "step_3.jsonl").unlink()
     done = command_here("train", recipe, "--resume")
     assert done.returncode == 0 and "step 3/3" in done.stdout, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
-    assert [row.get("critic/applied") for row in rows if row.get("step")] == [5, 5, 6]
-    assert [row.get("learn/applied") for row in rows if row.get("step")] == [0, 5, 6]
+    told = rows(one)
+    assert [row.get("critic/applied") for row in told if row["step"]] == [5, 5, 6]
+    assert [row.get("learn/applied") for row in told if row["step"]] == [0, 5, 6]
     assert [(one / "checkpoints" / f"step_{step}" / "carried.npz").is_file() for step in (2, 3)] == [True, False]
     for step in (1, 2, 3):
         assert samples(one, step) == samples(other, step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from safetensors.numpy import load_file
 
 from rlhfless_ray import Recipe, Runtime
 from tests.conftest import ROOT, environment, samples, small_recipe, two_nodes, write_recipe
+from tests.run_files import rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
@@ -66,8 +66,7 @@ def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(clust
     assert seen_nodes and here not in seen_nodes
     for step in range(1, 5):  # neither the node nor the engine that died changed a token
         assert [s["response"] for s in samples(run.folder.path, step)] == [s["response"] for s in samples(uninterrupted, step)]
-    last = json.loads((run.folder.path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 4
+    assert rows(run.folder.path)[-1]["step"] == 4
 
     assert [info["name"] for info in placement_group_table().values() if info["state"] != "REMOVED"] == []
     assert [actor["ActorClassName"] for actor in ray._private.state.actors().values() if actor["State"] != "DEAD"] == []

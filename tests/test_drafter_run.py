@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -18,6 +17,7 @@ from rlhfless_ray.rollout import driver as rollout
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from tests.conftest import small_recipe
+from tests.run_files import rows
 from tests.test_overlap import HeldPage, uneven
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -63,9 +63,9 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
         assert resumed.rollout_stage.drafter is not None and resumed.rollout_stage.drafter.version >= 2, "of the checkpoint"
         steps = list(resumed)
     assert [step.number for step in steps] == [5] and steps[0].metrics["rollout/model_drafted"] > 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["drafter/failures"] for row in rows] == [0, 0, 1, 0, 0] and not any(row["faults/bugs"] for row in rows)
-    assert rows[1]["drafter/version"] >= 1 and rows[3]["drafter/version"] >= 2
-    assert all(row["drafter/kl"] > 0 for row in rows if row["drafter/updates"])
+    told = rows(folder)
+    assert [row["drafter/failures"] for row in told] == [0, 0, 1, 0, 0] and not any(row["faults/bugs"] for row in told)
+    assert told[1]["drafter/version"] >= 1 and told[3]["drafter/version"] >= 2
+    assert all(row["drafter/kl"] > 0 for row in told if row["drafter/updates"])
     held = [row for row in read_ledger(folder / "ledger.csv") if row.kind == "drafter" and row.slots]
     assert {row.what for row in held} >= {"train the drafter"} and sum(row.money for row in held) > 0

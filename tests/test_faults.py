@@ -24,6 +24,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.types import Step
 from tests.conftest import samples, two_nodes
+from tests.run_files import rows
 
 pytestmark = pytest.mark.ray
 
@@ -109,8 +110,7 @@ class Hit(ReplayedRuntime):
         return weights
 
     def rows(self) -> list[dict[str, Any]]:
-        lines = (self.folder.path / "metrics.jsonl").read_text().splitlines()
-        return [row for row in map(json.loads, lines) if row["step"] > 0]
+        return rows(self.folder.path, 1)
 
     def total(self, name: str) -> float:
         return sum(row[name] for row in self.rows())

@@ -19,6 +19,7 @@ import yaml
 
 from rlhfless_ray.functions.ledger import read_ledger
 from tests.conftest import ROOT, environment, small_recipe
+from tests.run_files import rows as rows_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 BIN = Path(sys.executable).parent
@@ -155,7 +156,7 @@ def test_two_jobs_at_once_do_not_clash_and_one_that_is_stopped_frees_its_leases_
     by_status = {status(run): run for run in root.iterdir()}
     assert sorted(path.name for path in root.iterdir()) == ["small", "small-2"] and by_status.keys() == {"done", "stopped"}
     runs = [by_status["done"], by_status["stopped"]]
-    rows = [[row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["step"] <= 3] for run in runs]
+    rows = [[row for row in rows_of(run) if row["step"] <= 3] for run in runs]
     for run, own in zip(runs, rows, strict=True):  # neither waited for slots until the other ended
         first_lease_s = min(row.from_s for row in read_ledger(run / "ledger.csv"))
         assert first_lease_s + sum(row.get("phase/lease_s", 0.0) for row in own) < min(r[-1]["time_s"] for r in rows) / 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import shutil
 import signal
@@ -12,25 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.learn.policy_model import load_model
 from rlhfless_ray.types import Sample, Step
-from rlhfless_ray.weights.load_policy import initial_policy
-from rlhfless_ray.weights.model_folder import as_folder
 from tests.compat.test_runs import AGENT
 from tests.conftest import command_here, samples, small_recipe, write_recipe
+from tests.run_files import CheckpointPolicy, rows, watched_phases
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
 LAG = {"rollout__max_lag_steps": 1, "rollout__stream_interval_s": 0.02, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
-
-
-def rows(run: Path) -> list[dict[str, float]]:
-    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line)).get("step")]
 
 
 Ran = tuple[Recipe, list[Step], Path]
@@ -53,24 +45,15 @@ def lagging(private_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(tmp_path: Path, lagging: Ran, lag: int) -> None:
     """Checkpoints hold the weights of each version, under which every response is computed again."""
     recipe, steps, folder = lagging if lag else ran(tmp_path, 0)
-    files, _ = initial_policy(recipe)
     drawn_by = {step.number: {version for s in step.samples for version, _ in s.completion.versions} for step in steps}
     assert drawn_by == {1: {0}, **{number: {number - 1 - lag} for number in (2, 3, 4)}}
-    with as_folder(files) as initial:
-        model = load_model(initial, "float32", False)
+    policy, told = CheckpointPolicy(recipe, folder), rows(folder, 1)
 
     def under(version: int, samples: list[Sample]) -> list[np.ndarray]:
-        weights = load_file(folder / "checkpoints" / f"step_{version}" / "model.safetensors")
-        model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()}, strict=False)
-        found = []
-        for sample in samples:
-            prompt, response = sample.prompt.token_ids, sample.completion.token_ids
-            with torch.no_grad():
-                logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
-            found.append(logits.log_softmax(-1).numpy()[np.arange(len(response)), response])
-        return found
+        policy.load(version)
+        return [policy.logprobs(sample) for sample in samples]
 
-    for step, row in zip(steps, rows(folder), strict=True):
+    for step, row in zip(steps, told, strict=True):
         (version,) = drawn_by[step.number]
         drawn = under(version, step.samples)
         for sample, found in zip(step.samples, drawn, strict=True):
@@ -79,12 +62,11 @@ def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(tmp_pat
             change = np.concatenate(under(step.number - 1, step.samples)) - np.concatenate(drawn)
             assert row["lag/kl_1"] == pytest.approx(np.mean(np.exp(change) - 1 - change), rel=0.02) and "lag/kl_0" not in row
     if lag:
-        told = [(row["lag/mean"], row["lag/max"]) for row in rows(folder)]
-        assert told == [(0, 0), (1, 1), (1, 1), (1, 1)]
-        shares = [row["learn/effective_share"] for row in rows(folder)]
+        assert [(row["lag/mean"], row["lag/max"]) for row in told] == [(0, 0), (1, 1), (1, 1), (1, 1)]
+        shares = [row["learn/effective_share"] for row in told]
         assert shares[0] == pytest.approx(1, abs=1e-4) and 0 < shares[1] < 1 - 1e-5
     else:
-        assert not any("lag" in name or "effective" in name for row in rows(folder) for name in row)
+        assert not any("lag" in name or "effective" in name for row in told for name in row)
 
 
 def test_engines_and_learner_hold_slots_at_once_and_the_run_resumes(tmp_path: Path, lagging: Ran) -> None:
@@ -97,7 +79,7 @@ def test_engines_and_learner_hold_slots_at_once_and_the_run_resumes(tmp_path: Pa
     done = command_here("train", recipe, "--resume")
     assert done.returncode == 0 and "step 3/4" in done.stdout, done.stdout + done.stderr
     assert_same(other, one)
-    assert [row["lag/max"] for row in rows(other)] == [0, 1, 1, 1]
+    assert [row["lag/max"] for row in rows(other, 1)] == [0, 1, 1, 1]
     assert overlap_s(one / "ledger.csv") > 0
 
 
@@ -123,22 +105,15 @@ class Struck(Runtime):
     struck: set[str]
 
     def generate(self, step: Step) -> list[Sample]:
-        record = self.context.record
-        phase = record.progress.phase
-
-        def strike(what: str) -> None:
-            phase(what)
+        def strike() -> None:
             victim = {2: self.rollout.working, 3: self.worker_group.by_rank}.get(step.number, [])
             name = f"{step.number}"
             if self.in_update and victim and name not in self.struck and (pid := pid_of(victim[0])):
                 self.struck.add(name)
                 os.kill(pid, signal.SIGKILL)
 
-        record.progress.phase = strike  # type: ignore[method-assign]
-        try:
+        with watched_phases(self, strike):
             return super().generate(step)
-        finally:
-            record.progress.phase = phase  # type: ignore[method-assign]
 
 
 def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path, lagging: Ran) -> None:
@@ -147,7 +122,7 @@ def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path, lagging
         steps = list(run)
     folder = tmp_path / "runs" / "small"
     assert run.struck == {"2", "3"}
-    told = rows(folder)
+    told = rows(folder, 1)
     assert sum(row["rollout/orphans"] for row in told) > 0 and sum(row["faults/learner_restarts"] for row in told) == 1
     tokens, same_tokens = ([[s.completion.token_ids.tolist() for s in step.samples] for step in of] for of in (lagging[1], steps))
     assert len(tokens) == 4 and tokens == same_tokens

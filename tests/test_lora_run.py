@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from safetensors.numpy import load_file
 
 from rlhfless_ray.run.find_model import find_model
 from tests.conftest import command_here, samples, write_recipe
+from tests.run_files import rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 BOUND = -3.4  # about the mean reward of the policy it begins with
@@ -42,10 +42,6 @@ def run(private_ray: None, request: pytest.FixtureRequest, tmp_path_factory: pyt
     return folder / "runs" / "small", recipe
 
 
-def rows(path: Path) -> dict[int, dict[str, Any]]:
-    return {row["step"]: row for row in map(json.loads, (path / "metrics.jsonl").read_text().splitlines())}
-
-
 def test_steps_are_full_of_groups_that_pass(run: tuple[Path, str]) -> None:
     for step in (1, 2):
         found = samples(run[0], step)
@@ -54,14 +50,14 @@ def test_steps_are_full_of_groups_that_pass(run: tuple[Path, str]) -> None:
             group = found[start : start + 4]
             assert len({s["prompt_index"] for s in group}) == 1
             assert np.mean([s["reward"] for s in group]) < BOUND
-        row = rows(run[0])[step]
+        row = rows(run[0], 1)[step - 1]
         assert row["filter/rounds"] > 1 and row["filter/prompts"] > 8
         assert row["filter/pass_percent"] == pytest.approx(100 * (1 - row["filter/dropped_prompts"] / row["filter/prompts"]))
 
 
 def test_engines_sample_what_the_learner_trains(run: tuple[Path, str]) -> None:
     """Where adapters were not merged into what is published, the second step's log-probabilities would differ."""
-    row = rows(run[0])[2]
+    row = rows(run[0], 1)[1]
     assert row["learn/kl"] > 1e-4, "the first update has moved the policy"
     if row["filter/taken_over"] == 0:  # else some were sampled by the weights before
         assert row["learn/mismatch_max"] < 1e-3

@@ -3,7 +3,6 @@ when the reference's process is killed in the latter."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from rlhfless_ray.rollout import driver as rollout
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.types import Sample, Step
 from tests.conftest import one_ray, samples, small_recipe
+from tests.run_files import rows as rows_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 IN_LOSS = {"coefficient": 0.5, "estimator": "k2"}
@@ -99,7 +99,7 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(
     ledger = read_ledger(ahead / "ledger.csv")
     work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
     early = [row.step for row in ledger if row.what == "accumulate" and any(o.step == row.step and o.to_s > row.from_s for o in work)]
-    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (ahead, after)]
+    rows = [rows_of(run) for run in (ahead, after)]
     assert early, "gradients were accumulated while an engine worked"
     assert rows[0][early[0] - 1]["overlap/reference"] >= rows[0][early[0] - 1]["overlap/learned"]
     assert [row["faults/bugs"] for row in rows[0]] == [0, 0] and [row["faults/bugs"] for row in rows[1]] == [0, 1]
@@ -152,7 +152,7 @@ def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would
         algorithm__advantage={"estimator": "gae"},
         critic__learning_rate=1e-3,
     )
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run)
     assert {what: sum(row[f"overlap/{what}"] for row in rows) for what in ahead} == ahead
     ledger = read_ledger(run / "ledger.csv")
     work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]

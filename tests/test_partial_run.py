@@ -12,18 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.pending import Pending
-from rlhfless_ray.learn.policy_model import load_model
 from rlhfless_ray.types import UNFINISHED, Sample, Step, UpdateStats
-from rlhfless_ray.weights.load_policy import initial_policy
-from rlhfless_ray.weights.model_folder import as_folder
 from tests.compat.test_runs import AGENT
 from tests.conftest import small_recipe
+from tests.run_files import CheckpointPolicy, rows, watched_phases
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
@@ -40,10 +37,6 @@ PARTIAL = {
 }
 
 
-def rows(run: Path) -> list[dict[str, float]]:
-    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line)).get("step")]
-
-
 def orders(run: Path, step: int) -> list[dict[str, Any]]:
     """Return the recorded orders of completion of the step's rollouts."""
     paths = [run / "samples" / name for name in (f"order_{step}_ahead.json", f"order_{step}.json")]
@@ -52,9 +45,7 @@ def orders(run: Path, step: int) -> list[dict[str, Any]]:
 
 def recomputed(recipe: Recipe, folder: Path, steps: list[Step]) -> dict[int, dict[int, np.ndarray]]:
     """Log-probabilities of each response under each version that drew a part of it, by id of the sample and version."""
-    files, _ = initial_policy(recipe)
-    with as_folder(files) as initial:
-        model = load_model(initial, "float32", False)
+    policy = CheckpointPolicy(recipe, folder)
     drawn: dict[int, list[Sample]] = {}
     for step in steps:
         for sample in step.samples:
@@ -62,14 +53,19 @@ def recomputed(recipe: Recipe, folder: Path, steps: list[Step]) -> dict[int, dic
                 drawn.setdefault(version, []).append(sample)
     found: dict[int, dict[int, np.ndarray]] = {}
     for version, by in drawn.items():
-        weights = load_file(folder / "checkpoints" / f"step_{version}" / "model.safetensors")
-        model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()}, strict=False)
+        policy.load(version)
         for sample in by:
-            prompt, response = sample.prompt.token_ids, sample.completion.token_ids
-            with torch.no_grad():
-                logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
-            found.setdefault(id(sample), {})[version] = logits.log_softmax(-1).numpy()[np.arange(len(response)), response]
+            found.setdefault(id(sample), {})[version] = policy.logprobs(sample)
     return found
+
+
+def by_version(sample: Sample, under: dict[int, dict[int, np.ndarray]]) -> np.ndarray:
+    """Log-probabilities of a response's tokens, each under the version that drew it."""
+    found, at = [], 0
+    for version, tokens in sample.completion.versions:
+        found.append(under[id(sample)][version][at : at + tokens])
+        at += tokens
+    return np.concatenate(found)
 
 
 class LongUpdate(Runtime):
@@ -142,14 +138,11 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
             versions = sample.completion.versions
             mixed += len(versions) > 1
             assert step.number - 1 - versions[0][0] <= recipe.rollout.max_lag_steps
-            wanted, at = [], 0
-            for version, tokens in versions:
-                wanted += under[id(sample)][version][at : at + tokens].tolist()
-                at += tokens
+            wanted = by_version(sample, under)
             drawn = slice(None) if sample.action_mask is None else sample.action_mask
-            np.testing.assert_allclose(sample.completion.logprobs[drawn], np.array(wanted)[drawn], atol=1e-4)
+            np.testing.assert_allclose(sample.completion.logprobs[drawn], wanted[drawn], atol=1e-4)
     assert mixed > 0
-    told = rows(folder)
+    told = rows(folder, 1)
     assert max(row["lag/max"] for row in told) in (1, 2) and told[-1]["partial/in_flight_groups"] == 0
     assert sum(row["partial/recomputed_tokens"] for row in told) > 0
     if more:
@@ -165,18 +158,16 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
         assert not any(row["partial/in_flight_groups"] for row in told), "each step trains the groups that were begun for it"
 
 
-def under_kept_kv(folder: Path, model: Any, sample: Sample) -> np.ndarray:
+def under_kept_kv(policy: CheckpointPolicy, sample: Sample) -> np.ndarray:
     """Log-probabilities of a response whose context each version computed as far as it drew: from the reference's own KV cache."""
     completion, cache, found = sample.completion, None, list[np.ndarray]()
     tokens = torch.tensor([[*sample.prompt.token_ids, *completion.token_ids.tolist()]])
     at, computed = len(sample.prompt.token_ids), 0
     for version, count in completion.versions:
-        name = "model.safetensors"
-        weights = load_file(folder / "checkpoints" / f"step_{version}" / name)
-        model.load_state_dict({key: torch.from_numpy(value) for key, value in weights.items()}, strict=False)
+        policy.load(version)
         end = at + count - 1  # the last token that a version draws is computed by the next one
         with torch.no_grad():
-            out = model(tokens[:, computed:end], past_key_values=cache, use_cache=True)
+            out = policy.model(tokens[:, computed:end], past_key_values=cache, use_cache=True)
         logprobs = out.logits[0, at - 1 - computed :].log_softmax(-1).numpy()
         found.append(logprobs[np.arange(count), completion.token_ids[at - len(sample.prompt.token_ids) :][:count]])
         cache, computed, at = out.past_key_values, end, at + count
@@ -190,19 +181,15 @@ def test_a_response_keeps_the_kv_of_older_weights(tmp_path: Path, case: str) -> 
     with (LongUpdate if more else Runtime)(recipe) as run:
         steps = list(run)
     folder = tmp_path / "runs" / "small"
-    told = rows(folder)
+    told = rows(folder, 1)
     continued, kept, computed = (sum(row[f"partial/{name}"] for row in told) for name in ("continued", "kept_tokens", "recomputed_tokens"))
     assert continued > 0 and computed == continued, "one token of each continued response is computed: its last"
     assert kept > 10 * continued
-    files, _ = initial_policy(recipe)
-    with as_folder(files) as initial:
-        model = load_model(initial, "float32", False)
-    (folder / "checkpoints" / "step_0").mkdir(exist_ok=True)
-    (folder / "checkpoints" / "step_0" / "model.safetensors").write_bytes(bytes(files["model.safetensors"]))
+    policy = CheckpointPolicy(recipe, folder)
     mixed = [sample for step in steps for sample in step.samples if len(sample.completion.versions) > 1]
     assert mixed
     for sample in mixed:
-        np.testing.assert_allclose(sample.completion.logprobs, under_kept_kv(folder, model, sample), atol=1e-4)
+        np.testing.assert_allclose(sample.completion.logprobs, under_kept_kv(policy, sample), atol=1e-4)
 
 
 def test_lost_pages_are_computed_under_the_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,36 +200,27 @@ def test_lost_pages_are_computed_under_the_new_weights(tmp_path: Path, monkeypat
     recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL, rollout__partial_kv="keep", functions__keep_alive_s=0.0))
     with Runtime(recipe) as run:
         steps = list(run)
-    told = rows(tmp_path / "runs" / "small")
+    told = rows(tmp_path / "runs" / "small", 1)
     assert sum(row["partial/recomputed_tokens"] for row in told) > 10 * sum(row["partial/continued"] for row in told) > 0
     under = recomputed(recipe, tmp_path / "runs" / "small", steps)
     for step in steps:
         for sample in step.samples:
-            wanted, at = list[float](), 0
-            for version, tokens in sample.completion.versions:
-                wanted += under[id(sample)][version][at : at + tokens].tolist()
-                at += tokens
-            np.testing.assert_allclose(sample.completion.logprobs, wanted, atol=1e-4)
+            np.testing.assert_allclose(sample.completion.logprobs, by_version(sample, under), atol=1e-4)
 
 
 class Struck(Runtime):
     """Kills the only engine in the first rollout."""
 
     def generate(self, step: Step) -> list[Sample]:
-        record, self.struck = self.context.record, getattr(self, "struck", False)
-        phase = record.progress.phase
+        self.struck = getattr(self, "struck", False)
 
-        def strike(what: str) -> None:
-            phase(what)
+        def strike() -> None:
             if step.number == 1 and not self.struck and self.rollout.working and (pid := pid_of(self.rollout.working[0])):
                 self.struck = True
                 os.kill(pid, signal.SIGKILL)
 
-        record.progress.phase = strike  # type: ignore[method-assign]
-        try:
+        with watched_phases(self, strike):
             return super().generate(step)
-        finally:
-            record.progress.phase = phase  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("more", [{}, AHEAD], ids=["in turn", "ahead"])
@@ -270,7 +248,7 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path, more: dic
                 assert sample.completion.token_ids[:made].tolist() == begun["token_ids"]
                 assert sample.completion.logprobs[:made].tolist() == np.array(begun["logprobs"], np.float32).tolist()
     assert gone_on >= set(in_flight)
-    assert [row["partial/in_flight_groups"] for row in rows(folder)] == [8, 8, 8, 0]
+    assert [row["partial/in_flight_groups"] for row in rows(folder, 1)] == [8, 8, 8, 0]
 
 
 @pytest.mark.parametrize("case", ["agents begin again", "filtered groups"])
@@ -288,7 +266,7 @@ def test_other_features_work_with_partial_rollouts(tmp_path: Path, case: str) ->
     with Runtime(Recipe.parse(with_agent(tree, tmp_path) if case == "agents begin again" else tree)) as run:
         steps = list(run)
     assert all(len(step.samples) == 32 and step.stats is not None and step.stats.applied for step in steps)
-    told = rows(tmp_path / "runs" / "small")
+    told = rows(tmp_path / "runs" / "small", 1)
     assert sum(row["partial/in_flight_groups"] for row in told) > 0 == told[-1]["partial/in_flight_groups"]
     if case == "filtered groups":
         assert sum(row["filter/dropped_prompts"] for row in told) > 0

@@ -20,12 +20,9 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, environment, samples, write_recipe
+from tests.run_files import rows as metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def ours_alive(marker: str) -> list[str]:

@@ -19,6 +19,7 @@ from rlhfless_ray.functions.ledger import Ledger, read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from tests.conftest import ROOT, command, environment
+from tests.run_files import rows
 
 pytestmark = pytest.mark.ray
 
@@ -56,9 +57,8 @@ def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster
     paid = {run["name"]: run["slot_s"] for run in found["past"]}
     for name in ("short", "long"):
         folder = tmp_path / name / "runs" / name
-        rows = read_ledger(folder / "ledger.csv")
-        assert paid[name] == pytest.approx(sum(row.seconds * row.slots for row in rows), rel=0.02)
-        last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        assert paid[name] == pytest.approx(sum(row.seconds * row.slots for row in read_ledger(folder / "ledger.csv")), rel=0.02)
+        last = rows(folder)[-1]
         assert last["shared/runs"] >= 2 and last["shared/paid_slot_s"] > 0 and last["shared/reason"]
 
 
@@ -84,9 +84,9 @@ def test_a_run_waits_for_its_slot_that_another_run_gives_back(ray_cluster, tmp_p
     finally:
         leases.release_all()
     assert run.returncode == 0, said
-    rows = [json.loads(line) for line in steps.read_text().splitlines()]
-    waited = [row for row in rows if "waits for 1 slot that another run gives back" in row.get("pool/learn_reason", "")]
-    assert any(row["pool/learn_slots"] == 2 for row in waited), [row.get("pool/learn_reason") for row in rows]
+    told = rows(steps.parent)
+    waited = [row for row in told if "waits for 1 slot that another run gives back" in row.get("pool/learn_reason", "")]
+    assert any(row["pool/learn_slots"] == 2 for row in waited), [row.get("pool/learn_reason") for row in told]
     assert "the update waits for 1 slot" in said
 
 

@@ -39,6 +39,7 @@ from rlhfless_ray.types import Step, WeightVersion
 from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import small_recipe
 from tests.run.test_run_folder import store
+from tests.run_files import rows
 
 # ---- the signal ---------------------------------------------------------------------------------------------------
 
@@ -367,8 +368,7 @@ def test_a_late_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
     with Metrics(tmp_path, watch, resume_after_step=4) as sink:
         sink.amend({"step": 4, "time_s": 99.0, "eval/accuracy_greedy": 0.7})
         sink.amend({"step": 5, "time_s": 100.0})
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [
+    assert rows(tmp_path) == [
         {"step": 3, "time_s": 30.0, "reward/mean": 0.5},
         {"step": 4, "time_s": 40.0, "eval/accuracy_greedy": 0.7, "reward/mean": 0.5},
         {"step": 5, "time_s": 100.0},

@@ -15,7 +15,8 @@ from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import read_folder, write_folder
-from tests.conftest import command_here
+from tests.conftest import command_here, samples
+from tests.run_files import rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
@@ -109,11 +110,11 @@ TURNS = """--actor.model_name_or_path model --ckpt.output_dir out --train.agent_
 def folder(tmp_path: Path) -> Path:
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 32, "layers": 1}})
     write_folder(tmp_path / "model", scratch_policy(recipe, task("chain")))
-    rows = [{"prompt": row["prompt"], "label": row["answer"]} for row in task("chain").rows(14, 0, "train")]
+    asked = [{"prompt": row["prompt"], "label": row["answer"]} for row in task("chain").rows(14, 0, "train")]
     jsonl = lambda part: "".join(json.dumps(row) + "\n" for row in part)  # noqa: E731
-    (tmp_path / "data.jsonl").write_text(jsonl(rows[:6]))
-    (tmp_path / "more.csv").write_text("prompt,label\n" + "".join(f"{row['prompt']},{row['label']}\n" for row in rows[6:10]))
-    (tmp_path / "eval.jsonl").write_text(jsonl([{**row, "datasource": "ab"[i % 2]} for i, row in enumerate(rows[10:])]))
+    (tmp_path / "data.jsonl").write_text(jsonl(asked[:6]))
+    (tmp_path / "more.csv").write_text("prompt,label\n" + "".join(f"{row['prompt']},{row['label']}\n" for row in asked[6:10]))
+    (tmp_path / "eval.jsonl").write_text(jsonl([{**row, "datasource": "ab"[i % 2]} for i, row in enumerate(asked[10:])]))
     (tmp_path / "reward.py").write_text(REWARD)
     return tmp_path
 
@@ -135,8 +136,8 @@ def test_a_dotted_command_saves_evaluates_and_goes_on(folder: Path) -> None:
     assert len(list(actor.glob("best_global_step*"))) == 1
     assert json.loads((actor / "global_step3" / "metric.json").read_text())["metric_key"] == "eval_a_pass1"
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (folder / "ckpt" / "global_step2_hf").iterdir()}
-    rows = [json.loads(line) for line in (folder / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]
-    assert {"eval/a/pass1", "eval/b/pass2"} <= rows[2].keys() and rows[2]["eval/b/pass1"] <= rows[2]["eval/b/pass2"]
+    evaluated = rows(folder / "runs" / "mine")[2]
+    assert {"eval/a/pass1", "eval/b/pass2"} <= evaluated.keys() and evaluated["eval/b/pass1"] <= evaluated["eval/b/pass2"]
     logged = EventAccumulator(str(folder / "tb" / "mine"))
     logged.Reload()
     wanted = {f"train/{name}" for name in TRAIN} | {f"eval/eval_{name}" for name in EVAL}
@@ -161,17 +162,16 @@ def test_an_agent_plays_several_turns_and_only_the_policys_are_learned(folder: P
     assert [step for step, _ in steps] == [1, 2]
     assert all({"policy_loss", "kl", "score", "turn"} <= values.keys() and values["turn"] == 3 for _, values in steps)
     done = folder / "runs" / "turns"
-    rows = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
-    for number in (1, 2):
-        samples = [json.loads(line) for line in (done / "samples" / f"step_{number}.jsonl").read_text().splitlines()]
-        row = next(row for row in rows if row["step"] == number)
-        assert {tuple(who for who, _ in sample["turns"]) for sample in samples} == {("policy", "agent") * 2 + ("policy",)}
-        assert all(sample["turns"][1][1] == f"{sample['answer']};" and sample["error"] is None for sample in samples)
-        assert row["tokens/trained"] == row["tokens/generated"] == sum(sample["tokens"] for sample in samples)
-        assert row["agent/feedback_tokens"] == 2 * 2 * len(samples) and row["agent/turns_mean"] == 3
+    told = rows(done, 1)
+    for row in told:
+        written = samples(done, row["step"])
+        assert {tuple(who for who, _ in sample["turns"]) for sample in written} == {("policy", "agent") * 2 + ("policy",)}
+        assert all(sample["turns"][1][1] == f"{sample['answer']};" and sample["error"] is None for sample in written)
+        assert row["tokens/trained"] == row["tokens/generated"] == sum(sample["tokens"] for sample in written)
+        assert row["agent/feedback_tokens"] == 2 * 2 * len(written) and row["agent/turns_mean"] == 3
         assert row["learn/mismatch_mean"] < 0.05, "the learner sees the agent's words where the sampler saw them"
         assert row["cost/agent_core_s"] > 0
-    assert rows[-1]["eval/samples"] == 4 and "eval/a/pass1" in rows[-1]
+    assert [row["step"] for row in told] == [1, 2] and told[-1]["eval/samples"] == 4 and "eval/a/pass1" in told[-1]
     assert read_folder(folder / "out")["model.safetensors"] != read_folder(folder / "model")["model.safetensors"]
     assert AutoModelForCausalLM.from_pretrained(folder / "out").config.hidden_size == 32
 
@@ -197,9 +197,9 @@ def test_adapters_of_policy_and_critic_on_filtered_groups(folder: Path) -> None:
     --critic_num_gpus_per_node 1 --dynamic_filtering --dynamic_filtering_reward_range 0.05 0.7 --elastic.run.name adapted"""
     steps = run(folder, line)
     done = folder / "runs" / "adapted"
-    rows = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines() if '"filter/prompts"' in line]
-    assert sum(row["filter/prompts"] for row in rows) == 6 == sum(row["filter/dropped_prompts"] + row["tokens/samples"] / 2 for row in rows)
-    assert [values["dynamic_filtering_pass_rate"] for _, values in steps] == [row["filter/pass_percent"] for row in rows]
+    told = [row for row in rows(done) if "filter/prompts" in row]
+    assert sum(row["filter/prompts"] for row in told) == 6 == sum(row["filter/dropped_prompts"] + row["tokens/samples"] / 2 for row in told)
+    assert [values["dynamic_filtering_pass_rate"] for _, values in steps] == [row["filter/pass_percent"] for row in told]
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16), folder / "out")
     assert adapted.peft_config["default"].target_modules >= {"q_proj", "v_proj"}
     merged, ids = AutoModelForCausalLM.from_pretrained(done / "model"), torch.arange(3, 20)[None]

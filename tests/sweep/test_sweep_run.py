@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, command, environment, lives
+from tests.run_files import rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
@@ -80,7 +81,6 @@ def test_the_example_is_stopped_and_resumed_and_a_failed_run_ends_no_other(tmp_p
     assert {run["state"] for run in fine.values()} in ({"done"}, {"done", "ended early"})
     assert ended["broken_learning_rate-0.0003"]["state"] == "failed" and "missing.py" in ended["broken_learning_rate-0.0003"]["reason"]
     for name in (name for name, run in fine.items() if run["state"] == "done"):
-        rows = [json.loads(line)["step"] for line in (tmp_path / "sweep" / name / "metrics.jsonl").read_text().splitlines()]
-        assert rows == [0, 1, 2, 3, 4] and fine[name]["step"] == 4
+        assert [row["step"] for row in rows(tmp_path / "sweep" / name)] == [0, 1, 2, 3, 4] and fine[name]["step"] == 4
     page = (tmp_path / "sweep" / "report.html").read_text()
     assert "Over cost: accuracy" in page and all(name in page for name in ended)

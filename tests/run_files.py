@@ -1,0 +1,67 @@
+"""What a run left in its folder, and its policy under the weights of any of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.types import Sample
+
+
+def rows(run: Path, first_step: int = 0) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl from `first_step` on."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["step"] >= first_step]
+
+
+class CheckpointPolicy:
+    """The policy of a run, whose checkpoints hold the weights of each version."""
+
+    def __init__(self, recipe: Recipe, run: Path) -> None:
+        from rlhfless_ray.learn.policy_model import load_model
+        from rlhfless_ray.weights.load_policy import initial_policy
+        from rlhfless_ray.weights.model_folder import as_folder
+
+        self.run = run
+        with as_folder(initial_policy(recipe)[0]) as initial:
+            self.model = load_model(initial, "float32", False)
+
+    def load(self, version: int) -> None:
+        """Take the weights of a version."""
+        import torch
+        from safetensors.numpy import load_file
+
+        weights = load_file(self.run / "checkpoints" / f"step_{version}" / "model.safetensors")
+        self.model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()}, strict=False)
+
+    def logprobs(self, sample: Sample) -> np.ndarray:
+        """Return the log-probabilities of the response's tokens under the loaded weights."""
+        import torch
+
+        prompt, response = sample.prompt.token_ids, sample.completion.token_ids
+        with torch.no_grad():
+            logits = self.model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).numpy()[np.arange(len(response)), response]
+
+
+@contextmanager
+def watched_phases(run: Runtime, look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` inside the block whenever the run shows how far it is."""
+    progress = run.context.record.progress
+    phase = progress.phase
+
+    def show(what: str) -> None:
+        phase(what)
+        look()
+
+    progress.phase = show  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        progress.phase = phase  # type: ignore[method-assign]
