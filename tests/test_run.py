@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -25,27 +27,41 @@ from tests.run_files import rows as metrics
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
 
-def ours_alive(marker: str) -> list[str]:
-    """Command lines of living processes with the marker in their environment."""
+def own_surroundings(folder: Path) -> dict[str, str]:
+    """An environment that marks the processes of a test, with a folder for their temporary files."""
+    temporary = tempfile.mkdtemp(dir="/tmp")  # a short path: sockets lie in it
+    return {**environment(), "RLHFLESS_TEST": str(folder), "TMPDIR": temporary}
+
+
+def ours_alive(own: dict[str, str]) -> list[str]:
+    """Command lines of living processes with the mark."""
+    marker = f"RLHFLESS_TEST={own['RLHFLESS_TEST']}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                if marker.encode() in (entry / "environ").read_bytes():
+                if marker in (entry / "environ").read_bytes():
                     found.append((entry / "cmdline").read_bytes().decode().replace("\0", " "))
             except OSError:
                 continue
     return found
 
 
-def assert_nothing_left(marker: str, temporary: str) -> None:
-    """No process with the marker, and no session folder of Ray's among the temporary files."""
+def assert_nothing_left(alive: Callable[[], list[str]], temporary: str) -> None:
+    """No process that `alive` finds, and no session folder of Ray's among the temporary files."""
     deadline = time.monotonic() + 90  # a busy machine may need long to end processes
-    while ours_alive(marker) and time.monotonic() < deadline:
+    while alive() and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert ours_alive(marker) == []
+    assert alive() == []
     assert [path.name for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []
     shutil.rmtree(temporary)
+
+
+def train(own: dict[str, str], *command: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python in these surroundings to its end, after which nothing is left."""
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=own, capture_output=True, text=True, timeout=480, **more)
+    assert_nothing_left(lambda: ours_alive(own), own["TMPDIR"])
+    return done
 
 
 def test_the_run_folder_holds_what_was_promised(uninterrupted):
@@ -152,47 +168,24 @@ except Stopped as stop:
 def stopped_and_resumed(tmp_path_factory) -> Path:
     """The same run, told to stop by SIGTERM after its third step, resumed, stopped by Ctrl-C after its last update, and resumed."""
     folder = tmp_path_factory.mktemp("stopped")
-    recipe, marker = write_recipe(folder, run__sigterm_s=90.0), f"RLHFLESS_TEST={folder}"  # the machine of a test may be busy
-    temporary = tempfile.mkdtemp(dir="/tmp")  # a short path: sockets lie in it
-    first = subprocess.run(
-        [sys.executable, "-c", TERMINATED, "train", recipe],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        cwd=ROOT,
-        env={**environment(), "RLHFLESS_TEST": str(folder), "TMPDIR": temporary},
-        start_new_session=True,
-    )
+    recipe = write_recipe(folder, run__sigterm_s=90.0)  # the machine of a test may be busy
+    first = train(own_surroundings(folder), "-c", TERMINATED, "train", recipe, start_new_session=True)
     assert first.returncode == 128 + signal.SIGTERM, first.stderr
     assert "continue with --resume" in first.stderr
     run = folder / "runs" / "small"
     assert json.loads((run / "status.json").read_text())["status"] == "stopped"
     assert (run / "report.html").exists() and (run / "checkpoints" / "step_3").is_dir()
-    assert_nothing_left(marker, temporary)
 
-    own = {"RLHFLESS_TEST": str(folder), "TMPDIR": tempfile.mkdtemp(dir="/tmp")}
-    late = subprocess.run(
-        [sys.executable, "-c", STOPPED_LATE, recipe], cwd=ROOT, env={**environment(), **own}, capture_output=True, text=True, timeout=480
-    )
+    late = train(own_surroundings(folder), "-c", STOPPED_LATE, recipe)
     assert late.returncode == 0, late.stderr
-    assert_nothing_left(marker, own["TMPDIR"])
     resumable, heavy = json.loads(late.stdout.splitlines()[-1])
     assert resumable and heavy == [], "a driver of a built-in policy imports none of the heavy libraries"
     assert json.loads((run / "status.json").read_text())["status"] == "stopped" and not (run / "model").exists()
     rows = metrics(run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and "eval/accuracy_greedy" not in rows[-1]
 
-    own["TMPDIR"] = tempfile.mkdtemp(dir="/tmp")
-    resumed = subprocess.run(
-        [sys.executable, "-m", "rlhfless_ray", "train", recipe, "--resume"],
-        cwd=ROOT,
-        env={**environment(), **own},
-        capture_output=True,
-        text=True,
-        timeout=480,
-    )
+    resumed = train(own_surroundings(folder), "-m", "rlhfless_ray", "train", recipe, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert_nothing_left(marker, own["TMPDIR"])
     return run
 
 
@@ -218,25 +211,24 @@ def test_a_resumed_run_continues_its_ledger(stopped_and_resumed):
 @pytest.mark.parametrize("moment", ["gcs_server", "status.json"])
 def test_a_stop_while_it_starts_leaves_nothing_behind_and_promises_nothing(tmp_path, moment):
     """SIGTERM to the whole group while Ray starts, then right after the run folder was made."""
-    recipe, marker = write_recipe(tmp_path, warm_start__steps=5000, run__seed=time.time_ns() % 2**31), f"RLHFLESS_TEST={tmp_path}"
-    temporary = tempfile.mkdtemp(dir="/tmp")
+    recipe, own = write_recipe(tmp_path, warm_start__steps=5000, run__seed=time.time_ns() % 2**31), own_surroundings(tmp_path)
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhfless_ray", "train", recipe],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**environment(), "RLHFLESS_TEST": str(tmp_path), "TMPDIR": temporary},
+        env=own,
         start_new_session=True,
     )
     run = tmp_path / "runs" / "small"
-    while process.poll() is None and not (run / moment).exists() and not any(moment in line for line in ours_alive(marker)):
+    while process.poll() is None and not (run / moment).exists() and not any(moment in line for line in ours_alive(own)):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGTERM)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "nothing to resume from yet" in said and "Traceback" not in said
-    assert_nothing_left(marker, temporary)
+    assert_nothing_left(lambda: ours_alive(own), own["TMPDIR"])
     assert not run.exists() or json.loads((run / "status.json").read_text())["status"] == "stopped"
 
 
@@ -290,10 +282,5 @@ def test_a_driver_that_is_killed_leaves_nothing_behind(tmp_path, cold_workers):
     process.kill()
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 90
-    while living(sessions) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert living(sessions) == []
-    assert [path.name for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []
+    assert_nothing_left(lambda: living(sessions), temporary)
     assert [name for name in segments if Path(name).exists()] == []
-    shutil.rmtree(temporary)
