@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.run.find_model import find_model
@@ -197,7 +198,7 @@ def test_a_resumed_generation_samples_the_same_tokens(tmp_path: Path, ray_cluste
     assert [step.number for step in steps] == [4, 5, 6, 7]  # the first three are in the metrics already
     status = json.loads((done.parent / "status.json").read_text())
     assert status["status"] == "done" and status["steps_done"] == 7
-    assert {row["kind"] for row in _ledger(done.parent)} >= {"rollout", "score"}
+    assert {row.kind for row in read_ledger(done.parent / "ledger.csv")} >= {"rollout", "score"}
     assert (done.parent / "report.html").stat().st_size > 100_000
 
 
@@ -231,10 +232,3 @@ def test_the_newest_checkpoint_of_a_run_is_its_model(uninterrupted: Path, tmp_pa
     mine, final = (load_file(folder / "model.safetensors") for folder in (found, uninterrupted / "model"))
     assert mine.keys() == final.keys() and all(np.array_equal(mine[name], final[name]) for name in mine)
     assert {file.name for file in found.iterdir()} == {file.name for file in (uninterrupted / "model").iterdir()}
-
-
-def _ledger(folder: Path) -> list[dict[str, str]]:
-    import csv
-
-    with (folder / "ledger.csv").open() as file:
-        return list(csv.DictReader(file))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.types import Sample, Step
 from tests.compat.test_runs import AGENT
 from tests.conftest import command_here, samples, small_recipe, write_recipe
@@ -157,7 +157,7 @@ def test_other_features_work_with_a_lag(tmp_path: Path, settings: dict[str, Any]
 def overlap_s(path: Path) -> float:
     """Seconds in which an engine and the learner hold leases at once."""
     held: dict[str, list[tuple[float, float]]] = {"learn": [], "rollout": []}
-    for row in csv.DictReader(path.open()):
-        if row["lease"] and row["kind"] in held:
-            held[row["kind"]].append((float(row["from_s"]), float(row["to_s"])))
+    for row in read_ledger(path):
+        if row.lease and row.kind in held:
+            held[row.kind].append((row.from_s, row.to_s))
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in held["learn"] for b in held["rollout"])

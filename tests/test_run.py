@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
+from rlhfless_ray.functions.ledger import read_ledger
 from tests.conftest import ROOT, environment, samples, write_recipe
 from tests.run_files import rows as metrics
 
@@ -91,20 +91,19 @@ def test_the_run_folder_holds_what_was_promised(uninterrupted):
 
 
 def test_the_ledger_accounts_for_every_phase_and_engines_hold_nothing_while_the_learner_works(uninterrupted):
-    with (uninterrupted / "ledger.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {row["kind"] for row in rows} == {"rollout", "score", "learn"}
-    held = [(float(r["from_s"]), float(r["to_s"]), r) for r in rows if r["slots"] == "1"]
-    learning = [(a, b) for a, b, r in held if r["kind"] == "learn" and r["activity"] == "work"]
-    rollout = [(a, b) for a, b, r in held if r["kind"] == "rollout"]
+    rows = read_ledger(uninterrupted / "ledger.csv")
+    assert {row.kind for row in rows} == {"rollout", "score", "learn"}
+    held = [row for row in rows if row.slots]
+    learning = [row for row in held if row.kind == "learn" and row.activity == "work"]
+    rollout = [row for row in held if row.kind == "rollout"]
     assert len(learning) >= 4
-    for a, b in learning:
-        assert not [1 for c, d in rollout if min(b, d) - max(a, c) > 1e-3]  # overlap is off: no rollout lease exists
+    for one in learning:
+        assert not [1 for other in rollout if min(one.to_s, other.to_s) - max(one.from_s, other.from_s) > 1e-3]  # overlap is off
     by_lease: dict[str, list[tuple[float, float]]] = {}
-    for a, b, row in held:
-        by_lease.setdefault(row["lease"], []).append((a, b))
-    kept = [row for row in rows if row["activity"] == "parked" and float(row["memory_mb"])]
-    assert {row["kind"] for row in kept} >= {"rollout", "learn"} and all(float(row["money"]) > 0 for row in kept), "what is kept is billed"
+    for row in held:
+        by_lease.setdefault(row.lease, []).append((row.from_s, row.to_s))
+    kept = [row for row in rows if row.activity == "parked" and row.memory_mb]
+    assert {row.kind for row in kept} >= {"rollout", "learn"} and all(row.money > 0 for row in kept), "what is kept is billed"
     for intervals in by_lease.values():  # one holder at a time
         ordered = sorted(intervals)
         assert all(later[0] - earlier[1] > -1e-3 for earlier, later in itertools.pairwise(ordered))
@@ -200,11 +199,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(uninterrupted, stopped_and_r
 
 
 def test_a_resumed_run_continues_its_ledger(stopped_and_resumed):
-    with (stopped_and_resumed / "ledger.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {int(row["step"]) for row in rows} == {0, 1, 2, 3, 4}
+    rows = read_ledger(stopped_and_resumed / "ledger.csv")
+    assert {row.step for row in rows} == {0, 1, 2, 3, 4}
     last = metrics(stopped_and_resumed)[-1]
-    full = sum(float(row["seconds"]) * int(row["slots"]) for row in rows if float(row["to_s"]) <= last["time_s"])
+    full = sum(row.seconds * row.slots for row in rows if row.to_s <= last["time_s"])
     assert last["cost/total_full_slot_s"] == pytest.approx(full, rel=0.02)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 from contextlib import suppress
@@ -17,6 +16,7 @@ from benchmarks.common.fault_injection import pid_of
 from placement.planning.plan import Plan
 from placement.scaling.engine_width import WidthDecision
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.types import Sample, Step
 from tests.conftest import small_recipe
 
@@ -87,8 +87,8 @@ def test_the_width_changes_between_steps_and_the_tokens_do_not(tmp_path: Path, w
     assert [step.metrics["plan/width"] for step in found] == [2, 1]
     assert "engines of 2 slots instead of 1: 1 actor at once" in found[0].metrics["pool/reason"]
     assert_same(found, wanted[:2])
-    rows = list(csv.DictReader((tmp_path / "auto" / "runs" / "small" / "ledger.csv").open()))
-    engines = [{row["instance"] for row in rows if (row["step"], row["what"]) == (step, "generate")} for step in ("1", "2")]
+    rows = read_ledger(tmp_path / "auto" / "runs" / "small" / "ledger.csv")
+    engines = [{row.instance for row in rows if (row.step, row.what) == (step, "generate")} for step in (1, 2)]
     assert len(engines[0]) == 1 and not engines[0] & engines[1], "the wide engine works at the narrow width"
 
 
@@ -98,7 +98,7 @@ def test_two_slots_give_the_tokens_of_one_also_after_a_member_hangs_or_is_lost(t
     assert found[0].metrics["prefix/loaded"] > 0
     assert len(Killing.ended) == 2 and [step.metrics["rollout/orphans"] > 0 for step in found] == [False, True, True]
     assert_same(found, wanted)
-    rows = list(csv.DictReader((tmp_path / "lost" / "runs" / "small" / "ledger.csv").open()))
-    decoding = {(row["device"], row["slots"]) for row in rows if (row["step"], row["what"]) == ("1", "generate")}
-    assert decoding == {("0", "1"), ("1", "1")}, "the engine is not billed for both of its slots"
+    rows = read_ledger(tmp_path / "lost" / "runs" / "small" / "ledger.csv")
+    decoding = {(row.device, row.slots) for row in rows if (row.step, row.what) == (1, "generate")}
+    assert decoding == {("0", 1), ("1", 1)}, "the engine is not billed for both of its slots"
     assert not any(psutil.pid_exists(pid) for pid in Killing.ended), "a hung member outlives its engine"
