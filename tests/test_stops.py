@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,13 @@ class Ended:
     def driver(self) -> dict[str, Any]:
         return store(self.run.folder).load()[2]
 
+    def restore(self, driver: dict[str, Any], restore: Callable[[Any], None] = lambda _: None) -> Runtime:
+        """Take over what a checkpoint of step 3 holds. `restore`: of the planner."""
+        self.run.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: [3])  # type: ignore[assignment]
+        self.run.autoscaler.restore = restore  # type: ignore[method-assign]
+        self.run._restore_driver(driver)
+        return self.run
+
 
 def test_ctrl_c_gives_the_snapshot_the_learners_deadline_and_sigterm_two_seconds_or_what_the_recipe_says(tmp_path: Path) -> None:
     assert Ended(tmp_path).by(Stopped(signal.SIGINT)) == ["snapshot within None"]
@@ -198,21 +206,14 @@ def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp
     assert ended.by(Stopped(signal.SIGINT)) == ["record 4", "snapshot within None"]
     driver = ended.driver()
     assert (driver["step"], driver["cursor"], driver["owes_evaluation"]) == (4, [4], True)
-    resumed = Ended(tmp_path).run
-    resumed.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: None)
-    resumed.autoscaler.restore = lambda _: None
-    resumed._restore_driver(driver)
-    assert resumed.owes_evaluation
+    assert Ended(tmp_path).restore(driver).owes_evaluation
 
 
 def test_a_resumed_run_knows_what_old_tokens_cost(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
     ended.run.partial_rollouts.stale_cost.observe(2.0, 0.5)
     ended.by(Stopped(signal.SIGINT))
-    resumed = Ended(tmp_path).run
-    resumed.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: None)
-    resumed.autoscaler.restore = lambda _: None
-    resumed._restore_driver(ended.driver())
+    resumed = Ended(tmp_path).restore(ended.driver())
     assert resumed.partial_rollouts.stale_cost.per_version == ended.run.partial_rollouts.stale_cost.per_version > 0
 
 
@@ -223,9 +224,7 @@ def test_a_stop_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_
         ended.run.owes_evaluation = owes
         assert ended.by(Stopped(signal.SIGINT)) == ["snapshot within None"]
         resumed = Ended(tmp_path)
-        resumed.run.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: [3])
-        resumed.run.autoscaler.restore = lambda _: None
-        resumed.run._restore_driver(ended.driver())
+        resumed.restore(ended.driver())
         assert resumed.by(Stopped(signal.SIGINT)) == did, "what it evaluated since is worth a checkpoint"
 
 
@@ -248,15 +247,12 @@ def test_an_evaluation_that_a_stop_interrupted_counts_for_checkpoints(tmp_path: 
 def test_a_planner_of_another_version_is_named(tmp_path: Path, error: Exception) -> None:
     ended = Ended(tmp_path)
     ended.by(Stopped(signal.SIGINT))
-    resumed = Ended(tmp_path).run
-    resumed.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: [3])
 
     def fail(_: Any) -> None:
         raise error
 
-    resumed.autoscaler.restore = fail
     with pytest.raises(UserError, match="of another version of this program"):
-        resumed._restore_driver(ended.driver())
+        Ended(tmp_path).restore(ended.driver(), fail)
 
 
 def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tmp_path: Path) -> None:
