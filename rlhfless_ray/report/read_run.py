@@ -126,7 +126,7 @@ class RunRecord:
             self._problem("metrics.jsonl has no whole row yet.")
 
     def _read_ledger(self) -> None:
-        text = self._text("ledger.csv", "the lease timeline and the cost by phase are not shown")
+        text = self._text("ledger.csv", "the lease timeline and the costs are not shown")
         if text is None:
             return
         lines = csv.reader(text.splitlines())

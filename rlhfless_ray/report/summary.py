@@ -116,41 +116,21 @@ def _reward_card(steps: Sequence[Row]) -> list[Row]:
 
 
 def _cost_cards(record: RunRecord, last_row: Row) -> list[Row]:
-    """Return cost cards from the ledger, which includes the start-up before the first step, or else from the metrics."""
-    steps, out = record.steps, []
+    """Return cost cards from the ledger, which includes the start-up before the first step."""
+    out = []
     table = by_kind(record.ledger)
-    busy: float | None
-    idle: float | None
-    full: float | None
-    if table:
-        activities = {name: sum(cells.get(name, 0.0) for cells in table.values()) for name in ("work", "idle")}
-        busy, idle = activities["work"], activities["idle"]
-        full = sum(sum(cells.values()) for cells in table.values())
-        spent = total(record.ledger, "money")
-    else:
-        busy, full, spent = (_total(steps, last_row, key) for key in ("busy_slot_s", "full_slot_s", "money"))
-        pairs = [(finite(row.get("cost/idle_share")), finite(row.get("cost/full_slot_s"))) for row in steps]
-        known = [share * weight for share, weight in pairs if share is not None and weight is not None]
-        idle = sum(known) if known else None
-    if busy is not None:
+    if full := sum(sum(cells.values()) for cells in table.values()):
+        busy, idle = (sum(cells.get(activity, 0.0) for cells in table.values()) for activity in ("work", "idle"))
         out.append(_card("Busy cost", slot_time(busy), "slots while they worked"))
-    if full is not None:
-        under = f"every leased second, {percent(busy / full, 0)} busy" if busy is not None and full else "every leased second"
-        out.append(_card("Full cost", slot_time(full), under))
-    if idle is not None and full:
+        out.append(_card("Full cost", slot_time(full), f"every leased second, {percent(busy / full, 0)} busy"))
         out.append(_card("Idle share", percent(idle / full), "of the full cost"))
-    if spent is not None:
+    if (spent := total(record.ledger, "money")) is not None:
         out.append(_card("Money", money(spent), _price(record)))
     lent, borrowed = (finite(last_row.get(f"shared/{name}_slot_s")) for name in ("lent", "borrowed"))
     if lent is not None and borrowed is not None and (finite(last_row.get("shared/runs")) or 0) > 1:
         under = "slots of this run's share that other runs of the cluster used, and slots of theirs"
         out.append(_card("Lent / borrowed", f"{slot_time(lent)} / {slot_time(borrowed)}", under))
     return out
-
-
-def _total(steps: Sequence[Row], last_row: Row, name: str) -> float | None:
-    recorded = finite(last_row.get(f"cost/total_{name}"))
-    return recorded if recorded is not None else total(steps, f"cost/{name}")
 
 
 def warnings(record: RunRecord) -> list[Row]:
