@@ -31,15 +31,11 @@ def header(record: RunRecord) -> Row:
     if status.get("reason"):
         sentence += f" {str(status['reason']).strip()}"
         sentence += "" if sentence.endswith((".", "!", "?")) else "."
-    versions = status.get("versions")
     details = [("machine", status.get("machine")), ("started", _moment(status.get("started_at")))]
-    resumed = status.get("resumed_at")
-    if isinstance(resumed, list) and resumed:
-        times = f" ({len(resumed)} times)" if len(resumed) > 1 else ""
-        details.append(("resumed", f"{_moment(resumed[-1])}{times}" if _moment(resumed[-1]) else None))
+    if resumed := status.get("resumed_at"):
+        details.append(("resumed", f"{_moment(resumed[-1])}{f' ({len(resumed)} times)' if len(resumed) > 1 else ''}"))
     details.append(("ended", _moment(status.get("ended_at"))))
-    if isinstance(versions, dict):
-        details.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    details.append(("versions", ", ".join(f"{name} {version}" for name, version in (status.get("versions") or {}).items())))
     return {"name": _run_name(record), "state": state, "sentence": sentence, "details": [(k, str(v)) for k, v in details if v]}
 
 
@@ -256,8 +252,7 @@ def _step_time(steps: Sequence[Row]) -> str:
 
 
 def _price(record: RunRecord) -> str:
-    price = record.settings.get("price")
-    if not isinstance(price, dict):
+    if not (price := record.settings.get("price")):
         return ""
     kinds = {str(row.get("resource")) for row in record.ledger} or {"cpu", "gpu"}
     prices = {kind: finite(price.get(f"{kind}_slot_per_hour")) for kind in sorted(kinds)}
@@ -267,9 +262,7 @@ def _price(record: RunRecord) -> str:
 
 
 def _run_name(record: RunRecord) -> str:
-    run = record.settings.get("run")
-    name = run.get("name") if isinstance(run, dict) else None
-    return str(name or record.folder.resolve().name)
+    return str((record.settings.get("run") or {}).get("name") or record.folder.resolve().name)
 
 
 def _moment(value: Any) -> str | None:
