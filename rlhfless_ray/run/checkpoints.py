@@ -181,11 +181,11 @@ class Best:
 
 
 def _worth(path: Path) -> tuple[bool, float, int]:
-    step = int("".join(filter(str.isdigit, path.name)))
+    written_ns = path.stat().st_mtime_ns  # step numbers do not tell: an earlier run may have got further in the same folder
     try:
-        return True, float(json.loads((path / METRIC).read_text())["metric_value"]), step
+        return True, float(json.loads((path / METRIC).read_text())["metric_value"]), written_ns
     except (OSError, ValueError, KeyError):
-        return False, 0.0, step
+        return False, 0.0, written_ns
 
 
 def driver_state(path: Path) -> dict[str, Any]:

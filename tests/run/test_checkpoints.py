@@ -55,6 +55,15 @@ def test_first_go_those_without_metric_then_the_worst_then_the_oldest(tmp_path: 
     assert left == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [1, 4, 5], [1, 4, 6]]
 
 
+def test_a_new_run_outlives_the_higher_steps_of_an_earlier_one_in_the_same_folder(tmp_path: Path) -> None:
+    for number, steps in enumerate([(8, 9, 10), (1, 2, 3)]):
+        kept = store(tmp_path, keep=3)
+        for step in steps:
+            kept.save(step, LEARNER, {"run": number})
+            os.utime(kept.folder / f"global_step{step}", (0, 100 * number + step))
+    assert [step for step, _ in kept.list()] == [1, 2, 3] and kept.load()[2] == {"run": 1}
+
+
 def test_a_limit_in_bytes_leaves_the_newest(tmp_path: Path) -> None:
     kept = store(tmp_path, keep=9, max_gib=300 / 2**30)
     for step in (1, 2, 3, 4):
