@@ -28,7 +28,7 @@ class PoolRun:
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
     gives_at_s: float | None = None  # when it expects to give back slots that others wait for
     held_since_s: float = 0.0
-    waits_since_s: float | None = None  # time since which it wants a slot and has none
+    waits_since_s: float | None = None  # time since which it wants a slot and has none; None also a while after it has withdrawn
     withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
     slot_s: float = 0.0  # slot-seconds that it has paid for
     lent_slot_s: float = 0.0
@@ -181,22 +181,22 @@ class PoolState:
     def match(self, now_s: float) -> list[PoolSlot]:
         """Grant free slots: first to runs below their target, then to other requests, except for slots kept for runs below target."""
         self._account(now_s)
+        wanting = self._wanting(now_s)
+        for name, run in self.runs.items():
+            if run.waits_since_s is not None and name not in wanting:
+                run.waits_since_s = self._cleared = None
         granted: list[PoolSlot] = []
         free = [slot for slot in self.slots.values() if not slot.holder]
         if not free or not self.requests:
             return granted
         targets, held = self.clearing().slots, self._held()
-        asking = {request.run for request in self.requests.values()}
+        pauses = wanting - {request.run for request in self.requests.values()}
 
         def below(run: str) -> bool:
             return held[run] < targets[run]
 
         while free:
-            pausing = sum(
-                max(0, targets[name] - held[name])
-                for name, run in self.runs.items()
-                if name not in asking and now_s - run.withdrew_s <= RECENT_S
-            )
+            pausing = sum(max(0, targets[name] - held[name]) for name in pauses)
             slot = None
             for request in sorted(self.requests.values(), key=lambda request: not below(request.run)):
                 if not below(request.run) and len(free) <= pausing:
@@ -285,12 +285,12 @@ class PoolState:
     def waiting(self, now_s: float) -> dict[str, int]:
         """Return {run: slots} of the runs below their target that want slots, or wanted some a moment ago."""
         targets, held = self.clearing().slots, self._held()
-        asking = {request.run for request in self.requests.values()}
-        return {
-            name: missing
-            for name, run in self.runs.items()
-            if (missing := targets[name] - held[name]) > 0 and (name in asking or now_s - run.withdrew_s <= RECENT_S)
-        }
+        return {name: missing for name in self._wanting(now_s) if (missing := targets[name] - held[name]) > 0}
+
+    def _wanting(self, now_s: float) -> set[str]:
+        """Return the runs that want slots, or wanted some a moment ago."""
+        recent = {name for name, run in self.runs.items() if now_s - run.withdrew_s <= RECENT_S}
+        return recent | {request.run for request in self.requests.values()}
 
     def view(self, run: str, now_s: float) -> PoolView:
         self._account(now_s)

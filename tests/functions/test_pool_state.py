@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from placement.market import Bid
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, RunInfo, SlotRequest
-from rlhfless_ray.functions.pool_state import IDLE_S, PoolState
+from rlhfless_ray.functions.pool_state import IDLE_S, RECENT_S, PoolState
 
 NODES = {"a": (3, {"zone": "1"}), "b": (2, {})}
 
@@ -219,6 +219,26 @@ def test_runs_that_need_more_than_is_left_take_turns():
     assert view.surplus == 2 and view.waiting == ("y",) and "waits for its turn" in view.reason
     state.release(x, 2.0)
     assert len(state.match(2.0)) == 2 and state.held("y") == 3
+
+
+def test_a_run_that_has_withdrawn_keeps_its_turn_only_for_a_moment():
+    """Otherwise it would stand before those that wait, without taking a slot itself."""
+    state = pool(3)
+    for name in ("x", "y", "z"):
+        state.join(RunInfo(name, least=3), 0.0)
+    ask(state, "x", 3, 0.0)
+    assert len(state.match(0.0)) == 3
+    y = ask(state, "y", 3, 1.0)
+    state.match(1.0)
+    state.release(y, 2.0)
+    state.match(2.0 + RECENT_S)
+    assert state.clearing().slots == {"x": 0, "y": 3, "z": 0}
+    ask(state, "z", 3, 5.0)
+    state.match(5.0)
+    assert state.clearing().slots == {"x": 0, "y": 0, "z": 3} and state.view("x", 5.0).surplus == 3
+    ask(state, "y", 3, 6.0, start=3)
+    state.match(6.0)
+    assert state.clearing().slots["z"] == 3, "it waits again since then"
 
 
 def test_a_run_that_comes_back_after_its_pool_was_lost_keeps_what_nobody_took():
