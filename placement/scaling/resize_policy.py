@@ -150,6 +150,7 @@ def decide(
     history: ResizeHistory,
     step: int,
     value_per_s: float,
+    least: int = 1,
     steps_left: float = math.inf,
     gamma: float = MAX_COST_SHARE,
     min_saving: float = MIN_SAVING,
@@ -158,12 +159,14 @@ def decide(
     """Decide whether to go from `current` actors to those of the `chosen` plan.
 
     stay: the best plan for the actors held (`best_held_plan`), or None. Both plans exclude one-time starts.
-    value_per_s: worth of a second of the step (`time_value`). urgent: why the change must not wait, if so.
+    value_per_s: worth of a second of the step (`time_value`). least: actors that are held even without work. urgent: why the change
+    must not wait, if so.
 
     A change is made if its one-time cost is at most gamma · saving per step · steps it will last (Nereus, 2026: gamma
     0.5, horizon the mean of past intervals between targets). So short-lived targets are not followed. It must save at
     least `min_saving` of a step's cost, in either direction. Giving an actor up is charged with the start for getting
-    it back. If no plan works with the actors held, the change is urgent and made.
+    it back. Staying is charged with the starts of the actors that `stay` leaves idle: plans bill only actors that work. If no plan
+    works with the actors held, the change is urgent and made.
     """
     if chosen.actors == current:
         return _to(chosen, current, f"the plan needs the {current} actors held")
@@ -172,11 +175,12 @@ def decide(
     if urgent:
         return _to(chosen, current, f"{urgent}: {chosen.actors} actor{'s' if chosen.actors > 1 else ''} at once")
     assert stay is not None
-    before, after = stay.cost + value_per_s * stay.time_s, chosen.cost + value_per_s * chosen.time_s
-    saving, more = before - after, chosen.actors - current
-    figures = (
-        f"{chosen.actors} actors: {chosen.time_s:.3g} s for {chosen.cost:.3g} (now {current}: {stay.time_s:.3g} s for {stay.cost:.3g})"
-    )
+    wanted, idle = max(chosen.actors, least), max(0, current - max(stay.actors, least))
+    stay_cost = stay.cost + idle * transition.price * transition.restart_s
+    before, after = stay_cost + value_per_s * stay.time_s, chosen.cost + value_per_s * chosen.time_s
+    saving, more = before - after, wanted - current
+    now = f"now {current}, {idle} of them idle" if idle else f"now {current}"
+    figures = f"{chosen.actors} actors: {chosen.time_s:.3g} s for {chosen.cost:.3g} ({now}: {stay.time_s:.3g} s for {stay_cost:.3g})"
     if more > 0:
         once = more * transition.price * transition.start_s + value_per_s * max(0.0, transition.start_s - transition.overlapped_s)
     else:

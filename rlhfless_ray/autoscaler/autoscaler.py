@@ -338,6 +338,7 @@ class Autoscaler:
             history=self.history,
             value_per_s=self.value_per_s,
             transition=Transition(start.predict(), restart_s=self.terms.warm_start.predict(), price=self.engines.width),
+            least=self.recipe.rollout.min_actors,
             steps_left=self.recipe.run.steps - step + 1,
             gamma=self.recipe.objective.payback,
             urgent=urgent,

@@ -10,6 +10,7 @@ import pytest
 
 from placement.planning.objective import Objective
 from placement.scaling.resize_policy import Hold
+from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray import Recipe
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler, response_tokens
@@ -197,6 +198,13 @@ def test_quality_compares_with_the_clairvoyant_plan_and_the_bounds():
     assert row["plan/bound_s"] <= row["plan/clairvoyant_s"] * (1 + 1e-9)
     assert row["plan/bound_cost_slot_s"] <= row["plan/clairvoyant_cost_slot_s"] * (1 + 1e-9)
     assert 0.7 < row["forecast/coverage_90"] <= 1 and row["forecast/spearman"] > 0.5 and row["pool/rollout_actors"] == 3
+
+
+def test_a_pool_shrinks_where_idle_engines_bring_no_time():
+    auto = trained(Autoscaler(recipe(objective={"prefer": 0.0}), SPEED))
+    auto.actors, auto.terms.warm_start = 8, Term(1.0)
+    found = [auto.plan(auto.forecast(prompts(), step), prompts(), 8, step=step, warm=8) for step in (7, 8, 9)]
+    assert found[-1].decision.action == "Shrink" and found[-1].actors < 8, found[-1].reason
 
 
 def test_metrics_hold_a_thinned_frontier():

@@ -1,6 +1,6 @@
 """Results of the planner and the rollout simulator, compared with hashes that an earlier version left.
 
-Where results change on purpose, write the hashes anew: `python -m tests.placement.test_fingerprint`. Length forecasts are left
+Where results change on purpose, record new hashes: `python -m tests.placement.test_fingerprint`. Length forecasts are left
 out: they are kept in single precision, whose last digits differ between processors.
 """
 

@@ -57,7 +57,8 @@ def test_a_change_is_made_exactly_where_it_pays_back(
     if wanted == current:
         assert isinstance(found, Hold) and found.time_s == t1
         return
-    before, after = c0 + value_per_s * t0, c1 + value_per_s * t1
+    idle = current - min(current, 3)
+    before, after = c0 + idle * 2.0 * 0.3 * start + value_per_s * t0, c1 + value_per_s * t1
     if wanted > current:
         once = (wanted - current) * 2.0 * start + value_per_s * max(0.0, start - hidden)
     else:
@@ -67,6 +68,18 @@ def test_a_change_is_made_exactly_where_it_pays_back(
     assert found.action == ("Hold" if not pays else "Grow" if wanted > current else "Shrink")
     assert (found.time_s, found.cost) == ((t1, c1) if pays else (t0, c0)), "what is predicted is what will be done"
     assert found.plan is not None and found.reason
+
+
+def test_actors_that_no_plan_uses_are_given_up_once_the_target_has_lasted() -> None:
+    """Plans bill only actors that work, so a plan for one costs the same with eight held. Each idle one still starts in every step."""
+    one = plan(1, 5.0, 5.0)
+    move = Transition(0.5, restart_s=0.5)
+    first = go(8, one, one, transition=move)
+    assert isinstance(first, Hold) and "7 of them idle" in first.reason
+    later = go(8, one, one, transition=move, step=2)
+    assert isinstance(later, Shrink) and later.actors == 1 and "saves 3.5 a step for 3.5 once" in later.reason
+    assert isinstance(go(8, one, one, transition=move, step=2, least=8), Hold), "the recipe wants eight"
+    assert isinstance(go(8, one, one, transition=Transition(0.01, restart_s=0.01), step=50), Hold), "less than 2 % of the step"
 
 
 def test_urgent_changes_do_not_ask_what_they_cost() -> None:
