@@ -81,12 +81,13 @@ def main() -> None:
         found = {way: measure(Path(name) / way, way, slots, options) for way in ways}
         shown = shown_leases(Path(name) / "shared", options.runs) if "shared" in found and not options.replayed else None
         learned = same_learned(Path(name), options.runs) if {"queue", "shared"} <= set(found) and not options.replayed else None
-    table = Table("", "last run ends, s", "each run, s", "held slot-s", "hand-overs", title=f"{options.runs} runs on {slots} slots")
+    table = Table("", "last run ends, s", "each run, s", "held slot-s", "hand-overs", "waits for slots", title=f"{options.runs} runs on {slots} slots")
     for way, result in found.items():
         each = " ".join(f"{run['wall_s']:.1f}" for run in result["runs"])
         held = f"{sum(run['held_slot_s'] for run in result['runs']):.0f}"
         passed = f"{result['handovers']} ({1e3 * result['handover_s'].median:.0f} ms)" if result["handovers"] else ""
-        table.add_row(WAYS[way], f"{result['end_s']:.1f}", each, held, passed)
+        waits = " ".join(str(run["waited"]) for run in result["runs"]) if way == "shared" else ""
+        table.add_row(WAYS[way], f"{result['end_s']:.1f}", each, held, passed, waits)
     console.print(table)
     targets = targets_of(found, options.runs) if "shared" in found else []
     if learned is not None:
@@ -371,6 +372,11 @@ def audit(runs: list[Path], status: dict[str, Any]) -> dict[str, Any]:
     return {"handover_s": Spread.of(gaps), "overlaps": overlaps, "paid_off": abs(booked / counted - 1) if counted else 0.0}
 
 
+def _reasons(row: dict[str, Any]) -> list[str]:
+    """Return what a step's rollout and update say of slots that other runs give back."""
+    return [row.get("pool/wait_reason", ""), row.get("pool/learn_reason", "")]
+
+
 def summary(run: Path) -> dict[str, Any]:
     rows = read_metrics(run)
     taken, given = (sum(row.get(f"shared/slots_{what}", 0) for row in rows) for what in ("taken", "given"))
@@ -380,6 +386,7 @@ def summary(run: Path) -> dict[str, Any]:
         "held_slot_s": last["cost/total_full_slot_s"],
         "taken": taken,
         "given": given,
+        "waited": sum(reason.startswith("waits for") for row in rows for reason in _reasons(row)),
         "lent_slot_s": last.get("shared/lent_slot_s", 0.0),
         "borrowed_slot_s": last.get("shared/borrowed_slot_s", 0.0),
     }

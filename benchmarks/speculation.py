@@ -31,7 +31,7 @@ from rlhfless_ray.weights.tensor_file import Files
 
 CASES = ("chain", "random", "27M", "texts", "494M")
 BATCHES = {"chain": (1, 4, 16, 64), "random": (1, 4, 16, 64), "27M": (1, 4), "texts": (64, 16, 4, 1), "494M": (1, 4)}
-TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0,), "texts": (1.0, 0.5), "494M": (1.0, 0.0)}
+TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0, 0.5), "texts": (1.0, 0.5), "494M": (1.0, 0.0)}
 GROUP, WARM = 8, 2
 TOKENS = {"chain": 160, "random": 96, "27M": 160, "texts": 150, "494M": 32}
 LARGER = 512, 8  # hidden size and layers of 27 M parameters
@@ -260,9 +260,9 @@ def main() -> None:
         targets.append(Target("a trained drafter over off, 27 M, at most 4 responses", min(drafted), least=1.5, unit="×"))
     if drafted := [row["over_off"]["head"] for row in rows if "head" in row["over_off"] and row["batch"] <= 4]:
         targets.append(Target("an EAGLE-3 head over off, 27 M, at most 4 responses", min(drafted), least=1.5, unit="×"))
-    for case in ("chain", "texts"):
-        if small := [row["over_off"]["auto"] for row in few if row["case"] == case]:
-            targets.append(Target(f"auto over off, {case}, at most 4 responses and temperature 0.5", min(small), least=1.8, unit="×"))
+    for case, name in (("chain", "auto"), ("27M", "text"), ("texts", "auto")):
+        if small := [row["over_off"][name] for row in few if row["case"] == case]:
+            targets.append(Target(f"drafts from text over off, {case}, at most 4 responses and temperature 0.5", min(small), least=1.8, unit="×"))
     show_targets(console, targets)
     save("speculation", {"rounds": options.rounds, "rows": rows}, targets, console=console)
 
