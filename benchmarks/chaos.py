@@ -182,15 +182,12 @@ def real(
         )
         return Recipe.parse(tree)
 
-    class InjectedRealFault(FaultInjector):
-        """As it is."""
-
-    clean = drive(InjectedRealFault(recipe_of("clean"), lambda run, moment: None))
+    clean = drive(FaultInjector(recipe_of("clean"), lambda run, moment: None))
     say(f"the run without faults: {clean['steps']} steps in {clean['seconds']:.0f} s")
     nodes = Nodes(2, store_bytes=256 * 2**20, head_cores=1)  # too few: there is always something on the others
     try:
         chaos = Chaos(shuffled(faults, kinds, seed), nodes, seed, say)
-        struck = on_cluster(nodes, InjectedRealFault(recipe_of("struck"), chaos))
+        struck = on_cluster(nodes, FaultInjector(recipe_of("struck"), chaos))
         left = left_of(clean["ray"]) | left_behind(nodes.address)
         return told(struck, clean, chaos, left) | {"nodes_lost": nodes.removed}
     finally:

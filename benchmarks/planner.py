@@ -6,17 +6,13 @@ python -m benchmarks.planner [--quick] [--repeats N]
 from __future__ import annotations
 
 import argparse
-import gc
-import time
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from benchmarks.common.results import Spread, Target, make_console, save, show_targets
+from benchmarks.common.results import Spread, Target, make_console, processor_ms, save, show_targets
 from placement import Objective, Plan, Speed, choose, frontier, rollout_bounds
 
 THIN = 0.005
@@ -82,7 +78,6 @@ def measure(samples: int, actors: int, columns: int, name: str, repeats: int) ->
     plans = decide(known, speed, actors)  # the first call also pays for page faults and caches
     times = []
     for _ in range(repeats):
-        gc.collect()
         times.append(processor_ms(lambda: decide(known, speed, actors)))
     tracemalloc.start()
     decide(known, speed, actors)
@@ -101,13 +96,6 @@ def measure(samples: int, actors: int, columns: int, name: str, repeats: int) ->
         plans[0].search_scenarios,
         plans[0].time_s / bound.time_s,
     )
-
-
-def processor_ms(work: Callable[[], Any]) -> float:
-    """Processor time: on a machine that others use too, elapsed time would count their work."""
-    start = time.process_time()
-    work()
-    return 1e3 * (time.process_time() - start)
 
 
 def per_n_log_n(small: TimedDecision, large: TimedDecision) -> float:

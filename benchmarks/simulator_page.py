@@ -7,15 +7,14 @@ disagree.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common.results import FOLDER, Target
 from benchmarks.common.run_metadata import ROOT
-from benchmarks.simulated.cluster_targets import of, room, targets
+from benchmarks.simulated.cluster_targets import of, over, room, targets
 from benchmarks.simulated.drafted import AS_BUILT
 from benchmarks.simulated.lag_bounds import BOUNDS, mean_over
 
@@ -29,7 +28,23 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(rows: dict[str, Any], policy: str) -> str:
-    return f"{of(rows, policy, 'speedup'):.2f}×, {_less(of(rows, policy, 'full_saving'))}"
+    return _pair(of(rows, policy, "speedup"), of(rows, policy, "full_saving"))
+
+
+def _pair(speed: float, saved: float) -> str:
+    return f"{speed:.2f}×, {_less(saved)}"
+
+
+def _average(rows: Sequence[dict[str, Any]]) -> str:
+    """Return means over settings, of rows with `speedup` and `saving`."""
+    return _pair(*(sum(row[key] for row in rows) / len(rows) for key in ("speedup", "saving")))
+
+
+def _by_column(heads: Sequence[str], settings: dict[tuple[str, ...], list[dict[str, Any]]]) -> str:
+    """Return a table of settings and their average. settings: by first cells, rows with `speedup` and `saving`."""
+    rows = [[*lead, *(_pair(one["speedup"], one["saving"]) for one in found)] for lead, found in settings.items()]
+    average = [_average(column) for column in zip(*settings.values(), strict=True)]
+    return _table(heads, [*rows, ["**average**", *[""] * (len(heads) - 1 - len(average)), *average]])
 
 
 def _less(share: float) -> str:
@@ -60,11 +75,7 @@ def paper(content: dict[str, Any]) -> str:
                 f"{p['fixed']['time_over_bound']['mean']:.2f}×",
             ]
         )
-    policies = {policy: [entry["policies"][policy] for entry in entries.values()] for policy in NAMED}
-    average = []
-    for policy in NAMED:
-        speed, saved = (sum(r[key]["mean"] for r in policies[policy]) / len(entries) for key in ("speedup", "full_saving"))
-        average.append(f"{speed:.2f}×, {_less(saved)}")
+    average = [_pair(over(entries, policy, "speedup"), over(entries, policy, "full_saving")) for policy in NAMED]
     rows.append(["**average**", "", *average, f"{room(entries):.2f}×"])
     table = _table(["setting", "rollout share", *(f"`{policy}`" for policy in NAMED), "speed at most"], rows)
     return f"{table}\n\n{_counted(entries, content, 'paper')}"
@@ -73,10 +84,6 @@ def paper(content: dict[str, Any]) -> str:
 def fair(content: dict[str, Any]) -> str:
     """Everybody at its best width: ours over the plain baseline and over the same technology, by both ways of billing."""
     entries = content["fair"]
-
-    def cell(rows: dict[str, Any], policy: str, over: str) -> str:
-        return f"{rows[policy][over]['speedup']:.2f}×, {_less(rows[policy][over]['saving'])}"
-
     columns = [  # all-reduce, billing, policy, over which `fixed`, head
         ("30 µs", "sold", "fixed", "plain", "`fixed` over plain"),
         ("30 µs", "sold", "ours", "plain", "`ours` over plain"),
@@ -87,12 +94,8 @@ def fair(content: dict[str, Any]) -> str:
         ("70 µs", "sold", "ours", "plain", "70 µs: `ours` over plain"),
         ("70 µs", "sold", "ours", "same", "70 µs: `ours` over `fixed`"),
     ]
-    rows = [[name, *(cell(entry[a][b], policy, over) for a, b, policy, over, _ in columns)] for name, entry in entries.items()]
-    average = []
-    for a, b, policy, over, _ in columns:
-        speed, saved = (sum(e[a][b][policy][over][key] for e in entries.values()) / len(entries) for key in ("speedup", "saving"))
-        average.append(f"{speed:.2f}×, {_less(saved)}")
-    table = _table(["setting", *(head for *_, head in columns)], [*rows, ["**average**", *average]])
+    rows = {(name,): [entry[a][b][policy][over] for a, b, policy, over, _ in columns] for name, entry in entries.items()}
+    table = _by_column(["setting", *(head for *_, head in columns)], rows)
     return f"{table}\n\n{_counted(entries, content, 'fair')}"
 
 
@@ -109,14 +112,11 @@ def drafted(content: dict[str, Any]) -> str:
         ("trained", AS_BUILT, "same", "trained drafter: **ours as built** over `fixed+spec`"),
         ("trained", "ours", "same", "trained drafter: *planned* over `fixed+spec`"),
     ]
-    rows, sums = [], np.zeros((len(columns), 2))
+    rows = {}
     for name, entry in entries.items():
-        found = [entry["rows"][drafts][policy][over] for drafts, policy, over, _ in columns]
-        sums += [(one["speedup"], one["saving"]) for one in found]
         chances = " / ".join(f"{entry['acceptance'][drafts]:.2f}" for drafts in ("text", "trained"))
-        rows.append([name, chances, *(f"{one['speedup']:.2f}×, {_less(one['saving'])}" for one in found)])
-    average = [f"{speed:.2f}×, {_less(saved)}" for speed, saved in sums / len(entries)]
-    table = _table(["setting", "acceptance", *(head for *_, head in columns)], [*rows, ["**average**", "", *average]])
+        rows[name, chances] = [entry["rows"][drafts][policy][over] for drafts, policy, over, _ in columns]
+    table = _by_column(["setting", "acceptance", *(head for *_, head in columns)], rows)
     return f"{table}\n\n{_counted(entries, content, 'drafts')}"
 
 
@@ -130,16 +130,11 @@ def fair_rivals(content: dict[str, Any]) -> str:
         ("70 µs", "sold", "70 µs"),
     ):
         for policy in next(iter(entries))[latency][billing]:
-            cells = []
-            for over in ("plain", "same"):
-                speed, saved = (
-                    sum(e[latency][billing][policy][over][key] for e in entries) / len(entries) for key in ("speedup", "saving")
-                )
-                cells.append(f"{speed:.2f}×, {_less(saved)}")
-            widths: dict[str, int] = {}
-            for entry in entries:
-                for width, count in entry[latency][billing][policy]["widths"].items():
-                    widths[width] = widths.get(width, 0) + count
+            found = [entry[latency][billing][policy] for entry in entries]
+            cells = (_average([row[over] for row in found]) for over in ("plain", "same"))
+            widths: Counter[str] = Counter()
+            for row in found:
+                widths.update(row["widths"])
             shown = ", ".join(f"{w}: {count}" for w, count in sorted(widths.items(), key=lambda item: int(item[0])))
             rows.append([said, f"`{policy}`", *cells, shown])
     return _table(["all-reduce", "policy", "over plain `fixed`", "over `fixed` at its best width", "steps by width"], rows)
@@ -151,10 +146,10 @@ def lag(content: dict[str, Any]) -> str:
     rows = []
     for bound in BOUNDS:
         for policy in next(iter(entries.values()))[bound]:
-            over = (mean_over(entries, bound, policy, base) for base in ("plain", "same"))
+            pairs = (mean_over(entries, bound, policy, base) for base in ("plain", "same"))
             shares = zip(*(entry[bound][policy]["tokens_by_lag"] for entry in entries.values()), strict=True)
             tokens = ", ".join(f"{sum(share) / len(entries):.0%}" for share in shares)
-            rows.append([bound, f"`{policy}`", *(f"{speed:.2f}×, {_less(saved)}" for speed, saved in over), tokens])
+            rows.append([bound, f"`{policy}`", *(_pair(*one) for one in pairs), tokens])
     heads = ["bound, steps", "policy", "over plain `fixed`", "over `fixed` at its best width", "tokens that are 0, 1, … steps old"]
     return f"{_table(heads, rows)}\n\nMeans over {', '.join(f'`{name}`' for name in entries)}. {_counted(entries, content, 'lag')}"
 

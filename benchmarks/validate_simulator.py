@@ -1,7 +1,7 @@
 """The simulator against a recorded run: terms fitted on the first half of its steps, step times of the second half
 predicted.
 
-python -m benchmarks.validate_simulator RUN_FOLDER [--json FILE]
+python -m benchmarks.validate_simulator RUN_FOLDER [--no-save]
 
 Reads metrics.jsonl and samples/step_<n>.jsonl. Fitted: seconds of a decode step (base, per sequence) with a constant of the
 rollout, seconds of learning per token with a constant, and the median of all else. The rollout itself is then simulated,

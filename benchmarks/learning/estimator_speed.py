@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.estimate import estimate
-from benchmarks.common.results import Spread
+from benchmarks.common.results import Spread, processor_ms
 from rlhfless_ray.learn.advantage import discounted_returns, gae, group_advantages
 from rlhfless_ray.learn.importance import correction_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl
@@ -189,13 +187,6 @@ Work = Callable[[], Any]
 def spread(work: Work, repeats: int) -> Spread:
     work()  # page faults and caches
     return Spread.of([processor_ms(work) for _ in range(repeats)])
-
-
-def processor_ms(work: Work) -> float:
-    gc.collect()
-    start = time.process_time()
-    work()
-    return 1e3 * (time.process_time() - start)
 
 
 def loop_gae(x: Inputs) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common.peak_rss import added_peak_bytes
-from benchmarks.common.results import Spread
+from benchmarks.common.results import Spread, processor_ms
 from rlhfless_ray.learn.logprobs import chunked_logprobs, tokens_per_chunk
 
 Form = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -84,12 +83,8 @@ def logprob_peaks(heads: Heads, verl: Any, repeats: int) -> list[LogprobPeak]:
     found = []
     for name, form in forms.items():
         peaks = [added_peak_bytes(partial(work, form)) for work in (learn, look)]
-        times = []
-        for _ in range(repeats):
-            start = time.process_time()
-            learn(form)
-            times.append(time.process_time() - start)
-        found.append(LogprobPeak(name, *peaks, Spread.of(times)))
+        times = Spread.of(processor_ms(partial(learn, form)) / 1e3 for _ in range(repeats))
+        found.append(LogprobPeak(name, *peaks, times))
     return found
 
 

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from benchmarks.simulated.cluster_variants import variant
-from benchmarks.simulated.fair_baselines import REDUCE_S
+from benchmarks.simulated.fair_baselines import REDUCE_S, over_fixed
 from placement.catalog import catalog
 from placement.simulate import Setting, SimulatedRun, simulate
 
@@ -35,8 +33,8 @@ def measure_drafted(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for drafts, found in runs.items():
         for name in found[0].policies:
-            over = {"plain": _over(found, name, runs["off"]), "same": _over(found, name, found)}
-            rows.setdefault(drafts, {})[name] = over
+            bases = {"plain": runs["off"], "same": found}
+            rows.setdefault(drafts, {})[name] = {key: over_fixed(found, base, name) for key, base in bases.items()}
     return {"seeds": len(seeds), "acceptance": {drafts: acceptance(setting, drafts) for drafts in DRAFTS}, "rows": rows}
 
 
@@ -44,11 +42,3 @@ def acceptance(setting: Setting, drafts: str) -> float:
     if drafts == "off":
         return 0.0
     return float(catalog.values(catalog.read("acceptance")[drafts])[str(setting.lengths)])
-
-
-def _over(runs: Sequence[SimulatedRun], name: str, base: Sequence[SimulatedRun]) -> dict[str, float]:
-    pairs = [(run.policies[name], other.policies["fixed"]) for run, other in zip(runs, base, strict=True)]
-    return {
-        "speedup": float(np.mean([plain.step_s / done.step_s for done, plain in pairs])),
-        "saving": float(np.mean([1 - done.full / plain.full for done, plain in pairs])),
-    }

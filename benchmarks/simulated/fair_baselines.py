@@ -40,24 +40,27 @@ def measure_fair(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def rows_over(runs: list[SimulatedRun], plain: list[SimulatedRun], same: list[SimulatedRun], throughout: bool = False) -> dict[str, Any]:
-    """Speed and saving of each policy, paired by seed with the `fixed` of `plain` and of `same`. throughout: bill every device."""
+    """Speed and saving of each policy over the `fixed` of `plain` and of `same`. throughout: bill every device."""
+    rows = {}
+    for name in runs[0].policies:
+        over = {key: over_fixed(runs, base, name, throughout) for key, base in (("plain", plain), ("same", same))}
+        reasons = [step.reason for run in runs for step in run.policies[name].steps]
+        rows[name] = {**over, "step_s": float(np.mean([r.policies[name].step_s for r in runs])), "widths": _widths(reasons)}
+    return rows
+
+
+def over_fixed(runs: Sequence[SimulatedRun], base: Sequence[SimulatedRun], name: str, throughout: bool = False) -> dict[str, float]:
+    """Speed and saving of a policy over `fixed` in other runs, paired by seed. throughout: bill every device."""
 
     def cost(run: SimulatedRun, name: str) -> float:
         done = run.policies[name]
         return done.step_s * run.setting.devices if throughout else done.full
 
-    rows = {}
-    for name in runs[0].policies:
-        over = {}
-        for key, base in (("plain", plain), ("same", same)):
-            pairs = list(zip(runs, base, strict=True))
-            over[key] = {
-                "speedup": float(np.mean([b.policies["fixed"].step_s / r.policies[name].step_s for r, b in pairs])),
-                "saving": float(np.mean([1 - cost(r, name) / cost(b, "fixed") for r, b in pairs])),
-            }
-        reasons = [step.reason for run in runs for step in run.policies[name].steps]
-        rows[name] = {**over, "step_s": float(np.mean([r.policies[name].step_s for r in runs])), "widths": _widths(reasons)}
-    return rows
+    pairs = list(zip(runs, base, strict=True))
+    return {
+        "speedup": float(np.mean([b.policies["fixed"].step_s / r.policies[name].step_s for r, b in pairs])),
+        "saving": float(np.mean([1 - cost(r, name) / cost(b, "fixed") for r, b in pairs])),
+    }
 
 
 def _widths(reasons: Sequence[str]) -> dict[str, int]:
