@@ -41,10 +41,6 @@ AGAINST_ORACLE = ("qwen3b-gsm8k-grpo", "qwen7b-gpqa-grpo", "qwen3b-livecodebench
 PARTS = ("fair", "drafts", "lag", "paper", "large", "oracle", "ablation", "sensitivity", "cheap")
 
 
-def measure(setting: Setting, policies: Sequence[Any], seeds: int) -> list[SimulatedRun]:
-    return [simulate(setting, policies, TUNED + seed) for seed in range(seeds)]
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(values)), "sd": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0}
 
@@ -96,11 +92,11 @@ def setting_table(name: str, runs: list[SimulatedRun], console: Console, title: 
 # ---- oracle at equal cost ---------------------------------------------------------------------------------------
 
 
-def at_equal_cost(setting: Setting, seeds: int, prefers: Sequence[float]) -> dict[str, float]:
+def at_equal_cost(setting: Setting, seeds: Sequence[int], prefers: Sequence[float]) -> dict[str, float]:
     """Ours against the oracle: the oracle's time where it costs what ours costs, along its curve over `prefer` (linear
     between points; beyond its dearest point its fastest time)."""
     shares = []
-    for seed in range(TUNED, TUNED + seeds):
+    for seed in seeds:
         curve = []
         for prefer in prefers:
             run = simulate(setting.but(prefer=prefer), ["oracle"], seed).policies["oracle"]
@@ -108,7 +104,7 @@ def at_equal_cost(setting: Setting, seeds: int, prefers: Sequence[float]) -> dic
         cost, seconds = _lower_envelope(curve)
         ours = simulate(setting, ["ours"], seed).policies["ours"]
         shares.append(float(np.interp(ours.full, cost, seconds)) / ours.step_s)
-    return {**spread(shares), "seeds": seeds}
+    return {**spread(shares), "seeds": len(seeds)}
 
 
 def _lower_envelope(curve: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -119,9 +115,8 @@ def _lower_envelope(curve: list[tuple[float, float]]) -> tuple[np.ndarray, np.nd
 
 def fair_table(name: str, found: dict[str, Any], console: Console) -> dict[str, Any]:
     """Show a setting of `measure_fair`. Returns it."""
-    table = Table(title=f"best widths: {name}", title_justify="left")
-    for head in ("all-reduce", "policy", "widths", "over plain `fixed`", "over `fixed` at its best width"):
-        table.add_column(head)
+    heads = ("all-reduce", "policy", "widths", "over plain `fixed`", "over `fixed` at its best width")
+    table = Table(*heads, title=f"best widths: {name}", title_justify="left")
     for latency in found:
         for billing, rows in found[latency].items() if latency.endswith("µs") else ():
             for policy, r in rows.items():
@@ -134,9 +129,8 @@ def fair_table(name: str, found: dict[str, Any], console: Console) -> dict[str, 
 
 def lag_table(name: str, found: dict[str, Any], console: Console) -> dict[str, Any]:
     """Show a setting of `measure_lags`. Returns it."""
-    table = Table(title=f"bounds on the lag: {name}", title_justify="left")
-    for head in ("bound", "policy", "over plain `fixed`", "over `fixed` at its best width", "tokens by lag"):
-        table.add_column(head)
+    heads = ("bound", "policy", "over plain `fixed`", "over `fixed` at its best width", "tokens by lag")
+    table = Table(*heads, title=f"bounds on the lag: {name}", title_justify="left")
     for bound in BOUNDS:
         for policy, r in found[bound].items():
             cells = (f"{r[key]['speedup']:.2f}×, {-r[key]['saving']:+.0%}" for key in ("plain", "same"))
@@ -231,50 +225,35 @@ def main() -> None:
     content: dict[str, Any] = {"prefer": PREFER, "cheaper": CHEAPER, "first_seed": TUNED, "seconds": {}, "commits": {}}
     kept = Kept(content, console, options.quick, options.policies)
 
+    measured = range(TUNED, TUNED + seeds)
+
+    def fast(name: str) -> Setting:
+        return named(name).but(prefer=PREFER)
+
     def table(setting: Setting, policies: Sequence[Any], name: str, title: str) -> dict[str, Any]:
         some = ["fixed", *(p for p in policies if p in options.policies)] if options.policies else policies
-        return setting_table(name, measure(setting, some, seeds), console, title)
+        return setting_table(name, [simulate(setting, some, seed) for seed in measured], console, title)
 
-    def paper(name: str) -> Any:
-        return table(named(name).but(prefer=PREFER), list(POLICIES), name, "paper")
-
-    def fair(name: str) -> Any:
-        setting = named(name).but(prefer=PREFER)
-        return fair_table(name, measure_fair(setting, range(TUNED, TUNED + seeds)), console)
-
-    def drafts(name: str) -> Any:
-        return measure_drafted(named(name).but(prefer=PREFER), range(TUNED, TUNED + seeds))
-
-    def lag(name: str) -> Any:
-        return lag_table(name, measure_lags(named(name).but(prefer=PREFER), range(TUNED, TUNED + seeds)), console)
-
-    def cheap(name: str) -> Any:
-        return table(named(name).but(prefer=CHEAPER), ["fixed", "fixed+", "global-cut", "ours"], name, f"prefer {CHEAPER}")
-
-    def ablation(name: str) -> Any:
-        return table(named(name).but(prefer=PREFER), ABLATION, name, "ablation")
-
-    def large(name: str) -> Any:
-        return table(named(name).but(prefer=PREFER), list(POLICIES), name, "large cluster")
-
-    def oracle(name: str) -> Any:
-        return at_equal_cost(named(name).but(prefer=PREFER), seeds, (0.1, 0.4, 0.75, 0.95))
-
-    changed = sensitivity(named(chosen[0]).but(prefer=PREFER))
-
-    def sensitive(name: str) -> Any:
-        return table(changed[name], ["fixed", "fixed+", "ours"], name, f"sensitivity of {chosen[0]}")
-
+    cheap = ["fixed", "fixed+", "global-cut", "ours"]
+    changed = sensitivity(fast(chosen[0]))
     parts: dict[str, tuple[Callable[[str], Any], list[str], list[str]]] = {  # what runs, of which keys, which of them now
-        "fair": (fair, PAPER, chosen),
-        "drafts": (drafts, PAPER, chosen),
-        "lag": (lag, PAPER, chosen),
-        "paper": (paper, PAPER, chosen),
-        "cheap": (cheap, PAPER, chosen),
-        "ablation": (ablation, list(ABLATED), [n for n in ABLATED if n in chosen]),
-        "sensitivity": (sensitive, list(changed), list(changed)),
-        "oracle": (oracle, list(AGAINST_ORACLE), [n for n in AGAINST_ORACLE if n in chosen]),
-        "large": (large, LARGE, LARGE[:1] if options.quick else LARGE),
+        "fair": (lambda name: fair_table(name, measure_fair(fast(name), measured), console), PAPER, chosen),
+        "drafts": (lambda name: measure_drafted(fast(name), measured), PAPER, chosen),
+        "lag": (lambda name: lag_table(name, measure_lags(fast(name), measured), console), PAPER, chosen),
+        "paper": (lambda name: table(fast(name), list(POLICIES), name, "paper"), PAPER, chosen),
+        "cheap": (lambda name: table(named(name).but(prefer=CHEAPER), cheap, name, f"prefer {CHEAPER}"), PAPER, chosen),
+        "ablation": (lambda name: table(fast(name), ABLATION, name, "ablation"), list(ABLATED), [n for n in ABLATED if n in chosen]),
+        "sensitivity": (
+            lambda name: table(changed[name], ["fixed", "fixed+", "ours"], name, f"sensitivity of {chosen[0]}"),
+            list(changed),
+            list(changed),
+        ),
+        "oracle": (
+            lambda name: at_equal_cost(fast(name), measured, (0.1, 0.4, 0.75, 0.95)),
+            list(AGAINST_ORACLE),
+            [n for n in AGAINST_ORACLE if n in chosen],
+        ),
+        "large": (lambda name: table(fast(name), list(POLICIES), name, "large cluster"), LARGE, LARGE[:1] if options.quick else LARGE),
     }
     for part in options.only:
         run, order, now = parts[part]

@@ -179,9 +179,8 @@ def main() -> None:
     console = Console(width=120)
     found = validate(options.run)
     error = found["error_percent"]
-    table = Table(title=f"{found['run']}: fitted on {found['fitted_on']} steps, {found['predicted']} predicted", title_justify="left")
-    for head in ("error of step time, %", "value"):
-        table.add_column(head)
+    title = f"{found['run']}: fitted on {found['fitted_on']} steps, {found['predicted']} predicted"
+    table = Table("error of step time, %", "value", title=title, title_justify="left")
     for name, value in error.items():
         table.add_row(name, f"{value:+.1f}" if name == "bias" else f"{value:.1f}")
     console.print(table)

@@ -164,17 +164,8 @@ def main() -> None:
         seeds = 1 if options.quick else min(options.seeds, CASES[case].seeds)
         found = measure(CASES[case], range(TUNED, TUNED + seeds))
         cases = {**(json.loads(path.read_text())["cases"] if path.exists() else {}), case: found}
-        table = Table(title=case, title_justify="left")
-        for head in (
-            "policy",
-            "work per slot-s",
-            "of those paid for",
-            "makespan, s",
-            "cost a run",
-            "run time p50, p90, max, s",
-            "settings",
-        ):
-            table.add_column(head)
+        heads = ("policy", "work per slot-s", "of those paid for", "makespan, s", "cost a run", "run time p50, p90, max, s", "settings")
+        table = Table(*heads, title=case, title_justify="left")
         for name, row in cases[case]["policies"].items():
             times = ", ".join(f"{row[f'time_p{p}_s']:.0f}" for p in (50, 90, 100))
             shares = (f"{row['work_per_slot_s']:.1%}", f"{row['work_per_paid_s']:.1%}")
