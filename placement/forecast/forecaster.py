@@ -18,6 +18,8 @@ from placement.forecast.scenarios import LengthForecast, Scenarios
 
 __all__ = ["ForecastQuality", "LengthForecast", "LengthForecaster", "Scenarios", "VarianceShares", "forecast_quality"]
 
+VISIT_WEIGHT = 0.5  # of the newest visit in a prompt's history
+MOST_PROMPTS = 65_536  # prompts remembered
 FADE = 0.95  # factor per step on what is known about variances and features
 MIN_VARIANCE = 1e-4  # of log length: no policy's lengths are taken to be constant
 SPREAD_PRIOR = 16.0  # weight of the common spread in a prompt's own, in degrees of freedom
@@ -52,17 +54,13 @@ class LengthForecaster:
     ----------
     default_tokens : float
         Forecast before any response was observed.
-    weight : float
-        Weight of the newest visit in a prompt's history, in (0, 1].
     max_tokens : float, optional
         Length at which responses are cut.
-    most_prompts : int
-        Number of prompts remembered.
 
     Raises
     ------
     ValueError
-        For values out of range.
+        If `default_tokens` is not positive.
 
     Examples
     --------
@@ -73,14 +71,12 @@ class LengthForecaster:
     (8, 16)
     """
 
-    def __init__(self, default_tokens: float, weight: float = 0.5, *, max_tokens: float | None = None, most_prompts: int = 65_536) -> None:
+    def __init__(self, default_tokens: float, *, max_tokens: float | None = None) -> None:
         if not default_tokens > 0:
             raise ValueError(f"default_tokens must be positive, got {default_tokens}")
-        if not 0 < weight <= 1:
-            raise ValueError(f"weight must be in (0, 1], got {weight}")
         self.default_tokens = float(default_tokens)
         self.max_tokens = float("inf") if max_tokens is None else float(max_tokens)
-        self.history = LengthHistory(weight, most_prompts)
+        self.history = LengthHistory(VISIT_WEIGHT, MOST_PROMPTS)
         self.line = FeatureLine(FADE)
         self.level, self.level_variance = 0.0, 0.0
         # [weighted sum, weight]: priors that fade with the steps

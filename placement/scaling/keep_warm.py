@@ -23,12 +23,12 @@ class Prewarm:
     reason: str
 
 
-def start_cost(start_s: float, price: float, value_per_s: float, overlapped_s: float = 0.0) -> float:
-    """Return the cost of a start: its slot-seconds, and the delay of the critical path that no other work overlaps.
+def start_cost(start_s: float, price: float, value_per_s: float) -> float:
+    """Return the cost of a start: its slot-seconds, and the delay of the critical path.
 
     value_per_s: worth of a second of the step (`resize_policy.time_value`).
     """
-    return price * start_s + value_per_s * max(0.0, start_s - overlapped_s)
+    return price * start_s + value_per_s * max(0.0, start_s)
 
 
 def keep_alive(gaps_s: Sequence[float], hold_price: float, start: float) -> Decision:

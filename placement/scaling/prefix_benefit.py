@@ -194,7 +194,7 @@ class PrefixSpeed:
         self.prefill.observe(tokens, prefill_s)
         self.save.observe(pages, save_s)
 
-    def observe_fetch(self, fetched_pages: int, fetch_s: float, loaded_pages: int = 0, load_s: float = 0.0) -> None:
+    def observe_fetch(self, fetched_pages: int, fetch_s: float, loaded_pages: int, load_s: float) -> None:
         """Record that an engine fetched pages and copied some in."""
         self.fetch.observe(fetched_pages, fetch_s)
         self.load.observe(loaded_pages, load_s)

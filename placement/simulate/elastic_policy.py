@@ -129,12 +129,10 @@ def _roll_out(
     rollout that opens engines later wakes all of them when it needs them.
     """
     d, w = times.devices, times.width
-    narrowings: tuple[Narrowing, ...] = ()
-    if plan.narrow:
-        narrowings = (Narrowing(plan.share, (d - plan.early) // w),)
+    narrowing = Narrowing(plan.share, (d - plan.early) // w) if plan.narrow else None
 
     def generate(**start: float | int) -> SimulatedRollout:
-        return simulated(times, given, rollout, engines=plan.engines, prefer=plan.prefer, narrowings=narrowings, **start)
+        return simulated(times, given, rollout, engines=plan.engines, prefer=plan.prefer, narrowing=narrowing, **start)
 
     beside = min((d - plan.late) // w, plan.engines)
     awake = plan.engines - beside

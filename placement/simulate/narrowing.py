@@ -22,26 +22,22 @@ class Narrowing:
 
 
 class Narrowed:
-    """A named rollout policy with fewer engines from every `Narrowing` on.
+    """A named rollout policy with fewer engines from a `Narrowing` on.
 
-    At each of these moments the live sequences are split over fewer engines, keeping as many as possible where they
+    At that moment the live sequences are split over fewer engines, keeping as many as possible where they
     are. The policy goes on from there. It never sees more engines than it may use: actor numbers are translated both
     ways.
     """
 
-    def __init__(self, name: str, job: RolloutJob, stages: tuple[Narrowing, ...]) -> None:
-        self.name, self.job = name, job
-        self.stages = sorted(stages, key=lambda stage: stage.share)
+    def __init__(self, name: str, job: RolloutJob, narrowing: Narrowing | None) -> None:
+        self.name, self.job, self.narrowing = name, job, narrowing
         self.inner = make_policy(name, job)
         self.actors = np.arange(job.max_actors)  # of the inner policy's numbers
 
     def decide(self, view: View) -> Action | None:
-        ended, limit = float(view.finished.mean()), None
-        while self.stages and ended >= self.stages[0].share:
-            limit = self.stages.pop(0).engines
-        if limit is None or limit >= len(self.actors):
+        if self.narrowing is None or view.finished.mean() < self.narrowing.share or self.narrowing.engines >= len(self.actors):
             return self._translated(self.inner.decide(self._seen(view)))  # type: ignore[attr-defined]
-        live = view.live
+        live, limit, self.narrowing = view.live, self.narrowing.engines, None
         self.inner = self._narrower(limit)
         # Ask as at the beginning of a rollout: where would each live sequence go if none were placed yet?
         fresh = replace(view, job=self.job, time_s=0.0, actor=np.full(len(view.finished), -1), ready_s={})

@@ -10,10 +10,10 @@ import numpy as np
 
 from placement.simulate.narrowing import Narrowed, Narrowing
 from placement.simulate.phase_times import PhaseTimes
-from placement.simulate.rollout.decoding import ActorLease, VirtualEngines
+from placement.simulate.rollout.decoding import VirtualEngines
 from placement.simulate.rollout.run_policy import MAX_DECISIONS, Result, make_view, result_of, undecoded
 from placement.simulate.rollout.view import RolloutJob
-from placement.simulate.simulate_step import SimulatedRollout, StepInput, rollout_job, start_up_s
+from placement.simulate.simulate_step import SimulatedRollout, StepInput, after_prefill, rollout_job, start_up_s
 
 LONGER = 0.25  # of its tokens: how much longer a response is expected to be that has outlived every scenario
 
@@ -121,7 +121,7 @@ class Generation:
         capacity: int | None = None,
         transfer_s: float | None = None,
         wake_s: float | None = None,
-        narrowings: tuple[Narrowing, ...] = (),
+        narrowing: Narrowing | None = None,
         least_s: float = 0.0,
     ) -> PartialRollout:
         """Simulate the rollout, as `roll_out` does. least_s: go on at least until then, if there is something to generate.
@@ -129,10 +129,10 @@ class Generation:
         given: the live responses, as `InFlight.step_input` makes them, or a scenario of them.
         """
         start = start_up_s(times, transfer_s, wake_s)
-        key = (policy, times.width, engines, prefer, capacity, start, narrowings, least_s)
+        key = (policy, times.width, engines, prefer, capacity, start, narrowing, least_s)
         if key not in given.cache:
             job = rollout_job(times, given, given.scenarios, engines, prefer, start, capacity)
-            given.cache[key] = self._made(times, given, job, Narrowed(policy, job, narrowings), start, least_s)
+            given.cache[key] = self._made(times, given, job, Narrowed(policy, job, narrowing), start, least_s)
         found = given.cache[key]
         assert isinstance(found, PartialRollout)
         self.last = found
@@ -178,7 +178,7 @@ class Generation:
             age=state.age[~batch] + 1,
         )
         by_lag = drawn[batch].sum(0) / drawn[batch].sum()
-        leases = tuple(ActorLease(k.actor, k.from_s + (prefill if k.from_s else 0.0), k.to_s + prefill) for k in result.leases)
+        leases = after_prefill(result.leases, prefill)
         return PartialRollout(
             replace(result, finish_s=finish[batch]), prefill, start_s, leases, trained, kept, tuple(float(share) for share in by_lag)
         )

@@ -13,15 +13,8 @@ from placement.simulate.simulate_pool import Progress
 SLOW_TAIL = 1.1  # a tail moves to the fewest devices on which it takes at most this times as long
 
 
-class OwnDevices:
-    """Each run pays for what it holds."""
-
-    def billed(self, runs: Sequence[Progress]) -> Mapping[str, float]:
-        return {progress.run.name: float(progress.slots) for progress in runs}
-
-
 @dataclass
-class Market(OwnDevices):
+class Market:
     """Clears `placement.market` at every event: bids are what the run expects of the rest of its stage.
 
     Runs are let in in the order of their arrival, as long as the pool has the devices without which they cannot work. Every change of
@@ -60,6 +53,9 @@ class Market(OwnDevices):
     def setup_s(self, progress: Progress, slots: int) -> float:
         return progress.stage.setup_on(slots)
 
+    def billed(self, runs: Sequence[Progress]) -> Mapping[str, float]:
+        return {progress.run.name: float(progress.slots) for progress in runs}
+
 
 def _expected(progress: Progress) -> list[tuple[int, float]]:
     """Return what a run expects of its stage: devices and seconds. How many hold it is known."""
@@ -68,7 +64,7 @@ def _expected(progress: Progress) -> list[tuple[int, float]]:
 
 
 @dataclass
-class Partitions(OwnDevices):
+class Partitions:
     """Static partitions, which runs take in the order of their arrival and keep to their end. One partition is a queue.
 
     trainers: devices of a partition that only learn, while the others only generate (disaggregated). 0: all of them do both (colocated).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -171,21 +172,21 @@ def roll_out(
     capacity: int | None = None,
     transfer_s: float | None = None,
     wake_s: float | None = None,
-    narrowings: tuple[Narrowing, ...] = (),
+    narrowing: Narrowing | None = None,
 ) -> SimulatedRollout:
     """Simulate the rollout of a step.
 
     Every newly opened engine wakes and receives the weights (start-up, billed). The engines that the rollout begins
-    with prefill the prompts, each prompt once, or once per sample if deduplication is off. narrowings: when engines are
+    with prefill the prompts, each prompt once, or once per sample if deduplication is off. narrowing: when engines are
     given up.
     """
     start = start_up_s(times, transfer_s, wake_s)
-    key = (policy, times.width, engines, prefer, capacity, start, narrowings)
+    key = (policy, times.width, engines, prefer, capacity, start, narrowing)
     if key in given.cache:
         return given.cache[key]
     scenarios = given.lengths[:, None] if policy == "oracle" else given.scenarios
     job = rollout_job(times, given, scenarios, engines, prefer, start, capacity)
-    result = run(given.lengths, job, Narrowed(policy, job, narrowings))
+    result = run(given.lengths, job, Narrowed(policy, job, narrowing))
     given.cache[key] = on_clock(times, given, result, start)
     return given.cache[key]
 
@@ -223,8 +224,12 @@ def on_clock(times: PhaseTimes, given: StepInput, result: Result, start_s: float
     else:
         tokens = float(given.prompts.sum())
     shift = times.prefill_s(tokens, len(first))
-    leases = tuple(ActorLease(lease.actor, lease.from_s + (shift if lease.from_s else 0.0), lease.to_s + shift) for lease in result.leases)
-    return SimulatedRollout(result, shift, start_s, leases)
+    return SimulatedRollout(result, shift, start_s, after_prefill(result.leases, shift))
+
+
+def after_prefill(leases: Sequence[ActorLease], prefill_s: float) -> tuple[ActorLease, ...]:
+    """Return the leases of a rollout on a clock that begins before its prefill."""
+    return tuple(ActorLease(k.actor, k.from_s + (prefill_s if k.from_s else 0.0), k.to_s + prefill_s) for k in leases)
 
 
 def work_of(times: PhaseTimes, given: StepInput, finish_s: np.ndarray, *, gradients: bool, linear: bool = False) -> LearnerWork:

@@ -46,8 +46,8 @@ def test_ends_of_the_price() -> None:
 
 
 def test_a_start_on_the_critical_path_is_worth_more_warmth() -> None:
-    """The same slot-seconds, but nothing hides the start: it is held longer."""
-    hidden, open_ = start_cost(10, 1.0, 4.0, overlapped_s=10), start_cost(10, 1.0, 4.0)
+    """The same slot-seconds, but a second of the step is worth something: it is held longer."""
+    hidden, open_ = start_cost(10, 1.0, 0.0), start_cost(10, 1.0, 4.0)
     assert (hidden, open_) == (10, 50)
     assert keep_alive([], 1.0, open_).keep_s > keep_alive([], 1.0, hidden).keep_s
     assert hold_slot(30, 1.0, hidden).action == "Release" and hold_slot(30, 1.0, open_).action == "Hold"

@@ -56,7 +56,7 @@ def test_nothing_given_up_is_the_policy_itself(name: str) -> None:
     same = simulate_rollout(
         lengths, made.scenarios, SPEED, policy=name, max_actors=6, prefer=0.9, migrate_s=0.02, start_s=0.3, interval_s=0.05, seed=made.seed
     )
-    mine = run(lengths, made, Narrowed(name, made, ()))
+    mine = run(lengths, made, Narrowed(name, made, None))
     assert mine.time_s == same.time_s and mine.cost == same.cost and np.array_equal(mine.finish_s, same.finish_s)
 
 
@@ -67,7 +67,7 @@ def test_after_the_share_at_most_so_many_engines_decode_and_nothing_is_lost(seed
     rng = np.random.default_rng(seed)
     lengths, made = job(rng, 16, 5)
     made = replace(made, scenarios=lengths[:, None]) if name == "oracle" else made
-    done = run(lengths, made, Narrowed(name, made, (Narrowing(share, kept),)))
+    done = run(lengths, made, Narrowed(name, made, Narrowing(share, kept)))
     assert np.isfinite(done.finish_s).all() and done.time_s == pytest.approx(done.finish_s.max())
     ended = np.sort(done.finish_s)[int(np.ceil(share * 16)) - 1]
     for at in np.linspace(ended + made.interval_s + 1e-6, done.time_s, 20, endpoint=False):

@@ -82,7 +82,6 @@ def make_view(engine: VirtualEngines, job: RolloutJob) -> View:
         generated=engine.generated.round(6),
         finished=engine.finished.copy(),
         actor=engine.actor.copy(),
-        paused_until=engine.paused_until.copy(),
         ready_s=dict(engine.ready),
     )
 

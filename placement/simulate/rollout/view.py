@@ -36,7 +36,7 @@ class View:
     """Progress of a rollout.
 
     generated (n,): tokens so far (all of them once `finished`). actor (n,): -1 where none holds the sequence.
-    paused_until (n,): when a moved sequence decodes again. ready_s: open actor → when it can decode.
+    ready_s: open actor → when it can decode.
     """
 
     job: RolloutJob
@@ -44,7 +44,6 @@ class View:
     generated: np.ndarray
     finished: np.ndarray
     actor: np.ndarray
-    paused_until: np.ndarray
     ready_s: dict[int, float]
 
     @property
@@ -77,10 +76,6 @@ def cost_weight_of(job: RolloutJob) -> float:
     At prefer 0 the square-root law asks for one actor from the first step on (ratio·n / w = 1). At prefer 1 it asks for
     every actor while there are enough sequences (ratio·max_actors / w = max_actors²). In between w is geometric.
     """
-    most, least = _range(job)
-    return float(most ** (1 - job.prefer) * least**job.prefer)
-
-
-def _range(job: RolloutJob) -> tuple[float, float]:
     ratio = max(per_seq_ratio(job, float(job.prompts.mean() + job.scenarios.mean() / 2)), 1e-9)
-    return ratio * len(job.scenarios), ratio / job.max_actors
+    most, least = ratio * len(job.scenarios), ratio / job.max_actors
+    return float(most ** (1 - job.prefer) * least**job.prefer)
