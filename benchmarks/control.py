@@ -50,12 +50,12 @@ def main() -> None:
     if options.quick:
         options.gpus, options.steps, options.prompts, options.samples = 4, 3, 16, 4
     console = make_console()
-    learn_s, max_tokens, clock = (10.0, 2048, 1.0) if not options.quick else (1.0, 256, 1.0)
+    learn_s, max_tokens = (1.0, 256) if options.quick else (10.0, 2048)
     if options.lag:
-        compare_lag(options, learn_s, max_tokens, clock, console)
+        compare_lag(options, learn_s, max_tokens, console)
         return
     with tempfile.TemporaryDirectory(prefix="rlhfless-control-") as name:
-        found = measure(Path(name), options, learn_s, max_tokens, clock)
+        found = measure(Path(name), options, learn_s, max_tokens)
     table = Table("", "median (quartiles)", title=f"{options.gpus} logical GPUs, replayed engines and learner", title_justify="left")
     for key, unit in (("step_s", "s"), ("overhead_s", "s"), ("overhead_share", ""), ("driver_cpu_s", "s")):
         table.add_row(f"{key.removesuffix('_s').replace('_', ' ')}{', ' + unit if unit else ''}", found[key].show())
@@ -69,12 +69,12 @@ def main() -> None:
     save("control", {"replayed": True, "options": vars(options), **found}, targets, console=console, quick=options.quick)
 
 
-def compare_lag(options: Any, learn_s: float, max_tokens: int, clock: float, console: Console) -> None:
+def compare_lag(options: Any, learn_s: float, max_tokens: int, console: Console) -> None:
     """Run fixed pools without a lag, and partial rollouts beside the update."""
     found: dict[str, Any] = {}
     for mode, sections in LAGS.items():
         with tempfile.TemporaryDirectory(prefix="rlhfless-control-") as name:
-            found[mode] = measure(Path(name), options, learn_s, max_tokens, clock, **sections)
+            found[mode] = measure(Path(name), options, learn_s, max_tokens, **sections)
         console.print(f"{mode}: {found[mode]['step_s'].show()} s, {found[mode]['full_slot_s'].show()} slot-s", highlight=False)
     base = found["fixed"]
     targets = []
@@ -88,9 +88,9 @@ def compare_lag(options: Any, learn_s: float, max_tokens: int, clock: float, con
     save("control_lag", {"replayed": True, "options": vars(options), "modes": LAGS, **found}, targets, console=console, quick=options.quick)
 
 
-def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, clock: float, **sections: Any) -> dict[str, Any]:
+def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, **sections: Any) -> dict[str, Any]:
     lengths = synthetic_lengths(4 * options.prompts, options.samples, max_tokens, seed=0)
-    world = build(folder, lengths, base_s=BASE_S, per_seq_s=PER_SEQ_S, start_s=1.0, learn_s=learn_s, clock=clock)
+    world = build(folder, lengths, base_s=BASE_S, per_seq_s=PER_SEQ_S, start_s=1.0, learn_s=learn_s, clock=1.0)
     recipe = recipe_for(
         world,
         folder,

@@ -23,7 +23,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.common.results import Target, make_console, save, show_targets
-from benchmarks.simulated.rollout_cases import TRACES, RolloutCase, cases
+from benchmarks.simulated.rollout_cases import GSM8K, TRACES, RolloutCase, cases
 from benchmarks.simulator_page import write_page
 from placement import Speed, simulate_rollout
 from placement.simulate.rollout import NAMES
@@ -223,7 +223,7 @@ def main() -> None:
     console = make_console()
     results, content, began = [], [], time.process_time()
     chosen = cases(arguments.lengths, arguments.quick, arguments.traces)
-    for name in ("gsm8k_response_lengths.json", "conversation_lengths.csv"):
+    for name in (GSM8K, "conversation_lengths.csv"):
         if not (arguments.traces / name).exists() and not (arguments.lengths or arguments.quick):
             console.print(f"[yellow]{arguments.traces / name} is not there: its cases are left out (--traces FOLDER)[/yellow]")
     for case in chosen:

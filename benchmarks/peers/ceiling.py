@@ -28,14 +28,6 @@ class Ceiling:
     logprobs_s: list[float]  # the faster of the two, with the sampled tokens' log-probabilities as well
     learn_s: list[float]
 
-    @property
-    def generate_s(self) -> list[float]:
-        return min(self.one_engine_s, self.many_engines_s, key=lambda times: Spread.of(times).median)
-
-    @property
-    def step_s(self) -> float:
-        return Spread.of(self.generate_s).median + Spread.of(self.learn_s).median
-
 
 def measure_ceiling(work: SharedWork, files: Files, scratch: Path, *, threads: int, repeats: int) -> Ceiling:
     """One part after the other, each in processes of its own, warmed up before it is timed."""

@@ -18,9 +18,11 @@ from benchmarks.common.charts import save_svg, sparkline, svg_pyplot
 from benchmarks.common.results import Spread, result_folder
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import MeasuredProcess
+from benchmarks.learns import warm_policy
 from benchmarks.peers.run_ours import run_ours
 from benchmarks.peers.run_trl import run_trl
 from rlhfless_ray import Recipe
+from rlhfless_ray.weights.model_folder import write_folder
 
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 PROMPTS = 16  # per step: fewer than the quickstart's, so that TRL's steps stay short
@@ -52,7 +54,7 @@ def measure_curves(steps: int, threads: int, scratch: Path, console: Console, *,
     if quick:
         overrides += ["warm_start.steps=20", "rollout.max_tokens=64"]
     plain = Recipe.load(RECIPE, overrides)
-    policy = _policy(plain, here / "policy", threads, keep=not quick)
+    policy = write_folder(here / "policy", warm_policy(plain))
     content = plain.model_dump(mode="json")
     content["policy"]["path"] = str(policy)
     console.print("reward curves: rlhfless_ray", highlight=False)
@@ -73,20 +75,6 @@ def _draw(found: dict[str, Any], title: str, path: Path) -> None:
     axis.set(title=title, xlabel="seconds of training", ylabel="reward")
     axis.legend()
     save_svg(figure, path)
-
-
-def _policy(recipe: Recipe, folder: Path, threads: int, *, keep: bool) -> Path:
-    """The quickstart's warm-started policy as a folder, from the cache where it is there."""
-    from rlhfless_ray.learn.warm_start import warm_start
-    from rlhfless_ray.weights.load_policy import cache_policy, initial_policy
-    from rlhfless_ray.weights.model_folder import write_folder
-
-    files, owed = initial_policy(recipe)
-    if owed:
-        files = warm_start(files, recipe, threads)
-        if keep:
-            cache_policy(recipe, files)
-    return write_folder(folder, files)
 
 
 def _settings(recipe: Recipe, policy: Path, folder: Path, threads: int) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
+from placement.forecast.recorded_lengths import read_lengths
 
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
+GSM8K = "gsm8k_response_lengths.json"
 
 Drawn = tuple[np.ndarray, np.ndarray]  # true lengths (n,) and scenarios (n, S)
 
@@ -57,25 +57,23 @@ def lognormal(n: int, seed: int = 0, *, known: bool = True, median: float = 226.
 
 
 def read(path: Path) -> Drawn:
-    """A JSON list of lists (answers of each prompt), the recorded GSM8K file (characters, 3.5 to a token), or a CSV with
-    a column `response_tokens`. Raises ValueError naming the file if it is none of these."""
-    if path.suffix == ".csv":
-        return weakly(tokens(path)[:512])
-    content = json.loads(path.read_text())
-    if content and isinstance(content[0], dict):
-        return siblings(np.array([list(row["response_chars"].values()) for row in content], float) / 3.5)
-    if not content or len({len(row) for row in content}) != 1 or len(content[0]) < 2:
-        raise ValueError(f"{path}: wants [[lengths of the answers to one prompt], …], as many for each, at least two")
-    return siblings(np.array(content, float))
+    """Read a CSV with a column `response_tokens`, or a table of answers (`answers`). Raises ValueError naming the file if it is neither."""
+    return weakly(tokens(path)[:512]) if path.suffix == ".csv" else siblings(answers(path))
 
 
 def tokens(path: Path) -> np.ndarray:
-    """The column `response_tokens` of a CSV."""
-    with path.open() as lines:
-        rows = [row.get("response_tokens") for row in csv.DictReader(lines)]
-    if not rows or any(value is None for value in rows):
-        raise ValueError(f"{path}: no column response_tokens")
-    return np.maximum(1.0, np.array(rows, float))
+    """Return the column `response_tokens` of a CSV."""
+    return read_lengths(path, "response_tokens").tokens
+
+
+def answers(path: Path) -> np.ndarray:
+    """Return (prompts, answers) tokens of a JSON list of lists, or of the recorded GSM8K file (characters, 3.5 to a token)."""
+    is_recorded = path.name == GSM8K
+    recorded = read_lengths(path, "response_chars" if is_recorded else None)
+    counts = np.bincount(recorded.group)
+    if counts.min() != counts.max() or counts[0] < 2:
+        raise ValueError(f"{path}: wants [[lengths of the answers to one prompt], …], as many for each, at least two")
+    return recorded.tokens.reshape(len(counts), -1) / (3.5 if is_recorded else 1.0)
 
 
 def problems(table: np.ndarray, seed: int, count: int = 330) -> Drawn:
@@ -106,9 +104,9 @@ def cases(lengths: Path | None, quick: bool, traces: Path = TRACES) -> list[Roll
         ]
     )
     found.append(RolloutCase("log-normal 128, 8 actors", *lognormal(128, 3), actors=8, again=None if quick else drawn(128, 4000)))
-    recorded = traces / "gsm8k_response_lengths.json"
+    recorded = traces / GSM8K
     if recorded.exists() and not quick:
-        table = np.array([list(row["response_chars"].values()) for row in json.loads(recorded.read_text())], float) / 3.5
+        table = answers(recorded)
         found += [
             RolloutCase("GSM8K, four models, all 660 problems", *siblings(table), again=lambda seed: problems(table, 5000 + seed)),
             RolloutCase("GSM8K, even problems", *siblings(table[::2])),
