@@ -7,8 +7,8 @@ process with an empty cache, so engine-seconds add up and nothing competes for t
 are those of the prefill instance and of the engines: computing, saving, sealing, fetching, checking and loading. Times are processor
 seconds of the engines' processes; those of the wall stand beside them in the JSON.
 
-Two policies of random weights: the quickstart's size (0.6 M parameters), where half of what an engine does is the handling of
-requests, and one of 10.8 M, the base case alone. `--large`: one of 494 M in bfloat16 instead, with fewer prompts and headers.
+Two policies of random weights: about the quickstart's size (0.8 M parameters), where half of what an engine does is the handling of
+requests, and one of 13 M, the base case alone. `--large`: one of 494 M in bfloat16 instead, with fewer prompts and headers.
 
 Of a prompt, what fills no block cannot be found in an engine's own cache: without the service it is computed for each sample.
 """

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.shared_work import HALF_BILLION
+from benchmarks.peers.shared_work import HALF_BILLION, SharedWork
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.prefill_actor import PageActor
 from rlhfless_ray.types import Request
 
-POLICIES = {  # layers, hidden size, heads of 32; parameters about 0.6 M and 10.8 M
-    "quickstart": (3, 128, 4), "medium": (8, 320, 10),
-}  # fmt: skip
-VOCABULARY = 128  # of these; tokens of prompts are below it in every policy
-LARGE = "494M"  # the shape of Qwen2.5-0.5B, in bfloat16
+VOCABULARY = 128  # tokens of prompts are below it in every policy
+LARGE = HALF_BILLION.name
+POLICIES = {  # about 0.8 M, 13 M and 494 M parameters
+    "quickstart": SharedWork("quickstart", hidden=128, intermediate=512, layers=3, micro_sequences=1, vocabulary=VOCABULARY),
+    "medium": SharedWork("medium", hidden=320, intermediate=1280, layers=8, micro_sequences=1, vocabulary=VOCABULARY),
+    LARGE: HALF_BILLION,
+}
 
 
 @dataclass(frozen=True)
@@ -93,36 +94,14 @@ def _noted(outputs: list[Any], cached: list[int]) -> list[Any]:
 
 
 def policy(name: str, longest: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Config files and random weights of a Qwen2 policy."""
-    if name == LARGE:
-        return large_policy(longest)
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    layers, hidden, heads = POLICIES[name]
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads, max_position_embeddings=longest, use_sliding_window=False, tie_word_embeddings=False,
-        initializer_range=0.05, bos_token_id=None, eos_token_id=1, pad_token_id=0, **{"head_dim": 32},
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
-    return files, {key: tensor.detach().numpy() for key, tensor in model.state_dict().items()}
-
-
-def large_policy(longest: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Config files and weights of `LARGE`, for sequences of up to `longest` tokens."""
+    """Return config files and random weights of a policy, for sequences of up to `longest` tokens."""
     from rlhfless_ray.weights.model_folder import read_files, stored_weights, without_weights
     from rlhfless_ray.weights.tensor_file import as_numpy
 
     with tempfile.TemporaryDirectory() as folder:
-        files = read_files(HALF_BILLION.write(Path(folder)).policy)
+        files = read_files(replace(POLICIES[name], context_tokens=longest).write(Path(folder)).policy)
         weights = {key: as_numpy(tensor.clone()) for key, tensor in stored_weights(files)}
-    config = json.loads(bytes(files["config.json"])) | {"max_position_embeddings": longest}
-    return without_weights(files) | {"config.json": json.dumps(config).encode()}, weights
+    return without_weights(files), weights
 
 
 def open_engine(
