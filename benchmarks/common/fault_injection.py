@@ -191,22 +191,21 @@ def prefill_instances(run: FaultInjector) -> list[Any]:
 Strike = Callable[[FaultInjector, Any, Nodes], bool]
 
 
-def _node(run: FaultInjector, rng: Any, nodes: Nodes, of: str) -> str | None:
-    """A node that has something of the run's pool on it."""
-    pool = run.worker_group.pool if of == "learn" else run.rollout
-    used = {i.slot.node for i in (*pool.working, *pool.parked)} & set(nodes.passing())
+def _node(run: FaultInjector, rng: Any, nodes: Nodes) -> str | None:
+    """A node that has an engine of the run on it."""
+    used = {i.slot.node for i in (*run.rollout.working, *run.rollout.parked)} & set(nodes.passing())
     return str(rng.choice(sorted(used))) if used else None
 
 
-def lose_node(run: FaultInjector, rng: Any, nodes: Nodes, of: str = "rollout") -> bool:
-    node = _node(run, rng, nodes, of)
+def lose_node(run: FaultInjector, rng: Any, nodes: Nodes) -> bool:
+    node = _node(run, rng, nodes)
     if node is not None:
         nodes.lose(node)
     return node is not None
 
 
 def drain_node(run: FaultInjector, rng: Any, nodes: Nodes) -> bool:
-    node = _node(run, rng, nodes, "rollout")
+    node = _node(run, rng, nodes)
     if node is None:
         return False
     drain(node, NOTICE_S)

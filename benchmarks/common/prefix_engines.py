@@ -104,9 +104,7 @@ def policy(name: str, longest: int) -> tuple[dict[str, Any], dict[str, np.ndarra
     return without_weights(files), weights
 
 
-def open_engine(
-    files: dict[str, Any], weights: Any, digest: int, longest: int, block_size: int, prefix_kv: bool, dtype: str = "float32"
-) -> Any:
+def open_engine(files: dict[str, Any], weights: Any, digest: int, longest: int, block_size: int, prefix_kv: bool, dtype: str) -> Any:
     """An actor with version 1 of the weights. `weights`: reference to them."""
     import ray
 

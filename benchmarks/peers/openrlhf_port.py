@@ -103,7 +103,7 @@ FLAGS = (
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def openrlhf_python(folder: Path = FOLDER) -> Path:
+def openrlhf_python(folder: Path) -> Path:
     """Return the interpreter of an environment with the changed OpenRLHF; see `layered_python`."""
     return layered_python(folder, PINNED, "OpenRLHF", port, version=repr((CHANGES, FLASH)))
 

@@ -59,10 +59,6 @@ class Planner:
             found.append(replace(given, lengths=given.scenarios[:, k], scenarios=rest, is_trial=True, cache={}))
         return found
 
-    def weigh(self, run: StepRun, base: StepRun) -> float:
-        """Return prefer · time/time₀ + (1 - prefer) · cost/cost₀ of one step."""
-        return self.prefer * run.time_s / base.time_s + (1 - self.prefer) * run.full / base.full
-
     def choose(self, name: str, run: Trial, candidates: list[StepPlanSettings], prefer: float | None = None) -> StepPlanSettings:
         """Return the best candidate for this epoch, from forecasts."""
         if name not in self.chosen:
@@ -113,6 +109,11 @@ class Planner:
         return self.chosen[name]
 
 
+def weigh(run: StepRun, base: StepRun, prefer: float) -> float:
+    """Return prefer · time/time₀ + (1 - prefer) · cost/cost₀ of one step."""
+    return prefer * run.time_s / base.time_s + (1 - prefer) * run.full / base.full
+
+
 def _spread(count: int, draws: int) -> np.ndarray:
     """Return `draws` places spread evenly over `count`."""
     return (np.arange(1, draws + 1) * count) // (draws + 1)
@@ -135,8 +136,7 @@ class PlanTrials:
         return self.done[plan]
 
     def score(self, plan: StepPlanSettings) -> float:
-        pairs = zip(self._try(plan), self.base, strict=True)
-        return sum(self.prefer * d.time_s / b.time_s + (1 - self.prefer) * d.full / b.full for d, b in pairs)
+        return sum(weigh(done, base, self.prefer) for done, base in zip(self._try(plan), self.base, strict=True))
 
     def is_faster(self, plan: StepPlanSettings, other: StepPlanSettings) -> bool:
         """Return whether a plan is faster by more than the standard error of its gain over the views."""

@@ -11,7 +11,7 @@ from placement.simulate.one_step_off import NOT_BUILT, fixed_one_step_off, ours_
 from placement.simulate.partial_policies import Policy, partial_policies
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import candidates, fits, neighbours, resized
-from placement.simulate.plan_search import Planner
+from placement.simulate.plan_search import Planner, weigh
 from placement.simulate.setting import Setting
 from placement.simulate.simulate_step import (
     DeviceHold,
@@ -208,7 +208,7 @@ def oracle(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
     plan = planner.search("oracle", known, known, tried, partial(neighbours, times), true)
     own = elastic(times, true, plan, rollout="oracle", name="oracle")
     base = planner.reference(given)
-    best = min((own, *rivals), key=lambda run: planner.weigh(run, base))
+    best = min((own, *rivals), key=lambda run: weigh(run, base, planner.prefer))
     return replace(best, policy="oracle", reason=best.reason if best is own else f"as `{best.policy}`: {best.reason}", planned=None)
 
 
