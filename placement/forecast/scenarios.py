@@ -191,11 +191,11 @@ class Scenarios:
         return precision, value
 
     @classmethod
-    def from_matrix(cls, scenarios: np.ndarray, groups: np.ndarray | None = None, max_tokens: float = np.inf) -> Scenarios:
-        """Split draws given as a matrix (n, S) into parts, by analysis of variance over columns, groups (n,) and rows.
+    def from_matrix(cls, scenarios: np.ndarray) -> Scenarios:
+        """Split draws given as a matrix (n, S) into what a column has in common and what is a response's own.
 
-        Without `groups` every response is its own group. With S = 1 a standard deviation of 0.3 of log length is
-        assumed. Raises ValueError for empty, non-finite or non-positive lengths.
+        With S = 1 a standard deviation of 0.3 of log length is assumed. Raises ValueError for empty, non-finite or
+        non-positive lengths.
         """
         scenarios = np.asarray(scenarios, float)
         if scenarios.ndim != 2 or not scenarios.size:
@@ -203,55 +203,29 @@ class Scenarios:
         if not np.isfinite(scenarios).all() or (scenarios <= 0).any():
             raise ValueError("scenarios must be finite and positive")
         n, count = scenarios.shape
-        names, group = np.unique(np.arange(n) if groups is None else np.asarray(groups), return_inverse=True)
-        size = np.bincount(group)
         y = np.log(scenarios)
         center = y.mean(1)
+        normal, drift, drift_sd = Shape(np.empty(0), 64), np.zeros(count), 0.0
         if count == 1:
-            shape = Shape(np.empty(0), 64)
-            spread, nothing = np.full(n, POINT_SPREAD), np.zeros((len(names), 1), np.float32)
-            flat = LengthForecast(center, spread, group, nothing[:, 0], 0.0, shape, shape, max_tokens)
-            known = cls(flat, np.zeros(1, np.float32), nothing, np.full((n, 1), np.log(2), np.float32))
-            known.__dict__["lengths"] = scenarios.astype(np.float32)
-            return known
-        free = count / (count - 1)
-        rest = y - center[:, None]
-        drift = rest.mean(0)
-        rest = rest - drift
-        noise = (rest**2).mean() * free / len(names)  # upper bound on the column means' variance without a drift
-        drift = drift * _shrink(drift.var() * free, noise)
-        rest = y - center[:, None] - drift
-        effect = _sum_by(rest, group, len(names)) / size[:, None]
-        within = _sum_by((rest - effect[group]) ** 2, group, len(names)).sum(1)
-        sampling = within / np.maximum((size - 1) * (count - 1), 1)
-        raw = effect.var(1) * free
-        shrink = np.where(size > 1, _shrink(raw, sampling / size), 0.0)  # alone, the whole effect is the response's own
-        effect = effect * shrink[:, None]
-        rest = rest - effect[group]
-        left = np.sqrt(_sum_by(rest**2, group, len(names)).sum(1) / (size * (count - 1)))
-        # the variance removed with the group's mean belongs to the sampling effect
-        spread = np.maximum(np.where(size > 1, np.sqrt(sampling), left), MIN_SPREAD)[group]
-        z = (rest / np.maximum(left, MIN_SPREAD)[group][:, None]).astype(np.float32)
-        flat_z = z.reshape(-1)
-        sample = flat_z[:: max(1, len(flat_z) // SHAPE_SAMPLE)]
-        shape = Shape(sample, 8 if len(sample) < 64 else 0)
-        sd = np.sqrt(raw) * shrink
-        units = np.divide(effect, sd[:, None], out=np.zeros_like(effect), where=sd[:, None] > 1e-9)
-        forecast = LengthForecast(center, spread, group, sd, float(np.sqrt(drift.var() * free)), Shape(np.empty(0), 64), shape, max_tokens)
-        found = cls(forecast, drift.astype(np.float32), units.astype(np.float32), shape.hazard(z))
+            shape, spread, hazards = normal, np.full(n, POINT_SPREAD), np.full((n, 1), np.log(2), np.float32)
+        else:
+            free = count / (count - 1)
+            rest = y - center[:, None]
+            drift = rest.mean(0)
+            noise = ((rest - drift) ** 2).mean() * free / n  # upper bound on the column means' variance without a drift
+            total = drift.var() * free
+            drift = drift * np.sqrt(max(0.0, 1 - noise / total) if total > 1e-12 else 0.0)
+            drift_sd = float(np.sqrt(drift.var() * free))
+            rest = rest - drift
+            spread = np.maximum(np.sqrt((rest**2).sum(1) / (count - 1)), MIN_SPREAD)
+            z = (rest / spread[:, None]).astype(np.float32)
+            sample = z.reshape(-1)[:: max(1, z.size // SHAPE_SAMPLE)]
+            shape = Shape(sample, 8 if len(sample) < 64 else 0)
+            hazards = shape.hazard(z)
+        forecast = LengthForecast(center, spread, np.arange(n), np.zeros(n), drift_sd, normal, shape)
+        found = cls(forecast, drift.astype(np.float32), np.zeros((n, count), np.float32), hazards)
         found.__dict__["lengths"] = scenarios.astype(np.float32)
         return found
-
-
-def _shrink(total: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Return the factor that reduces a variance of `total` to what remains without the noise in it."""
-    return np.sqrt(np.maximum(0.0, 1 - np.divide(noise, total, out=np.ones_like(total * 1.0), where=total > 1e-12)))
-
-
-def _sum_by(values: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
-    order = np.argsort(group, kind="stable")
-    starts = np.searchsorted(group[order], np.arange(groups))
-    return np.add.reduceat(values[order], starts, axis=0)
 
 
 PERMUTATIONS = 256

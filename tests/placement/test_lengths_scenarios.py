@@ -12,14 +12,8 @@ from placement.forecast.scenarios import LengthForecast, Scenarios
 NORMAL = Shape(norm.ppf((np.arange(4000) + 0.5) / 4000))
 
 
-def revise(
-    scenarios: np.ndarray,
-    groups: np.ndarray | None,
-    generated: np.ndarray,
-    finished_lengths: np.ndarray | None = None,
-    max_tokens: float = np.inf,
-) -> np.ndarray:
-    return Scenarios.from_matrix(scenarios, groups, max_tokens).revise(generated, finished_lengths)
+def revise(scenarios: np.ndarray, generated: np.ndarray, finished_lengths: np.ndarray | None = None) -> np.ndarray:
+    return Scenarios.from_matrix(scenarios).revise(generated, finished_lengths)
 
 
 def forecast(
@@ -168,18 +162,18 @@ def test_revised_scenarios_keep_what_is_known(seed: int, prompts: int, samples: 
     drawn = predicted.draw(8, seed)
     ended = np.where(truth <= until, truth, np.nan)
     so_far = np.minimum(truth, until)
-    for found in (drawn.revise(so_far, ended), revise(drawn.lengths, predicted.group, so_far, ended, cap)):
+    for found, most in ((drawn.revise(so_far, ended), max(cap, truth.max())), (revise(drawn.lengths, so_far, ended), np.inf)):
         assert found.shape == (prompts * samples, 8) and np.isfinite(found).all()
         done = ~np.isnan(ended)
         np.testing.assert_allclose(found[done], np.broadcast_to(truth[done, None], found[done].shape), rtol=1e-6)
         assert (found[~done] > so_far[~done, None]).all()
-        assert found.max() <= max(cap, truth.max())
+        assert found.max() <= most
 
 
 def test_nothing_known_changes_nothing() -> None:
     drawn = forecast(5, 3).draw(16, 0)
     np.testing.assert_array_equal(drawn.revise(np.zeros(15)), drawn.lengths)
-    np.testing.assert_array_equal(revise(drawn.lengths, None, np.zeros(15)), drawn.lengths)
+    np.testing.assert_array_equal(revise(drawn.lengths, np.zeros(15)), drawn.lengths)
 
 
 @given(st.integers(0, 1000))
@@ -195,23 +189,21 @@ def test_tokens_do_not_jump_while_little_happens(seed: int) -> None:
 
 
 def test_the_parts_of_a_matrix_are_found_again() -> None:
-    predicted = forecast(80, 8)
-    parts = Scenarios.from_matrix(predicted.draw(256, 0).lengths, predicted.group).forecast
-    assert np.mean(parts.prompt_sd) == pytest.approx(0.7, rel=0.05)
-    assert np.mean(parts.spread) == pytest.approx(0.45, rel=0.05)
+    predicted = forecast(640, 1)
+    parts = Scenarios.from_matrix(predicted.draw(256, 0).lengths).forecast
+    assert np.mean(parts.spread) == pytest.approx(np.hypot(0.7, 0.45), rel=0.05)
     assert parts.drift_sd == pytest.approx(0.2, rel=0.1)
-    no_drift = forecast(80, 8, drift=0.0)
-    assert Scenarios.from_matrix(no_drift.draw(256, 0).lengths, no_drift.group).forecast.drift_sd < 0.1
+    assert Scenarios.from_matrix(forecast(640, 1, drift=0.0).draw(256, 0).lengths).forecast.drift_sd < 0.1
 
 
 def test_a_matrix_is_revised_as_the_draw_it_came_from() -> None:
-    predicted = forecast(100, 8)
+    predicted = forecast(800, 1)
     drawn = predicted.draw(64, 0)
     truth = predicted.draw(1, 9).lengths[:, 0].astype(float)
     for until in (80.0, 200.0, 500.0):
         ended, so_far = np.where(truth <= until, truth, np.nan), np.minimum(truth, until)
         live = np.isnan(ended)
-        a, b = drawn.revise(so_far, ended)[live].mean(1), revise(drawn.lengths, predicted.group, so_far, ended)[live].mean(1)
+        a, b = drawn.revise(so_far, ended)[live].mean(1), revise(drawn.lengths, so_far, ended)[live].mean(1)
         assert np.corrcoef(a, b)[0, 1] > 0.95
         assert a.mean() == pytest.approx(b.mean(), rel=0.08)
 
@@ -219,7 +211,7 @@ def test_a_matrix_is_revised_as_the_draw_it_came_from() -> None:
 def test_a_single_column_and_known_lengths_still_end_some_time() -> None:
     known = np.tile([[100.0], [300.0]], (1, 4))
     for scenarios in (known, known[:, :1]):
-        found = revise(scenarios, None, np.array([250.0, 250.0]))
+        found = revise(scenarios, np.array([250.0, 250.0]))
         assert (found[0] > 250).all() and found[0].max() < 1000
         assert found[1].mean() == pytest.approx(300, rel=0.6)
 
@@ -236,4 +228,4 @@ def test_a_single_column_and_known_lengths_still_end_some_time() -> None:
 )
 def test_mistakes_are_named(scenarios: np.ndarray, generated: np.ndarray, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        revise(scenarios, None, generated)
+        revise(scenarios, generated)
