@@ -10,7 +10,6 @@ elastic           the plan of each step decides how many cores each phase leases
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,18 +75,16 @@ def main() -> None:
     if options.quick:
         options.rounds, options.steps, options.drop = 1, 4, 1
     console = make_console()
-    scratch = Path(tempfile.mkdtemp(prefix="rlhfless-elastic-"))
     every = modes(options.cores, options.prefer)
     found: dict[str, list[dict[str, float]]] = {mode.name: [] for mode in every}
-    try:
+    with tempfile.TemporaryDirectory(prefix="rlhfless-elastic-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
         for number in range(options.rounds):
             for mode in every:  # in turn, so that what else the machine does falls on all of them
                 console.print(f"round {number + 1} of {options.rounds}: {mode.name}", highlight=False)
                 overrides = [f"run.steps={options.steps}", *options.overrides]
                 root = scratch / f"{number}-{every.index(mode)}"
                 found[mode.name] += run(mode, options.recipe, overrides, root, options.drop)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     check_same_work(found, options.rounds)
     spreads = {
         name: {key: Spread.of(step[key] for step in steps) for key in ("step_s", "full_slot_s", "busy_slot_s", "actors")}

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -299,9 +298,9 @@ def main() -> None:
         options.contexts, options.rounds, options.steps, options.drop = [64, 256], 1, 3, 1
         options.gpus, options.prompts, options.prefer, options.clock = 3, 8, [0.5], 8.0
     console = make_console()
-    scratch = Path(tempfile.mkdtemp(prefix="rlhfless-migrate-"))
     targets, content = [], {"options": vars(options)}
-    try:
+    with tempfile.TemporaryDirectory(prefix="rlhfless-migrate-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
         if options.only in (None, "latency"):
             large = options.size != "small"
             tokens, others = (200, 1) if large else (40 * (5 if options.quick else 20), 8)
@@ -341,8 +340,6 @@ def main() -> None:
                 title = f"{options.gpus} logical GPUs, replayed engines, prefer {prefer:g}, one step"
                 content[f"replayed, prefer {prefer:g}"] = compare(console, title, found, 1, replayed=True)
                 targets += judge(f"replayed, prefer {prefer:g}", content[f"replayed, prefer {prefer:g}"])
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     show_targets(console, targets)
     save("migrate", content, targets, console=console, quick=options.quick or options.only is not None)
 

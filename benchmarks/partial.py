@@ -9,7 +9,6 @@ modes train the same number of whole groups.
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -64,9 +63,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    console, root = make_console(), Path(tempfile.mkdtemp(prefix="rlhfless-partial-"))
+    console = make_console()
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-    try:
+    with tempfile.TemporaryDirectory(prefix="rlhfless-partial-", ignore_cleanup_errors=True) as name:
+        root = Path(name)
         model = write_folder(root / "policy", policy(ends=True))
         for number in range(options.rounds):
             for mode in MODES:
@@ -74,8 +74,6 @@ def main() -> None:
                     run(mode, model, root / f"{number}-{mode.replace(', ', '-').replace(' ', '-')}", options.steps, options.overrides)
                 )
                 console.print(number, mode, {key: round(value, 3) for key, value in found[mode][-1].items()}, highlight=False)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
     report(found, options, console)
 
 

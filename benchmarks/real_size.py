@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -53,8 +52,8 @@ def main() -> None:
     parser.add_argument("--no-trl", action="store_true", help="our run alone, without targets")
     options = parser.parse_args()
     console, threads = make_console(), len(os.sched_getaffinity(0))
-    scratch = Path(tempfile.mkdtemp(prefix="real-size-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="real-size-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
         files = HALF_BILLION.write(scratch / "work")
         runs = {}
         if not options.no_trl:
@@ -64,8 +63,6 @@ def main() -> None:
                 runs[name] = summary(run_trl(work | {"micro_sequences": 4}, scratch))
         console.print("rlhfless_ray, bfloat16, ZeRO 1", highlight=False)
         runs["rlhfless_ray"] = summary(ours(files, scratch, options.steps, threads))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
     table = Table("", "peak GB", "step s", "slowest", "generate", "learn", title=f"{files.parameters / 1e6:.0f} M parameters")
     for name, row in runs.items():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -142,9 +141,9 @@ def main() -> None:
     torch.set_num_threads(1)  # of this process: two that wait for each other crawl where anything else runs
     small = ["run.steps=3", "evaluate.prompts=32", "warm_start.steps=30"] if options.quick else []
     overrides = [*COMMON, *small, *options.overrides]
-    root = Path(tempfile.mkdtemp(prefix="rlhfless-staleness-"))
     load = {seed: os.getloadavg()[0] for seed in options.seeds}
-    try:
+    with tempfile.TemporaryDirectory(prefix="rlhfless-staleness-", ignore_cleanup_errors=True) as name:
+        root = Path(name)
         for seed in options.seeds[:1] if options.quick else options.seeds:
             base = Recipe.load(RECIPE, [*overrides, f"run.seed={seed}"])
             warm_policy(base)
@@ -160,8 +159,6 @@ def main() -> None:
                     save("staleness", content, targets(done), console=console, quick=options.quick)
             finally:
                 cluster.stop()
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
     done = {mode: runs for mode, runs in found.items() if runs}
     show(done, console)
     show_targets(console, targets(done))

@@ -155,12 +155,10 @@ def main() -> None:
     if options.quick:
         size = replace(size, steps=2)
     trl_python()
-    scratch = Path(tempfile.mkdtemp(prefix="supervised-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="supervised-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
         files = size.work.write(scratch / "work")
         found = {name: summary(runs) for name, runs in measure(options.task, size, options.rounds, files.policy, threads, scratch).items()}
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     title = f"{options.task}, {files.parameters / 1e6:.0f} M parameters, {size.batch_rows} rows a step"
     table = Table("", "tokens/s", "step, s", "peak GB", "start-up, s", title=title)
     for name, row in found.items():

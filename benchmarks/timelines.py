@@ -154,7 +154,6 @@ def main() -> None:
     console = make_console()
     images = result_folder(True) if options.quick else IMAGES
     images.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="rlhfless-timelines-"))
     content: dict[str, Any] = {
         "recipe": options.recipe.name,
         "cores": options.cores,
@@ -166,7 +165,8 @@ def main() -> None:
         "load_before": os.getloadavg()[0],
     }
     found: dict[str, Any] = {}
-    try:
+    with tempfile.TemporaryDirectory(prefix="rlhfless-timelines-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
         chosen = lags(options.prefer) if options.lag else modes(options.cores, options.prefer)
         for place, (name, overrides) in enumerate(chosen.items()):
             console.print(f"{name}: {options.steps} steps", highlight=False)
@@ -177,8 +177,6 @@ def main() -> None:
         path = save(options.name, {**content, "modes": found}, console=console, quick=options.quick)  # before any picture changes
         if options.report:
             picture_of(scratch / "1" / "quickstart" / "report.html", images / "report.png")
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     draw(json.loads(path.read_text()), images / f"{options.name}.svg")
     console.print(f"drawn: {(images / f'{options.name}.svg').relative_to(ROOT)}", highlight=False)
 
