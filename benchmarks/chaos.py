@@ -135,7 +135,7 @@ def drive(run: FaultInjector) -> dict[str, Any]:
 
 
 def replayed(folder: Path, faults: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """The volume."""
+    """Strike a run with replayed engines, where faults come in numbers."""
     kinds = shuffled(faults, tuple(KINDS), seed)
     steps = faults + faults // 4 + 6  # a strike that finds nothing takes a step more
     nodes = Nodes(3)
@@ -195,7 +195,7 @@ def real(
 
 
 def told(struck: dict[str, Any], clean: dict[str, Any], chaos: Chaos, left: dict[str, int]) -> dict[str, Any]:
-    """What is kept of two runs."""
+    """Return what the result file keeps of a run with faults and of one without."""
     kept = ("seconds", "steps", "faults/bugs", "faults/preempted", "faults/learner_restarts", "faults/updates_redone", "rollout/orphans")
     return {
         "faults": dict(Counter(kind for _, kind, _ in chaos.done)), "not_done": dict(Counter(chaos.kinds)), "log": chaos.done,
@@ -263,7 +263,7 @@ def drivers(folder: Path, times: int, seed: int, say: Callable[[str], None], rol
 
 
 def driven(job: dict[str, Any]) -> None:
-    """One driver, which ends itself."""
+    """Run a driver that kills itself at a moment of a step."""
 
     def strike(run: FaultInjector, moment: str) -> None:
         if (run.step.number, moment) == (job["step"], job["moment"]):
@@ -357,7 +357,7 @@ def told_now(console: Console, part: str, said: str) -> None:
 
 
 def tried(part: Callable[[Callable[[str], None]], dict[str, Any]], say: Callable[[str], None]) -> dict[str, Any]:
-    """What the part found, or why it could not: the other parts are worth knowing all the same."""
+    """Run a part. Returns its result, or why it failed: the other parts are run all the same."""
     try:
         return part(say=say)  # type: ignore[call-arg]
     except Exception as error:
@@ -366,7 +366,7 @@ def tried(part: Callable[[Callable[[str], None]], dict[str, Any]], say: Callable
 
 
 def reached(options: argparse.Namespace, found: dict[str, Any]) -> list[Target]:
-    """Of the parts so far."""
+    """Return the targets that the parts so far decide."""
     counts: Counter[str] = Counter()
     for one in found.values():
         counts += Counter(one.get("faults", {}))

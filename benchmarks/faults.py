@@ -35,8 +35,10 @@ class Once(Chaos):
 
 
 def runs(folder: Path, nodes: Nodes, kinds: list[str], times: int, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Of each kind, the step that was struck and the ones after it, beyond what such steps take in the run without. A kind that
-    ends the run has the reason."""
+    """Return by kind how much longer the struck step and those after it take than steps without a fault.
+
+    A kind that ends the run has the reason.
+    """
     world, found = small_world(folder), {}
     quiet = InjectedFault(recipe(world, folder / "clean", STEPS), lambda run, moment: None)
     clean = on_cluster(nodes, quiet)

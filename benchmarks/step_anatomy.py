@@ -1,7 +1,7 @@
 """Where a step's time goes, and what start-up costs: `python -m benchmarks.step_anatomy [RECIPE] [section.key=value …]`.
 
 Two views of the same steps: the driver's (the phases of metrics.jsonl) and the instances' (their spans in ledger.csv, see
-anatomy.py). Steps with an evaluation and the first `--drop` ones are not steady state and are left out.
+`common/ledger_anatomy.py`). Steps with an evaluation and the first `--drop` ones are not steady state and are left out.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def pid_of(instance: Any) -> int | None:
 
 
 def kill(instances: list[Any], rng: Any, number: signal.Signals = signal.SIGKILL) -> bool:
-    """One of them. Whether there was one: a process may be gone of which Ray does not know it yet."""
+    """Send a signal to one of them. Returns whether there was one: Ray may not know yet that a process is gone."""
     if number == signal.SIGSTOP:  # one that hangs while it starts is given the deadlines of a start
         instances = [instance for instance in instances if instance.started]
     pids = [pid for pid in map(pid_of, instances) if pid]
@@ -244,7 +244,7 @@ def quick_to_see_hangs() -> Iterator[None]:
 
 
 def outcome(path: Path) -> dict[int, list[tuple[Any, ...]]]:
-    """{step: its samples}, in order."""
+    """Return the samples of each step, in order."""
     found = {}
     for file in (path / "samples").glob("step_*.jsonl"):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -293,7 +293,7 @@ def left_behind(address: str) -> dict[str, int]:
 
 
 def compare(struck: dict[str, Any], clean: dict[str, Any]) -> dict[str, int]:
-    """What is wrong with the struck run: nothing, if all of it is 0."""
+    """Count what is wrong with the struck run."""
     ids = [(step, *one[:2]) for step, rows in struck["samples"].items() for one in rows]
     expected = [(step, *one[:2]) for step, rows in clean["samples"].items() for one in rows]
     counts = Counter(ids)
