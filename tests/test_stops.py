@@ -137,9 +137,9 @@ class Ended:
         run.dynamic_sampling = DynamicSampling(run.recipe, Cursor(64, 8, True, 3))
         run.partial_rollouts = PartialRollouts(run.recipe)
         run.weights, run.in_update, run.step = WeightVersion(3, "weights"), False, Step(4)
-        run.quality, run.agreement, run.memory = {}, None, SimpleNamespace(take=dict)
+        run.agreement, run.memory = None, SimpleNamespace(take=dict)
         run.least_mb, run.memory_fit = {}, Fit(run.recipe, [])
-        run.ledger = SimpleNamespace(step=3, count=0, begin_step=lambda step: None, totals_since=lambda row: {})
+        run.ledger = SimpleNamespace(step=3, begin_step=lambda step: None)
         run.autoscaler = SimpleNamespace(
             state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None, bids=None
         )
@@ -149,13 +149,12 @@ class Ended:
         run.worker_group = SimpleNamespace(save=self.save, ask_save=lambda *_: [], skipped_in_a_row=0, pool=pool, ranks=1)
         run.worker_group.by_rank = [SimpleNamespace(leases=[None])]
         run.worker_group.recovery, run.worker_group.forget, run.worker_group.start_snapshot = Recovery(1), lambda: None, lambda: None
-        run.leases = SimpleNamespace(release_all=lambda: None)
+        run.leases = SimpleNamespace(release_all=lambda: None, waited_s=0.0)
         self.messages: list[str] = []
         run.record = SimpleNamespace(
             progress=SimpleNamespace(message=self.messages.append),
             step=lambda step, *_: self.did.append(f"record {step.number}"),
-            counted=0,
-            costs=lambda totals: {},
+            costs=lambda: ({}, {}),
             close=lambda *_: None,
             checkpointed=lambda: None,
             put_off=lambda _: None,

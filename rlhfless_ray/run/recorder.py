@@ -52,19 +52,19 @@ class RunRecorder:
             self.later.pop(0)()
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the evaluation before training (step 0) or of an interrupted step, whose row it joins."""
+        """Record the evaluation before training (step 0) or of an interrupted step, whose row it joins. No step's costs include it."""
+        self.ledger.begin_step(self.ledger.step)
+        self.counted = self.ledger.count
         if metrics:
             row = {"step": step, "time_s": time.time() - self.ledger.started_s, **metrics}
             self.progress.step(self.metrics.amend(row))
 
-    def costs(self, totals: dict[str, float]) -> dict[str, Any]:
-        """Return the cost metrics of a step. `totals`: totals of its ledger rows, those since the step before."""
-        total, first_row, self.counted = self.ledger.totals(), self.counted, self.ledger.count
-        return {
-            "cost/busy_slot_s": totals["busy_slot_s"],
-            "cost/full_slot_s": totals["full_slot_s"],
-            "cost/idle_share": totals["idle_share"],
-            "cost/money": totals["money"],
+    def costs(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return the totals of a step's ledger rows, which are those since the step before, and the step's cost metrics."""
+        totals, total = self.ledger.totals_since(self.counted), self.ledger.totals()
+        first_row, self.counted = self.counted, self.ledger.count
+        return totals, {
+            **{f"cost/{name}": value for name, value in totals.items()},
             "cost/total_busy_slot_s": total["busy_slot_s"],
             "cost/total_full_slot_s": total["full_slot_s"],
             "cost/total_money": total["money"],
@@ -72,11 +72,12 @@ class RunRecorder:
             **({"cost/agent_core_s": self.ledger.unleased_core_s("agent", first_row)} if self.recipe.agent.path else {}),
         }
 
-    def step(self, step: Step, seconds: dict[str, float], wall_s: float, known: dict[str, Any], replaced: int, leases: Any) -> None:
-        """Record a step's metrics. Ledger lines and copies of the metrics are deferred.
+    def step(self, step: Step, replaced: int, lease_s: float) -> None:
+        """Record a finished step: complete its metrics, and write them. Ledger lines and copies of the metrics are deferred.
 
-        `seconds`: per phase. `known`: metrics of costs, samples, forecast and plan.
+        `replaced`: number of processes replaced so far. `lease_s`: seconds that the step waited for slots.
         """
+        wall_s = step.wall_s
         self.step_times.append(wall_s)
         recent = float(np.median([*self.step_times][1:] or [*self.step_times]))  # the first included starts
         row = {
@@ -85,9 +86,8 @@ class RunRecorder:
             "step_s": wall_s,
             "version": step.number,
             **step.plan.metrics(),
-            **known,
             **step.metrics,
-            **self._of_phases(seconds, wall_s, leases),
+            **self._of_phases(step.phase_s, wall_s, lease_s),
             "faults/replaced": replaced - self.replaced_before,
             "time_left_s": recent * (self.recipe.run.steps - step.number),
             **step.evaluation,
@@ -171,7 +171,7 @@ class RunRecorder:
             return agent.max_tokens
         return rollout.max_total_tokens or self.recipe.prompts.max_prompt_tokens + rollout.max_tokens
 
-    def _of_phases(self, seconds: dict[str, float], wall_s: float, leases: Any) -> dict[str, float]:
+    def _of_phases(self, seconds: dict[str, float], wall_s: float, lease_s: float) -> dict[str, float]:
         """Return the seconds of each phase. `learn` excludes publishing. `driver` is the time outside of phases.
 
         `lease`, waiting for slots, is part of rollout, learn and eval. `passes`, before the update, and `rollout_ahead`,
@@ -187,7 +187,7 @@ class RunRecorder:
             "eval": seconds.get("eval", 0.0),
         }
         driver = max(0.0, wall_s - sum(phases.values()))
-        inside = {"lease": leases.waited_s, **{name: seconds[name] for name in ("passes", "rollout_ahead") if seconds.get(name)}}
+        inside = {"lease": lease_s, **{name: seconds[name] for name in ("passes", "rollout_ahead") if seconds.get(name)}}
         return {f"phase/{name}_s": value for name, value in {**phases, **inside, "driver": driver}.items()}
 
     def checkpointed(self) -> None:

@@ -71,8 +71,6 @@ class StepOperations(CheckpointedRun):
     critic_files: Files | None
     step: Step  # the one that runs now
     cursor_after: dict[str, Any]  # the cursor's state after this step
-    quality: dict[str, Any]  # metrics of this step's samples, forecast and update
-    costs: dict[str, Any]  # metrics of this step's leases
     slots: int  # of the cluster
     ahead: Sequence[Sample] = ()  # responses of the next step, without rewards, once they are generated
     begun_ahead: list[Group] | None = None  # groups of the next step, if a partial rollout was beside the update
@@ -273,27 +271,27 @@ class StepOperations(CheckpointedRun):
     def _updated(self, update: Pending[tuple[UpdateStats, dict[str, Any]]]) -> UpdateStats:
         stats, sized = update.result()
         self.in_update, self.unrecorded = False, True
-        self.quality |= sized
+        self.step.metrics |= sized
         if self.agreement is not None:
             self.agreement.updated(stats)
             if not self.step.metrics.get("lag/max"):  # with a lag, the difference is that between two versions
-                self.quality |= compare_mismatch(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
+                self.step.metrics |= compare_mismatch(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
         return stats
 
     def observe_samples(self, step: Step) -> None:
         """Record the samples, and update the length forecasts for the next plan."""
         self.record.samples(step.number, step.samples)
-        self.quality = self.record.summarize_samples(step.samples)
+        step.metrics |= self.record.summarize_samples(step.samples)
         self.autoscaler.observe_samples(step.prompts, step.answers)
-        self.quality |= self.autoscaler.quality(
+        step.metrics |= self.autoscaler.quality(
             step.forecast, step.answers, step.prompts, self.context.most_engines(self.autoscaler.engines.width)
         )
-        self.quality["epoch"] = self.cursor.epoch
+        step.metrics["epoch"] = self.cursor.epoch
         if self.recipe.prompts.overlong == "cut_left":
-            self.quality["prompts/cut"] = sum(prompt.cut_tokens > 0 for prompt in step.prompts)
+            step.metrics["prompts/cut"] = sum(prompt.cut_tokens > 0 for prompt in step.prompts)
         if troubles := "; ".join(self.autoscaler.troubles):
             self.autoscaler.troubles.clear()
-            self.quality["plan/trouble"] = troubles
+            step.metrics["plan/trouble"] = troubles
             self.record.progress.message(f"step {step.number}: {troubles}; planning continues without it")
         self.cursor_after = self.cursor.state()
         self._end_when_prompts_are_used_up(step.number)
@@ -330,8 +328,6 @@ class StepOperations(CheckpointedRun):
 
     def record_evaluation(self, evaluation: dict[str, float]) -> None:
         self.phases.take()
-        self.ledger.begin_step(self.ledger.step)
-        self.record.counted = self.ledger.count
         self.owes_evaluation = False
         metric = self.best.read_metric(evaluation)  # raises at once instead of in an hour if no evaluation has the metric
         self.record.evaluation(self.steps_done, evaluation)
@@ -354,7 +350,7 @@ class StepOperations(CheckpointedRun):
         return StepEnd(metric, best, save, others_wait, starts_next=has_work and not wanted)
 
     def close_step(self, step: Step, starts_next: bool = False) -> dict[str, float]:
-        """Mark the step as done, so that a stop saves it. Returns its cost in slot-seconds and money."""
+        """Mark the step as done, so that a stop saves it. Returns its cost in slot-seconds and money, which are also in its metrics."""
         self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
         self.refill_done = self.dynamic_sampling.state()
         self.ahead_done = self.ahead
@@ -362,8 +358,8 @@ class StepOperations(CheckpointedRun):
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
         self.ledger.begin_step(step.number + starts_next)
-        totals = self.ledger.totals_since(self.record.counted)
-        self.costs = self.record.costs(totals)
+        totals, metrics = self.record.costs()
+        step.metrics |= metrics
         return totals
 
     def start_engines(self, upcoming: Step) -> None:
@@ -397,7 +393,7 @@ class StepOperations(CheckpointedRun):
             step.metrics |= self.autoscaler.bids.metrics()
         if self.memory_fit.reason:
             step.metrics["memory/settings"] = self.memory_fit.reason
-        self.record.step(step, step.phase_s, step.wall_s, self.costs | self.quality, self.stages.replacements, self.leases)
+        self.record.step(step, self.stages.replacements, self.leases.waited_s)
         self.record.put_off(self.autoscaler.settle)
 
     def finish(self) -> None:

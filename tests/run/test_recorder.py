@@ -114,8 +114,9 @@ def test_every_leased_second_after_the_first_evaluation_is_in_the_costs_of_a_ste
     for number, starts_next in ((1, True), (2, False), (3, False)):
         run.begin_step(Step(number))
         now[0] += 5.0
-        totals = run.close_step(Step(number), starts_next)
-        assert totals["full_slot_s"] == run.costs["cost/full_slot_s"]
+        step = Step(number)
+        totals = run.close_step(step, starts_next)
+        assert totals["full_slot_s"] == step.metrics["cost/full_slot_s"]
         found.append(totals["full_slot_s"])
         if starts_next:
             run.start_engines(SimpleNamespace(plan=SimpleNamespace(actors=1)))  # type: ignore[arg-type]
