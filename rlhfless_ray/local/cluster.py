@@ -15,15 +15,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import psutil
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
 from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
-from rlhfless_ray.local.machine_memory import physical_memory_bytes, snapshot_every_steps
+from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.orphan_reaper import OrphanReaper
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -142,14 +145,14 @@ class RayCluster:
     @staticmethod
     def largest_store_mb(recipe: Recipe | SupervisedRecipe) -> int:
         """Return the size of an object store for runs whose needs are not known yet: memory is taken as it fills."""
-        return recipe.cluster.object_store_mb or int(STORE_SHARE * (physical_memory_bytes() // 2**20))
+        return recipe.cluster.object_store_mb or int(STORE_SHARE * (psutil.virtual_memory().total // 2**20))
 
     def _store_mb(self) -> int:
         if (size := self.store_mb or self.recipe.cluster.object_store_mb) is not None:
             return size
         assert isinstance(self.recipe, Recipe)
         return store_mb(
-            self.parameters, physical_memory_bytes() // 2**20, keeps_state=snapshot_every_steps(self.recipe, self.parameters) > 0
+            self.parameters, psutil.virtual_memory().total // 2**20, keeps_state=snapshot_every_steps(self.recipe, self.parameters) > 0
         )
 
     def stop(self) -> None:
@@ -368,8 +371,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@contextmanager
-def _detached_sessions(tell: Callable[[int], None]) -> Iterator[None]:
+def _detached_sessions(tell: Callable[[int], None]) -> AbstractContextManager[Any]:
     """Start Ray's processes inside the block in sessions of their own, and pass each session id to `tell`.
 
     Signals to the driver's process group, such as Ctrl-C, then reach the driver alone. It needs Ray to save the run.
@@ -383,11 +385,7 @@ def _detached_sessions(tell: Callable[[int], None]) -> Iterator[None]:
             super().__init__(*arguments, **{**settings, "start_new_session": True})
             tell(self.pid)
 
-    setattr(services, "ConsolePopen", Detached)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(services, "ConsolePopen", ray_starts)  # noqa: B010
+    return patch.object(services, "ConsolePopen", Detached)
 
 
 def _shorten_ray_errors() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from placement.memory import VALUE_BYTES, snapshot_bytes
 
 if TYPE_CHECKING:
@@ -19,28 +21,15 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,n
 NVIDIA_SMI_S = 20.0
 
 
-def physical_memory_bytes() -> int:
-    """Return the memory of this machine in bytes, whatever a container may use of it."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def host_memory_bytes() -> int:
     """Return memory and swap that the processes of this machine or container may use together, in bytes."""
-    memory = physical_memory_bytes()
+    memory = psutil.virtual_memory().total
     for path in CGROUP_LIMITS:
         try:
             memory = min(memory, int(Path(path).read_text()))
         except (OSError, ValueError):  # missing file, or the word `max`
             continue
-    return memory + _swap_bytes()
-
-
-def _swap_bytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+    return memory + psutil.swap_memory().total
 
 
 def gpu_memory_bytes() -> int | None:

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import yaml
 
 from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_file, writing
@@ -171,7 +172,7 @@ class RunFolder:
             self._refuse()
         except OSError:  # no locks for folders on this file system: rely on the status
             status = self.read_status()
-            if status.get("status") == "running" and status.get("host") == platform.node() and _is_alive(status.get("pid")):
+            if status.get("status") == "running" and status.get("host") == platform.node() and psutil.pid_exists(status["pid"]):
                 os.close(handle)
                 self._refuse()
         try:
@@ -305,16 +306,6 @@ def put_files(folder: Path, files: Files) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         replace_file(folder / name, *(part.data for part in parts_of(content).parts))
-
-
-def _is_alive(pid: Any) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, TypeError, ValueError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _now() -> str:
