@@ -200,19 +200,13 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
         os.environ.update(environment)
         tempfile.tempdir = None  # read TMPDIR again
         np.random.seed()
-        from ray._private.runtime_env.context import RuntimeEnvContext
         from ray._private.workers import setup_worker
-        from ray.core.generated.common_pb2 import Language  # type: ignore[attr-defined]
 
-        is_of_ray, sys.argv = command[1] == setup_worker.__file__, command[1:]
-        if is_of_ray:
-            known, sys.argv = setup_worker.parser.parse_known_args(command[2:])
-            context = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}")
-            if context.command_prefix or context.py_executable != sys.executable or AT_LOADING in context.env_vars:
-                context.exec_worker(sys.argv, Language.Value(known.language))
-            os.environ.update(context.env_vars)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        elif os.environ.get(AT_LOADING) != loaded_with:
+        if command[1] == setup_worker.__file__:
+            sys.argv = _enter_runtime_env(command[2:])
+        elif os.environ.get(AT_LOADING) == loaded_with:
+            sys.argv = command[1:]
+        else:
             os.execv(command[0], command)
         paths = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
@@ -232,3 +226,21 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _enter_runtime_env(arguments: list[str]) -> list[str]:
+    """Do what Ray's `setup_worker.py` does with its arguments: enter the worker's runtime environment. Returns the worker's command.
+
+    An environment that a forked process cannot enter starts another program in its place.
+    """
+    from ray._private.runtime_env.context import RuntimeEnvContext
+    from ray._private.workers import setup_worker
+    from ray.core.generated.common_pb2 import Language  # type: ignore[attr-defined]
+
+    known, command = setup_worker.parser.parse_known_args(arguments)
+    context = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}")
+    if context.command_prefix or context.py_executable != sys.executable or AT_LOADING in context.env_vars:
+        context.exec_worker(command, Language.Value(known.language))
+    os.environ.update(context.env_vars)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    return command
