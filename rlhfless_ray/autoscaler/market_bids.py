@@ -4,35 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from placement.market import Bid, Clearing, bid_of
+from placement.market import Bid, bid_of
 from placement.planning.objective import Objective
 from placement.planning.plan import Plan
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.phase_delay import Delay, delay
-from rlhfless_ray.functions.pool_messages import PoolView, RunInfo
+from rlhfless_ray.functions.pool_client import PoolClient
 
 # Seconds until a rollout has moved the responses of an engine that it gives up: a move by pages pauses for 0.2 s at 494 M parameters, and
 # the rollout looks for runs that wait several times a second.
 GIVE_S = 0.5
 
 
-class Pool(Protocol):
-    """The part of the shared pool that bids use."""
-
-    info: RunInfo
-    view: PoolView
-
-    def bid(self, bid: Bid, gives_s: float | None = None, /) -> None: ...
-
-    def what_if(self, bid: Bid, /) -> Clearing: ...
-
-
 class MarketBids:
     """Bids for the phases of a step: each phase's bid stands until the next phase begins."""
 
-    def __init__(self, pool: Pool, objective: Objective, learner_ranks: int) -> None:
+    def __init__(self, pool: PoolClient, objective: Objective, learner_ranks: int) -> None:
         self.pool, self.objective, self.learner_ranks = pool, objective, learner_ranks
         self.rollout: Bid | None = None  # for the next rollout
         self.points: list[tuple[int, float]] = []  # slots and seconds of its engines

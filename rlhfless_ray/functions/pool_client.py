@@ -118,13 +118,15 @@ class PoolClient:
 
     @property
     def runs(self) -> int:
+        """Number of runs, this one included."""
         return max(1, self.view.runs)
 
     def parks(self, own_mb: Mapping[str, float]) -> None:
-        """Tell other runs, with the next message, what this one parks on each node."""
+        """Tell the other runs, with the next message, what this one parks: MB by node."""
         self.slots.parked_mb = own_mb
 
     def others_mb(self, node: str) -> float:
+        """Return the memory in MB of the other runs' parked processes on a node."""
         return self.view.parked_mb.get(node, 0.0)
 
     # ---- the market ---------------------------------------------------------------------------------------------------

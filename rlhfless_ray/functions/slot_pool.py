@@ -52,7 +52,11 @@ class SlotPool:
         self.counter, self.began_s, self.empty_s, self.looked_s = 0, time.time(), now, -float("inf")
         self.look()
         # of an earlier pool: they are removed unless a run claims them
-        self.orphans = {info["name"]: _group(id) for id, info in placement_group_table().items() if self._is_ours(info)}
+        self.orphans = {
+            info["name"]: PlacementGroup(ray.PlacementGroupID.from_hex(id))
+            for id, info in placement_group_table().items()
+            if info["name"].startswith(f"{POOL_PREFIX}{resource}-") and info["state"] != "REMOVED"
+        }
         self.orphans_until_s = now + SILENT_S
         self.changed = asyncio.Event()  # set for a moment when slots or requests have changed
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
@@ -172,9 +176,6 @@ class SlotPool:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _is_ours(self, info: dict[str, Any]) -> bool:
-        return info["name"].startswith(f"{POOL_PREFIX}{self.resource}-") and info["state"] != "REMOVED"
-
     def _begin(self, work: Any) -> None:
         self.tasks.add(task := asyncio.get_event_loop().create_task(work))
         task.add_done_callback(self._ended)
@@ -276,10 +277,6 @@ class SlotPool:
                 self.empty_s = now
             elif now - self.empty_s > EMPTY_S:
                 await self.end_if_empty()
-
-
-def _group(id: str) -> PlacementGroup:
-    return PlacementGroup(ray.PlacementGroupID.from_hex(id))
 
 
 def _end_processes(job: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from rlhfless_ray.functions.instance import Instance
+from rlhfless_ray.functions.pool_client import PoolClient
 
 SHARE = 0.5  # share of a node's memory, if the recipe sets no amount
 FIRST_MB = 560.0  # assumed size of a parked process before one was measured: an engine's imports on CPU in `benchmarks.coldstart`
@@ -22,23 +23,6 @@ class ParkingPool(Protocol):
     def end(self, instance: Instance) -> None: ...
 
 
-class OtherRuns(Protocol):
-    """The other runs of the cluster, which park processes on the same nodes."""
-
-    @property
-    def runs(self) -> int:
-        """Number of runs, this one included."""
-        ...
-
-    def parks(self, own_mb: Mapping[str, float], /) -> None:
-        """Tell the others what this run parks, in MB by node."""
-        ...
-
-    def others_mb(self, node: str, /) -> float:
-        """Return the memory in MB of the other runs' parked processes on a node."""
-        ...
-
-
 class WarmMemoryBudget:
     """Limit the memory of all parked processes of the watched pools on each node.
 
@@ -48,7 +32,7 @@ class WarmMemoryBudget:
     """
 
     def __init__(
-        self, most_mb: float | None, node_mb: Callable[[str], float], say: Callable[[str], None], others: OtherRuns | None = None
+        self, most_mb: float | None, node_mb: Callable[[str], float], say: Callable[[str], None], others: PoolClient | None = None
     ) -> None:
         """Create a budget.
 
@@ -56,7 +40,7 @@ class WarmMemoryBudget:
             most_mb: limit on each node, for this run; None: the share SHARE of the node's memory.
             node_mb: node id → memory in MB.
             say: callback for messages.
-            others: the other runs of the cluster; None if there are none.
+            others: tells what the other runs of the cluster park on the same nodes; None if there are none.
         """
         self.most_mb, self.node_mb, self.say, self.others = most_mb, node_mb, say, others
         self.pools: list[ParkingPool] = []
