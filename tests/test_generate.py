@@ -133,7 +133,8 @@ def test_a_torn_record_goes_on_and_other_settings_are_refused(tmp_path: Path) ->
     found = again.samples(prompts[2], 2)[0]
     assert found.completion.logprobs.tobytes() == np.array([-0.1, -1 / 3], np.float32).tobytes() and found.text == "r0"
     again.add([sample(prompts[1], 0)])
-    written = rows_of(again.write(tmp_path / "out" / RESPONSES, prompts, 1))
+    again.write(tmp_path / "out" / RESPONSES, prompts, 1)
+    written = rows_of(tmp_path / "out" / RESPONSES)
     assert [(row["prompt_index"], row["answer"], row.get("reward")) for row in written] == [(0, 0, 1.0), (1, 1, None), (2, 2, None)]
     with pytest.raises(UserError, match=r"another run.seed \(0 before, 1 now\)"):
         ResponseRecord(tmp_path, {"model": ["a"], "run.seed": 1})

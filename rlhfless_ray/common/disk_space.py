@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,16 +43,21 @@ def writing(path: Path) -> Iterator[None]:
         raise
 
 
-def replace_file(path: Path, *contents: Buffer) -> None:
-    """Replace a file atomically by the contents, one after another. Raises DiskFull and keeps the old content."""
+def replace_file(path: Path, content: Buffer) -> None:
+    """Replace a file atomically. Raises DiskFull and keeps the old content."""
+    replace_by_parts(path, [content])
+
+
+def replace_by_parts(path: Path, parts: Iterable[Buffer]) -> None:
+    """Replace a file atomically by the parts, one after another. Raises DiskFull and keeps the old content."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
             with temporary.open("wb") as file:
-                for content in contents:
-                    file.write(content)
+                for part in parts:
+                    file.write(part)
             os.replace(temporary, path)
-        except OSError:
+        except BaseException:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)  # free its space for other files
             raise

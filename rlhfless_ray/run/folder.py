@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import psutil
 import yaml
 
-from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_file, writing
+from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_by_parts, replace_file, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -267,16 +267,17 @@ class RunFolder:
                 "answer": s.prompt.row.get(answer_column),
             }
             lines.append(json.dumps(row, ensure_ascii=False, default=str))
-        folder = self.path / "samples"
-        with writing(folder):
-            folder.mkdir(exist_ok=True)
-        replace_file(folder / f"{name}_{step}.jsonl", ("\n".join(lines) + "\n").encode())
+        self._write_below_samples(f"{name}_{step}.jsonl", "\n".join(lines) + "\n")
 
     def write_order(self, rollout: str, order: dict[str, Any]) -> None:
         """Write `samples/order_<rollout>.json`: the order of completion in a partial rollout, named by its step."""
-        with writing(self.path / "samples"):
-            (self.path / "samples").mkdir(exist_ok=True)
-        replace_file(self.path / "samples" / f"order_{rollout}.json", json.dumps(order).encode())
+        self._write_below_samples(f"order_{rollout}.json", json.dumps(order))
+
+    def _write_below_samples(self, name: str, text: str) -> None:
+        folder = self.path / "samples"
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+        replace_file(folder / name, text.encode())
 
     def write_model(self, write: Callable[[Path], Any]) -> Path:
         """Write the final model by one rename, so that it is never partial. `write` fills the folder."""
@@ -305,7 +306,7 @@ def put_files(folder: Path, files: Files) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        replace_file(folder / name, *(part.data for part in parts_of(content).parts))
+        replace_by_parts(folder / name, (part.data for part in parts_of(content).parts))
 
 
 def _now() -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.common.disk_space import append, writing
+from rlhfless_ray.common.disk_space import append, replace_by_parts, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.types import Completion, Prompt, Sample
 
@@ -107,24 +108,19 @@ class ResponseRecord:
         row: dict[str, Any] = json.loads(file.read(length))
         return row
 
-    def write(self, path: Path, prompts: Sequence[Prompt], count: int) -> Path:
+    def write(self, path: Path, prompts: Sequence[Prompt], count: int) -> None:
         """Write all responses in the order of their prompts, each with its score, by one rename."""
-        temporary = path.with_name(f".{path.name}.tmp")
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with self.path.open("rb") as record, temporary.open("wb") as file:
-                    for prompt in prompts:
-                        for n in range(count):
-                            row, score = self._row(record, (prompt.index, n)), self.scores.get((prompt.index, n), {})
-                            scored: dict[str, Any] = {name: score[name] for name in ("reward", "error") if name in score}
-                            tokens, logprobs = row.pop("token_ids"), row.pop("logprobs")
-                            file.write(_line({**row, **scored, "token_ids": tokens, "logprobs": logprobs}))
-                temporary.replace(path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
-        return path
+        replace_by_parts(path, self._scored_lines(prompts, count))
+
+    def _scored_lines(self, prompts: Sequence[Prompt], count: int) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            for key in ((prompt.index, n) for prompt in prompts for n in range(count)):
+                row, score = self._row(file, key), self.scores.get(key, {})
+                scored: dict[str, Any] = {name: score[name] for name in ("reward", "error") if name in score}
+                tokens, logprobs = row.pop("token_ids"), row.pop("logprobs")
+                yield _line({**row, **scored, "token_ids": tokens, "logprobs": logprobs})
 
 
 def read_groups(path: Path) -> Iterator[list[dict[str, Any]]]:
@@ -139,7 +135,7 @@ def best_responses(path: Path) -> Iterator[dict[str, Any]]:
 
     Prompts without a scored response are left out. Raises UserError if no response has a reward.
     """
-    yield from (max(scored, key=_reward) for scored in _scored_groups(path))
+    yield from (max(scored, key=itemgetter("reward")) for scored in _scored_groups(path))
 
 
 def preference_pairs(path: Path) -> Iterator[dict[str, Any]]:
@@ -152,7 +148,7 @@ def preference_pairs(path: Path) -> Iterator[dict[str, Any]]:
         scored = [row for row in group if row["response"]]
         if not scored:
             continue
-        chosen, rejected = max(scored, key=_reward), min(scored, key=_reward)
+        chosen, rejected = max(scored, key=itemgetter("reward")), min(scored, key=itemgetter("reward"))
         if chosen["reward"] > rejected["reward"] and chosen["response"] != rejected["response"]:
             yield {
                 "prompt": chosen["prompt"],
@@ -165,13 +161,15 @@ def preference_pairs(path: Path) -> Iterator[dict[str, Any]]:
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     """Write rows as JSONL by one rename, and return their number."""
-    temporary, count = path.with_name(f".{path.name}.tmp"), 0
-    with writing(path):
-        with temporary.open("wb") as file:
-            for row in rows:
-                file.write(_line(row))
-                count += 1
-        temporary.replace(path)
+    count = 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal count
+        for row in rows:
+            count += 1
+            yield _line(row)
+
+    replace_by_parts(path, lines())
     return count
 
 
@@ -181,9 +179,6 @@ def _scored_groups(path: Path) -> Iterator[list[dict[str, Any]]]:
             raise UserError(f"{path}: its responses have no reward; generate them with a reward in the recipe")
         if scored := [row for row in group if row["reward"] is not None]:
             yield scored
-
-
-_reward: Callable[[dict[str, Any]], float] = lambda row: row["reward"]  # noqa: E731
 
 
 def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
