@@ -19,7 +19,6 @@ from rlhfless_ray.functions.instance import GONE
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.colocation import ColocatedGroups
-from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
 from rlhfless_ray.weights.checksum import listed
@@ -127,9 +126,11 @@ class Agreement:
             return describe_failure("finding the tensors that differ", error)
         if not compared:
             return "no engine is left whose tensors could be compared; set rollout.agreement=warn to continue anyway"
+        dtype = self.context.recipe.policy.dtype
+        coarse = "" if dtype == "float32" else f" or {dtype} is too coarse"
         return (
             "every tensor equals that of a new engine that loads the model from a folder, so vLLM and transformers compute this "
-            f"architecture differently{_of_dtype(self.context.recipe)}; use another model, or set "
+            f"architecture differently{coarse}; use another model, or set "
             "rollout.agreement=warn to continue anyway"
         )
 
@@ -143,27 +144,18 @@ def compute_distances(a: np.ndarray, b: np.ndarray, top_p: float) -> np.ndarray:
     return apart
 
 
-def _of_dtype(recipe: Recipe) -> str:
-    return "" if recipe.policy.dtype == "float32" else f" or {recipe.policy.dtype} is too coarse"
-
-
 def select_batch(samples: Sequence[Sample]) -> Batch | None:
     """Return the first tokens of a few samples, spread over all of them, or None if the policy wrote no token.
 
     They are one group: samples with the same prompt share a row, as in training.
     """
-    written = [sample for sample in samples if _count(sample)]
+    written = [sample for sample in samples if sample.written_tokens]
     if not written:
         return None
     chosen = [written[i] for i in np.unique(np.linspace(0, len(written) - 1, min(SAMPLES, len(written))).astype(int))]
     masks = [None if s.action_mask is None else s.action_mask[: _end(s)] for s in chosen]
     rows: list[Any] = [(s.prompt.token_ids, s.completion.token_ids[: _end(s)], s.completion.logprobs[: _end(s)], 0.0, 0) for s in chosen]
     return Batch.of(rows, masks)
-
-
-def _count(sample: Sample) -> int:
-    """Return the number of tokens of the policy."""
-    return len(sample.completion.token_ids) if sample.action_mask is None else int(np.sum(sample.action_mask))
 
 
 def _end(sample: Sample) -> int:

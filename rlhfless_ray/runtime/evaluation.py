@@ -32,11 +32,11 @@ def evaluate(
     sampling = choose_sampling(recipe)
     with rollout.context.phases.phase("eval", "evaluating"):
         samples = rollout.answer(prompts, list(sampling.values()), weights)
-        check(samples[: len(prompts) * recipe.evaluate.samples_per_prompt], sampling["sampled"][0])
+        sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
+        check(sampled, sampling["sampled"][0])
         with scoring.phase("eval_score"):  # its time is part of the evaluation's
             scoring.score(samples, step, "evaluation")
     metrics = compute_accuracies(samples, sampling)
-    sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
     by_source: dict[str, list[Sample]] = {}
     for sample in sampled:
         by_source.setdefault(str(sample.prompt.row.get(recipe.evaluate.source_column, "default")), []).append(sample)
@@ -57,37 +57,35 @@ def compute_accuracies(samples: list[Sample], sampling: Sampling) -> dict[str, f
 
     A temperature without any reward has no accuracy.
     """
-    metrics = {
-        "eval/length_mean": float(np.mean([s.written_tokens for s in samples])),
-        "eval/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
-        "eval/samples": float(len(samples)),
-    }
+    metrics = {**_compute_lengths("eval", samples), "eval/samples": float(len(samples))}
     prompts = len(samples) // sum(count for _, count in sampling.values())
     start = 0
     for name, (_, count) in sampling.items():
         part = samples[start : start + prompts * count]
         start += prompts * count
-        one, best = compute_mean_and_best(part, count)
-        if one is not None and best is not None:
-            metrics[f"eval/accuracy_{name}"] = one
+        if (rewards := compute_mean_and_best(part, count)) is not None:
+            metrics[f"eval/accuracy_{name}"] = rewards[0]
             if count > 1:
-                metrics[f"eval/pass{count}"] = best
+                metrics[f"eval/pass{count}"] = rewards[1]
     return metrics
 
 
 def compute_source_metrics(source: str, samples: list[Sample], count: int) -> dict[str, float]:
     """Return the metrics of one data source, with `count` adjacent responses to each prompt."""
-    one, best = compute_mean_and_best(samples, count)
-    metrics = {
-        "length_mean": float(np.mean([s.written_tokens for s in samples])),
-        "truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
+    metrics = _compute_lengths(f"eval/{source}", samples)
+    if (rewards := compute_mean_and_best(samples, count)) is not None:
+        metrics |= dict(zip((f"eval/{source}/pass1", f"eval/{source}/pass{count}"), rewards, strict=True))
+    return metrics
+
+
+def _compute_lengths(prefix: str, samples: list[Sample]) -> dict[str, float]:
+    return {
+        f"{prefix}/length_mean": float(np.mean([s.written_tokens for s in samples])),
+        f"{prefix}/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
     }
-    if one is not None and best is not None:
-        metrics |= {"pass1": one, **({f"pass{count}": best} if count > 1 else {})}
-    return {f"eval/{source}/{name}": value for name, value in metrics.items()}
 
 
-def compute_mean_and_best(samples: list[Sample], count: int) -> tuple[float | None, float | None]:
+def compute_mean_and_best(samples: list[Sample], count: int) -> tuple[float, float] | None:
     """Return the means over prompts of the mean and of the best reward of their responses.
 
     Responses that could not be scored are left out. None if no prompt has a scored response.
@@ -95,5 +93,5 @@ def compute_mean_and_best(samples: list[Sample], count: int) -> tuple[float | No
     rewards = np.array([np.nan if s.reward is None else s.reward for s in samples], float).reshape(-1, count)
     rewards = rewards[np.isfinite(rewards).any(1)]
     if not len(rewards):
-        return None, None
+        return None
     return float(np.nanmean(rewards, 1).mean()), float(np.nanmax(rewards, 1).mean())

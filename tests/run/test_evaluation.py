@@ -22,7 +22,7 @@ def test_pass1_is_the_mean_and_passk_the_best_of_each_prompt() -> None:
     known = [[r for r in group if r is not None] for group in rewards]
     known = [group for group in known if group]
     assert found == (pytest.approx(np.mean([np.mean(g) for g in known])), pytest.approx(np.mean([max(g) for g in known])))
-    assert compute_mean_and_best([sample(None)] * 4, 2) == (None, None)
+    assert compute_mean_and_best([sample(None)] * 4, 2) is None
 
 
 def test_sampled_and_greedy_responses_are_told_apart() -> None:
