@@ -196,27 +196,29 @@ class Autoscaler:
         """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
         start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
         phase_s, slot_s = self._predict(decision, lengths, self._prompt_tokens(prompts), start_s)
-        tokens = float(lengths.mean(1).sum())
-        learn_s = self.learner.predict(self.learner_slots, tokens)
-        if self.terms.passes.records:  # otherwise there are no passes, or none yet
-            learn_s += self.terms.passes.predict(tokens)
+        learn_s = self.predict_learn_s(float(lengths.mean(1).sum()))
         score_s, outside_s = self.terms.score.predict(len(lengths)), self.outside.predict()
         if self.recipe.rollout.rolls_out_ahead:
             return phase_s, slot_s, max(phase_s, learn_s) + score_s + outside_s
         return phase_s, slot_s, phase_s + score_s + learn_s + outside_s
 
+    def predict_learn_s(self, tokens: float) -> float:
+        """Return the seconds of the learn phase for so many generated tokens."""
+        passes = self.terms.passes
+        return self.learner.predict(self.learner_slots, tokens) + (passes.predict(tokens) if passes.records else 0.0)
+
     def size_learner(self, samples: list[Sample]) -> Decision:
         """Decide the number of slots per rank for the update on `samples`."""
         if not self.recipe.functions.elastic:
             return Hold(self.recipe.learner.max_slots_per_rank, "functions.elastic is off: all slots, always")
+        tokens = float(response_tokens(samples).sum())
         decision = self.safely(
             "sizing the learner",
-            lambda: self.learner.decide(self.learner_slots, float(response_tokens(samples).sum()), value_per_s=self.value_per_s),
+            lambda: self.learner.decide(self.learner_slots, tokens, value_per_s=self.value_per_s),
             lambda: Hold(self.learner_slots, "as before: sizing the learner failed"),
         )
         self.learner_slots, self.learner_delay = decision.actors, Delay(0.0, decision.actors, "")
         if self.bids is not None and not self.recipe.rollout.rolls_out_ahead:
-            tokens = float(response_tokens(samples).sum())
             delay, fewer = self.bids.begin_update(self.learner, decision.actors, tokens, self.value_per_s)
             self.learner_delay = delay
             return replace(decision, actors=delay.slots, reason="; ".join(filter(None, (delay.reason, fewer, decision.reason))))
@@ -290,14 +292,16 @@ class Autoscaler:
         longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine can hold every single sequence
         holds = self.engines.capacity_of(width)
         capacity = math.ceil(max(holds, longest)) if math.isfinite(holds) else None
-        speed = replace(self.engines.fit_of(width).speed, prefill_s=self.terms.prefill.per_unit_s)
-        pool = Pool(speed, max_actors=max_actors, capacity=capacity, devices=width)
+        pool = Pool(self._speed(width), max_actors=max_actors, capacity=capacity, devices=width)
         return frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
 
     @property
     def engine_speed(self) -> Speed:
         """Speed fitted to decode steps, with the prefill time of a prompt token."""
-        return replace(self.engines.fit.speed, prefill_s=self.terms.prefill.per_unit_s)
+        return self._speed(self.engines.width)
+
+    def _speed(self, width: int) -> Speed:
+        return replace(self.engines.fit_of(width).speed, prefill_s=self.terms.prefill.per_unit_s)
 
     def _decide_width(self, frontiers: dict[int, list[Plan]], warm: dict[int, int], step: int) -> WidthDecision:
         """Decide about the engines' width. `warm`: processes of each width without a cold start."""

@@ -40,13 +40,11 @@ def choose_oversample(autoscaler: Autoscaler, step: Step, stale_cost: float) -> 
     count, lengths = recipe.rollout.samples_per_prompt, step.forecast.lengths
     groups = lengths.reshape(-1, count, lengths.shape[1]).transpose(2, 0, 1).reshape(-1, count)
     tokens = float(lengths.mean(1).sum()) * recipe.prompts.batch_prompts * count / len(lengths)
-    learn_s = autoscaler.learner.predict(autoscaler.learner_slots, tokens)
-    learn_s += autoscaler.terms.passes.predict(tokens) if autoscaler.terms.passes.records else 0.0
     costs = StepCosts(
         autoscaler.engines.fit.speed,
         autoscaler.actors,
         float(np.mean([len(prompt.token_ids) for prompt in step.prompts])),
-        learn_s,
+        autoscaler.predict_learn_s(tokens),
         autoscaler.learner_slots * recipe.learner.ranks,
         recipe.rollout.ahead,
         recipe.rollout.partial_kv == "recompute",
