@@ -30,8 +30,6 @@ def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: s
 
     Raises UserError if the program hangs or ends without a result.
     """
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     limit_s = START_S + work_s
     with tempfile.TemporaryDirectory(prefix="rlhfless-dry-") as folder:
         result_path, log_path = Path(folder) / "result", Path(folder) / "stderr"
@@ -41,7 +39,7 @@ def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: s
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment_with_packages(),
                 start_new_session=True,
             )
         try:
@@ -58,6 +56,12 @@ def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: s
                 f"{where}: its process ended with code {process.returncode} in {what}" + (f": {last_line}" if last_line else "")
             )
         return pickle.loads(result_path.read_bytes())
+
+
+def environment_with_packages() -> dict[str, str]:
+    """Return the environment of a Python process that finds this project's packages."""
+    root = Path(__file__).resolve().parents[2]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def isolated_main(function: Callable[..., Any]) -> None:

@@ -17,7 +17,7 @@ from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence, with_settings
-from rlhfless_ray.run.memory_needs import Lengths, Model, Need, gb, models_of, training_groups
+from rlhfless_ray.run.memory_needs import Lengths, Model, Need, gb, models_of, policy_models, training_groups
 
 AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
     "micro_batch_tokens": "micro_batch_tokens",
@@ -62,8 +62,7 @@ class Fit:
 
 def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
     """Return the models. `config`, `parameters`: the policy's, used if it has no folder."""
-    policy = Model("policy.path", config, parameters, parameters, 0)
-    return {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {}), **models_of(recipe)}
+    return policy_models(recipe, config, parameters) | models_of(recipe)
 
 
 # ---- predictions ------------------------------------------------------------------------------------------------

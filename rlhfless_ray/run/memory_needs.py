@@ -241,15 +241,19 @@ def _engine_width(recipe: Recipe) -> int:
     return memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1
 
 
+def policy_models(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
+    """Return the policy, and the critic if there is one, where both are a model of this size."""
+    policy = Model("policy.path", config, parameters, parameters, 0)
+    return {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {})}
+
+
 def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: Lengths) -> dict[str, float]:
     """Return the least memory in MB of each working function, of all its processes together.
 
     Engines count as one, because the planner chooses their number. `config`, `parameters`: the policy's.
     """
-    policy = Model("policy.path", config, parameters, parameters, 0)
-    models = {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {})}
     least = {}
-    for group in training_groups(recipe, models, lengths):
+    for group in training_groups(recipe, policy_models(recipe, config, parameters), lengths):
         least[group.name] = group.ranks * sum(size for _, size in group.rank.training) / 1e6
     weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
     least["engines"] = (parameters * _engine_width(recipe) + recipe.rollout.kv_cache_mb * 2**20) / 1e6

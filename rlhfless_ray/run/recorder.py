@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.common.preflight import environment_with_packages
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
@@ -203,12 +202,10 @@ class RunRecorder:
         if since_s < max(REPORT_EVERY_S, self._report_took() / REPORT_SHARE):
             return
         self.reported_s, self.report_took_s = time.monotonic(), 0.0
-        packages = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([packages, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             self.reporter = subprocess.Popen(
                 ["nice", "-n", "19", sys.executable, "-m", "rlhfless_ray", "report", str(self.folder.path.resolve())],
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment_with_packages(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

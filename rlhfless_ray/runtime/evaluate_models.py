@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhfless_ray.prompts.load_prompts import load_prompts
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.run.find_model import find_model
+from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.responses import RECORD, RESPONSES, read_groups
 from rlhfless_ray.runtime.generation import Generation
 from rlhfless_ray.types import Prompt
@@ -121,12 +123,11 @@ def with_own_folder(recipe: GenerationRecipe, *, resume: bool) -> GenerationReci
 
     `resume`: the newest evaluation among these instead, or a free name if there is none.
     """
-    root, name = Path(recipe.run.root), recipe.run.name
-    names = [name, *(f"{name}-{number}" for number in range(2, 10_000))]
-    free = next((one for one in names if not (root / one).exists()), name)
-    evaluations = [one for one in names[: names.index(free)] if not (root / one / "recipe.yaml").exists()]
-    chosen = evaluations[-1] if resume and evaluations else free
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": chosen})})
+    paths = list(RunFolder.candidates(recipe))
+    taken = list(takewhile(Path.exists, paths))
+    evaluations = [path for path in taken if not (path / "recipe.yaml").exists()]
+    chosen = evaluations[-1] if resume and evaluations else paths[len(taken)]
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": chosen.name})})
 
 
 def evaluate(
