@@ -415,7 +415,6 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     run = Ended(tmp_path, watch__samples_per_step=1).run
     run.record.progress.phase = None
     run.record.recipe, run.record.folder = run.recipe, run.folder
-    run.record._answer_column = lambda: "answer"
     run.record.samples = lambda *a: RunRecorder.samples(run.record, *a)
     done = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
     samples = [Sample(Prompt(i, "p", (1,)), 0, done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)]

@@ -45,9 +45,10 @@ class FailureBudget:
         self.failures_in_step += 1
         self.recent_failures.append(f"{who} {cause.value}")
         if self.remaining <= 0:
+            earlier = ", ".join(self.recent_failures[-6:-1])
             raise RunError(
                 f"{who} {cause.value}, and functions.max_replacements = {self.limit} is used up: {why or 'the reason is unknown'}"
-                f"{self._earlier_failures()}"
+                + (f"; each step without a failure adds one to the budget. Earlier failures: {earlier}" if earlier else "")
             )
         self.remaining -= 1
 
@@ -55,13 +56,6 @@ class FailureBudget:
     def used(self) -> int:
         """Number of failures that the budget is charged with."""
         return self.limit - self.remaining
-
-    def _earlier_failures(self) -> str:
-        before = self.recent_failures[:-1]
-        if not before:
-            return ""
-        shown = ", ".join(before[-5:])
-        return f"; each step without a failure adds one to the budget. Earlier failures: {shown}"
 
     def step_done(self) -> None:
         if not self.failures_in_step:

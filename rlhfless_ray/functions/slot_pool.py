@@ -2,7 +2,6 @@
 
 The first run starts the actor, and it ends after the last one has left. It holds the placement groups, so that a slot passes from run to
 run without Ray's queue. They outlive the actor: if it dies Ray starts another one, which learns from the runs what they hold.
-
 """
 
 from __future__ import annotations
@@ -107,8 +106,10 @@ class SlotPool:
         await asyncio.sleep(TICK_S)
 
     async def tell(self, statement: Statement, seconds: float = 0.0, surplus: int | None = None) -> Reply:
-        """Do as a run states, and reply as soon as it has a slot that it does not know of, or another surplus than `surplus`, or after
-        `seconds`."""
+        """Apply a run's statement, and reply.
+
+        The reply comes when the run has a slot that it does not know of, when its surplus differs from `surplus`, or after `seconds`.
+        """
         run, now = statement.run, self._known(statement.run, statement.session)
         self.state.tell(statement, now)
         self._settle()
@@ -188,7 +189,7 @@ class SlotPool:
             os._exit(1)
 
     def _known(self, run: str, session: str) -> float:
-        """Return the time, if the run is known."""
+        """Return the current time. Raises UnknownRun if the run is not in the pool, or joined it again after this session."""
         if run not in self.state.runs or self.state.runs[run].session != session:
             raise UnknownRun(run)
         return time.monotonic()

@@ -81,17 +81,13 @@ class PoolMaker:
                 f"lost learner {then} (checkpoint.memory_every_steps)"
             )
 
-    def engines(self, cls: type, config: Any, engine: EngineSettings, drafter: list[Any]) -> WorkerPool:
-        """Make the pool of rollout engines.
+    def engines(self, kind: str, cls: type, engine: EngineSettings, config: Any, *drafter: Any, **options: Any) -> WorkerPool:
+        """Make a pool of engines.
 
-        `config`: reference to the policy's files without weights. `drafter`: of the drafter's files, if there is one.
+        `config`: reference to the policy's files without weights. `drafter`: to those of the drafter, if there is one. `options`: keyword
+        arguments of `WorkerPool`.
         """
-        return self._engine_pool("rollout", cls, engine, config, drafter, labels=self.recipe.rollout.nodes)
 
-    def prefill(self, cls: type, config: Any, engine: EngineSettings) -> WorkerPool:
-        return self._engine_pool("prefill", cls, replace(engine, speculation="off"), config, [])
-
-    def _engine_pool(self, kind: str, cls: type, engine: EngineSettings, config: Any, drafter: list[Any], **options: Any) -> WorkerPool:
         def start(slot: Any) -> Any:
             return start_actor(cls, slot, self.resource, {}, config, replace(engine, tensor_parallel=pool.width), *drafter)
 

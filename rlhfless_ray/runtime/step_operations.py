@@ -147,8 +147,13 @@ class StepOperations(CheckpointedRun):
             self.ledger.begin_step(step.number)
         self.leases.waited_s = 0.0
         self.step = step
+        self._wait_for_weights()
+
+    def _wait_for_weights(self) -> WeightVersion:
+        """Return the newest weights, once engines cannot lose them."""
         assert self.weights is not None
         self.weights = self.learn_stage.worker_groups.wait_for_copy(self.weights)
+        return self.weights
 
     @property
     def rolls_out_ahead(self) -> bool:
@@ -316,9 +321,7 @@ class StepOperations(CheckpointedRun):
         return number % self.recipe.checkpoint.every_steps == 0 or number == self.recipe.run.steps
 
     def evaluate(self) -> dict[str, float]:
-        assert self.weights is not None
-        self.weights = self.learn_stage.worker_groups.wait_for_copy(self.weights)
-        agreement, weights = self.agreement, self.weights
+        agreement, weights = self.agreement, self._wait_for_weights()
 
         def check(samples: list[Sample], temperature: float) -> None:
             if agreement is not None:
@@ -364,9 +367,7 @@ class StepOperations(CheckpointedRun):
 
     def start_engines(self, upcoming: Step) -> None:
         """Start the next step's engines under the free leases, without waiting until they have loaded the weights."""
-        assert self.weights is not None
-        self.weights = self.learn_stage.worker_groups.wait_for_copy(self.weights)
-        self.rollout_stage.begin(upcoming, self.weights)
+        self.rollout_stage.begin(upcoming, self._wait_for_weights())
         self.rollout.expect(upcoming.plan.actors)
 
     def record_step(self, step: Step, end: StepEnd) -> None:

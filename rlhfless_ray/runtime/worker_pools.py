@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -95,10 +95,10 @@ def create_worker_pools(
     return WorkerPools(
         make.broker,
         make.faults,
-        make.engines(actors.rollout, config, engine, drafter),
+        make.engines("rollout", actors.rollout, engine, config, *drafter, labels=recipe.rollout.nodes),
         make.reward(actors.reward, reward_source),
         make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
-        make.prefill(prefill, config, engine) if prefill is not None else None,
+        make.engines("prefill", prefill, replace(engine, speculation="off"), config) if prefill is not None else None,
         make.worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks) if recipe.algorithm.has_critic else None,
         make.worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks) if recipe.has_reference else None,
         f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
