@@ -65,6 +65,14 @@ class RecipeFile(Section):
             tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
         return cls.parse(tree, where=f"{cls.kind} {path}")
 
+    def with_settings(self, changes: dict[str, Any]) -> Self:
+        """Return a copy with other values of some keys, such as `{"run.steps": 3}`. They are not validated."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in changes.items():
+            section, _, field = key.partition(".")
+            sections.setdefault(section, {})[field] = value
+        return self.model_copy(update={name: getattr(self, name).model_copy(update=fields) for name, fields in sections.items()})
+
     @classmethod
     def parse(cls, tree: dict[str, Any], where: str = "recipe") -> Self:
         """Validate a nested dict.

@@ -27,8 +27,8 @@ def check_speculation(recipe: Recipe, policy: Files) -> tuple[Recipe, str | None
         return recipe, None
     if rollout.speculation == "on":
         raise UserError(f"rollout.speculation: this policy cannot verify drafts, because {why}; set it to auto or off")
-    without = rollout.model_copy(update={"speculation": "off", "drafter": "", "drafter_train": "off"})
-    return recipe.model_copy(update={"rollout": without}), f"no tokens are drafted, because of the policy: {why}"
+    without = {"rollout.speculation": "off", "rollout.drafter": "", "rollout.drafter_train": "off"}
+    return recipe.with_settings(without), f"no tokens are drafted, because of the policy: {why}"
 
 
 def read_drafter(recipe: Recipe, tokenizer: Any, policy: Files) -> Files | None:

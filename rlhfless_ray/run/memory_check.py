@@ -94,7 +94,7 @@ def _with_fitting_width(recipe: Recipe, models: dict[str, Model], room: Room, le
     if recipe.rollout.tensor_parallel != "auto" or room.resource != GPU or "policy" not in models:
         return recipe
     widths = memory.engine_widths(models["policy"].config, room.slots) or [1]
-    changed = [with_settings(recipe, {"rollout.tensor_parallel": width}) for width in widths]
+    changed = [recipe.with_settings({"rollout.tensor_parallel": width}) for width in widths]
     fitting = (one for one in changed if all(room.holds(need) for need in device_needs(one, models, lengths) if need.is_engine))
     return next(fitting, recipe)
 
@@ -124,7 +124,7 @@ def advice(
     for count in (1, 2, 3):
         for some in itertools.combinations(changes, count):
             merged = {key: value for change in some for key, value in change.items()}
-            changed = with_settings(recipe, merged)
+            changed = recipe.with_settings(merged)
             if sum(map(len, some)) == len(merged) and fits(changed) and _is_valid(changed):
                 return "it may fit with " + " and ".join(f"{key}={json.dumps(value)}".replace('"', "") for key, value in merged.items())
     return f"no setting makes it fit: take a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
@@ -171,16 +171,6 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
         yield {"lora.rank": 16}
     if rollout.rolls_out_ahead and room.resource != GPU:
         yield {"rollout.max_lag_steps": 0}
-
-
-def with_settings(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
-    """Return the recipe with some fields changed, without validation."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        section, _, field = key.partition(".")
-        sections.setdefault(section, {})[field] = value
-    changed = {section: getattr(recipe, section).model_copy(update=fields) for section, fields in sections.items()}
-    return recipe.model_copy(update=changed)
 
 
 def _is_valid(recipe: Recipe) -> bool:
@@ -233,7 +223,7 @@ def check_ahead(recipe: Recipe, fetch: bool = True, find_room: Callable[[], Room
     Raises DoesNotFit.
     """
     if recipe.run.episodes is not None:  # they determine the steps once the prompts are read: at least one
-        recipe = with_settings(recipe, {"run.steps": 1})
+        recipe = recipe.with_settings({"run.steps": 1})
     check(recipe, models_of(recipe, fetch), find_room or (lambda: room_ahead(recipe)))
     if recipe.rollout.least_width > 1 and _starts_ray(recipe):
         from rlhfless_ray.local.cluster import check_width

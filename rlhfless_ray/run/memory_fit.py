@@ -16,7 +16,7 @@ from placement.peak_memory import Choice, MicroBatch
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence, with_settings
+from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence
 from rlhfless_ray.run.memory_needs import Lengths, Model, Need, gb, models_of, policy_models, training_groups
 
 AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
@@ -202,7 +202,7 @@ def _of_updates(needs: list[Need]) -> list[Need]:
 
 
 def _with_choice(recipe: Recipe, auto: list[str], choice: Choice) -> Recipe:
-    return with_settings(recipe, {f"learner.{key}": getattr(choice, AUTO_KEYS[key]) for key in auto})
+    return recipe.with_settings({f"learner.{key}": getattr(choice, AUTO_KEYS[key]) for key in auto})
 
 
 def _smaller(recipe: Recipe) -> Iterator[dict[str, Any]]:

@@ -127,7 +127,7 @@ def with_own_folder(recipe: GenerationRecipe, *, resume: bool) -> GenerationReci
     taken = list(takewhile(Path.exists, paths))
     evaluations = [path for path in taken if not (path / "recipe.yaml").exists()]
     chosen = evaluations[-1] if resume and evaluations else paths[len(taken)]
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": chosen.name})})
+    return recipe.with_settings({"run.name": chosen.name})
 
 
 def evaluate(
@@ -223,12 +223,13 @@ def _for_model(recipe: GenerationRecipe, folder: Path, root: Path, label: str) -
     """Return the recipe of one model's run, with the sampling of section `evaluate`."""
     evaluate = recipe.evaluate
     temperature = recipe.rollout.temperature if evaluate.temperature is None else evaluate.temperature
-    rollout = recipe.rollout.model_copy(update={"samples_per_prompt": evaluate.samples_per_prompt, "temperature": temperature})
-    return recipe.model_copy(
-        update={
-            "policy": recipe.policy.model_copy(update={"path": str(folder)}),
-            "run": recipe.run.model_copy(update={"root": str(root), "name": label}),
-            "rollout": rollout,
+    return recipe.with_settings(
+        {
+            "policy.path": str(folder),
+            "run.root": str(root),
+            "run.name": label,
+            "rollout.samples_per_prompt": evaluate.samples_per_prompt,
+            "rollout.temperature": temperature,
         }
     )
 
@@ -243,9 +244,8 @@ def _load(recipe: GenerationRecipe, data: Sequence[str]) -> tuple[list[Prompt], 
     else:
         data_sets = {}
         for name in data:
-            prompts = recipe.prompts.model_copy(update={"task": "", "path": name, "paths": [], "probabilities": None})
-            evaluate = recipe.evaluate.model_copy(update={"prompts": 0, "path": ""})
-            one = recipe.model_copy(update={"prompts": prompts, "evaluate": evaluate})
+            prompts: dict[str, Any] = {"prompts.task": "", "prompts.path": name, "prompts.paths": [], "prompts.probabilities": None}
+            one = recipe.with_settings({**prompts, "evaluate.prompts": 0, "evaluate.path": ""})
             data_sets[name if name not in data_sets else f"{name}-{len(data_sets)}"] = load_prompts(one, tokenizer, longest).train
     every, parts = list[Prompt](), dict[str, slice]()
     for name, part in data_sets.items():

@@ -82,8 +82,8 @@ class Generation(Runtime):
     def _load_prompts(self, recipe: Recipe) -> PromptSet:
         if self._given is not None:
             return PromptSet(self._given, [])
-        evaluate = recipe.evaluate.model_copy(update={"prompts": 0, "path": ""})
-        return load_prompts(recipe.model_copy(update={"evaluate": evaluate}), self.tokenizer, context_tokens(self.files))
+        recipe = recipe.with_settings({"evaluate.prompts": 0, "evaluate.path": ""})
+        return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
 
     def actor_classes(self) -> ActorClasses:
         # there is no learner to compare log-probabilities with, and the policy stays the same
@@ -105,7 +105,7 @@ class Generation(Runtime):
         metrics = self.folder.path / "metrics.jsonl"
         self.steps_done = max((row["step"] for row in read_jsonl(metrics)[0]), default=0) if metrics.is_file() else 0
         steps = self.steps_done + math.ceil(len(self.pending) / self.recipe.prompts.batch_prompts)
-        self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": steps})})
+        self.recipe = self.recipe.with_settings({"run.steps": steps})
         return None
 
     def _settings(self) -> dict[str, Any]:

@@ -143,8 +143,7 @@ class Runtime(StepOperations):
         self.cursor = Cursor(rows, batch, recipe.prompts.shuffle, recipe.run.seed, stops_at_epoch_end=episodes is not None and not mixes)
         if episodes is not None:
             steps = -(-episodes * rows // batch) if mixes else episodes * self.cursor.batches_per_epoch
-            run = recipe.run.model_copy(update={"steps": steps})
-            recipe = recipe.model_copy(update={"run": run})
+            recipe = recipe.with_settings({"run.steps": steps})
         self.lengths = lengths_of(self.prompts.train, self.prompts.heldout)
         if self.actor_classes().computes:
             check_differences(recipe, config_of(self.files), self.lengths.longest_prompt)
@@ -313,8 +312,7 @@ class Runtime(StepOperations):
         device, tokens = self.cluster.device(resource), self.recipe.longest_tokens(longest_prompt_tokens)
         engines, note = expected_widths(self.recipe, self.files, device, largest_node, tokens)
         if rollout.tensor_parallel == "auto" and len(engines) == 1:
-            rollout = rollout.model_copy(update={"tensor_parallel": next(iter(engines))})
-            self.recipe = self.recipe.model_copy(update={"rollout": rollout})
+            self.recipe = self.recipe.with_settings({"rollout.tensor_parallel": next(iter(engines))})
         return engines, note
 
     def _start(self, checkpoint: Checkpoint | None) -> None:

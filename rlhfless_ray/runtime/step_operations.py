@@ -306,7 +306,7 @@ class StepOperations(CheckpointedRun):
         episodes = self.recipe.run.episodes
         goes_on = bool(self.partial_rollouts.in_flight)
         if episodes is not None and self.recipe.algorithm.filter_range is not None and self.cursor.epoch >= episodes and not goes_on:
-            self.recipe = self.recipe.model_copy(update={"run": self.recipe.run.model_copy(update={"steps": number})})
+            self.recipe = self.recipe.with_settings({"run.steps": number})
 
     def publish(self, version: int) -> WeightVersion:
         weights = self.learn_stage.publish(version)

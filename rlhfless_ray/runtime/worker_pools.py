@@ -111,7 +111,7 @@ def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
     lora = recipe.lora
     served = why_not_served(recipe, files) is None and recipe.rollout.partial_kv != "keep"
     publish = choose_publish(lora.publish, served, resource, parameter_count(files), recipe.rollout.max_tokens)
-    return recipe.model_copy(update={"lora": lora.model_copy(update={"publish": publish})})
+    return recipe.with_settings({"lora.publish": publish})
 
 
 def check_adapter(recipe: Recipe, files: Files) -> None:

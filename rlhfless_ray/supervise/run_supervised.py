@@ -109,8 +109,7 @@ class SupervisedStage:
             )
         if resume:
             check_unchanged(progress_saved(self.storage).get("order", {}), self.order, TITLES)
-        run = recipe.run.model_copy(update={"steps": self.order.steps})
-        self.recipe = recipe.model_copy(update={"run": run})
+        self.recipe = recipe.with_settings({"run.steps": self.order.steps})
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20
         self.cluster = RayCluster(self.recipe, store_mb=recipe.cluster.object_store_mb or MIN_STORE_MB + 2 * megabytes)
 
@@ -143,8 +142,7 @@ class SupervisedStage:
         """Create the run's folder. A resumed run gets its old one again, if only its checkpoints are left."""
         if not self.resume:
             return RunFolder.create(self.recipe)
-        run = self.recipe.run.model_copy(update={"name": self.folder.path.name})
-        return RunFolder.create(self.recipe.model_copy(update={"run": run}))
+        return RunFolder.create(self.recipe.with_settings({"run.name": self.folder.path.name}))
 
     # ---- training -----------------------------------------------------------------------------------------------------
 

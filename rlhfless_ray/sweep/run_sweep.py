@@ -143,7 +143,7 @@ class SweepRunner:
         state, path = self.states[run.name], self.folder.path
         folder = path / run.name
         _end_leftover(folder)
-        recipe = run.recipe.model_copy(update={"run": run.recipe.run.model_copy(update={"root": str(path)})})
+        recipe = run.recipe.with_settings({"run.root": str(path)})
         resumes = _has_checkpoint(recipe, folder)
         if not resumes:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it saved anything

@@ -94,7 +94,7 @@ def _generated(translation: InferenceTranslation) -> Iterable[dict[str, Any]]:
     rollout, longest = recipe.rollout, reader.context_tokens
     if longest is not None and max(len(prompt.token_ids) for prompt in prompts) + rollout.max_tokens > longest:
         print(f"responses end where the model's context of {longest} tokens does")
-        recipe = recipe.model_copy(update={"rollout": rollout.model_copy(update={"max_total_tokens": longest})})
+        recipe = recipe.with_settings({"rollout.max_total_tokens": longest})
     with Generation(recipe, prompts=prompts) as run:
         for _ in run:
             pass
