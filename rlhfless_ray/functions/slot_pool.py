@@ -18,14 +18,14 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from placement.market import Bid, Clearing
 from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, Reply, RunInfo, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
-from rlhfless_ray.functions.slot_source import POOL_PREFIX, bundle_of, device_ids, device_named
+from rlhfless_ray.functions.slot_source import POOL_PREFIX, device_ids, device_named, request_group
 
 NAMESPACE = "rlhfless"
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
@@ -45,7 +45,7 @@ class SlotPool:
     def __init__(self, resource: str) -> None:
         """`resource`: "cpu" (a slot is a core) or "gpu" (a slot is a device)."""
         now = time.monotonic()
-        self.resource, self.bundle = resource, bundle_of(resource)
+        self.resource = resource
         self.state = PoolState(now)
         self.creating: dict[str, PlacementGroup] = {}  # groups that Ray has not granted yet, by the request they were asked for
         self.counter, self.began_s, self.empty_s, self.looked_s = 0, time.time(), now, -float("inf")
@@ -223,10 +223,7 @@ class SlotPool:
         name = f"{POOL_PREFIX}{self.resource}-{int(1e6 * self.began_s):x}-{self.counter}"
         avoided = self.state.runs[request.run].avoids
         node = request.node or (f"!in({','.join(sorted(avoided))})" if avoided else "")
-        selector = dict(request.labels) | ({"ray.io/node-id": node} if node else {})
-        selectors = [selector] if selector else None
-        group = placement_group([dict(self.bundle)], name=name, lifetime="detached", bundle_label_selector=selectors)
-        self.creating[request.id] = group
+        group = self.creating[request.id] = request_group(self.resource, name, node, request.labels, lifetime="detached")
         self._begin(self._receive(request, name, group))
 
     async def _receive(self, request: SlotRequest, name: str, group: PlacementGroup) -> None:

@@ -7,12 +7,13 @@ Measured with Ray 2.60: an independent placement group takes 4 ms, but one that 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhfless_ray.common.deadlines import STOP
@@ -75,15 +76,13 @@ class RayGroups:
     surplus = None
 
     def __init__(self, resource: str) -> None:
-        self.resource, self.bundle = resource, bundle_of(resource)
+        self.resource = resource
         self.groups: dict[str, Any] = {}  # by the id of the request, which is the lease's id
         self.numbers: dict[str, tuple[str, int]] = {}  # on CPU: node and number of each granted slot
 
     def ask(self, requests: list[LeaseRequest]) -> None:
         for one in requests:
-            selector = one.labels | ({"ray.io/node-id": one.node} if one.node else {})
-            selectors = [selector] if selector else None
-            self.groups[one.id] = placement_group([dict(self.bundle)], name=f"rlhfless-{one.id}", bundle_label_selector=selectors)
+            self.groups[one.id] = request_group(self.resource, f"rlhfless-{one.id}", one.node, one.labels)
 
     def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
         """Return the granted slot, or None at the time `until_s` (monotonic) or if its node was lost before it could name the device.
@@ -144,6 +143,13 @@ def device_named(id: str | int) -> int | str:
 def bundle_of(resource: str) -> dict[str, float]:
     """Return the Ray resources of a slot."""
     return {"GPU": 1} if resource == "gpu" else {"CPU": 1}
+
+
+def request_group(resource: str, name: str, node: str, labels: Mapping[str, str], lifetime: str | None = None) -> PlacementGroup:
+    """Request a placement group of one slot, on a node (any if empty; a condition of Ray's on its id is allowed) with these labels."""
+    selector = dict(labels) | ({"ray.io/node-id": node} if node else {})
+    selectors = [selector] if selector else None
+    return placement_group([bundle_of(resource)], name=name, lifetime=lifetime, bundle_label_selector=selectors)
 
 
 def others_wait(resource: str, own: set[str]) -> bool:

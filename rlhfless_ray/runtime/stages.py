@@ -16,6 +16,7 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.prefix.prefix_stage import PrefixStage
 from rlhfless_ray.prefix.supported_models import page_bytes
+from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.reward.source import Source
@@ -65,7 +66,7 @@ class Stages:
             prefix=prefix,
             agents=agents,
             drafter=TrainedDrafter(context, worker_pools.drafter) if worker_pools.drafter is not None else None,
-            kept=_kept_pages(context, files) if context.recipe.rollout.partial_kv == "keep" else None,
+            kept=_kept_pages(context.recipe, files) if context.recipe.rollout.partial_kv == "keep" else None,
             on_end_near=score.prepare,
         )
         return cls(faults, prefix, rollout, score, learn, agents)
@@ -109,32 +110,29 @@ def _agents(context: RunContext, source: AgentSource, files: Files, longest_prom
     return agents
 
 
-def _kept_pages(context: RunContext, files: Files) -> KeptPages:
-    rollout = context.recipe.rollout
-    return KeptPages(rollout.samples_per_prompt, rollout.block_size, _page_bytes(context, files), _store_bytes())
+def _kept_pages(recipe: Recipe, files: Files) -> KeptPages:
+    return KeptPages(recipe.rollout.samples_per_prompt, recipe.rollout.block_size, *_page_and_store_bytes(recipe, files))
 
 
-def _page_bytes(context: RunContext, files: Files) -> int:
-    recipe = context.recipe
-    return page_bytes(config_of(files), VALUE_BYTES[recipe.policy.dtype], recipe.rollout.block_size)
-
-
-def _store_bytes() -> int:
-    return int(ray.cluster_resources().get("object_store_memory", 0))
+def _page_and_store_bytes(recipe: Recipe, files: Files) -> tuple[int, int]:
+    """Return the sizes of a KV page of the policy in `files`, and of the cluster's object store, in bytes."""
+    page = page_bytes(config_of(files), VALUE_BYTES[recipe.policy.dtype], recipe.rollout.block_size)
+    return page, int(ray.cluster_resources().get("object_store_memory", 0))
 
 
 def _prefix(context: RunContext, worker_pools: WorkerPools, files: Files, private: bool) -> PrefixStage | None:
     if worker_pools.prefill is None:
         return None
     rollout = context.recipe.rollout
+    page, store = _page_and_store_bytes(context.recipe, files)
     return PrefixStage(
         context,
         worker_pools.prefill,
         rollout.prefix_kv,
         run_id=context.leases.run_id,
         block_size=rollout.block_size,
-        page_bytes=_page_bytes(context, files),
-        store_bytes=_store_bytes(),
+        page_bytes=page,
+        store_bytes=store,
         blocked=worker_pools.prefix_blocked,
         max_instances=context.max_actors,
         private=private,

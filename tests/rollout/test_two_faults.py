@@ -204,7 +204,7 @@ def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: p
         looks.append(group)
         return {"state": "CREATED" if looks.count(group) > 2 else "PENDING", "bundles_to_node_id": {0: "b"}}
 
-    monkeypatch.setattr(slot_source, "placement_group", lambda bundles, name, bundle_label_selector: name)
+    monkeypatch.setattr(slot_source, "placement_group", lambda bundles, name, **_: name)
     monkeypatch.setattr(slot_source, "placement_group_table", table)
     monkeypatch.setattr(slot_source, "remove_placement_group", lambda group: None)
     pool: Any = Pool(["a"], {"a"})
