@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,34 +58,27 @@ class Checkpoints:
         `learner`: writes the learner's files. `metric`: name and value of the evaluation at this step. `model`: writes a Hugging Face
         folder, which is written too if the recipe asks for it.
         """
-        if self.elsewhere is not None and model is not None and self.exports:
-            swap_folder(self.elsewhere / f"global_step{step}_hf", model)
+        name = f"{self.prefix}{step}"
+        self._write(name, learner, driver, metric, model)
         if not self.section.resumable:
             return
-        self._write(self.folder / f"{self.prefix}{step}", learner, driver, metric)
         if self.elsewhere is not None:
-            replace_file(self.folder / LATEST, f"{self.prefix}{step}".encode())
-        self._evict(self.folder / f"{self.prefix}{step}")
+            replace_file(self.folder / LATEST, name.encode())
+        self._evict(self.folder / name)
         for left_over in self.folder.glob(f".{self.prefix}*"):  # left by a killed process
             shutil.rmtree(left_over, ignore_errors=True)
 
     def save_best(self, step: int, learner: Writer, driver: dict[str, Any], metric: tuple[str, float], model: Writer | None) -> None:
         """Write the best checkpoint, which replaces the former best one."""
-        path = self.folder / f"{BEST}{self.prefix}{step}"
-        if self.elsewhere is not None and model is not None and self.exports:
-            swap_folder(self.elsewhere / f"{BEST}global_step{step}_hf", model)
-            for old in self.elsewhere.glob(f"{BEST}global_step*_hf"):
-                if old.name != f"{BEST}global_step{step}_hf":
-                    _remove(old)
-        if self.section.resumable:
-            self._write(path, learner, driver, metric)
-            for old in self.folder.glob(f"{BEST}{self.prefix}*"):
+        for path in self._write(f"{BEST}{self.prefix}{step}", learner, driver, metric, model):
+            for old in path.parent.glob(f"{BEST}{self.prefix}*"):
                 if old != path:
                     _remove(old)
 
-    def _write(self, path: Path, learner: Writer, driver: dict[str, Any], metric: tuple[str, float] | None) -> None:
-        with writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
+    def _write(
+        self, name: str, learner: Writer, driver: dict[str, Any], metric: tuple[str, float] | None, model: Writer | None
+    ) -> Sequence[Path]:
+        """Write what the recipe asks for of a checkpoint's state and its model. Returns the folders."""
 
         def write(folder: Path) -> None:
             sums = learner(folder)
@@ -93,7 +86,12 @@ class Checkpoints:
                 (folder / METRIC).write_text(json.dumps({"metric_key": metric[0], "metric_value": metric[1]}))
             (folder / DRIVER).write_text(json.dumps({**driver, SUMS: sums}))
 
-        swap_folder(path, write)
+        written = []
+        if self.elsewhere is not None and model is not None and self.exports:
+            written.append(swap_folder(self.elsewhere / f"{name}_hf", model))
+        if self.section.resumable:
+            written.append(swap_folder(self.folder / name, write))
+        return written
 
     def _evict(self, stays: Path) -> None:
         """Remove surplus checkpoints: those without a metric first, then the worst, then the oldest."""
