@@ -81,7 +81,8 @@ def main() -> None:
         found = {way: measure(Path(name) / way, way, slots, options) for way in ways}
         shown = shown_leases(Path(name) / "shared", options.runs) if "shared" in found and not options.replayed else None
         learned = same_learned(Path(name), options.runs) if {"queue", "shared"} <= set(found) and not options.replayed else None
-    table = Table("", "last run ends, s", "each run, s", "held slot-s", "hand-overs", "waits for slots", title=f"{options.runs} runs on {slots} slots")
+    columns = "last run ends, s", "each run, s", "held slot-s", "hand-overs", "waits for slots"
+    table = Table("", *columns, title=f"{options.runs} runs on {slots} slots")
     for way, result in found.items():
         each = " ".join(f"{run['wall_s']:.1f}" for run in result["runs"])
         held = f"{sum(run['held_slot_s'] for run in result['runs']):.0f}"

@@ -4,7 +4,7 @@ Engines of one policy, without drafts and with them, answer the same requests in
 processor, so that other work does not count. `chain` is the quickstart's policy after its warm start: groups of 8 responses, other prompts
 in each round, and responses that repeat themselves. `random` has as many parameters and random weights: there is little to draft from but
 at temperature 0. `27M` says what `chain` says and computes as much as 27 M parameters (`common/widen.py`). It is drafted for from text, by
-`chain`'s own policy, by a drafter of 1 M parameters that starts from random weights and has learned from 8 steps' responses, and by an
+`chain`'s own policy, by a drafter of 1 M parameters that starts from random weights and has learned from 24 steps' responses, and by an
 EAGLE-3 head of 0.3 M that has learned from the policy's states in the same responses. `texts` needs a JSONL file with the columns
 `question` and `answer`: a policy of 2 M parameters learns 32 of them until the loss is 0.3 nats a token, and is made to compute as much as
 27 M. Its prompts return from round to round, as in epochs. The first rounds, in which drafts have nothing to go by, do not count. Cases
@@ -35,7 +35,7 @@ TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0, 0.5
 GROUP, WARM = 8, 2
 TOKENS = {"chain": 160, "random": 96, "27M": 160, "texts": 150, "494M": 32}
 LARGER = 512, 8  # hidden size and layers of 27 M parameters
-LEARNED_STEPS, STEP_PROMPTS = 8, 32  # of the quickstart, from whose responses the drafters of `27M` have learned
+LEARNED_STEPS, STEP_PROMPTS = 24, 32  # of the quickstart, from whose responses the drafters of `27M` have learned
 HEAD_LAYERS, HEAD_PASSES = (0, 1, 2), 6  # the widened policy computes in its first two layers
 DRAFTER_HIDDEN, DRAFTER_LAYERS = 192, 2
 
@@ -262,7 +262,8 @@ def main() -> None:
         targets.append(Target("an EAGLE-3 head over off, 27 M, at most 4 responses", min(drafted), least=1.5, unit="×"))
     for case, name in (("chain", "auto"), ("27M", "text"), ("texts", "auto")):
         if small := [row["over_off"][name] for row in few if row["case"] == case]:
-            targets.append(Target(f"drafts from text over off, {case}, at most 4 responses and temperature 0.5", min(small), least=1.8, unit="×"))
+            what = f"drafts from text over off, {case}, at most 4 responses and temperature 0.5"
+            targets.append(Target(what, min(small), least=1.8, unit="×"))
     show_targets(console, targets)
     save("speculation", {"rounds": options.rounds, "rows": rows}, targets, console=console)
 
