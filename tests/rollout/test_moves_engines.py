@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,12 +26,26 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
 
 LONG = [r for r in requests(96, seed=70) if len(r.token_ids) > 2 * BLOCK]
 ASKED = [Request(i, r.token_ids, r.seed, 160, 0.0 if i % 3 == 0 else 1.0) for i, r in enumerate(LONG[:20])]
+STEP_S = 0.005  # a rollout of 160 steps takes at least 0.8 s, in which the driver looks every 0.05 s
 
 
 def actor_class() -> type:
     from rlhfless_ray.rollout.engine_actor import RolloutActor
 
     class Counting(RolloutActor):
+        """Engine steps take at least STEP_S: on a busy machine the driver would otherwise not look before the rollout is over."""
+
+        def open(self, threads: int) -> dict[str, Any]:
+            opened = super().open(threads)
+            step = self.engine._step
+
+            def slow_step() -> Any:
+                time.sleep(STEP_S)
+                return step()
+
+            self.engine._step = slow_step  # type: ignore[method-assign]
+            return opened
+
         def counts(self) -> tuple[int, dict[str, int]]:
             return os.getpid(), dict(self.engine.pages.counts)
 
