@@ -28,7 +28,7 @@ class PoolRun:
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
     gives_at_s: float | None = None  # when it expects to give back slots that others wait for
     held_since_s: float = 0.0
-    waits_since_s: float | None = None  # time since which it wants a slot and has none; None also a while after it has withdrawn
+    waits_since_s: float | None = None  # time since which it wants a slot and has none; reset RECENT_S after a withdrawal
     withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
     slot_s: float = 0.0  # slot-seconds that it has paid for
     lent_slot_s: float = 0.0

@@ -243,7 +243,7 @@ class TrainerRank:
             self.average = start or {name: x.detach().float().clone() for name, x in weights.items()}
         else:
             assert self.average is not None and self.settings.ema_beta is not None
-            for name, mean in self.average.items():  # (Polyak & Juditsky 1992)
+            for name, mean in self.average.items():  # Polyak & Juditsky 1992; in float32, because bfloat16 would round small changes away
                 mean.lerp_(weights[name].to(mean.device, mean.dtype), 1 - self.settings.ema_beta)
 
     # ---- weights and state ------------------------------------------------------------------------------------

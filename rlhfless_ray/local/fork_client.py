@@ -39,7 +39,7 @@ def ask(address: str, command: list[str]) -> None:
 
 
 def write_request(command: list[str], environment: dict[str, str], folder: str) -> bytes:
-    """Return what the server is told: none of it can hold a zero byte."""
+    """Encode command, environment and folder as one message, separated by zero bytes."""
     variables = (f"{name}={value}" for name, value in environment.items())
     return b"\0".join(map(os.fsencode, (folder, str(len(command)), *command, *variables)))
 

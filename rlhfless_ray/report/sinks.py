@@ -25,7 +25,7 @@ class Sink(Protocol):
 
 @dataclass
 class SinkRun:
-    """What sinks get to know of the run."""
+    """Properties of the run that sinks receive."""
 
     folder: Path
     watch: WatchConfig

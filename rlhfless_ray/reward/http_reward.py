@@ -216,7 +216,7 @@ class HttpWorker(Worker):
             response = self.client.post(url, content=body, headers={"Content-Type": "application/json"})
         except httpx.TimeoutException:
             raise _Unavailable(f"no answer in reward.timeout_s = {self.timeout_s:g} s") from None
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _Unavailable(str(error) or type(error).__name__) from None
         if not response.is_success:
             excerpt = " ".join(response.text[:SHOWN_CHARS].split())

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Checkpoints:
         folder, which is written too if the recipe asks for it.
         """
         name = f"{self.prefix}{step}"
-        self._write(name, learner, driver, metric, model)
+        list(self._write(name, learner, driver, metric, model))
         if not self.section.resumable:
             return
         if self.elsewhere is not None:
@@ -69,7 +69,7 @@ class Checkpoints:
             shutil.rmtree(left_over, ignore_errors=True)
 
     def save_best(self, step: int, learner: Writer, driver: dict[str, Any], metric: tuple[str, float], model: Writer | None) -> None:
-        """Write the best checkpoint, which replaces the former best one."""
+        """Write the best checkpoint, and remove the former best one: its model before the state is written, because disks fill up."""
         for path in self._write(f"{BEST}{self.prefix}{step}", learner, driver, metric, model):
             for old in path.parent.glob(f"{BEST}{self.prefix}*"):
                 if old != path:
@@ -77,8 +77,8 @@ class Checkpoints:
 
     def _write(
         self, name: str, learner: Writer, driver: dict[str, Any], metric: tuple[str, float] | None, model: Writer | None
-    ) -> Sequence[Path]:
-        """Write what the recipe asks for of a checkpoint's state and its model. Returns the folders."""
+    ) -> Iterator[Path]:
+        """Write a checkpoint's model and state, each if the recipe asks for it, and yield each folder once it is there."""
 
         def write(folder: Path) -> None:
             sums = learner(folder)
@@ -86,12 +86,10 @@ class Checkpoints:
                 (folder / METRIC).write_text(json.dumps({"metric_key": metric[0], "metric_value": metric[1]}))
             (folder / DRIVER).write_text(json.dumps({**driver, SUMS: sums}))
 
-        written = []
         if self.elsewhere is not None and model is not None and self.exports:
-            written.append(swap_folder(self.elsewhere / f"{name}_hf", model))
+            yield swap_folder(self.elsewhere / f"{name}_hf", model)
         if self.section.resumable:
-            written.append(swap_folder(self.folder / name, write))
-        return written
+            yield swap_folder(self.folder / name, write)
 
     def _evict(self, stays: Path) -> None:
         """Remove surplus checkpoints: those without a metric first, then the worst, then the oldest."""

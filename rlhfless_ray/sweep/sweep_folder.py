@@ -217,7 +217,7 @@ def _changed_settings(file: Path, recipe: Recipe | SupervisedRecipe) -> list[str
     """Return the keys in which a run's recipe differs from the one in a file, of those that may change its results."""
     before = type(recipe).parse(read_tree(file), where=f"recipe {file}")
     pairs = zip(_values_by_key(before), _values_by_key(recipe), strict=True)
-    return [key for (key, old), (_, new) in pairs if old != new and not key.startswith(("cluster.", "watch.", "run.root"))]
+    return [key for (key, old), (_, new) in pairs if old != new and not key.startswith(("checkpoint.", "cluster.", "watch.", "run.root"))]
 
 
 def _values_by_key(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -305,10 +305,12 @@ def test_a_pool_whose_own_work_fails_ends_so_that_ray_starts_another(
 
     async def work() -> None:
         pool._begin(asyncio.sleep(0))
-        await asyncio.sleep(0.01)
+        await asyncio.wait(pool.tasks, timeout=10)
+        await asyncio.sleep(0)  # its callback
         assert not ended and not pool.tasks
         pool._begin(fail())
-        await asyncio.sleep(0.01)
+        await asyncio.wait(pool.tasks, timeout=10)
+        await asyncio.sleep(0)
 
     asyncio.run(work())
     assert ended == [1] and not pool.tasks and "KeyError: 'a node'" in capsys.readouterr().err
