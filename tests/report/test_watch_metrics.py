@@ -149,7 +149,7 @@ class Wandb:
 
 
 def test_without_login_what_was_to_be_online_is_kept_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `--use_wandb True` on a machine where nobody is logged in."""
+    """`--use_wandb True` asks for this on a machine where nobody is logged in."""
     wandb = Wandb(tmp_path, logged_in=False)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     said: list[str] = []
