@@ -2,8 +2,8 @@
 
 OpenRLHF runs on CPU cores after small changes (`peers/openrlhf_port.py`), in an environment that is made at the first run. Cases: GRPO
 with a reward file; PPO with a critic and a reward model; an agent file with two turns. At 0.7 M parameters the policy is the quickstart's,
-and both results are evaluated on the same held-out prompts. At 11 M it is random, and only times count. Both write TensorBoard logs
-under the same names, which are what is compared.
+and both results are evaluated on the same held-out prompts. At 11 M it is random, its responses end by chance (on average after 70
+tokens), and only times count. Both write TensorBoard logs under the same names, which are what is compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.common.results import Spread, Target, make_console, save, show_t
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import run_process
 from benchmarks.peers.openrlhf_port import ENVIRONMENT, FLAGS, FOLDER, openrlhf_python
-from benchmarks.peers.shared_work import LARGE
+from benchmarks.peers.shared_work import LARGE, SYMBOLS
 
 OPENRLHF, OURS = "OpenRLHF", "rlhfless_ray"
 CASES, SIZES = ("grpo", "ppo", "agent"), ("0.7M", "11M")
@@ -142,7 +142,8 @@ def prepare(size: str, steps: int, folder: Path, ppo: bool) -> Work:
     """Make policy, prompts, reward and agent files in `folder`, and for PPO a reward model."""
     folder.mkdir(parents=True)
     if size != "0.7M":
-        made = LARGE.write(folder / "work")
+        # OpenRLHF asks for at least one token, for which vLLM masks the end of the sequence: it must be in the vocabulary
+        made = replace(LARGE, vocabulary=len(SYMBOLS) + 2).write(folder / "work")
         shutil.move(made.policy, folder / "model")
         rows = [{"prompt": row["prompt"], "label": "0"} for row in made.rows()]
         _write_rows(folder / "data.jsonl", rows[: LARGE.prompts * steps])
