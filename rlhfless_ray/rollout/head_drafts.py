@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from placement.drafting import MODEL_SEQUENCES, Draft
+from rlhfless_ray.rollout.fused_layer import FusedLayer, RotaryTable, rms_norm
 from rlhfless_ray.rollout.head_config import EMBEDDINGS, plain_name
 from rlhfless_ray.rollout.model_drafts import Ask, DraftSource
 
@@ -139,6 +140,8 @@ class HeadSource(DraftSource):
         """`dtype`: of the policy. `embed`: embeds tokens as the policy does, for a head without embeddings."""
         self.head = load_head(folder).to(device, dtype)
         super().__init__(self.head, min(longest_tokens, self.head.config.max_position_embeddings), dtype, device)
+        self.layer = FusedLayer(self.head.midlayer.self_attn, self.head.midlayer.mlp)
+        self.rotary = RotaryTable(self.head.rotary, self.longest_tokens, self.head.fc.weight)
         self.embed = self.head.embed_tokens or embed
         self.tracks: dict[int, _Track] = {}
         self.states: list[torch.Tensor] = []  # (new tokens, hidden) that the next pass reads, by sequence
@@ -184,6 +187,14 @@ class HeadSource(DraftSource):
     def _compute(self, tokens: torch.Tensor, mask: torch.Tensor, entries: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         states = torch.nn.utils.rnn.pad_sequence(self.states, batch_first=True)
         positions = entries + self._tensor(self.begins)[self.cache.at, None]
-        outputs = self.head(self.embed(tokens), states, positions, mask, self.cache)[torch.arange(len(tokens)), last]
+        outputs = self._outputs(self.embed(tokens), states, positions, mask)[torch.arange(len(tokens)), last]
         self.states = list(outputs[:, None])
         return self.head.logits(outputs)
+
+    def _outputs(self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Compute what `Eagle3Head.forward` does."""
+        layer, normed = self.head.midlayer, rms_norm(states, self.head.midlayer.hidden_norm)
+        both = torch.cat([rms_norm(embedded, layer.input_layernorm), normed], -1)
+        attended = self.layer.attend(both, self.rotary.at(positions), mask, self.cache, 0)
+        residual = (normed if layer.norm_before_residual else states) + attended
+        return residual + self.layer.feed_forward(rms_norm(residual, layer.post_attention_layernorm))

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from placement.drafting import MODEL_SEQUENCES, SOURCES, Draft
+from rlhfless_ray.rollout.fused_layer import FusedLayer, RotaryTable, can_be_fused, rms_norm
 from rlhfless_ray.rollout.keyed_sampler import draw_in_chunks
 
 LEAST_CACHED = 256  # tokens of a sequence for which the cache has room at first
@@ -127,7 +128,7 @@ class DraftSource(ABC):
         hidden, least = self._tensor(np.arange(width) > entries[:, :, None])[:, None], torch.finfo(self.dtype).min
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, least)
         at = self._tensor(entries)
-        self.cache.place(self._tensor(slots), at, width)
+        self.cache.place(slots, at, width)
         return self._compute(self._tensor(padded), mask, at, self._tensor(counts - 1))
 
 
@@ -141,6 +142,7 @@ class ModelSource(DraftSource):
         super().__init__(model.eval().to(device), longest_tokens, model.dtype, device)
         self.vocabulary = vocabulary
         self.cached = np.zeros((MODEL_SEQUENCES, longest_tokens), np.int64)  # tokens whose keys and values the cache has
+        self.fused = _FusedModel(self.module, longest_tokens) if can_be_fused(model.config) else None
 
     def fits(self, name: int, tokens: np.ndarray, most: int) -> bool:
         return len(tokens) + most <= self.longest_tokens
@@ -157,8 +159,28 @@ class ModelSource(DraftSource):
         return super()._forward(slots, new)
 
     def _compute(self, tokens: torch.Tensor, mask: torch.Tensor, entries: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        if self.fused is not None:
+            return self.fused.logits(tokens, mask, entries, last, self.cache)[:, : self.vocabulary].float()
         logits = self.module(tokens, attention_mask=mask, position_ids=entries, past_key_values=self.cache, use_cache=True).logits
         return logits[torch.arange(len(tokens)), last, : self.vocabulary].float()
+
+
+class _FusedModel:
+    """A causal language model of `fused_layer.MODEL_TYPES`."""
+
+    def __init__(self, model: Any, longest_tokens: int) -> None:
+        self.base, self.head = model.model, model.lm_head
+        self.layers = [FusedLayer(layer.self_attn, layer.mlp) for layer in self.base.layers]
+        self.rotary = RotaryTable(self.base.rotary_emb, longest_tokens, self.base.embed_tokens.weight)
+
+    def logits(
+        self, tokens: torch.Tensor, mask: torch.Tensor, entries: torch.Tensor, last: torch.Tensor, cache: _SlotCache
+    ) -> torch.Tensor:
+        states, rotation = self.base.embed_tokens(tokens), self.rotary.at(entries)
+        for number, (layer, fused) in enumerate(zip(self.base.layers, self.layers, strict=True)):
+            states = states + fused.attend(rms_norm(states, layer.input_layernorm), rotation, mask, cache, number)
+            states = states + fused.feed_forward(rms_norm(states, layer.post_attention_layernorm))
+        return self.head(rms_norm(states[torch.arange(len(tokens)), last], self.base.norm))
 
 
 class _SlotCache(DynamicCache):  # type: ignore[misc]
@@ -168,9 +190,11 @@ class _SlotCache(DynamicCache):  # type: ignore[misc]
         super().__init__()
         self.states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
 
-    def place(self, slots: torch.Tensor, entries: torch.Tensor, width: int) -> None:
+    def place(self, slots: np.ndarray, entries: torch.Tensor, width: int) -> None:
         """Set the slots and entries of the next pass. `width`: number of entries that it attends to."""
-        self.at, self.entries, self.width = slots, entries, width
+        self.at, self.entries, self.width = torch.as_tensor(slots, device=entries.device), entries, width
+        # rows that follow each other are read where they are, others are copied
+        self.rows = slice(slots[0], slots[-1] + 1) if (np.diff(slots) == 1).all() else self.at
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         both, attended = (key_states, value_states), []
@@ -178,7 +202,7 @@ class _SlotCache(DynamicCache):  # type: ignore[misc]
             self.states[layer_idx] = self._grown(layer_idx, both)
         for kept, states in zip(self.states[layer_idx], both, strict=True):
             kept[self.at[:, None], :, self.entries] = states.transpose(1, 2)
-            attended.append(kept[self.at, :, : self.width])
+            attended.append(kept[self.rows, :, : self.width])
         return tuple(attended)
 
     def _grown(self, layer: int, new: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
