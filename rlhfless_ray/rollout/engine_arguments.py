@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,12 +122,18 @@ def engine_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path
     return write_folder(scratch, files)
 
 
-def read_stop_tokens(folder: Path) -> list[int]:
-    """Return the end-of-sequence token ids of a model folder, from generation_config.json, else config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        if file.is_file():
-            ids = json.loads(file.read_text()).get("eos_token_id")
-            if ids is not None:
-                return [ids] if isinstance(ids, int) else list(ids)
-    return []
+def read_stop_tokens(folder: Path, end_token_id: int | None) -> list[int]:
+    """Return the tokens that end a response, as vLLM has them: those of generation_config.json, else config.json, and the tokenizer's.
+
+    They differ for a base model that was tuned to another end, say that of a chat's turn. `end_token_id`: the tokenizer's. One beyond the
+    vocabulary of the model is left out.
+    """
+    ids: list[int] = []
+    config = json.loads((folder / "config.json").read_bytes()) if (folder / "config.json").is_file() else {}
+    generation = folder / "generation_config.json"
+    for content in (json.loads(generation.read_bytes()) if generation.is_file() else {}, config, config.get("text_config") or {}):
+        if (found := content.get("eos_token_id")) is not None:
+            ids = [found] if isinstance(found, int) else list(found)
+            break
+    size = (config.get("text_config") or config).get("vocab_size", math.inf)
+    return [*ids, end_token_id] if end_token_id is not None and end_token_id < size and end_token_id not in ids else ids

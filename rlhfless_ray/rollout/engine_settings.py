@@ -41,6 +41,7 @@ class EngineSettings:
     speculation: Literal["off", "auto", "on"] = "off"
     tensor_parallel: int = 1  # members that share the weights, one process and one slot each
     adapter: ServedAdapter | None = None  # None: engines get whole weights
+    end_token_id: int | None = None  # the tokenizer's. It ends a response as well as those of the model's configuration do.
 
 
 def served_adapter(recipe: Recipe) -> ServedAdapter | None:
@@ -50,7 +51,9 @@ def served_adapter(recipe: Recipe) -> ServedAdapter | None:
     return ServedAdapter(lora.rank, lora.alpha, modules) if lora.publish == "adapter" else None
 
 
-def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "cpu", prefix_kv: bool = False) -> EngineSettings:
+def engine_settings(
+    recipe: Recipe, longest_prompt_tokens: int, device: str = "cpu", prefix_kv: bool = False, end_token_id: int | None = None
+) -> EngineSettings:
     rollout, policy = recipe.rollout, recipe.policy
     return EngineSettings(
         max_model_len=recipe.longest_tokens(longest_prompt_tokens),
@@ -66,6 +69,7 @@ def engine_settings(recipe: Recipe, longest_prompt_tokens: int, device: str = "c
         speculation=rollout.speculation,
         tensor_parallel=rollout.least_width,
         adapter=served_adapter(recipe),
+        end_token_id=end_token_id,
     )
 
 

@@ -74,7 +74,7 @@ class VllmEngine:
         self.kept_pages: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
         self.steps: list[EngineStep] = []
         self.spans: list[Span] = []  # spans of commands
-        self.stop_token_ids = read_stop_tokens(folder)
+        self.stop_token_ids = read_stop_tokens(folder, settings.end_token_id)
         self.max_model_len = settings.max_model_len
         with self._naming(architectures, "build"):
             self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format, drafter))

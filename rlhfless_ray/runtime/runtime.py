@@ -268,6 +268,7 @@ class Runtime(StepOperations):
             self.leases,
             self.files,
             longest,
+            self.tokenizer,
             self.reward_source,
             self.actor_classes(),
             self.record.progress.message,

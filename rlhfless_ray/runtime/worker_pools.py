@@ -66,6 +66,7 @@ def create_worker_pools(
     leases: LeaseManager,
     files: Files,
     longest_prompt_tokens: int,
+    tokenizer: Any,
     reward_source: Any,
     actors: ActorClasses,
     say: Callable[[str], None],
@@ -88,7 +89,7 @@ def create_worker_pools(
     prefill = actors.prefill if recipe.rollout.prefix_kv != "off" else None
     unshared = unsupported(config_of(files), recipe.rollout.least_width) if prefill is not None else None
     keeps_pages = (prefill is not None and unshared is None) or recipe.rollout.partial_kv == "keep"
-    engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages)
+    engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages, tokenizer.eos_token_id)
     config = ray.put(without_weights(files))
     drafter = [ray.put(drafter_files)] if drafter_files else []
     make = PoolMaker(recipe, leases, files, say)

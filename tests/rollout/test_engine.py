@@ -305,13 +305,26 @@ def test_no_response_ends_before_its_least_tokens(engine: Any) -> None:
 def test_several_stop_tokens(tmp_path: Any) -> None:
     from rlhfless_ray.rollout.engine_arguments import read_stop_tokens
 
-    assert read_stop_tokens(tmp_path) == []
-    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
-    assert read_stop_tokens(tmp_path) == [3]
+    assert read_stop_tokens(tmp_path, None) == []
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3, "vocab_size": 9}')
+    assert read_stop_tokens(tmp_path, None) == read_stop_tokens(tmp_path, 3) == [3]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
-    assert read_stop_tokens(tmp_path) == [4, 5]
+    assert read_stop_tokens(tmp_path, None) == [4, 5]
+    assert read_stop_tokens(tmp_path, 8) == [4, 5, 8] and read_stop_tokens(tmp_path, 9) == [4, 5], "9 is beyond the vocabulary"
     (tmp_path / "generation_config.json").write_text("{}")
-    assert read_stop_tokens(tmp_path) == [3]
+    assert read_stop_tokens(tmp_path, None) == [3]
+
+
+def test_the_tokenizers_end_ends_a_response(bare: Any, new_engine: Callable[..., Any]) -> None:
+    """Also if the model's configuration has another one, as after chat tuning of a base model."""
+    other = {**FILES["A"], "config.json": FILES["A"]["config.json"].replace(b'"eos_token_id": %d' % EOS, b'"eos_token_id": null')}
+    assert other["config.json"] != FILES["A"]["config.json"]
+    found = []
+    for engine in (bare, new_engine(other, end_token_id=EOS)):
+        put(engine, weights_of(FILES["A"]))
+        found.append(answer(engine, requests(8, seed=5)))
+    assert_same(*found)
+    assert any(one.token_ids[-1] == EOS for one in found[0].values())
 
 
 def test_tokens_are_streamed(engine: Any, answers: dict[int, Completion]) -> None:
