@@ -90,8 +90,11 @@ class AgentProcesses:
 
     # ---- a rollout --------------------------------------------------------------------------------------------
 
-    def begin(self, openings: list[EpisodeStart]) -> None:
+    def take_over(self, openings: list[EpisodeStart]) -> None:
+        """Keep the earlier replies of a rollout's episodes, and forget those of the rollout before."""
         self.replies = {opening.key: list(opening.earlier_replies) for opening in openings}
+
+    def begin(self, openings: list[EpisodeStart]) -> None:
         for k, process in enumerate(self.processes):
             process.batches = [part] if (part := openings[k :: len(self.processes)]) else []
             self._play_next_batch(process)

@@ -56,6 +56,7 @@ class MultiTurnRollout(RolloutDriver):
             for request, (prompt, label) in zip(requests, labels, strict=True)
             if not self.is_over[request.key]
         ]
+        agents.take_over(self.openings)  # now, because a rollout with enough complete groups ends before its episodes begin
         self.versions = {completion.key: list(versions_of_turns(completion)) for completion in before}  # of the turns so far, by key
         self.tokens, self.turns = expected, GrowableArray(np.zeros(0))
         self.written = np.zeros(len(requests), np.int64)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rlhfless_ray.agent.agent_processes import AgentProcesses
 from rlhfless_ray.agent.engine_api import Reply
 from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.unfinished_episode import replies_of, token_versions, unfinished_episode, versions_of_turns
+from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.runtime.sample_state import as_json, from_json
-from rlhfless_ray.types import UNFINISHED, Prompt, Sample
+from rlhfless_ray.types import UNFINISHED, Completion, Prompt, Request, Sample, WeightVersion
 
 pytestmark = pytest.mark.pure
 
@@ -46,3 +50,28 @@ def test_each_token_has_the_version_of_its_turn() -> None:
     other = (SECOND[0], Reply([8], "", [-1.0], "stop"), 4)
     assert token_versions(episode, (FIRST, other)) == ((3, 4),), "a turn that is not in the episode counts as the one before it"
     assert token_versions(episode, ()) == ()
+
+
+def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -> None:
+    """It ends before any episode begins. The processes still have replies of the rollout before, whose keys mean other episodes."""
+    agents: Any = AgentProcesses(None, 0, 1.0, None, 1.0, None)  # type: ignore[arg-type]
+    agents.replies = {1: [SECOND[:2]]}
+    complete = Completion(0, np.array([3], np.int32), np.zeros(1, np.float32), "stop", 3)
+    begun = unfinished_episode(1, (FIRST,), newest=3)
+    rollout = MultiTurnRollout(
+        agents,
+        [("", "")] * 3,
+        SimpleNamespace(working=[None]),  # type: ignore[arg-type]
+        [Request(key, (1, 2), key, 8, 1.0) for key in range(3)],
+        np.full(3, 9.0),
+        WeightVersion(4, None),
+        interval_s=1.0,
+        silence_s=1.0,
+        needed_next=1,
+        drained=lambda *_: None,  # type: ignore[arg-type,return-value]
+        give_back=lambda *_: None,
+        before=[complete, begun],
+        is_enough=lambda finished: len(finished) >= 1,
+    )
+    left = rollout.run([np.array([1, 2])], 9.0).unfinished
+    assert [(one.key, one.token_ids.tolist(), one.turns) for one in left] == [(1, [5, 6], begun.turns), (2, [], ())]
