@@ -133,6 +133,12 @@ class RunFolder:
             raise UserError(
                 f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start without --resume"
             )
+        in_flight = len(driver_state(newest[1]).get("in_flight", ())) if recipe.rollout.partial == "off" else 0
+        if in_flight:
+            raise UserError(
+                f"rollout.partial: the checkpoint of step {done} has {in_flight} groups in flight, which would be lost; set it to continue "
+                "or restart, or start without --resume"
+            )
         if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
             return cls.create(recipe)
         folder._check_same_policy(recipe)

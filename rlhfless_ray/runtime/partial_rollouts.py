@@ -29,7 +29,7 @@ class PartialRollouts:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.rollout, self.quota = recipe.rollout, recipe.prompts.batch_prompts
+        self.rollout, self.quota, self.has_agent = recipe.rollout, recipe.prompts.batch_prompts, bool(recipe.agent.path)
         self.at_work = math.ceil(self.quota * recipe.rollout.begun_share)
         self.in_flight: list[Group] = []
         self.counts: Counter[str] = Counter()  # metrics of this step
@@ -149,9 +149,14 @@ class PartialRollouts:
         ]
 
     def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
-        """Restore the groups in flight. `prompts`: by row. Groups whose size differs from the recipe's begin again."""
+        """Restore the groups in flight. `prompts`: by row. Groups begin again if their size or a length is not as the recipe has it now."""
         self.in_flight = []
         for row in state:
-            samples = tuple(from_json(sample, prompts) for sample in row["samples"])
-            fits = len(samples) == self.rollout.samples_per_prompt
-            self.in_flight.append(Group(prompts[row["row"]], row["begun"], row["first_sample"], samples if fits else ()))
+            prompt, samples = prompts[row["row"]], tuple(from_json(sample, prompts) for sample in row["samples"])
+            fits = len(samples) == self.rollout.samples_per_prompt and (self.has_agent or self._have_room(prompt, samples))
+            self.in_flight.append(Group(prompt, row["begun"], row["first_sample"], samples if fits else ()))
+
+    def _have_room(self, prompt: Prompt, samples: Sequence[Sample]) -> bool:
+        """Return whether the responses are no longer than allowed, and the unfinished ones shorter: an engine must add a token to them."""
+        most = self.rollout.response_tokens(len(prompt.token_ids))
+        return all(len(s.completion.token_ids) < most + (s.completion.finish_reason != UNFINISHED) for s in samples)

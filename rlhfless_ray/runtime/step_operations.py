@@ -96,7 +96,10 @@ class StepOperations(CheckpointedRun):
     def _draw(self, count: int) -> list[Prompt]:
         episodes = self.recipe.run.episodes
         if episodes is not None:
-            count = min(count, self.cursor.rows_left(episodes))
+            left = self.cursor.rows_left(episodes)
+            if not left and not self.partial_rollouts.in_flight and not self.dynamic_sampling.ready:
+                left = self.dynamic_sampling.missing  # filtering has dropped all groups of the last step, which has at least one
+            count = min(count, left)
         return [self.prompts.train[i] for i in self.cursor.next(count)]
 
     def forecast(self, step: Step) -> Scenarios:

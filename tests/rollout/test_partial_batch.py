@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 from placement.forecast.forecaster import Scenarios
 from placement.scaling.partial_rollout import choose_groups, find_late
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.staleness import check_lag
+from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
+from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
 
 pytestmark = pytest.mark.pure
@@ -125,6 +129,38 @@ def test_a_group_that_cannot_be_trained_in_time_restarts() -> None:
     batch = run.begin(4, 5, lambda count: prompts[1 : count + 1])
     assert batch.groups[0].begun == 4 and run.counts["restarted"] == 2 and run.counts["restarted_tokens"] == 8
     assert not batch.made.any() and batch.unfinished.all() and len(batch.groups) == 6
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(5, 2), (4, 0)])
+def test_groups_that_are_too_long_for_a_resumed_recipe_begin_again(limit: int, kept: int) -> None:
+    """An engine could not add a token to the unfinished response, and would fail."""
+    prompts = [Prompt(0, "", (1, 2))]
+    tokens = np.arange(4, dtype=np.int32), np.zeros(4, np.float32)
+    begun, done = (Completion(0, *tokens, reason, 0) for reason in (UNFINISHED, "stop"))
+    group = Group(prompts[0], 1, 0, (Sample(prompts[0], 0, begun), Sample(prompts[0], 1, done)))
+    run = PartialRollouts(recipe(max_tokens=limit))
+    run.restore(run.state([group]), prompts)
+    assert len(run.in_flight[0].samples) == kept and run.in_flight[0].begun == 1
+
+
+def test_a_last_step_whose_groups_are_all_dropped_gets_others() -> None:
+    """The rows of the last epoch are used up then, and nothing is in flight: without others there would be no sample to learn from."""
+    tree = {"path": "rows.jsonl", "batch_prompts": 3}
+    partial = {"samples_per_prompt": 2, "partial": "continue", "max_lag_steps": 2}
+    own = Recipe.parse(
+        {"prompts": tree, "reward": {"function": "math"}, "policy": {"path": "model"}, "run": {"episodes": 1}, "rollout": partial}
+        | {"algorithm": {"filter_range": (0, 1)}}
+    )
+    run = StepOperations.__new__(StepOperations)
+    run.recipe, run.partial_rollouts = own, PartialRollouts(own)
+    run.prompts = SimpleNamespace(train=[Prompt(i, "", (1,)) for i in range(4)])  # type: ignore[assignment]
+    run.cursor = Cursor(4, 3, False, 0)
+    run.dynamic_sampling = DynamicSampling(own, run.cursor)
+    run.cursor.next(4)
+    batch = run.partial_rollouts.begin(2, 1, run._draw, missing=run.dynamic_sampling.missing)
+    assert [group.prompt.index for group in batch.groups] == [0, 1, 2]
+    run.partial_rollouts.in_flight = batch.groups[:1]
+    assert not run._draw(3), "a group in flight is left for the step"
 
 
 def test_the_forecast_of_the_work_ends_with_the_quota() -> None:

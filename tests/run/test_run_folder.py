@@ -113,6 +113,13 @@ def test_more_steps_done_than_asked_for_is_named(tmp_path: Path) -> None:
     assert RunFolder.resumed(changed(tmp_path, "run", steps=4)).path.name == "try"
 
 
+def test_groups_in_flight_are_not_lost_by_a_resume_without_partial_rollouts(tmp_path: Path) -> None:
+    store(begun(tmp_path), 2).save(5, learner(), {"in_flight": [{"row": 3}, {"row": 7}]})
+    with pytest.raises(UserError, match=r"rollout.partial: the checkpoint of step 5 has 2 groups in flight, which would be lost; set it"):
+        RunFolder.resumed(changed(tmp_path, "run", steps=9))
+    RunFolder.resumed(changed(tmp_path, "rollout", partial="continue", max_lag_steps=1))
+
+
 @pytest.mark.parametrize(("section", "key", "value"), [("policy", "hidden_size", 96), ("prompts", "task", "sort"), ("lora", "rank", 4)])
 def test_another_policy_cannot_go_on_from_a_checkpoint(tmp_path: Path, section: str, key: str, value: Any) -> None:
     begun(tmp_path)
