@@ -30,7 +30,7 @@ class PartialRollouts:
 
     def __init__(self, recipe: Recipe) -> None:
         self.rollout, self.quota, self.has_agent = recipe.rollout, recipe.prompts.batch_prompts, bool(recipe.agent.path)
-        self.at_work = math.ceil(self.quota * recipe.rollout.begun_share)
+        self.at_work = self._groups(recipe.rollout.begun_share)
         self.in_flight: list[Group] = []
         self.counts: Counter[str] = Counter()  # metrics of this step
         self.times: Counter[int] = Counter()  # number of times that each prompt began in this step
@@ -40,7 +40,11 @@ class PartialRollouts:
     def resize(self, autoscaler: Autoscaler, newest: Step) -> None:
         """Choose the number of groups generated at once with `oversample: auto`. `newest`: the planned, unfinished step."""
         if self.rollout.oversample == "auto" and (chosen := choose_oversample(autoscaler, newest, self.stale_cost.per_version)):
-            self.at_work, self.reason = math.ceil(self.quota * chosen.share), chosen.reason
+            self.at_work, self.reason = self._groups(chosen.share), chosen.reason
+
+    def _groups(self, share: float) -> int:
+        """Return the number of groups that is this multiple of those that a step trains, rounded up."""
+        return math.ceil(self.quota * share - 1e-9)  # 110 for 1.1 times 100, which is 110.00000000000001
 
     def observe(self, step: Step) -> None:
         """Record the loss of learning value by the lag of a finished step's tokens."""

@@ -122,6 +122,13 @@ def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
     assert not run.in_flight and sorted(ended) == list(range(drawn)) and (filters or drawn == 27)
 
 
+@pytest.mark.parametrize(("prompts", "share", "groups"), [(100, 1.1, 110), (3, 1.5, 5), (8, 1.0, 8)])
+def test_a_share_of_groups_is_rounded_up_once(prompts: int, share: float, groups: int) -> None:
+    tree = recipe(oversample=share).model_dump(exclude_unset=True)
+    run = PartialRollouts(Recipe.parse({**tree, "prompts": {**tree["prompts"], "batch_prompts": prompts}}))
+    assert run.at_work == groups
+
+
 def test_a_group_that_cannot_be_trained_in_time_restarts() -> None:
     run, prompts = PartialRollouts(recipe()), [Prompt(i, "", (1,)) for i in range(9)]
     old = Sample(prompts[0], 0, Completion(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", 0))
