@@ -733,6 +733,13 @@ def test_partial_rollouts_begin_beside_the_update(flags, lag, begun):
     assert (made.partial, made.ahead, made.max_lag_steps, made.begun_share) == ("continue", True, lag, begun)
 
 
+def test_a_generation_batch_that_a_version_does_not_read_begins_no_more_prompts():
+    batch = "--rollout_batch_size 128 --train_batch_size 128 --enable_vllm_is_correction --async_train --partial_rollout"
+    line = f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py {batch} --vllm_generate_batch_size 192"
+    made = {version: Recipe.parse(of(f"{line} --elastic.dialect {version}").tree).rollout for version in ("0.9.10", "0.10.0")}
+    assert [(one.max_lag_steps, one.begun_share) for one in made.values()] == [(1, 1), (2, 1.5)]
+
+
 @pytest.mark.parametrize("flag", ["--ring_attn_size 2 --packing_samples", "--ds_tensor_parallel_size 2"])
 def test_a_divided_learner_is_a_hint(flag):
     assert status(of(BASE + f" {flag}"), flag.split()[0]) == "hint" and not of(BASE + f" {flag}").refused

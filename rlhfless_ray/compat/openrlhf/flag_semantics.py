@@ -365,7 +365,8 @@ def asynchronous(v: Values) -> dict[str, Any]:
     """Return the settings of asynchronous training. A queue of several batches needs responses that outlive a step here."""
     if not v["train.partial_rollout_enable"]:
         return {"rollout.max_lag_steps": 1}
-    begun = max(queue_steps(v), (v["rollout.vllm_generate_batch_size"] or 0) / v["rollout.batch_size"])
+    prompts = 0 if no_generate_batch(v) else v["rollout.vllm_generate_batch_size"] or 0
+    begun = max(queue_steps(v), prompts / v["rollout.batch_size"])
     return {"rollout.max_lag_steps": math.ceil(begun), "rollout.partial": "continue", "rollout.ahead": True, "rollout.oversample": begun}
 
 
