@@ -271,5 +271,7 @@ def test_read_as_one_version_removed_flags_are_named_with_what_to_write():
     said = str(caught.value)
     assert "--pretrain: exists in OpenRLHF 0.8.0 to 0.10.1 only; write --actor.model_name_or_path instead" in said
     assert "--use_icepop: exists in OpenRLHF 0.9.1 to 0.9.2 only; write --algo.advantage.is_correction_level token" in said
+    with pytest.raises(Unreadable, match=r"is_correction_level: exists in OpenRLHF 0.11.2 only; leave --elastic.dialect out"):
+        read(["--algo.advantage.is_correction_level", "token"], "0.11.0")
     with pytest.raises(Unreadable, match="none of the versions"):
         read([], "0.7.0")

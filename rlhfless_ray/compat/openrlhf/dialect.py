@@ -235,6 +235,8 @@ def advice(flag: str) -> str:
     spans = history(flag)
     if spans:
         had = f"{flag}: exists in OpenRLHF {span_text(spans[0].since, spans[-1].until)} only"
+        if flag in flags_of(newest()):
+            return f"{had}; leave --elastic.dialect out to mix flags of several versions"
         instead = instead_of(flag)
         return f"{had}; write {instead} instead" if instead else f"{had}, without effect; leave it out"
     elsewhere = other_launchers(flag)
