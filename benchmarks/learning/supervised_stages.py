@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.results import Target
 from benchmarks.common.run_metadata import ROOT
-from rlhfless_ray import GenerationRecipe, RunView, SupervisedRecipe, evaluate, run_supervised
+from rlhfless_ray import GenerationRecipe, RunView, SupervisedRecipe, evaluate, generate, run_supervised
+from rlhfless_ray.run.responses import preference_pairs, write_rows
 
-STAGES = ("sft", "rm", "dpo", "kto", "kd")
+ONLINE_DPO = "online_dpo"
+STAGES = ("sft", "rm", "dpo", "kto", "kd", ONLINE_DPO)
+ROUNDS = 2  # of online DPO
 LEAST_POINTS = 10.0  # that held-out accuracy has to rise by preferences
 BELOW_POINTS = 3.0  # that a policy from scratch may stay below the one that it is compared with: two standard errors
 LEAST_PAIRS = 95.0  # percent of held-out pairs that a reward model is to tell
-RECIPES = {"sft": "sft.yaml", "rm": "reward_model.yaml", "dpo": "dpo.yaml", "kto": "dpo.yaml", "kd": "sft.yaml"}
+RECIPES = {"sft": "sft.yaml", "rm": "reward_model.yaml", "dpo": "dpo.yaml", "kto": "dpo.yaml", "kd": "sft.yaml", ONLINE_DPO: "dpo.yaml"}
 SETTINGS: dict[str, tuple[str, ...]] = {
     "kto": ("task=kto", "data.rows=4096"),
     # a policy of half the width learns from the quickstart's policy in half as many steps
@@ -60,8 +64,12 @@ def train_stages(stages: list[str], start: Path, root: Path, quick: bool) -> lis
     told: dict[str, float] = {}
     for stage in stages:
         began_s = time.monotonic()
-        folder = run_supervised(recipe(stage, start, root, quick)).path
-        rows = RunView.read(folder).metrics
+        if stage == ONLINE_DPO:
+            folders = online_rounds(start, root, quick)
+        else:
+            folders = [run_supervised(recipe(stage, start, root, quick)).path]
+        folder = folders[-1]
+        rows = [row for one in folders for row in RunView.read(one).metrics]
         found = [row["learn/loss"] for row in rows if "learn/loss" in row]
         edge = max(1, len(found) // 10)
         losses[stage] = len(found), sum(found[:edge]) / edge, sum(found[-edge:]) / edge
@@ -73,16 +81,7 @@ def train_stages(stages: list[str], start: Path, root: Path, quick: bool) -> lis
     accuracy: dict[str, float] = {}
     if len(policies) > 1:
         section: Any = {"evaluate": {"prompts": 16, "samples_per_prompt": 1}} if quick else {}
-        judged = GenerationRecipe.of(
-            {
-                "prompts": {"task": "chain"},
-                "reward": {"function": "task"},
-                "run": {"root": str(root), "name": "judged"},
-                "watch": {"progress": "plain", "tensorboard": False, "wandb": "off"},
-                **EVALUATION,
-                **section,
-            }
-        )
+        judged = GenerationRecipe.of({**verified(root, "judged"), **EVALUATION, **section})
         scores = evaluate(judged, list(policies.values()), labels=list(policies)).scores
         accuracy = {score.model: score.mean for score in scores}
     return [
@@ -91,8 +90,41 @@ def train_stages(stages: list[str], start: Path, root: Path, quick: bool) -> lis
     ]
 
 
-def recipe(stage: str, start: Path, root: Path, quick: bool) -> SupervisedRecipe:
-    """Return the stage's recipe. `sft` and `kd` begin from scratch, all others with the policy in `start`."""
+def verified(root: Path, name: str) -> dict[str, Any]:
+    """Return sections of a recipe whose responses the task's verifier judges."""
+    return {
+        "prompts": {"task": "chain"},
+        "reward": {"function": "task"},
+        "run": {"root": str(root), "name": name},
+        "watch": {"progress": "plain", "tensorboard": False, "wandb": "off"},
+    }
+
+
+def online_rounds(start: Path, root: Path, quick: bool) -> list[Path]:
+    """Train rounds of online DPO and return their run folders.
+
+    In each round the newest policy answers prompts eight times, and the verifier's best and worst answer to each are a pair.
+    """
+    folders: list[Path] = []
+    for number in range(1, ROUNDS + 1):
+        policy = folders[-1] / "model" if folders else start
+        sections = verified(root, f"responses-{number}")
+        answered = {
+            **sections,
+            "policy": {"path": str(policy)},
+            "prompts": {"task": "chain", "rows": 32 if quick else 1024, "batch_prompts": 512},
+            "rollout": {"samples_per_prompt": 8, "max_tokens": 160},
+            "run": {**sections["run"], "seed": 20 + number},
+        }
+        pairs = root / f"pairs-{number}.jsonl"
+        write_rows(pairs, preference_pairs(generate(GenerationRecipe.of(answered))))
+        own = [f"data.path={pairs}", "data.task=", f"run.name={ONLINE_DPO}-{number}", "evaluate.rows=4" if quick else "evaluate.rows=64"]
+        folders.append(run_supervised(recipe(ONLINE_DPO, policy, root, quick, own)).path)
+    return folders
+
+
+def recipe(stage: str, start: Path, root: Path, quick: bool, own: Sequence[str] = ()) -> SupervisedRecipe:
+    """Return the stage's recipe, with `own` settings. `sft` and `kd` begin from scratch, all others with the policy in `start`."""
     begins = {"sft": "policy.hidden_size=128", "kd": f"teacher.path={start}"}.get(stage, f"policy.path={start}")
     overrides = [
         *SETTINGS.get(stage, ()),
@@ -103,5 +135,6 @@ def recipe(stage: str, start: Path, root: Path, quick: bool) -> SupervisedRecipe
         "watch.tensorboard=false",
         "watch.wandb='off'",
         *(("run.steps=2", "data.rows=256", "evaluate.rows=32") if quick else ()),
+        *own,
     ]
     return SupervisedRecipe.load(ROOT / "recipes" / RECIPES[stage], overrides)
