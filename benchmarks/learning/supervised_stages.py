@@ -64,12 +64,8 @@ def train_stages(stages: list[str], start: Path, root: Path, quick: bool) -> lis
     told: dict[str, float] = {}
     for stage in stages:
         began_s = time.monotonic()
-        if stage == ONLINE_DPO:
-            folders = online_rounds(start, root, quick)
-        else:
-            folders = [run_supervised(recipe(stage, start, root, quick)).path]
-        folder = folders[-1]
-        rows = [row for one in folders for row in RunView.read(one).metrics]
+        folders = online_rounds(start, root, quick) if stage == ONLINE_DPO else [trained(recipe(stage, start, root, quick))]
+        folder, rows = folders[-1], [row for one in folders for row in RunView.read(one).metrics]
         found = [row["learn/loss"] for row in rows if "learn/loss" in row]
         edge = max(1, len(found) // 10)
         losses[stage] = len(found), sum(found[:edge]) / edge, sum(found[-edge:]) / edge
@@ -88,6 +84,10 @@ def train_stages(stages: list[str], start: Path, root: Path, quick: bool) -> lis
         StageResult(stage, *losses[stage], *((None, None, told[stage]) if stage in told else (accuracy["start"], accuracy[stage])))
         for stage in stages
     ]
+
+
+def trained(stage: SupervisedRecipe) -> Path:
+    return run_supervised(stage).path
 
 
 def verified(root: Path, name: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def online_rounds(start: Path, root: Path, quick: bool) -> list[Path]:
         pairs = root / f"pairs-{number}.jsonl"
         write_rows(pairs, preference_pairs(generate(GenerationRecipe.of(answered))))
         own = [f"data.path={pairs}", "data.task=", f"run.name={ONLINE_DPO}-{number}", "evaluate.rows=4" if quick else "evaluate.rows=64"]
-        folders.append(run_supervised(recipe(ONLINE_DPO, policy, root, quick, own)).path)
+        folders.append(trained(recipe(ONLINE_DPO, policy, root, quick, own)))
     return folders
 
 
