@@ -231,11 +231,13 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
     return as_sampled(model)
 
 
-def scalar_config(model: Any) -> bytes:
-    """Return config.json of a model with a scalar head. The head is always named `score`, whatever its name was before."""
-    return json.dumps(
-        {**model.config.to_dict(), "architectures": [type(model).__name__], "value_head_prefix": "score"}, indent=1, default=str
-    ).encode()
+def scalar_config(model: Any, **scale: float) -> bytes:
+    """Return config.json of a model with a scalar head. The head is always named `score`, whatever its name was before.
+
+    `scale`: `mean` and `std` of its outputs, which `output_scale` reads.
+    """
+    own = {"architectures": [type(model).__name__], "value_head_prefix": "score", **scale}
+    return json.dumps({**model.config.to_dict(), **own}, indent=1, default=str).encode()
 
 
 def _stored(folder: Path, name: str) -> Tensor | None:

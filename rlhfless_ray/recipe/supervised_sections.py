@@ -89,8 +89,9 @@ class SupervisedData(DataSources):
     Sequences that are left out or cut are counted and reported."""
     batch_rows: int = Field(32, ge=1)
     """Rows, or pairs, of an optimizer step."""
-    remainder: Literal["short", "drop"] = "short"
-    """An epoch's last rows that do not fill a batch make a shorter one (`short`), or are not trained in this epoch (`drop`)."""
+    remainder: Literal["short", "drop", "carry"] = "short"
+    """An epoch's last rows that do not fill a batch make a shorter one (`short`), are not trained in this epoch (`drop`), or begin the next
+    epoch's first batch (`carry`; those of the last epoch are not trained)."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
 
@@ -107,6 +108,8 @@ class SupervisedEvaluation(Section):
     """Steps between two evaluations. 0: only before the first step and after the last."""
     each_epoch: bool = False
     """Also evaluate after every epoch."""
+    train_share: float = Field(0.0, ge=0, le=1)
+    """Share of the training rows, from the first on, that are evaluated on where no row is held out. They are trained on too."""
 
 
 class SupervisedLoss(Section):
@@ -202,6 +205,8 @@ class SupervisedRecipe(RecipeFile):
     def _mistakes_in_data(self) -> Iterator[str]:
         """Check where rows come from."""
         yield from self.data.mistakes(self.policy.path, self.evaluate.path)
+        if self.evaluate.train_share and (self.evaluate.path or self.evaluate.rows):
+            yield "evaluate.train_share: rows are held out by evaluate.path or evaluate.rows; leave it or these out"
 
     def _mistakes_in_templates(self) -> Iterator[str]:
         """Check how rows become texts, and the tokens that count."""

@@ -21,6 +21,7 @@ TITLES = {  # of what determines the rows of a step
     "seed": "run.seed",
     "shuffle": "data.shuffle",
     "drops": "data.remainder=drop",
+    "carries": "data.remainder=carry",
 }
 
 
@@ -155,7 +156,13 @@ def _same_context(batch: Batch, contexts: np.ndarray) -> Iterator[bool]:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The rows of each optimizer step: every row once per epoch, in an order that follows from the seed."""
+    """The rows of each optimizer step: every row once per epoch, in an order that follows from the seed.
+
+    Examples:
+        >>> order = RowOrder(rows=5, batch_rows=2, epochs=2, seed=0, shuffle=False, carries=True)
+        >>> [order.step(number).tolist() for number in range(order.steps)]
+        [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]]
+    """
 
     rows: int
     batch_rows: int
@@ -164,14 +171,19 @@ class RowOrder:
     shuffle: bool = True
     drops: bool = False  # whether an epoch's last rows that do not fill a batch are dropped
     most_steps: int | None = None  # number of steps, instead of that of the epochs
+    carries: bool = False  # whether these rows begin the next epoch's first batch instead
 
     @property
     def steps_per_epoch(self) -> int:
+        if self.carries:
+            return max(1, self.rows // self.batch_rows)
         return self.rows // self.batch_rows if self.drops else -(-self.rows // self.batch_rows)
 
     @property
     def steps(self) -> int:
-        return self.most_steps or self.epochs * self.steps_per_epoch
+        if self.most_steps:
+            return self.most_steps
+        return self.epochs * self.rows // self.batch_rows if self.carries else self.epochs * self.steps_per_epoch
 
     def state(self) -> dict[str, Any]:
         """Return what determines the rows of a step, ready for JSON."""
@@ -179,8 +191,16 @@ class RowOrder:
 
     def step(self, number: int) -> np.ndarray:
         """Return the rows of step `number`, counted from 0."""
+        if self.carries:
+            places = np.arange(number * self.batch_rows, (number + 1) * self.batch_rows)
+            epochs = range(places[0] // self.rows, places[-1] // self.rows + 1)
+            return np.concatenate([self._epoch(epoch)[places[places // self.rows == epoch] % self.rows] for epoch in epochs])
         epoch, within = divmod(number, self.steps_per_epoch)
+        return self._epoch(epoch)[within * self.batch_rows : (within + 1) * self.batch_rows]
+
+    def _epoch(self, number: int) -> np.ndarray:
+        """Return the rows in the order of epoch `number`."""
         order = np.arange(self.rows)
         if self.shuffle:
-            np.random.default_rng([self.seed % 2**63, 3, epoch]).shuffle(order)
-        return order[within * self.batch_rows : (within + 1) * self.batch_rows]
+            np.random.default_rng([self.seed % 2**63, 3, number]).shuffle(order)
+        return order

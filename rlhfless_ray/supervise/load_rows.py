@@ -11,7 +11,7 @@ from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.prompts.read_rows import NamedRow
 from rlhfless_ray.prompts.sources import read_sources, split_paths
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.supervise.row_reader import RowReader, SupervisedRows
+from rlhfless_ray.supervise.row_reader import Rendered, RowReader, SupervisedRows
 
 DRAWS = 8  # responses of a built-in task that are drawn to find a right and a wrong one
 
@@ -28,7 +28,8 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
     reader = RowReader(recipe, tokenizer, context_tokens)
     if data.task:
         train = reader.read(_builtin_rows(recipe, data.rows, "train"), f"data.task {data.task}")
-        return reader.collect(train, reader.read(_builtin_rows(recipe, evaluate.rows, "heldout"), f"data.task {data.task}"))
+        heldout = reader.read(_builtin_rows(recipe, evaluate.rows, "heldout"), f"data.task {data.task}")
+        return reader.collect(train, heldout or _first(train, evaluate.train_share))
     rows = read_sources(data.sources, data.split, "data", probabilities=data.probabilities, max_rows=data.max_rows, seed=recipe.run.seed)
     where = f"data.path {data.sources[0]}" if len(data.sources) == 1 else "data.paths"
     train = reader.read(rows, where)
@@ -39,7 +40,11 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
     if len(train) <= evaluate.rows:
         raise UserError(f"evaluate.rows: {evaluate.rows} held-out rows leave none of the {len(train)} of {where} to train on; lower it")
     split = len(train) - evaluate.rows
-    return reader.collect(train[:split], train[split:])
+    return reader.collect(train[:split], train[split:] or _first(train, evaluate.train_share))
+
+
+def _first(rows: list[Rendered], share: float) -> list[Rendered]:
+    return rows[: int(share * len(rows))]
 
 
 def _builtin_rows(recipe: SupervisedRecipe, count: int, split: Any) -> list[NamedRow]:

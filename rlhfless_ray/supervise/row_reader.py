@@ -186,12 +186,12 @@ class RowReader:
             if self.task == "rm":
                 after = self._until_end(after)
             return self._marked(before + after, [(len(before), len(before) + len(after))])
-        if not after.strip("\n") if self.data.contract == "openrlhf" else not after:
+        if self.data.contract == "openrlhf":
+            return self._as_openrlhf(before, after)
+        if not after:
             if self.data.overlong == "leave_out":
                 raise _LeftOut
             raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
-        if self.data.contract == "openrlhf":
-            return self._as_openrlhf(before, after)
         head, tail = [*self.bos, *(self.ids(before) if before else [])], self.ids(after)
         return self._limited([*head, *tail, *self._end(tail)], len(head))
 
@@ -252,16 +252,24 @@ class RowReader:
         """Tokenize as OpenRLHF's data sets do: one text, cut at the limit, with the end-of-sequence token as its last."""
         if self.data.train_on == "all":
             return self._limited(self.ids(after)[: self.data.max_tokens], 0)
-        text, eos = (before + after).rstrip("\n"), self.tokenizer.eos_token
         context = len(self.ids(before)) if before else 0
-        if (self.task != "rm" and context >= self.data.max_tokens - 2) or not after:
+        if self.task in ("sft", "kd") and not (before and after):
             raise _LeftOut
-        tokens = self.ids(text if text.endswith(eos) else f"{text} {eos}")
+        if self.task != "rm" and context >= self.data.max_tokens - 2:
+            raise _LeftOut
+        return self._limited(self._cut(self.ids(self._ended(before + after))), context)
+
+    def _ended(self, text: str) -> str:
+        """Return a text as OpenRLHF ends it: without newlines, and with the end-of-sequence token."""
+        text, eos = text.rstrip("\n"), self.tokenizer.eos_token
+        return text if text.endswith(eos) else f"{text} {eos}"
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        """Cut tokens at the limit as OpenRLHF does. The last one is the end-of-sequence token in any case."""
         limit = self.data.max_tokens - (self.task == "rm")
         if len(tokens) > limit:
             self.cut.append(self.row)
-        tokens = [*tokens[:limit][:-1], self.tokenizer.eos_token_id]
-        return self._limited(tokens, context)
+        return [*tokens[:limit][:-1], self.tokenizer.eos_token_id]
 
     def _steps(self, row: dict[str, Any]) -> Example:
         """Return a text whose steps end with placeholders. The token after a placeholder counts as trained."""
@@ -357,6 +365,10 @@ class RowReader:
             spans.append((len(head), len(tail)))
         if not spans:
             raise UserError(f"{self.name}: the conversation has no turn of the assistant; fix or remove the row")
+        if self.data.contract == "openrlhf":
+            if len(turns) > 1 and len(self.ids(self._template(turns[:-1], prompts=True))) >= self.data.max_tokens - 2:
+                raise _LeftOut
+            return self._marked(self._ended(whole), spans)
         return self._marked(whole, spans)
 
     def _template(self, turns: list[dict[str, Any]], prompts: bool = False) -> str:
@@ -377,8 +389,12 @@ class RowReader:
         mask = np.zeros(len(starts), bool)
         for start, end in spans:
             mask |= (starts >= start) & (starts < end)
+        tokens = encoded["input_ids"]
+        if self.data.contract == "openrlhf":
+            tokens = self._cut(tokens)
+            mask = mask[: len(tokens)]
         context = int(np.argmax(mask)) if mask.any() else len(mask)
-        return self._limited(encoded["input_ids"], context, mask)
+        return self._limited(tokens, context, mask)
 
     def ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         ids: list[int] = self._encoded(text, add_special_tokens=add_special_tokens)["input_ids"]

@@ -101,11 +101,12 @@ class SupervisedStage:
             shuffle=data.shuffle,
             drops=data.remainder == "drop",
             most_steps=recipe.run.steps,
+            carries=data.remainder == "carry",
         )
-        if not self.order.steps_per_epoch:
+        if not self.order.steps_per_epoch or not self.order.steps:
             raise UserError(
-                f"data.batch_rows: the {len(self.rows.train)} rows do not fill one batch of {data.batch_rows}, and data.remainder is drop; "
-                "lower batch_rows, or set remainder to short"
+                f"data.batch_rows: the {len(self.rows.train)} rows do not fill one batch of {data.batch_rows}, and data.remainder is "
+                f"{data.remainder}; lower batch_rows, or set remainder to short"
             )
         if resume:
             check_unchanged(progress_saved(self.storage).get("order", {}), self.order, TITLES)

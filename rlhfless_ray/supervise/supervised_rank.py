@@ -36,14 +36,16 @@ from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss, ste
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
+SQUARE = "square"  # of the rewards, from which `evaluate` gets their deviation
 METRICS = {
     "sft": ("loss",),
-    "rm": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward"),
+    "rm": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", SQUARE),
     "dpo": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "nll"),
     "kto": ("loss", "accuracy", "kl"),
     "kd": ("loss", "nll", "distillation"),
     "prm": ("loss", "accuracy"),
 }
+MIN_DEVIATION = 1e-8  # of rewards, which others are divided by; as in OpenRLHF
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class SupervisedRank:
         self.device = self.trainer.device
         self.sharing = PromptSharing(width=1, obstacle="not open")
         self.references: dict[int, np.ndarray] = {}  # by data set: log-probabilities of its sequences under the reference
+        self.scale: dict[str, float] = {}  # rm: mean and deviation of the rewards in the last evaluation
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -171,8 +174,8 @@ class SupervisedRank:
         return torch.zeros(len(batch)).index_add_(0, owner, flat.cpu())
 
     def config(self) -> bytes:
-        """Return config.json of a reward model: a sequence classifier with one label."""
-        return scalar_config(self.trainer.engine.module.model)
+        """Return config.json of a reward model: a sequence classifier with one label, with the scale of its rewards if that is known."""
+        return scalar_config(self.trainer.engine.module.model, **self.scale)
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
@@ -180,6 +183,7 @@ class SupervisedRank:
         """Make one optimizer step on these rows. `data`: number of their data set."""
         batch = examples.batch(rows)
         sums, tokens = self._passes(batch, examples, rows, data, learn=True)
+        sums.pop(SQUARE, None)
         rate = self.trainer.rate()
         norm, applied, reason = self.trainer.step(math.isfinite(sums["loss"]))
         counted = batch.lengths[::2] if self.task == "kto" else batch.lengths - (self.task in WITH_NEXT)
@@ -198,7 +202,13 @@ class SupervisedRank:
             tokens, count = tokens + trained, count + weight
             self.alive()
         self.trainer.engine.train()
-        return StepResult({name: value / count for name, value in totals.items()}, tokens)
+        means = {name: value / count for name, value in totals.items()}
+        if self.task == "rm":
+            mean = (means["chosen_reward"] + means["rejected_reward"]) / 2
+            variance = max(0.0, means.pop(SQUARE) - mean**2) * 2 * count / (2 * count - 1)
+            self.scale = {"mean": mean, "std": max(math.sqrt(variance), MIN_DEVIATION)}
+            means |= {f"reward_{name}": value for name, value in self.scale.items()}
+        return StepResult(means, tokens)
 
     def _passes(self, batch: Batch, examples: Examples, rows: np.ndarray, data: int, learn: bool) -> tuple[dict[str, float], int]:
         """Run the batch through the model, with gradients if `learn`. Returns means over the batch, and the number of trained tokens."""
@@ -257,7 +267,7 @@ class SupervisedRank:
             both = _by_row(values, tensors["sequence"], rows, per_row)
             margins = extras[local].to(self.device)
             losses = pairwise_loss(both[:, 0], both[:, 1], margins, self.loss.kind)
-            return losses.sum() / n, _pair_means(both, n)
+            return losses.sum() / n, {**_pair_means(both, n), SQUARE: float(both.detach().double().square().mean(dim=1).sum()) / n}
         logprobs, _ = engine(1.0, **tensors)
         assert reference is not None
         sums = _by_row(logprobs, tensors["sequence"], rows, per_row)

@@ -94,8 +94,9 @@ class _Loop:
             self.post("opened", done)
         self._span("start", "open", begin)
         stops, steps = False, self.order.steps
-        if done == 0 and len(heldout):
-            self._evaluate(heldout, 0)
+        # a reward model's config.json has the scale of its rewards, which no checkpoint keeps
+        if len(heldout) and (done == 0 or (done == steps and self.recipe.task == "rm")):
+            self._evaluate(heldout, done)
         while done < steps and not stops:
             begin = time.time()
             result = self.work.step(train, self.order.step(done))

@@ -27,7 +27,8 @@ def main(folder: Path, rank: int, ranks: int, port: int) -> None:
         found = [work.step(examples, rows) for rows in steps]
         weights = {k: v.clone() for k, v in (work.trainer._merged() or {}).items()}
         results[name] = {"references": references, "held": held, "steps": found, "weights": {k: np.asarray(v) for k, v in weights.items()}}
-        if rank == 0 and recipe.task == "rm":
+        if recipe.task == "rm":
+            work.evaluate(examples, data=0)
             results[name]["config"] = work.config()
     if rank == 0:
         (folder / f"results_{ranks}.pickle").write_bytes(pickle.dumps(results))

@@ -30,6 +30,16 @@ def test_every_epoch_has_every_row_once(rows: int, batch: int, epochs: int, shuf
         assert len(set(trained)) == len(trained) == (rows // batch * batch if drops else rows)
 
 
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 4), st.booleans())
+def test_rows_that_are_carried_begin_the_next_epoch(rows: int, batch: int, epochs: int, shuffles: bool) -> None:
+    order = RowOrder(rows, batch, epochs, 3, shuffles, carries=True)
+    steps = [order.step(number) for number in range(order.steps)]
+    assert order.steps == epochs * rows // batch and all(len(step) == batch for step in steps)
+    trained = np.concatenate([np.empty(0, int), *steps])
+    whole = RowOrder(rows, rows, epochs, 3, shuffles)
+    assert trained.tolist() == np.concatenate([whole.step(epoch) for epoch in range(epochs)])[: len(trained)].tolist()
+
+
 @given(st.integers(0, 2**30), st.integers(1, 12), st.integers(1, 3), st.booleans())
 def test_pairs_stay_together_and_every_token_is_trained_once(seed: int, count: int, ranks: int, same_context: bool) -> None:
     import torch

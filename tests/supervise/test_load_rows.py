@@ -84,6 +84,36 @@ def test_openrlhfs_contract_adds_a_space_and_cuts_on_the_right(tmp_path: Path, t
     assert "cut at their end: line 2" in loaded.notes[1]
 
 
+def test_openrlhfs_contract_cuts_conversations_too(tmp_path: Path, tokenizer: Any) -> None:
+    """Their last token is the end-of-sequence token, and only a row whose last prompt is too long is left out."""
+
+    def talk(*texts: str) -> dict[str, Any]:
+        return {"prompt": [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]}
+
+    rows = [talk("b", "c"), talk("b", "c", "d", "efgh"), talk("b", "c", "defghabcde", "f")]
+    settings = {"contract": "openrlhf", "template": "chat", "train_on": "assistant", "response_column": "", "overlong": "leave_out"}
+    found, loaded = read(tmp_path, tokenizer, rows, max_tokens=14, **settings)
+    assert found == ["ub;a[c][;] <eos>", "ub;a[c][;]ud;a[e][f][g][<eos>]"]
+    assert "left out" in loaded.notes[0] and "line 3" in loaded.notes[0] and "cut at their end: line 2" in loaded.notes[1]
+
+
+@pytest.mark.parametrize(("stage", "kept"), [("rm", 2), ("dpo", 2)])
+def test_openrlhfs_contract_trains_pairs_with_an_empty_response(tmp_path: Path, tokenizer: Any, stage: str, kept: int) -> None:
+    rows = [PAIR, {"prompt": "ab=", "chosen": "c", "rejected": ""}]
+    found, loaded = read(tmp_path, tokenizer, rows, stage, contract="openrlhf", overlong="leave_out")
+    assert len(loaded.train) == kept and found[-1].replace("[", "").replace("]", "").startswith("ab= <eos>")
+    (text,), _ = read(tmp_path, tokenizer, [{"prompt": "a", "response": "b"}, {"prompt": "", "response": "c"}], contract="openrlhf")
+    assert text == "a[b][ ][<eos>]"
+
+
+def test_a_share_of_the_training_rows_can_be_evaluated(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "a", "response": letter} for letter in "bcdef"]
+    _, loaded = read(tmp_path, tokenizer, rows, evaluate={"train_share": 0.4})
+    assert len(loaded.train) == 5 and shown(loaded.heldout, tokenizer) == ["a[b][<eos>]", "a[c][<eos>]"]
+    with pytest.raises(UserError, match=r"evaluate.train_share: rows are held out by evaluate.path or evaluate.rows"):
+        read(tmp_path, tokenizer, rows, evaluate={"train_share": 0.4, "rows": 1})
+
+
 def test_pairs_of_a_reward_model_count_the_place_after_the_last_token(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": "ab=", "chosen": "c", "rejected": "dd", "margin": 0.5}]
     found, loaded = read(tmp_path, tokenizer, rows, "rm")

@@ -271,4 +271,9 @@ def test_a_reward_model_is_a_sequence_classifier(results: dict[int, Any], tmp_pa
     values = ScalarModel.load(tmp_path, "score", "float32").values([x.numpy() for x in ids])
     with torch.no_grad():
         logits = [theirs(input_ids=x[None]).logits.item() for x in ids]
-    assert np.allclose(values, logits, atol=1e-5)
+        assert np.allclose(values, logits, atol=1e-5)
+        rewards = torch.tensor(
+            [theirs(input_ids=plain.sequence(i)[0][None, :-1]).logits.item() for i in range(len(plain.examples.lengths))]
+        )
+    assert (theirs.config.mean, theirs.config.std) == pytest.approx((rewards.mean().item(), rewards.std().item()), rel=1e-4)
+    assert json.loads(results[2]["rm"]["config"])["std"] == pytest.approx(theirs.config.std, rel=1e-2), "on two ranks"
