@@ -89,6 +89,7 @@ def test_the_launcher_is_found_in_a_script(tmp_path):
     script = tmp_path / "train.sh"
     script.write_text(ARRAYS % JOB)
     assert find(["bash", str(script)]).flags == FLAGS == find(["sbatch", "-N", "2", str(script)]).flags
+    assert find(["bash", "-c", f"NCCL_DEBUG=INFO bash {script}"]).flags == FLAGS
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ def test_the_launcher_is_found_in_a_script(tmp_path):
     [
         ("deepspeed --module openrlhf.cli.train_ppo --x", "OpenRLHF removed it after 0.6.1; start openrlhf.cli.train_ppo_ray instead"),
         ("python -m openrlhf.cli.train_everything", "OpenRLHF has no such launcher"),
+        ("python -m molt.cli.train_sft --x", "molt.cli.train_sft: of Molt's launchers only molt.cli.train_rl_ray is read"),
         ("python3 train.py", "no launcher of OpenRLHF in it"),
         ("bash nowhere.sh", "nowhere.sh: no such file"),
         ("srun bash nowhere --x", "nowhere: no such file"),

@@ -63,7 +63,7 @@ def test_defaults_of_every_version_make_a_recipe(launcher: str) -> None:
         assert found.refusal() is None and found.version == version
         recipe = found.recipe()
         assert recipe.task == TASKS[launcher] and recipe.policy.dtype == "bfloat16" and recipe.learner.zero_stage == 2
-        assert recipe.data.batch_rows == 128 and recipe.data.contract == "openrlhf" and recipe.data.remainder == "drop"
+        assert recipe.data.batch_rows == 128 and recipe.data.contract == "openrlhf" and recipe.data.remainder == "carry"
         assert recipe.learner.betas == (0.9, 0.95) and recipe.learner.schedule == "cosine_with_min_lr"
         assert recipe.learner.min_rate_share == 0.1 and recipe.learner.warmup_share == 0.03 and recipe.save.path == "./ckpt"
         expected = {
@@ -95,6 +95,9 @@ def settings(launcher: str, *more: str) -> dict[str, Any]:
         ("train_sft", ["--save_steps", "50", "--ckpt_path", "c"], {"checkpoint.every_steps": 50, "checkpoint.path": "c"}),
         ("train_sft", ["--eval_steps", "7", "--eval_dataset", "e"], {"evaluate.every_steps": 7, "evaluate.path": "e"}),
         ("train_rm", ["--margin_loss"], {"data.margin_column": "margin"}),
+        ("train_rm", ["--eval_steps", "9"], {"evaluate.every_steps": 9, "evaluate.each_epoch": True, "evaluate.train_share": 0.01}),
+        ("train_rm", ["--eval_dataset", "e"], {"evaluate.path": "e", "evaluate.train_share": None}),
+        ("train_rm", ["--elastic.evaluate.rows", "5"], {"evaluate.rows": 5, "evaluate.train_share": None}),
         ("train_rm", [], {"data.margin_column": "", "data.prompt_column": "", "loss.kind": "sigmoid"}),
         ("train_rm", ["--loss", "logexp", "--value_head_prefix", "value"], {"loss.kind": "logexp", "loss.value_head": "value"}),
         ("train_dpo", ["--ipo", "--beta", "0.3", "--label_smoothing", "0.1"], {"loss.kind": "ipo", "loss.beta": 0.3}),
@@ -144,6 +147,7 @@ def test_flags_become_settings(launcher: str, flags: list[str], expected: dict[s
         ("train_sft", [*LEAST, "--dataset_probs", "0.5,x"], "--dataset_probs: expected numbers separated by commas"),
         ("train_sft", [*LEAST, "--dataset", "a,b", "--dataset_probs", "1"], "--dataset_probs: 1 probabilities for 2 data sets"),
         ("train_sft", [*LEAST, "--save_steps", "5", "--disable_ds_ckpt"], "--disable_ds_ckpt: a run that writes model folders only"),
+        ("train_sft", [*LEAST, "--ring_attn_size", "2"], "--ring_attn_size: OpenRLHF requires --packing_samples with it"),
         ("train_kd", LEAST, "--teacher_model: name the teacher"),
         ("train_prm", LEAST, "--placeholder_token: name the token that ends each step"),
         ("train_dpo", ["--data.dataset", "x", "--model.model_name_or_path", "y", "--optim", "muon"], "--optim: the optimizer muon"),
@@ -171,10 +175,19 @@ def test_a_flag_that_needs_another_has_no_effect_alone(launcher: str, flags: lis
     assert translate_supervised("train_sft", [*LEAST, "--disable_ds_ckpt"], {}).refusal() is None
 
 
-def test_notes_are_true_for_the_launcher() -> None:
-    for launcher in TASKS:
-        notes = " ".join(translate_supervised(launcher, [*LEAST, *NEEDED.get(launcher, [])], {}).notes)
-        assert ("the first hundredth" in notes) == (launcher == "train_rm")  # the only one with such rows
+def test_notes_are_true_for_the_version() -> None:
+    for version in versions_of("train_sft"):
+        dotted = "--data.dataset" in flags_of(version, "train_sft")
+        line = ["--data.dataset", "d", "--model.model_name_or_path", "m"] if dotted else LEAST[:-1]
+        notes = " ".join(translate_supervised("train_sft", [*line, "--elastic.dialect", version], {}).notes)
+        assert ("a mean of the means of its micro-batches" in notes) == (versions().index(version) < versions().index("0.10.4"))
+    notes = " ".join(translate_supervised("train_dpo", LEAST[:-1], {}).notes)
+    assert "OpenRLHF 0.9.1 and older accept this command too and keep the dtype of the model's folder" in notes
+    assert not translate_supervised("train_dpo", LEAST, {}).notes
+    assert not translate_supervised("train_dpo", [*LEAST[:-1], "--param_dtype", "bf16"], {}).notes
+
+
+def test_notes_are_true_for_the_template() -> None:
     notes = translate_supervised("train_sft", [*LEAST, "--input_template", "no gap"], {}).notes
     assert "--input_template: the template has no {}, so it is not used" in notes
     assert "in bash write $'\\n'" in " ".join(translate_supervised("train_sft", [*LEAST, "--input_template", "{}\\n"], {}).notes)
@@ -192,6 +205,8 @@ def test_an_abbreviation_never_becomes_another_flag_of_an_older_version(launcher
 def test_unknown_flags_and_versions_are_named() -> None:
     with pytest.raises(UserError, match=r"train_sft: unrecognized arguments: --beta 1 \(read as OpenRLHF"):
         translate_supervised("train_sft", [*LEAST, "--beta", "1"], {})
+    with pytest.raises(UserError, match=r"0.11.2\); did you mean --model.model_name_or_path instead of --actor.model_name_or_path\?"):
+        translate_supervised("train_sft", ["--data.dataset", "d", "--actor.model_name_or_path", "m"], {})
     with pytest.raises(UserError, match=r"--elastic.dialect: train_sft is in OpenRLHF 0.8.0 to 0.11.2, not in 0.1"):
         translate_supervised("train_sft", [*LEAST, "--elastic.dialect", "0.1"], {})
     with pytest.raises(UserError, match=r"--elastic.data.batch_rows: OpenRLHF's --train_batch_size sets this"):
@@ -255,6 +270,8 @@ def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:
         assert find(command).flags == find(["env", "A=1", *command]).flags == [*ranks, *rest]
         inference = [*head, "openrlhf.cli.batch_inference", *rest]
         assert replaced(inference) == [sys.executable, "-m", "rlhfless_ray.cli.batch_inference", *rest]
+    for starter in ("python -m torch.distributed.run --nproc_per_node 3 -m", "accelerate launch --num_processes 3 --num_machines 2 -m"):
+        assert find([*starter.split(), "openrlhf.cli.train_sft", *rest]).flags == ["--elastic.learner.ranks", "3", *rest]
     assert translate_supervised("train_sft", LEAST, {"WORLD_SIZE": "8"}).settings["learner.ranks"] == 8
 
 

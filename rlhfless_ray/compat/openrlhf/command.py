@@ -32,6 +32,8 @@ INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
 MODULE_FLAGS = ("-m", "--module")
 STARTERS = ("deepspeed", "torchrun")
 """Programs that start the launchers of supervised stages, one process for each rank."""
+STARTING_WORDS = (*STARTERS, "torch.distributed.run", "torch.distributed.launch", "accelerate")
+"""Words of a command after which the number of ranks may follow: these programs, and others that start processes too."""
 MAX_SHELLS = 10  # of shells that start shells; a word that cannot be expanded may hold itself
 PRINTS = ("echo", "printf", "[", "[[", "test")
 PACKAGES = ("rlhfless_ray", "placement")
@@ -57,6 +59,8 @@ def find_all(argv: Sequence[str]) -> list[LaunchCommand]:
         scripts = [token for before, token in pairwise(["", *argv]) if _is_script(token, before)]
         if missing := [script for script in scripts if not Path(script).exists()]:
             raise UserError(f"{missing[0]}: no such file")
+        if other := next((found[0] for token in argv if (found := re.search(r"\bmolt\.cli\.\w+", token))), None):
+            raise UserError(f"{other}: of Molt's launchers only molt.cli.{MOLT} is read")
         raise UserError(
             f"`{' '.join(argv)[:80]}`: no launcher of OpenRLHF in it; give a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
         )
@@ -82,7 +86,9 @@ def _locate(argv: list[str], environment: Mapping[str, str] = os.environ, depth:
         if here:
             return [LaunchCommand(here[1], [*_ranks(here[1], argv[:index]), *argv[index + 1 :]])]
         if " " in token or "\n" in token:
-            if INSIDE.search(token) and token[0] not in "$`":  # the commands of a substitution are read on their own
+            is_text = before.startswith("-") and before.endswith("c") and index > 1 and Path(argv[index - 2]).name in ("bash", "sh")
+            # the commands of a substitution are read on their own; a text of bash may start a script
+            if (is_text or INSIDE.search(token)) and token[0] not in "$`":
                 arguments = argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None
                 return _in_shell(token, environment, arguments, depth)
         elif _is_script(token, before) and Path(token).is_file():
@@ -135,13 +141,15 @@ def _ranks(launcher: str, before: Sequence[str]) -> list[str]:
 
     `before`: the words of the command before the launcher.
     """
-    starter = next((place for place, word in enumerate(before) if Path(word).name in STARTERS), None)
+    starter = next((place for place, word in enumerate(before) if Path(word).name in STARTING_WORDS), None)
     if launcher not in TASKS or starter is None:
         return []
     values = {name.lstrip("-").replace("-", "_"): value for name, value in _pairs(before[starter + 1 :])}
     if included := values.get("include"):  # deepspeed: host:0,1@host:0,1
         devices = [part.partition(":")[2].split(",") for part in included.split("@") if ":" in part]
         return ["--elastic.learner.ranks", str(sum(map(len, devices)))] if devices else []
+    if values.get("num_processes", "").isdigit():  # accelerate: of all nodes
+        return ["--elastic.learner.ranks", values["num_processes"]]
     each = next((values[name] for name in ("num_gpus", "nproc_per_node") if values.get(name, "").isdigit()), None)
     nodes = next((values[name] for name in ("num_nodes", "nnodes") if values.get(name, "").isdigit()), "1")
     return ["--elastic.learner.ranks", str(int(each) * int(nodes))] if each else []

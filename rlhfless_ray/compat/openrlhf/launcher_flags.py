@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -159,6 +160,15 @@ def _parser_of_all(launcher: str, version: str) -> FlagParser:
     return FlagParser(launcher, [nearest_spec(flag, version, launcher) for flag in all_flags(launcher)], allow_abbrev=False)
 
 
+def accepts(launcher: str, version: str, tokens: Sequence[str]) -> bool:
+    """Return whether a version accepts the line."""
+    try:
+        _parser(launcher, version).read(tokens)
+    except Refused:
+        return False
+    return True
+
+
 def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str, Given]:
     """Return the newest version that accepts the line (or the wanted one), and its flags.
 
@@ -184,4 +194,8 @@ def read(launcher: str, tokens: Sequence[str], wanted: str | None) -> tuple[str,
     if known and not wanted:
         with suppress(Refused):
             return version, _parser_of_all(launcher, version).read(tokens)
-    raise UserError(f"{launcher}: {message} (read as OpenRLHF {version})")
+    known_flags = list(flags_of(version, launcher))
+    unknown = [name for name in names if name in message and not any(flag.startswith(name) for flag in known_flags)]
+    nearest = [(name, difflib.get_close_matches(name, known_flags, n=1, cutoff=0.75)) for name in unknown]
+    hints = "".join(f"; did you mean {found[0]} instead of {name}?" for name, found in nearest if found)
+    raise UserError(f"{launcher}: {message} (read as OpenRLHF {version}){hints}")

@@ -9,14 +9,18 @@ from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.elastic_flags import separate
-from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name, template_notes
-from rlhfless_ray.compat.openrlhf.flags import flags_of
-from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, defaults, read
+from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name, switched_dtype, template_notes
+from rlhfless_ray.compat.openrlhf.flags import flags_of, place
+from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, accepts, defaults, read
 from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, RM, RULES, SFT, TASKS
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+
+EVALUATED_SHARE = 0.01  # of the training rows, by train_rm without an evaluation data set
+MEAN_OF_BATCH_SINCE = "0.10.4"  # before, the loss of train_sft was a mean of the means of micro-batches
+NO_DTYPE_UNTIL = "0.9.1"  # without --bf16 these versions keep the dtype of the model's folder
 
 
 @dataclass
@@ -84,22 +88,40 @@ def translate_supervised(
     for flag, value in given.items():
         translation.flags.append(Outcome(flag, *rules[_newest(flag[2:])].outcome(value, values)))
     translation.set_own(ours, known_keys(SupervisedRecipe))
-    translation.notes = _notes(launcher, values, spelled)
+    if launcher == RM:  # each evaluation sets the scale of the rewards in config.json
+        settings["evaluate.each_epoch"] = True
+        if not (settings.get("evaluate.path") or settings.get("evaluate.rows")):
+            settings.setdefault("evaluate.train_share", EVALUATED_SHARE)
+    translation.notes = _notes(launcher, version, values, spelled)
+    if _stored_dtype_elsewhere(launcher, version, theirs, values):
+        translation.notes.append(
+            f"weights are bfloat16; OpenRLHF {NO_DTYPE_UNTIL} and older accept this command too and keep the dtype of the model's folder, "
+            f"which --elastic.dialect {NO_DTYPE_UNTIL} does"
+        )
     if "watch.run_name" in settings:
         settings["run.name"] = folder_name(str(settings["watch.run_name"])) or launcher
     return translation
 
 
-def _notes(launcher: str, v: dict[str, Any], spelled: Mapping[str, str]) -> list[str]:
+def _stored_dtype_elsewhere(launcher: str, version: str, tokens: Sequence[str], v: Mapping[str, Any]) -> bool:
+    """Return whether older versions accept the line too, and train in the dtype of the model's folder, which is another one."""
+    if place(version) <= place(NO_DTYPE_UNTIL) or v["ds.param_dtype"] != "bf16":
+        return False
+    stored = switched_dtype(False, v["model.model_name_or_path"])["policy.dtype"]
+    return stored != "bfloat16" and accepts(launcher, NO_DTYPE_UNTIL, tokens)
+
+
+def _notes(launcher: str, version: str, v: dict[str, Any], spelled: Mapping[str, str]) -> list[str]:
     notes = []
-    if launcher == SFT:
-        notes.append("the loss is the mean over all tokens of a batch; OpenRLHF's is a mean of the means of its micro-batches")
+    if launcher == SFT and place(version) < place(MEAN_OF_BATCH_SINCE):
+        notes.append(
+            f"the loss is the mean over all tokens of a batch; before {MEAN_OF_BATCH_SINCE} OpenRLHF's is a mean of the means of its "
+            "micro-batches"
+        )
     if launcher == KTO:
         notes.append("the KL divergence is estimated over a whole batch; OpenRLHF estimates it over each micro-batch")
     if launcher == KD:
         notes.append("the teacher is evaluated at the trained tokens; OpenRLHF evaluates it one token later, up to the token after the end")
-    if not v["eval.dataset"] and launcher == RM:
-        notes.append("no evaluation; OpenRLHF evaluates on the first hundredth of the training rows in this case")
     if "data.input_template" in v and not v["data.apply_chat_template"]:
         notes += template_notes(spelled["data.input_template"], v["data.input_template"])
     if launcher == RM and not v["data.prompt_key"]:

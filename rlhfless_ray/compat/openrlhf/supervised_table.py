@@ -149,7 +149,13 @@ RULES: tuple[FlagRule, ...] = (
         ]
     ],
     row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "hint", reading=m.MATRICES),
-    row("ds.ring_attn_size", "ring_attn_size", "hint", reading=m.DIVIDED),
+    row(
+        "ds.ring_attn_size",
+        "ring_attn_size",
+        "hint",
+        refuses=lambda x, v: "OpenRLHF requires --packing_samples with it; add it" if x > 1 and not v["ds.packing_samples"] else "",
+        reading=m.DIVIDED,
+    ),
     row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=m.DIVIDED),
     # optimizer
     row("optim", "optim", "noop", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
@@ -242,7 +248,7 @@ RULES: tuple[FlagRule, ...] = (
 ALWAYS: dict[str, Any] = {
     "data.contract": "openrlhf",
     "data.overlong": "leave_out",
-    "data.remainder": "drop",
+    "data.remainder": "carry",
     "data.add_bos": False,
     "learner.decay_all": False,
     "run.min_ranks": 1,
