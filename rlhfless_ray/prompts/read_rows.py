@@ -143,7 +143,8 @@ def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
     """
     for number, turn in enumerate(turns, 1):
         for key in ("role", "content"):
-            if turn.get(key) is None and key in template and not (key == "content" and turn.get("tool_calls")):
+            is_call = key == "content" and turn.get("tool_calls") and "tool_calls" in template
+            if turn.get(key) is None and key in template and not is_call:
                 return f"turn {number} has no `{key}`" + (
                     "" if key in turn else f", only {', '.join(f'`{name}`' for name in turn) or 'an empty turn'}"
                 )

@@ -60,10 +60,12 @@ class RowReader:
     def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
         examples, same_before, cut_before = [], len(self.same), len(self.cut)
         for name, row in rows:
-            self.name, self.row = f"{where}, {name}", name
+            self.name, self.row, cut = f"{where}, {name}", name, len(self.cut)
             try:
                 examples.append(self._row(row))
+                self.cut[cut + 1 :] = []  # both sides of a pair, which is one row
             except _LeftOut:
+                self.cut[cut:] = []
                 self.left_out.append(name)
         if rows and not examples:
             raise UserError(f"{where}: all {len(rows)} rows are too long or empty and are left out; raise data.max_tokens")
@@ -197,7 +199,8 @@ class RowReader:
 
     def _texts(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
         """Return the text before the trained text, and the trained text."""
-        whole = self.data.train_on == "all" or (self.task == "rm" and prompt is None)
+        own_texts = self.task == "rm" or (self.task == "dpo" and self.data.contract == "openrlhf" and self.data.template == "none")
+        whole = self.data.train_on == "all" or (own_texts and prompt is None)
         if self.data.template == "chat":
             before, after = self._rendered(prompt, response, column)
             return ("", before + after) if whole else (before, after)
@@ -206,9 +209,8 @@ class RowReader:
         if prompt is None or response is None:
             if not whole:
                 missing = "prompt" if prompt is None else "response"
-                raise UserError(
-                    f"{self.name}: there is no {missing} beside column `{column}`; set data.{missing}_column, or data.train_on to all"
-                )
+                other = ", or data.train_on to all" if self.task in ("sft", "kd") else ""
+                raise UserError(f"{self.name}: there is no {missing} beside column `{column}`; set data.{missing}_column{other}")
             return "", prompt or response
         return ("", prompt + response) if whole else (prompt, response)
 
@@ -341,8 +343,11 @@ class RowReader:
         if prompt is None or response is None:
             before = turns[:-1]
         whole = self._template(turns)
+        if turns[-1].get("role") == "user" and self.data.train_on != "all":
+            raise UserError(f"{self.name}: the last turn of column `{column}` is the user's, not a response; fix or remove the row")
         if not before:
-            return "", whole
+            head = self._opening(whole)
+            return head, whole[len(head) :]
         head = self._template(before, prompts=True)
         if not whole.startswith(head):
             raise UserError(
@@ -356,7 +361,8 @@ class RowReader:
         for number, turn in enumerate(turns):
             if turn.get("role") != "assistant":
                 continue
-            head, tail = self._template(turns[:number], prompts=True) if number else "", self._template(turns[: number + 1])
+            tail = self._template(turns[: number + 1])
+            head = self._template(turns[:number], prompts=True) if number else self._opening(tail)
             if not whole.startswith(tail) or not tail.startswith(head):
                 raise UserError(
                     f"{self.name}: the chat template of policy.path renders turn {number + 1} differently when others follow it, so its "
@@ -370,6 +376,14 @@ class RowReader:
                 raise _LeftOut
             return self._marked(self._ended(whole), spans)
         return self._marked(whole, spans)
+
+    def _opening(self, text: str) -> str:
+        """Return what the chat template puts before a response without a prompt, if it renders that and `text` begins with it."""
+        try:
+            head = str(self.tokenizer.apply_chat_template([], tokenize=False, add_generation_prompt=True))
+        except Exception:  # a template may raise anything
+            return ""
+        return head if text.startswith(head) else ""
 
     def _template(self, turns: list[dict[str, Any]], prompts: bool = False) -> str:
         if wrong := turn_problem(turns, str(self.tokenizer.chat_template)):

@@ -145,8 +145,9 @@ def test_turns_and_characters_that_no_model_reads_name_the_row(tmp_path: Path) -
         rows = [{**ROWS[0], "question": turns}, {**ROWS[1], "question": bad}, *({**row, "question": turns} for row in ROWS[2:])]
         assert says in refused(recipe(write(tmp_path, "rows.jsonl", rows), template="chat"), letters(chat=CHAT))
     called = [*turns, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-    rows = [{**row, "question": called} for row in ROWS]
-    assert load_prompts(recipe(write(tmp_path, "rows.jsonl", rows), template="chat"), letters(chat=CHAT)).train
+    called_rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": called} for row in ROWS]), template="chat")
+    assert "line 1: turn 2 has no `content`" in refused(called_rows, letters(chat=CHAT)), "the template would write None"
+    assert load_prompts(called_rows, letters(chat=CHAT + "{# reads tool_calls #}")).train
 
 
 def test_mistakes_in_rows_name_the_row(tmp_path: Path) -> None:

@@ -106,6 +106,34 @@ def test_openrlhfs_contract_trains_pairs_with_an_empty_response(tmp_path: Path, 
     assert text == "a[b][ ][<eos>]"
 
 
+def test_openrlhfs_contract_trains_whole_texts_of_pairs_without_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"chosen": "ab", "rejected": "ac"}]
+    found, _ = read(tmp_path, tokenizer, rows, "dpo", contract="openrlhf", prompt_column="")
+    assert found == ["a[b][ ][<eos>]", "a[c][ ][<eos>]"]
+    with pytest.raises(UserError, match=r"there is no prompt beside column `chosen`; set data.prompt_column$"):
+        read(tmp_path, tokenizer, rows, "dpo", prompt_column="")
+
+
+def test_notes_name_a_row_once(tmp_path: Path, tokenizer: Any) -> None:
+    pairs = [PAIR, {"prompt": "a=", "chosen": "b" * 9, "rejected": "c" * 9}]
+    _, loaded = read(tmp_path, tokenizer, pairs, "dpo", contract="openrlhf", max_tokens=8)
+    assert len(loaded.notes) == 1 and loaded.notes[0].startswith("1 rows of") and loaded.notes[0].endswith("cut at their end: line 2")
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "a" * 9, "response": "b"}]
+    _, loaded = read(tmp_path, tokenizer, rows, max_tokens=8, overlong="stop", contract="openrlhf")
+    assert len(loaded.notes) == 1 and "left out" in loaded.notes[0]
+
+
+def test_a_conversation_begins_and_ends_as_its_roles_say(tmp_path: Path, tokenizer: Any) -> None:
+    settings: dict[str, Any] = {"template": "chat", "response_column": ""}
+    greets = [{"prompt": [{"role": "assistant", "content": "b"}]}]
+    for train_on in ("response", "assistant"):
+        assert read(tmp_path, tokenizer, greets, train_on=train_on, **settings)[0] == ["a[b][;]"]
+    asks = [{"prompt": [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}]
+    with pytest.raises(UserError, match=r"line 1: the last turn of column `prompt` is the user's, not a response; fix or remove the row"):
+        read(tmp_path, tokenizer, asks, **settings)
+    assert read(tmp_path, tokenizer, asks, train_on="assistant", **settings)[0] == ["a[b][;]uc;"]
+
+
 def test_a_share_of_the_training_rows_can_be_evaluated(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": "a", "response": letter} for letter in "bcdef"]
     _, loaded = read(tmp_path, tokenizer, rows, evaluate={"train_share": 0.4})
