@@ -262,6 +262,13 @@ def test_a_scripts_own_arguments(tmp_path):
     assert find(["bash", str(script)]).flags == ["--pretrain", "/x"]
 
 
+def test_a_sourced_file_has_arguments_of_its_own(tmp_path):
+    (tmp_path / "stage.sh").write_text(f"flags='-m {MODULE} --pretrain m'\nif [[ $1 != slurm ]]; then python $flags --wrong; fi\nshift\n")
+    (tmp_path / "run.sh").write_text(f'source {tmp_path}/stage.sh slurm\nsrun bash -c "python $flags --seed $1"\n')
+    (only,) = find_all(["sbatch", str(tmp_path / "run.sh"), "7"])
+    assert only.flags == ["--pretrain", "m", "--seed", "7"]
+
+
 def test_without_arguments_a_loop_over_them_is_not_entered(tmp_path):
     script = tmp_path / "train.sh"
     script.write_text(

@@ -74,6 +74,8 @@ def test_each_task_reads_its_own_flags() -> None:
     status = {task: {flag: what for flag, what, _ in one.flags} for task, one in found.items()}
     assert status["generate_vllm"]["--greedy_sampling"] == "no effect" and status["generate"]["--greedy_sampling"] == "honoured"
     assert found["generate"].settings["rollout.temperature"] == 0.0
+    drawn = translate_inference(BATCH, ["--eval_task", "generate", *LEAST])
+    assert "(top_k)" in drawn.notes[-1] and "(top_k)" not in " ".join([*found["generate"].notes, *found["generate_vllm"].notes])
     assert status["rm"]["--post_processor"] == "honoured" and status["generate"]["--post_processor"] == "no effect"
     for flag, value, other in (("--csft_prompt", "x", ["--enable_csft"]), ("--rollout_batch_size", "4", ["--iter", "0"])):
         for more, what in (([], "no effect"), (other, "honoured")):

@@ -75,9 +75,14 @@ def _always(values: Values) -> dict[str, Any]:
 
 
 def _notes(values: Values) -> list[str]:
-    if values["eval_task"] == HF:
-        return [
-            "responses are in the order of the data set; OpenRLHF shuffles them",
-            "prompts above --prompt_max_len lose their first tokens; OpenRLHF cuts the last ones here",
-        ]
-    return []
+    if values["eval_task"] != HF:
+        return []
+    notes = [
+        "responses are in the order of the data set; OpenRLHF shuffles them",
+        "prompts above --prompt_max_len lose their first tokens; OpenRLHF cuts the last ones here",
+    ]
+    if not values["greedy_sampling"]:
+        notes.append(
+            "tokens are drawn from all of the vocabulary; transformers, which OpenRLHF uses here, draws from the 50 likeliest (top_k)"
+        )
+    return notes

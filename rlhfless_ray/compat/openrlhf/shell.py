@@ -283,7 +283,10 @@ def _run_command(r: Reader, words: list[str], environment: dict[str, str]) -> No
         if words[0] == "eval":
             _read(" ".join(words[1:]), scope, r.commands)
         elif file.is_file():  # as seen from here; `cd` is not followed
+            before = scope.arguments
+            scope.arguments = words[2:] or before
             _read(file.read_text(encoding="utf-8", errors="replace"), scope, r.commands)
+            scope.arguments = before if words[2:] else scope.arguments
         scope.depth -= 1
     elif words[0] in scope.functions and scope.depth < MAX_CALL_DEPTH:
         scope.called.add(words[0])
