@@ -81,13 +81,16 @@ def _explained(translation: Translation | LauncherTranslation, here: bool) -> tu
     """Return text and data about a command. `here`: it runs on this machine, not as a job on another one."""
     from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
-    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
+    from rlhfless_ray.compat.openrlhf.memory import too_large_here, too_large_stage, width_note
     from rlhfless_ray.compat.openrlhf.resources import fit, fit_width
+    from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
 
     if isinstance(translation, LauncherTranslation):
         if here and (narrower := fit_width(translation.settings)):
             translation.notes.append(narrower)
         problem = _problem(translation)
+        if here and isinstance(translation, SupervisedTranslation) and not translation.refused and problem is None:
+            problem = too_large_stage(translation)
         text, data = translation.explanation(), translation.as_data()
     else:
         if here and (fewer := fit(translation)):

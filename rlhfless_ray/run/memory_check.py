@@ -21,6 +21,7 @@ from rlhfless_ray.run.memory_needs import UNREAD, Lengths, Model, Need, device_n
 
 if TYPE_CHECKING:
     from rlhfless_ray.local.cluster import RayCluster
+    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 SMALL_BYTES = 4e9  # smaller needs fit every node and device in use, so the cluster is not queried
 ASK_S = 60.0  # timeout of queries of nodes' memory
@@ -184,7 +185,7 @@ def _is_valid(recipe: Recipe) -> bool:
 # ---- available memory -------------------------------------------------------------------------------------------
 
 
-def local_room(recipe: Recipe, resource: str | None = None) -> Room:
+def local_room(recipe: Recipe | SupervisedRecipe, resource: str | None = None) -> Room:
     """Return the memory of a private cluster on this machine. `resource`: kind of its slots, if known."""
     gpus = visible_gpus()
     gpu = resource == GPU if resource else bool(gpus) and recipe.functions.slot != CPU
@@ -225,14 +226,14 @@ def check_ahead(recipe: Recipe, fetch: bool = True, find_room: Callable[[], Room
     if recipe.run.episodes is not None:  # they determine the steps once the prompts are read: at least one
         recipe = recipe.with_settings({"run.steps": 1})
     check(recipe, models_of(recipe, fetch), find_room or (lambda: room_ahead(recipe)))
-    if recipe.rollout.least_width > 1 and _starts_ray(recipe):
+    if recipe.rollout.least_width > 1 and starts_ray(recipe):
         from rlhfless_ray.local.cluster import check_width
 
         room = local_room(recipe)
         check_width(recipe, room.slots, room.resource)
 
 
-def _starts_ray(recipe: Recipe) -> bool:
+def starts_ray(recipe: Recipe | SupervisedRecipe) -> bool:
     """Return whether the run starts a private cluster."""
     joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     return not joined and not recipe.cluster.address and not os.environ.get("RAY_ADDRESS")
@@ -242,7 +243,7 @@ def room_ahead(recipe: Recipe) -> Room:
     """Return the memory of the cluster that a run would use, before it starts."""
     from rlhfless_ray.local.cluster import RayCluster
 
-    if _starts_ray(recipe):
+    if starts_ray(recipe):
         return local_room(recipe)
     cluster = RayCluster(recipe)  # joined for this query only
     try:

@@ -23,9 +23,11 @@ from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
+from rlhfless_ray.run.memory_check import local_room, ray_room, starts_ray
 from rlhfless_ray.supervise.examples import TITLES, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
 from rlhfless_ray.supervise.load_rows import load_rows
+from rlhfless_ray.supervise.memory_check import check_stage
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun, RanksFailed
 from rlhfless_ray.supervise.row_reader import SupervisedRows
@@ -84,6 +86,8 @@ class SupervisedStage:
         self.folder = newest_folder(recipe) if resume else RunFolder(Path())
         if not resume:
             _check_no_checkpoints(recipe)
+        if starts_ray(recipe):
+            check_stage(recipe, lambda: local_room(recipe))
         self.model_path, self.files = _initial_model(recipe)
         tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         check_width("learner", recipe.learner.tensor_parallel, config_of(self.files))
@@ -122,6 +126,7 @@ class SupervisedStage:
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
             slots = self._check_size(resource)
+            memory_note = "" if self.cluster.private else check_stage(self.recipe, lambda: ray_room(resource, slots))
             if is_new:
                 self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
@@ -130,7 +135,7 @@ class SupervisedStage:
             ledger = Ledger(resource, self.recipe.price.slot_per_hour(resource))
             ledger.name_of = self.cluster.node_name
             self.progress = ProgressDisplay(self.recipe.watch.progress, self.recipe.run.steps or 0, title=self.folder.path.name)
-            for message in filter(None, [*self.rows.notes, self.folder.deletion_note]):
+            for message in filter(None, [*self.rows.notes, memory_note, self.folder.deletion_note]):
                 self.progress.message(message)
             self.slots = None if shares is None else self._leased_ranks(shares, ledger)  # None: Ray Train takes them from Ray's queue
             self.recorder = RankRecorder(self.recipe, self.folder, self.progress, ledger, self.slots, self._threads(resource))

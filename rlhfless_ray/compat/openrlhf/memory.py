@@ -11,6 +11,7 @@ from rlhfless_ray.compat.openrlhf.resources import slots_here
 from rlhfless_ray.compat.openrlhf.translate import Translation
 
 if TYPE_CHECKING:
+    from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.run.memory_needs import Model, Need
 
@@ -55,6 +56,21 @@ def too_large_here(translation: Translation, environment: Mapping[str, str] = os
         return None
     try:
         check_ahead(recipe, fetch=False)
+    except UserError as error:
+        return str(translation.by_flag(error))
+    return None
+
+
+def too_large_stage(translation: SupervisedTranslation, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return why the models of a supervised stage do not fit this machine, as `too_large_here` does."""
+    from rlhfless_ray.run.memory_check import local_room
+    from rlhfless_ray.supervise.memory_check import check_stage
+
+    if slots_here(translation.settings, environment) is None:
+        return None
+    recipe = translation.recipe()
+    try:
+        check_stage(recipe, lambda: local_room(recipe), fetch=False)
     except UserError as error:
         return str(translation.by_flag(error))
     return None

@@ -1,0 +1,71 @@
+"""A supervised stage whose models do not fit the memory is refused before it starts, with what may help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfless_ray.compat.openrlhf.memory import too_large_stage
+from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.run import memory_check as sizes
+from rlhfless_ray.run.memory_check import DoesNotFit, Room
+from rlhfless_ray.supervise.memory_check import check_stage
+from tests.placement.test_memory import LLAMA_70B, QWEN_7B
+
+GB = 10**9
+H100, MACHINE = Room("gpu", 8, 85 * GB, 85 * GB), Room("cpu", 8, 64 * GB, 64 * GB, has_driver=True)
+
+
+def folder(path: Path, config: dict[str, Any]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def refusal(path: Path, room: Room, task: str = "sft", **sections: Any) -> str:
+    recipe = SupervisedRecipe.parse({"task": task, "policy": {"path": str(path)}, "data": {"path": "x"}, **sections})
+    try:
+        assert check_stage(recipe, lambda: room) == ""
+    except DoesNotFit as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_no_gpu_holds_are_refused_with_what_may_help(tmp_path: Path) -> None:
+    seven = folder(tmp_path / "7b", QWEN_7B)
+    said = refusal(seven, H100)
+    assert said.startswith("policy.path: a rank needs at least") and "a GPU here has 85.0 GB" in said
+    assert said.endswith("it may fit with learner.ranks=8 and learner.zero_stage=3")
+    assert not refusal(seven, H100, learner={"ranks": 8, "zero_stage": 3}) and not refusal(seven, H100, lora={"rank": 8})
+    assert "no setting makes it fit" in refusal(folder(tmp_path / "70b", {**LLAMA_70B, "num_hidden_layers": 400}), H100)
+
+
+def test_ranks_on_cores_share_the_memory_of_their_machine(tmp_path: Path) -> None:
+    seven = folder(tmp_path / "7b", QWEN_7B)
+    said = refusal(seven, MACHINE, policy={"path": str(seven), "dtype": "bfloat16"}, learner={"ranks": 2, "zero_stage": 1})
+    assert "the stage with its 2 ranks needs at least" in said and "this machine has 64.0 GB" in said and "lora.rank=16" in said
+    lora: dict[str, Any] = {"policy": {"path": str(seven), "dtype": "bfloat16"}, "learner": {"zero_stage": 1}, "lora": {"rank": 8}}
+    assert not refusal(seven, MACHINE, **lora)
+    big = folder(tmp_path / "teacher", {**QWEN_7B, "num_hidden_layers": 120})
+    assert "teacher" in refusal(seven, MACHINE, "kd", teacher={"path": str(big)}, **lora)
+
+
+def test_memory_that_is_not_known_is_said(tmp_path: Path) -> None:
+    recipe = SupervisedRecipe.parse({"task": "sft", "policy": {"path": str(folder(tmp_path / "m", QWEN_7B))}, "data": {"path": "x"}})
+    assert "the memory of a GPU is not known here; a rank needs at least" in check_stage(recipe, lambda: Room("gpu", 1, None))
+    small = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}})
+    assert check_stage(small, lambda: pytest.fail("it asks")) == ""
+
+
+def test_explain_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sizes, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: 85 * GB)
+    line = ["--pretrain", str(folder(tmp_path / "m", LLAMA_70B)), "--dataset", "d", "--bf16", "--ds_tensor_parallel_size", "4"]
+    said = too_large_stage(translate_supervised("train_dpo", line, {}))
+    assert said is not None and said.startswith("--pretrain: policy.path: a rank needs at least 141.1 GB")
+    assert too_large_stage(translate_supervised("train_dpo", line, {}), {"RAY_ADDRESS": "head:6379"}) is None
