@@ -51,14 +51,26 @@ NAMES: dict[str, tuple[str, ...]] = {
     "eval/truncated_share": ("eval/eval_truncated_rate",),
     "eval/samples": ("eval/eval_num_samples",),
 }
+OF_STAGE: dict[str, tuple[str, ...]] = {
+    "learn/loss": ("train/loss_mean",),
+    "learn/accuracy": ("train/acc_mean",),
+    "learn/chosen_reward": ("train/chosen_reward",),
+    "learn/rejected_reward": ("train/reject_reward",),
+    "learn/grad_norm": ("train/grad_norm",),
+    "learn/learning_rate": ("train/lr",),
+    "eval/accuracy": ("eval/acc_mean",),
+}
+"""Metrics of supervised stages. All are means over an optimizer step; OpenRLHF's rewards are means over its last micro-batch."""
 OF_SOURCE = {"length_mean": "response_length_mean", "truncated_share": "truncated_rate"}
 
 
 def renamed(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row under OpenRLHF's names; other metrics keep their names."""
     values: dict[str, Any] = {}
+    of_stage = ("learn/loss" in row or "eval/loss" in row) and "learn/policy_loss" not in row
+    others = {**OF_STAGE, "eval/loss": ("eval/eval_loss" if "eval/accuracy" in row else "eval/eval gpt_loss",)} if of_stage else {}
     for name, value in row.items():
-        for new in _names(name):
+        for new in others.get(name) or _names(name):
             values[new] = value
     if "learn/policy_loss" in row:
         values |= _timing(row)

@@ -88,6 +88,20 @@ def test_names_under_train_and_eval() -> None:
     assert len(new) == len(set(new))
 
 
+def test_supervised_stages_have_the_names_of_their_launchers() -> None:
+    row = {"step": 3, "learn/loss": 0.5, "learn/accuracy": 0.75, "learn/rejected_reward": -1.0, "eval/loss": 0.25, "eval/accuracy": 1.0}
+    found = renamed(row)
+    assert found["train/global_step"] == found["eval/global_step"] == 3 and found["train/loss_mean"] == 0.5
+    assert (found["train/acc_mean"], found["train/reject_reward"], found["eval/eval_loss"], found["eval/acc_mean"]) == (
+        0.75,
+        -1.0,
+        0.25,
+        1.0,
+    )
+    assert renamed({"step": 3, "eval/loss": 0.25})["eval/eval gpt_loss"] == 0.25
+    assert "learn/loss" in renamed({"step": 3, "learn/loss": 0.5, "learn/policy_loss": 0.5})
+
+
 def test_what_is_renamed_of_updates_is_what_updates_tell() -> None:
     told = {f"learn/{field.name}" for field in fields(UpdateStats)} | {f"critic/{field.name}" for field in fields(CriticStats)}
     assert {name for name in NAMES if name.startswith(("learn/", "critic/"))} <= told

@@ -252,6 +252,7 @@ ALWAYS: dict[str, Any] = {
     "data.add_bos": False,
     "learner.decay_all": False,
     "run.min_ranks": 1,
+    "watch.metric_names": "openrlhf",
 }
 """Settings that no flag decides: what these launchers always do."""
 
