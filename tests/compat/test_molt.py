@@ -104,6 +104,10 @@ def test_what_becomes_of_each_is_told() -> None:
 def test_what_molt_would_not_accept_is_named() -> None:
     with pytest.raises(UserError, match=r"train_rl_ray: unrecognized arguments: --ds.zero_stage 3 \(read as Molt\)"):
         translate_molt([*LEAST, "--ds.zero_stage", "3"], {})
+    with pytest.raises(UserError, match=r"--ref.model_name_or_path: on_policy_distill needs a teacher"):
+        translate_molt([*LEAST, "--algo.advantage.estimator", "on_policy_distill"], {})
+    with pytest.raises(UserError, match=r"--train.agent_path: name the agent's file, which gives the rewards"):
+        translate_molt(["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"], {})
 
 
 def test_the_launcher_is_found_and_explained() -> None:

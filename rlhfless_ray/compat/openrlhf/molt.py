@@ -127,6 +127,10 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
         given = _parser().read(theirs)
     except Refused as error:
         raise UserError(f"{MOLT}: {error} (read as Molt)") from None
+    if not given.get("--train.agent_path"):
+        raise UserError("--train.agent_path: name the agent's file, which gives the rewards")
+    if given.get("--algo.advantage.estimator") == DISTILLS and not given.get("--ref.model_name_or_path"):
+        raise UserError(f"--ref.model_name_or_path: {DISTILLS} needs a teacher; name its folder")
     if given.get("--train.partial_rollout_enable") and not _runs_ahead(given):
         raise UserError(
             "--train.partial_rollout_enable: it overlaps rollouts and updates, which needs importance weights here; set "
