@@ -92,7 +92,7 @@ class Part:
         return (total - free) / 2**20
 
     def engine(self) -> dict[str, Any]:
-        from rlhfless_ray.rollout.engine_actor import RolloutActor
+        from rlhfless_ray.rollout.engine_actor import EngineActor
         from rlhfless_ray.rollout.engine_settings import engine_settings
         from rlhfless_ray.types import Request
         from rlhfless_ray.weights.checksum import digests
@@ -102,7 +102,7 @@ class Part:
         settings = engine_settings(self.recipe, self.work.longest_prompt, self.device)
         weights = {name: as_numpy(tensor) for name, tensor in stored_weights(self.files)}
         told = digests(weights)
-        actor = RolloutActor(without_weights(self.files), settings)
+        actor = EngineActor(without_weights(self.files), settings)
         start_s, _ = timed(lambda: actor.open(threads()))
         load_s, _ = timed(lambda: actor.load(1, weights, told))
         asked = [

@@ -100,7 +100,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     from rlhfless_ray.functions.ledger import Ledger
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.rollout.driver import RolloutDriver
-    from rlhfless_ray.rollout.engine_actor import RolloutActor
+    from rlhfless_ray.rollout.engine_actor import EngineActor
     from rlhfless_ray.types import Request, WeightVersion
     from rlhfless_ray.weights.checksum import checksum
     from rlhfless_ray.weights.model_folder import stored_weights, without_weights
@@ -123,9 +123,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     found: dict[int, dict[str, list[float]]] = {}
     try:
         leases = LeaseManager("cpu", ledger, 60.0, "migrate")
-        pool = WorkerPool(
-            "rollout", lambda slot: start_actor(RolloutActor, slot, "cpu", {}, without_weights(files), settings), leases, 60.0
-        )
+        pool = WorkerPool("rollout", lambda slot: start_actor(EngineActor, slot, "cpu", {}, without_weights(files), settings), leases, 60.0)
         pool.resize(2, [], need=2)
         for instance in pool.working:
             instance.start_result(120.0)

@@ -30,9 +30,9 @@ def garbling_runtime(recipe: Recipe, where: str) -> Runtime:
     """`where` version 1 goes wrong: on its `way` to the engines, or `inside` of them, after it was checked."""
     import ray.cloudpickle
 
-    from rlhfless_ray.rollout.prefill_actor import PageActor
+    from rlhfless_ray.rollout.engine_actor import EngineActor
 
-    class Garbling(PageActor):
+    class Garbling(EngineActor):
         def open(self, threads: int) -> Any:
             opened = super().open(threads)
             if where == "inside":

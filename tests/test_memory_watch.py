@@ -20,8 +20,8 @@ pytestmark = pytest.mark.pure
     ("title", "function"),
     [
         ("ray::LearnerActor.update", "learner"),
-        ("ray::RolloutActor", "engines"),
-        ("ray::PageActor.rollout", "engines"),
+        ("ray::EngineActor", "engines"),
+        ("ray::EngineActor.rollout", "engines"),
         ("ray::IDLE", "other workers"),
         ("/somewhere/raylet", "Ray"),
     ],

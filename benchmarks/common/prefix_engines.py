@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.shared_work import HALF_BILLION, SharedWork
+from rlhfless_ray.rollout.engine_actor import EngineActor
 from rlhfless_ray.rollout.engine_settings import EngineSettings
-from rlhfless_ray.rollout.prefill_actor import PageActor
 from rlhfless_ray.types import Request
 
 VOCABULARY = 128  # tokens of prompts are below it in every policy
@@ -43,7 +43,7 @@ class Used:
         return self.cpu_s / self.wall_s
 
 
-class TimedActor(PageActor):
+class TimedActor(EngineActor):
     """A page actor that says what its work took. It plays the rollout engines of a step one after the other, each with an empty
     cache: engine-seconds add up, and nothing competes for the cores."""
 

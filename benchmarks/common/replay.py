@@ -135,7 +135,7 @@ class Decoding:
 
 
 class ReplayedEngine:
-    """Stands where RolloutActor does; it waits as long as the model says that decoding takes. A moved sequence starts at once:
+    """Stands where EngineActor does; it waits as long as the model says that decoding takes. A moved sequence starts at once:
     what its prefill would take is not in the script."""
 
     concurrency_groups: ClassVar = {"control": 1}

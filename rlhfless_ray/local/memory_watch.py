@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 import psutil
 
 FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
-    "RolloutActor": "engines",
-    "PageActor": "engines",
+    "EngineActor": "engines",
     "RewardActor": "reward",
     "LearnerActor": "learner",
     "CriticActor": "critic",

@@ -22,8 +22,7 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, one_line
 from rlhfless_ray.prefix.block_hash import distinct_prefixes, salt
 from rlhfless_ray.prefix.page_index import HeldBundle, PageIndex
-from rlhfless_ray.prefix.pages import PageLayout
-from rlhfless_ray.rollout.prefill_actor import Prefilled
+from rlhfless_ray.prefix.pages import PageLayout, Prefilled
 
 HEARTBEAT_S = 20.0  # the application deletes itself after this long without a heartbeat
 START_S = 60.0  # Serve's controller and one replica take 2-3 s on an idle machine

@@ -16,9 +16,9 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.instance import GONE, Instance, is_loss, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.prefix.page_service import ANSWER_S, PrefixService, Prepared, Producer
+from rlhfless_ray.prefix.pages import Fetched
 from rlhfless_ray.prefix.prefix_stats import prefix_demand
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
-from rlhfless_ray.rollout.prefill_actor import Fetched
 from rlhfless_ray.rollout.rollout_result import fetch_weights
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import WeightVersion
@@ -37,7 +37,7 @@ class PrefixStage:
         """Set up the service without starting it.
 
         Args:
-            pool: prefill instances (`PageActor`).
+            pool: prefill instances (`EngineActor`).
             mode: auto, on or off.
             page_bytes: estimated from the policy; engines report the true size.
             store_bytes: size of the object store.

@@ -20,8 +20,8 @@ from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.scoring import RewardActor
 from rlhfless_ray.rollout.drafter_trainer import DrafterActor
+from rlhfless_ray.rollout.engine_actor import EngineActor
 from rlhfless_ray.rollout.engine_settings import engine_settings
-from rlhfless_ray.rollout.prefill_actor import PageActor
 from rlhfless_ray.runtime.pool_maker import PoolMaker
 from rlhfless_ray.weights.adapter import choose_publish, not_served
 from rlhfless_ray.weights.load_policy import check_kv_cache
@@ -44,7 +44,7 @@ class ActorClasses:
 
     @classmethod
     def real(cls) -> ActorClasses:
-        return cls(PageActor, RewardActor, LearnerActor, PageActor, CriticActor, ReferenceActor, DrafterActor)
+        return cls(EngineActor, RewardActor, LearnerActor, EngineActor, CriticActor, ReferenceActor, DrafterActor)
 
 
 @dataclass(frozen=True)

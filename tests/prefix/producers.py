@@ -62,8 +62,7 @@ def producer_class() -> type:
             import ray
 
             from rlhfless_ray.prefix.block_hash import chain, salt
-            from rlhfless_ray.prefix.pages import Bundle
-            from rlhfless_ray.rollout.prefill_actor import Fetched, Prefilled
+            from rlhfless_ray.prefix.pages import Bundle, Fetched, Prefilled
             from rlhfless_ray.types import Span
 
             here = {address for ref in needs for address in ray.get(ref).addresses}
@@ -88,9 +87,9 @@ def producer_class() -> type:
 
 def taker(kind: PageLayout = KIND) -> Any:
     """A rollout instance's end without an engine, in this process."""
-    from rlhfless_ray.rollout.prefill_actor import PageActor
+    from rlhfless_ray.rollout.engine_actor import EngineActor
 
-    made = PageActor.__new__(PageActor)
+    made = EngineActor.__new__(EngineActor)
     store = PageStore()
     store.kind = kind
     made.engine = SimpleNamespace(pages=store)

@@ -29,9 +29,9 @@ def settings(**changes: Any) -> EngineSettings:
 
 def engine_class() -> type:
     """A page actor whose generation comes back whole. Local, so that Ray ships it by value."""
-    from rlhfless_ray.rollout.prefill_actor import PageActor
+    from rlhfless_ray.rollout.engine_actor import EngineActor
 
-    class Engine(PageActor):
+    class Engine(EngineActor):
         def answer(self, requests: list[Any], cut_after: int = 0) -> dict[int, tuple[np.ndarray, np.ndarray]]:
             """{key: (tokens, log-probabilities)}. `cut_after` tokens everything is cut, and its pages are kept."""
             from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand

@@ -66,9 +66,9 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 def engine_class() -> type:
-    from rlhfless_ray.rollout.engine_actor import RolloutActor
+    from rlhfless_ray.rollout.engine_actor import EngineActor
 
-    class Known(RolloutActor):
+    class Known(EngineActor):
         def pid(self) -> int:
             return os.getpid()
 

@@ -64,12 +64,12 @@ def test_a_working_engine_cannot_be_parked(engine: Any) -> None:
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from rlhfless_ray.rollout.engine_actor import RolloutActor
+from rlhfless_ray.rollout.engine_actor import EngineActor
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.weights.model_folder import without_weights
 files = {file.name: file.read_bytes() for file in Path(sys.argv[1]).iterdir()}
 settings = EngineSettings(max_model_len=64, max_running=4, block_size=32, kv_cache_mb=8, gpu_memory_share=0.5)
-actor = RolloutActor(files, settings)
+actor = EngineActor(files, settings)
 prewarmed = set(sys.modules)
 kept = actor.park()
 actor.open(1)

@@ -18,9 +18,9 @@ CPU = EngineSettings(max_model_len=64, max_running=4, block_size=32, kv_cache_mb
 
 @pytest.fixture
 def actor(sampling: ModuleType) -> Any:
-    from rlhfless_ray.rollout.engine_actor import RolloutActor
+    from rlhfless_ray.rollout.engine_actor import EngineActor
 
-    made = RolloutActor({}, CPU)
+    made = EngineActor({}, CPU)
     made.loaded = []
     made.engine = SimpleNamespace(unpark=lambda: None, load=lambda version, weights, base: made.loaded.append((version, weights)))
     return made
