@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -145,6 +146,7 @@ class ReplayedEngine:
         self.speed = Speed(self.script.base_s, self.script.per_seq_s)
         self.version: int | None = None
         self.control_queue = ControlQueue()
+        self.has_command = threading.Event()
 
     def open(self, threads: int) -> dict[str, Any]:
         start = time.time()
@@ -167,7 +169,8 @@ class ReplayedEngine:
         decoding.add(requests, self.script)
         decoding.at_s = reported = last = time.time()
         while True:
-            self.control_queue.wait(min(last + interval_s, decoding.all_done_s()) - time.time())
+            self.has_command.wait(max(0.0, min(last + interval_s, decoding.all_done_s()) - time.time()))
+            self.has_command.clear()
             now, spans, cut = time.time(), [], []
             decoding.advance(now)
             for command in self.control_queue.take():
@@ -188,7 +191,9 @@ class ReplayedEngine:
                 decoding.at_s = time.time()
 
     def enqueue(self, epoch: int, command: EngineCommand) -> bool:
-        return self.control_queue.put(epoch, command)
+        is_put = self.control_queue.put(epoch, command)
+        self.has_command.set()
+        return is_put
 
     def pid(self) -> int:
         return os.getpid()

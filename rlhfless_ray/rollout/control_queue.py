@@ -65,42 +65,36 @@ class ControlQueue:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
         self.epoch: int | None = None
         self.commands: list[EngineCommand] = []
 
     def open(self, epoch: int) -> None:
-        with self.changed:
+        with self.lock:
             self.epoch, self.commands = epoch, []
 
     def put(self, epoch: int, command: EngineCommand) -> bool:
         """Add a command. Returns False if its call is over or has not begun."""
-        with self.changed:
+        with self.lock:
             if epoch != self.epoch:
                 return False
             self.commands.append(command)
-            self.changed.notify()
             return True
 
     def take(self) -> list[EngineCommand]:
         if not self.commands:  # without the lock: this runs before every step, and a new command can wait for the next step
             return []
-        with self.changed:
+        with self.lock:
             commands, self.commands = self.commands, []
             return commands
 
-    def wait(self, seconds: float) -> None:
-        """Wait until there is a command, at most `seconds`."""
-        with self.changed:
-            self.changed.wait_for(lambda: bool(self.commands), max(0.0, seconds))
-
     def close_if_empty(self) -> bool:
         """Close the queue unless a command has just arrived. Returns whether it is closed."""
-        with self.changed:
+        with self.lock:
             if not self.commands:
                 self.epoch = None
             return self.epoch is None
 
     def close(self) -> None:
-        with self.changed:
+        with self.lock:
             self.epoch, self.commands = None, []
