@@ -6,7 +6,6 @@ Knows nothing of Ray. A bundle's reference is opaque here; the service uses obje
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,13 +55,13 @@ class PageIndex:
         self.bytes = 0
         self.numbers, self.lookups = itertools.count(), itertools.count(1)
         self.current_lookup = 0
-        self.counts: Counter[str] = Counter()
+        self.no_room = 0  # pages that the current lookup misses and that do not fit
 
     def missing(self, trie: Prefixes, page_bytes: int) -> list[int]:
         """Look up all pages of a trie, and return the missing nodes that fit under the cap, in the trie's order.
 
         Pages that exist count as used now. If not all missing pages fit, those that most prompts begin with are chosen, each
-        with all pages before it. The others are counted as `no_room`; their users compute them.
+        with all pages before it. `no_room` is the number of the others, which their users compute.
         """
         self.current_lookup = next(self.lookups)
         new = []
@@ -72,14 +71,12 @@ class PageIndex:
                 new.append(number)
             else:
                 held.used = self.current_lookup
-        self.counts["hits"] += len(trie.nodes) - len(new)
         self._make_room(len(new) * page_bytes)
         room = max(0, self.cap_bytes - self.bytes) // page_bytes
-        if len(new) > room:
-            self.counts["no_room"] += len(new) - room
+        self.no_room = max(0, len(new) - room)
+        if self.no_room:
             # a node has at most the uses of its parent and a higher number, so no chosen node loses its beginning
             new = sorted(sorted(new, key=lambda n: (-trie.uses[n], n))[:room])
-        self.counts["missing"] += len(new)
         return new
 
     def _make_room(self, wanted: int) -> None:
@@ -87,7 +84,6 @@ class PageIndex:
         for held in idle:
             if self.bytes + wanted <= self.cap_bytes:
                 return
-            self.counts["evicted"] += len(held.addresses)
             self.drop(held)
 
     def add(self, ref: Any, version: str, addresses: Sequence[bytes], page_bytes: int) -> HeldBundle:

@@ -73,9 +73,6 @@ class PrefixApp:
         """Free the pages of all other policy versions, and return their number. Called after a weight update."""
         return self.index.keep_only(salt(version))
 
-    async def stats(self) -> dict[str, int]:
-        return {**self.index.counts, "bytes": self.index.bytes, "bundles": len(self.index.held)}
-
     async def prepare(self, version: int, prompts: Sequence[np.ndarray], producers: Sequence[Producer], within_s: float) -> Prepared:
         """Return the pages of these prompts (token ids (n,) int32), and compute missing ones on `producers`.
 
@@ -89,9 +86,8 @@ class PrefixApp:
         if kind is None:
             return Prepared(of=[[] for _ in prompts], failed=refused)
         trie = distinct_prefixes(prompts, kind.block_size, kind.start(salt(version)))
-        no_room = self.index.counts["no_room"]
         # no await until all jobs are submitted, so that no other call comes between
-        new = self.index.missing(trie, kind.page_bytes)
+        new, no_room = self.index.missing(trie, kind.page_bytes), self.index.no_room
         running: list[Any] = []
         returns: list[list[Any]] = []
         for job in self.index.jobs(trie, new, len(matching)):
@@ -110,7 +106,7 @@ class PrefixApp:
         available, positions = self.index.bundles_of(trie)
         return Prepared(
             [held.ref for held in available], positions, [outcome for outcome in outcomes if not isinstance(outcome, str)],
-            refused + [outcome for outcome in outcomes if isinstance(outcome, str)], self.index.counts["no_room"] - no_room,
+            refused + [outcome for outcome in outcomes if isinstance(outcome, str)], no_room,
         )  # fmt: skip
 
     async def _matching_producers(self, producers: Sequence[Producer], within_s: float) -> tuple[PageLayout | None, list[int], list[str]]:
@@ -196,9 +192,6 @@ class PrefixService:
 
     def keep_only(self, version: int) -> int:
         return self._call("keep_only", ANSWER_S, 0, version)
-
-    def stats(self) -> dict[str, int]:
-        return self._call("stats", ANSWER_S, {})
 
     def _call(self, what: str, within_s: float, otherwise: Any, *arguments: Any) -> Any:
         from ray.exceptions import RayError

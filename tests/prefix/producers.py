@@ -25,6 +25,7 @@ def producer_class() -> type:
         def __init__(self, delay_s: float = 0.0, kind: PageLayout = KIND) -> None:
             self.delay_s, self.its_kind = delay_s, kind
             self.computed: list[bytes] = []
+            self.jobs = 0  # begun
 
         def open(self, threads: int) -> dict[str, Any]:
             import time
@@ -65,6 +66,7 @@ def producer_class() -> type:
             from rlhfless_ray.prefix.pages import Bundle, Fetched, Prefilled
             from rlhfless_ray.types import Span
 
+            self.jobs += 1
             here = {address for ref in needs for address in ray.get(ref).addresses}
             begin = time.time()
             time.sleep(self.delay_s)
@@ -81,6 +83,9 @@ def producer_class() -> type:
 
         def log(self) -> list[bytes]:
             return self.computed
+
+        def begun(self) -> int:
+            return self.jobs
 
     return FakeProducer
 
