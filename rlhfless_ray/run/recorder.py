@@ -71,10 +71,11 @@ class RunRecorder:
             **({"cost/agent_core_s": self.ledger.unleased_core_s("agent", first_row)} if self.recipe.agent.path else {}),
         }
 
-    def step(self, step: Step, replaced: int, lease_s: float) -> None:
+    def step(self, step: Step, last_step: int, replaced: int, lease_s: float) -> None:
         """Record a finished step: complete its metrics, and write them. Ledger lines and copies of the metrics are deferred.
 
-        `replaced`: number of processes replaced so far. `lease_s`: seconds that the step waited for slots.
+        `last_step`: number of the run's last step, as far as it is known. `replaced`: number of processes replaced so far. `lease_s`:
+        seconds that the step waited for slots.
         """
         wall_s = step.wall_s
         self.step_times.append(wall_s)
@@ -88,7 +89,7 @@ class RunRecorder:
             **step.metrics,
             **self._of_phases(step.phase_s, wall_s, lease_s),
             "faults/replaced": replaced - self.replaced_before,
-            "time_left_s": recent * (self.recipe.run.steps - step.number),
+            "time_left_s": recent * (last_step - step.number),
             **step.evaluation,
         }
         self.replaced_before = replaced

@@ -141,7 +141,7 @@ class StepOperations(CheckpointedRun):
         """
         if self.stages.prefix is None or (step.partial_batch is not None and not step.partial_batch.unfinished.any()):
             return None
-        steps_left = self.context.recipe.run.steps - step.number + 1
+        steps_left = self.last_step - step.number + 1
         return self.stages.prefix.weigh([p.token_ids for p in step.prompts], self.rollout_stage.assign_prompts(step), steps_left)
 
     def begin_step(self, step: Step) -> None:
@@ -318,10 +318,10 @@ class StepOperations(CheckpointedRun):
 
     def evaluation_is_due(self, number: int) -> bool:
         every = self.recipe.evaluate.every_steps
-        return number == self.recipe.run.steps or (every > 0 and number % every == 0)
+        return number == self.last_step or (every > 0 and number % every == 0)
 
     def checkpoint_is_due(self, number: int) -> bool:
-        return number % self.recipe.checkpoint.every_steps == 0 or number == self.recipe.run.steps
+        return number % self.recipe.checkpoint.every_steps == 0 or number == self.last_step
 
     def evaluate(self) -> dict[str, float]:
         agreement, weights = self.agreement, self._wait_for_weights()
@@ -397,7 +397,7 @@ class StepOperations(CheckpointedRun):
             step.metrics |= self.autoscaler.bids.metrics()
         if self.memory_fit.reason:
             step.metrics["memory/settings"] = self.memory_fit.reason
-        self.record.step(step, self.stages.replacements, self.leases.waited_s)
+        self.record.step(step, self.last_step, self.stages.replacements, self.leases.waited_s)
         self.record.put_off(self.autoscaler.settle)
 
     def finish(self) -> None:

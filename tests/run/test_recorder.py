@@ -95,6 +95,15 @@ def test_the_last_report_is_not_overwritten_by_an_earlier_one(record: RunRecorde
     assert {p.name for p in record.folder.path.iterdir()} >= {"report.html", "timeline.json"}
 
 
+def test_the_time_left_ends_with_the_run(record: RunRecorder) -> None:
+    """Also of one that filtered groups end before the recipe's last step."""
+    for number, last_step in ((1, 4), (2, 2)):
+        step = Step(number, wall_s=3.0, metrics={"tokens/generated": 6})
+        step.plan = SimpleNamespace(metrics=dict)  # type: ignore[assignment]
+        record.step(step, last_step, 0, 0.0)
+        assert step.metrics["time_left_s"] == 3.0 * (last_step - number)
+
+
 def test_every_leased_second_after_the_first_evaluation_is_in_the_costs_of_a_step(record: RunRecorder, monkeypatch) -> None:
     """A step's costs and its wall time are of the same interval: what a checkpoint takes belongs to the next step."""
     now = [record.ledger.started_s]
