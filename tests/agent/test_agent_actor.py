@@ -167,8 +167,8 @@ def test_an_episode_is_not_blamed_for_one_of_an_abandoned_call(made: Callable[..
 
 def test_replies_of_the_policy_are_reused_in_a_replay(made: Callable[..., AgentActor]) -> None:
     first, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0)])
-    said = tuple((one.token_ids, Reply([5, 1], "", [-1.0, -2.0], "stop")) for one in asked[:1])
-    again, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0, earlier_replies=said)])
+    replies = tuple((one.token_ids, Reply([5, 1], "", [-1.0, -2.0], "stop")) for one in asked[:1])
+    again, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0, earlier_replies=replies)])
     assert [one.turn for one in asked] == [1] and again[0].texts[0] != first[0].texts[0] and len(asked[0].token_ids) == 7
 
 

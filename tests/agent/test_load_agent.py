@@ -18,7 +18,7 @@ from rlhfless_ray.agent.sampling_params import SamplingParams
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.types import Prompt
 
-# The game: after each action `[+n]` is said, n the number of the turn; it ends after two turns; a turn's reward is n.
+# The game: after each action the feedback is `[+n]`, n the number of the turn; it ends after two turns; a turn's reward is n.
 GAMES = {
     "0.8.0": """
 import torch
@@ -91,9 +91,9 @@ class AgentExecutor(AgentExecutorBase):
             sampling_params.max_tokens = max_length - len(tokens)
             out = (await llm_engine.generate(tokens, sampling_params)).outputs[0]
             ranges.append((len(tokens), len(tokens) + len(out.token_ids)))
-            said = hf_tokenizer(f"[+{turn}]", add_special_tokens=False)["input_ids"]
-            logprobs += [one[token].logprob for token, one in zip(out.token_ids, out.logprobs)] + [0.0] * len(said)
-            tokens = tokens + out.token_ids + said
+            feedback = hf_tokenizer(f"[+{turn}]", add_special_tokens=False)["input_ids"]
+            logprobs += [one[token].logprob for token, one in zip(out.token_ids, out.logprobs)] + [0.0] * len(feedback)
+            tokens = tokens + out.token_ids + feedback
         return {"prompt": prompt, "label": label, "observation_tokens": tokens, "reward": 3.0, "scores": 0.5,
                 "extra_logs": {"turn": 2}, "action_ranges": ranges, "rollout_log_probs": logprobs}
 """
@@ -256,15 +256,15 @@ def test_agents_may_create_sampling_parameters(tmp_path: Path) -> None:
     for name, value in refused.items():
         with pytest.raises(AgentError, match=name):
             check_sampling(given, vllm.SamplingParams(temperature=1.0, **{name: value}))
-    # of each that vLLM has it is known whether a request carries it, it is refused, or it says how the answer is told
+    # of each that vLLM has it is known whether a request carries it, it is refused, or it only changes how the answer is reported
     carried = {"max_tokens", "min_tokens", "stop", "stop_token_ids"}
-    told = {
+    reporting = {
         "seed", "logprobs", "flat_logprobs", "prompt_logprob_start", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
         "include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "extra_args",
         "skip_reading_prefix_cache", "routed_experts_prompt_start",
     }  # fmt: skip
     theirs = {name for name in vllm.SamplingParams.__struct_fields__ if not name.startswith("_")}
-    assert theirs - {*SAMPLING_DEFAULTS, *UNSUPPORTED, *carried, *told} == set()
+    assert theirs - {*SAMPLING_DEFAULTS, *UNSUPPORTED, *carried, *reporting} == set()
 
 
 def test_text_that_is_rewritten_cannot_be_trained_on(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """A run's driver and its neighbour, for tests that kill one: `python abandoned.py ADDRESS start NAME HEARTBEAT_S` starts the
-service, says its application's name and sleeps; `… look` prints the applications and the named actors that are there."""
+service, prints its application's name and sleeps; `… look` prints the applications and the named actors that are there."""
 
 from __future__ import annotations
 

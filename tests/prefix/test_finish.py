@@ -15,14 +15,14 @@ from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (RayTaskError("fetch_pages", "a traceback", KeyError("row")), ["prefix KV: rollout-1 could not use its pages: 'row'"]),
         (ObjectLostError("00", "", ""), []),
     ],
 )
 def test_the_reason_is_logged_if_an_engine_could_not_use_its_pages(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, said: list[str]
+    monkeypatch: pytest.MonkeyPatch, error: Exception, expected: list[str]
 ) -> None:
     """Unless it was lost, which its rollout reports."""
 
@@ -30,10 +30,10 @@ def test_the_reason_is_logged_if_an_engine_could_not_use_its_pages(
         raise error
 
     monkeypatch.setattr(prefix_stage, "get", get)
-    told: list[str] = []
+    messages: list[str] = []
     stage = PrefixStage.__new__(PrefixStage)
-    stage.context = SimpleNamespace(record=SimpleNamespace(progress=SimpleNamespace(message=told.append)))  # type: ignore[assignment]
+    stage.context = SimpleNamespace(record=SimpleNamespace(progress=SimpleNamespace(message=messages.append)))  # type: ignore[assignment]
     actor = SimpleNamespace(drop_pages=SimpleNamespace(remote=lambda: "dropped"))
     step = StepPrefixes(PrefixChoice(True, 1, "on"), sent=[(SimpleNamespace(id="rollout-1", actor=actor), "fetched")])  # type: ignore[list-item]
     stage.finish(step)
-    assert told == said and step.sent == []
+    assert messages == expected and step.sent == []

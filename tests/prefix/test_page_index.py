@@ -70,10 +70,10 @@ def test_jobs_compute_exactly_what_is_missing(prompts: list, before: list, produ
             assert path[-1].path_end == tokens
             fresh += [node.address for node in path if node.address not in here]
             here |= set(fresh)
-        told = {trie.nodes[n].address for bundle in job.bundles for n in bundle}
-        assert set(fresh) == told
+        addresses = {trie.nodes[n].address for bundle in job.bundles for n in bundle}
+        assert set(fresh) == addresses
         computed += fresh
-        returned.append(told)
+        returned.append(addresses)
     assert sorted(computed) == sorted({node.address for node in trie.nodes} - had)
 
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 class ToAndFro(MigrationPolicy):
-    """At each look all that decodes goes to the other engine; by its pages, which are told to be quick: contexts are short."""
+    """At each look all that decodes goes to the other engine; by its pages, which are set to be quick: contexts are short."""
 
     def decide(self, token_log: TokenLog, engines: list[int], steps: list[EngineStep]) -> MigrationRequests:
         self.pages = Term(1e-6)
@@ -71,10 +71,10 @@ def test_prefix_kv_and_killed_processes_change_no_sample(private_ray: None, tmp_
             if step.number >= 4 and moved["move_fallbacks"] < moved["moved_by_pages"]:
                 break
         assert run.stages.prefix is not None
-        told, costs = run.checkpoints.load()[2], run.stages.prefix.speed.costs()
+        state, costs = run.checkpoints.load()[2], run.stages.prefix.speed.costs()
         run.stages.prefix.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), MigrationPolicy("auto", 0.7, carries=True)
-        run._restore_driver(told)  # as a resumed run does
-        assert run.stages.prefix.speed.costs() == costs and told["moves"].keys() == {"prefill", "pages"}
+        run._restore_driver(state)  # as a resumed run does
+        assert run.stages.prefix.speed.costs() == costs and state["moves"].keys() == {"prefill", "pages"}
     assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved
     for number in range(1, 5):
         assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(plain.folder.path, number)]

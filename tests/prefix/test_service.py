@@ -110,8 +110,8 @@ def test_pages_outlive_their_producer(service: PrefixService, make_producers: An
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(producer.actor.log.remote(), timeout=30)
         bundles = ray.get(found.refs, timeout=30)
-        told = {address for bundle in bundles for address in bundle.addresses}
-        assert len(told) == len(distinct_prefixes(prompts, 4).nodes)
+        addresses = {address for bundle in bundles for address in bundle.addresses}
+        assert len(addresses) == len(distinct_prefixes(prompts, 4).nodes)
         service.keep_only(2)
 
 
@@ -166,7 +166,7 @@ def test_a_killed_index_restarts_and_its_pages_are_computed_again(service: Prefi
         again = service.prepare(1, PROMPTS, [producer], 10.0)
         if again.refs or time.monotonic() > end:
             break
-        assert [*service.failures, *again.failed], "nothing came and nobody said why"
+        assert [*service.failures, *again.failed], "nothing came, and no failure was recorded"
         time.sleep(0.2)
     assert reader.fetch_pages(1, PROMPTS, again.refs, 10.0).pages == len(distinct_prefixes(PROMPTS, 4).nodes)
     assert len(computed_by(producer)) == 2 * len(distinct_prefixes(PROMPTS, 4).nodes)

@@ -130,13 +130,13 @@ def test_auto_starts_nothing_unless_it_pays(make: Callable[..., Any]) -> None:
     assert step.sent == [] and "prefix/lost" not in stage.finish(step)
 
 
-@pytest.mark.parametrize("more, said", [({"blocked": "it has a sliding window"}, "sliding window"), ({"store_bytes": 2000}, "need 0 MB")])
-def test_the_reason_against_prefix_kv_is_logged_once(make: Callable[..., Any], more: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("more, reason", [({"blocked": "it has a sliding window"}, "sliding window"), ({"store_bytes": 2000}, "need 0 MB")])
+def test_the_reason_against_prefix_kv_is_logged_once(make: Callable[..., Any], more: dict[str, Any], reason: str) -> None:
     stage = make("on", **more)
     for _ in range(2):
         assert not stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).choice.on
     [message] = stage.messages
-    assert said in message and stage.service.handle is None
+    assert reason in message and stage.service.handle is None
 
 
 def test_a_killed_instance_costs_only_its_pages(make: Callable[..., Any]) -> None:
@@ -157,7 +157,7 @@ def test_a_killed_instance_costs_only_its_pages(make: Callable[..., Any]) -> Non
 def test_a_node_lost_during_a_start_costs_only_the_pages(make: Callable[..., Any]) -> None:
     stage = make("on")
     start = stage.pool.start
-    stage.pool.start = lambda slot: start(Slot("ab" * 28, 0))  # Ray says of it that it cannot be placed, not that it died
+    stage.pool.start = lambda slot: start(Slot("ab" * 28, 0))  # Ray reports that it cannot be placed, not that it died
     assert stage.prefill(stage.weigh(PROMPTS, SHARES, 100), PROMPTS, weights()).prepared.refs == [] and not stage.pool.working
     stage.pool.start = start
     assert stage.prefill(stage.weigh(PROMPTS, SHARES, 99), PROMPTS, weights()).prepared.refs

@@ -27,4 +27,4 @@ def read_table() -> dict[str, float]:
     """Return the page's {family: largest difference}. Raises AssertionError if it names another tolerance."""
     text = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
     assert f"(at most {TOLERANCE:.0e})" in text
-    return {family: float(said) for family, said in re.findall(r"^\| (\w+) \| (\S+e-\d+) \|$", text, re.M)}
+    return {family: float(distance) for family, distance in re.findall(r"^\| (\w+) \| (\S+e-\d+) \|$", text, re.M)}

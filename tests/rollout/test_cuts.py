@@ -151,7 +151,7 @@ def bent(name: str, tokens: list[int]) -> dict[str, Any]:
 def test_settings_that_end_or_change_a_response_survive_cuts(
     engines: list[Any], whole: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Cut before each token: a stop word is also cut within, with its first token or its first two told by another engine."""
+    """Cut before each token: a stop word is also cut within, with its first token or its first two reported by another engine."""
     for engine in engines[:2]:
         monkeypatch.setattr(engine, "stop_strings", StopStrings(Spelled))
     plain = next(r for r in requests(96, seed=31) if whole([r])[r.key].finish_reason == "length")
@@ -203,7 +203,7 @@ def test_a_preempted_continuation_keeps_its_position(
     preempt = scheduler._preempt_request
     monkeypatch.setattr(scheduler, "_preempt_request", lambda r, *a, **k: (thrown_out.append(r), preempt(r, *a, **k)))
     token_log = TokenLog(asked)
-    for request in going:  # as if an engine before had told the first third
+    for request in going:  # as if an earlier engine had reported the first third
         token_log.length[request.key] = len(request.generated)
         token_log._pieces[request.key] = [
             (wanted[request.key].token_ids[: len(request.generated)], wanted[request.key].logprobs[: len(request.generated)])
@@ -233,7 +233,7 @@ def test_commands_for_another_call_are_ignored(engines: list[Any], whole: Callab
 
 
 def test_the_first_token_of_an_added_request_is_reported_at_once(engines: list[Any]) -> None:
-    """Who moved it waits; nothing else is told before its time."""
+    """The driver that moved it waits; nothing else is reported before its time."""
     first, second = requests(2, seed=60)
     control_queue = ControlQueue()
     control_queue.open(1)
@@ -241,8 +241,8 @@ def test_the_first_token_of_an_added_request_is_reported_at_once(engines: list[A
     control_queue.put(1, EngineCommand(cut=(12345,)))
     assert next(call).keys.tolist() == []  # an order to cut is answered at once, whatever there is
     control_queue.put(1, EngineCommand(add=(second,)))
-    told = next(call)
-    assert dict(zip(told.keys.tolist(), told.counts.tolist(), strict=True))[second.key] == 1
+    report = next(call)
+    assert dict(zip(report.keys.tolist(), report.counts.tolist(), strict=True))[second.key] == 1
     with pytest.raises(RuntimeError, match=f"request {second.key} is running"):
         control_queue.put(1, EngineCommand(add=(second,)))
         next(call)

@@ -35,19 +35,19 @@ def bigrams(count: int, seed: int) -> tuple[list[SampledSequence], np.ndarray]:
     rng = np.random.default_rng(seed)
     logits = np.random.default_rng(7).normal(size=(WORDS, WORDS))
     chances = np.exp(logits / TEMPERATURE) / np.exp(logits / TEMPERATURE).sum(1, keepdims=True)
-    said = []
+    sequences = []
     for _ in range(count):
         tokens, logprobs = [30, 30, int(rng.integers(WORDS))], [np.nan, np.nan, np.nan]
         for _ in range(int(rng.integers(20, 40))):
             tokens.append(int(rng.choice(WORDS, p=chances[tokens[-1]])))
             logprobs.append(float(np.log(chances[tokens[-2], tokens[-1]])))
-        said.append(SampledSequence(np.array(tokens, np.int32), np.array(logprobs, np.float32)))
-    return said, logits
+        sequences.append(SampledSequence(np.array(tokens, np.int32), np.array(logprobs, np.float32)))
+    return sequences, logits
 
 
 def test_the_drafter_learns_the_distribution_before_the_temperature(trainer: DrafterTrainer) -> None:
-    said, logits = bigrams(300, seed=0)
-    trainer.add(said)
+    sequences, logits = bigrams(300, seed=0)
+    trainer.add(sequences)
     means, tokens, took_s = trainer.train(60_000, lambda seconds: True)
     assert tokens >= 60_000 and took_s > 0 and len(means) == trainer.updates
     assert means[0][1] > 1.0 and abs(np.mean([kl for _, kl in means[-20:]])) < 0.1, "log p of the policy minus that of the drafter"
@@ -62,10 +62,10 @@ def test_the_drafter_learns_the_distribution_before_the_temperature(trainer: Dra
 
 
 def test_training_keeps_the_newest_sequences_and_stops_on_request(trainer: DrafterTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, _ = bigrams(60, seed=1)
+    sequences, _ = bigrams(60, seed=1)
     monkeypatch.setattr(drafter_trainer, "KEPT_TOKENS", 500)
-    trainer.add(said)
-    assert trainer.tokens == sum(len(one.tokens) for one in trainer.sequences) <= 500 and trainer.sequences[-1] is said[-1]
+    trainer.add(sequences)
+    assert trainer.tokens == sum(len(one.tokens) for one in trainer.sequences) <= 500 and trainer.sequences[-1] is sequences[-1]
     calls: list[float] = []
     means, _, _ = trainer.train(10**9, lambda seconds: calls.append(seconds) or len(calls) < 4)  # type: ignore[func-returns-value]
     assert len(means) == 3 and calls[0] == 0 and min(calls[1:]) > 0
@@ -79,10 +79,10 @@ def test_training_keeps_the_newest_sequences_and_stops_on_request(trainer: Draft
 def test_every_update_reads_sampled_tokens_after_a_long_prompt(trainer: DrafterTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_trainer, "BATCH_TOKENS", 32)
     monkeypatch.setattr(drafter_trainer, "WINDOW_TOKENS", 16)
-    for said in (bigrams(20, seed=4)[0], [SampledSequence(np.full(2, 30, np.int32), np.array([np.nan, -1.0], np.float32))]):
+    for sequences in (bigrams(20, seed=4)[0], [SampledSequence(np.full(2, 30, np.int32), np.array([np.nan, -1.0], np.float32))]):
         prompt = SampledSequence(np.full(400, 30, np.int32), np.full(400, np.nan, np.float32))
         trainer.sequences.clear()
-        trainer.add([SampledSequence(*map(np.concatenate, zip(vars(prompt).values(), vars(one).values()))) for one in said])  # noqa: B905
+        trainer.add([SampledSequence(*map(np.concatenate, zip(vars(prompt).values(), vars(one).values()))) for one in sequences])  # noqa: B905
         for _ in range(50):
             tokens, logprobs = trainer._batch()
             assert tokens.shape[1] == 16 and not np.isnan(logprobs[:, 1:]).all(1).any()
@@ -91,8 +91,8 @@ def test_every_update_reads_sampled_tokens_after_a_long_prompt(trainer: DrafterT
 
 
 def test_another_process_continues_from_the_weights(trainer: DrafterTrainer, tmp_path: Path) -> None:
-    said, _ = bigrams(20, seed=2)
-    trainer.add(said)
+    sequences, _ = bigrams(20, seed=2)
+    trainer.add(sequences)
     other = DrafterTrainer(tmp_path / "drafter", trainer.settings)
     trainer.train(3000, lambda seconds: True)
     weights = trainer.weights()

@@ -83,10 +83,10 @@ def test_device_memory_of_a_parked_engine_excludes_sleeping_pools(actor: Any, mo
     engine.on_cpu, slept = False, []
     engine.engine = SimpleNamespace(sleep=lambda level: slept.append(level))
     actor.engine, actor.settings = engine, replace(CPU, device="gpu")
-    told = actor.park()
+    report = actor.park()
     assert slept == [2] and engine.version is None
-    assert told["spans"][-1].what == "give memory back, 500 MB stay"
-    assert 500 < told["memory_mb"] < 500 + 2 * own_memory_mb()
+    assert report["spans"][-1].what == "give memory back, 500 MB stay"
+    assert 500 < report["memory_mb"] < 500 + 2 * own_memory_mb()
 
 
 def test_a_parked_engine_drops_pages_that_arrived_with_requests(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,9 +75,9 @@ def opened(hosts: tuple[Any, Any], files: dict[str, dict[str, bytes]]) -> dict[s
     engines, learners = hosts
     settings = learner_settings(learner={"micro_batch_tokens": 400})
     built = [engines.open.remote(name, files[name], ENGINE) for name in files]
-    told = [learners.open.remote(name, files[name], settings) for name in files]
+    opened = [learners.open.remote(name, files[name], settings) for name in files]
     ray.get(built, timeout=300)
-    return dict(zip(files, ray.get(told, timeout=300), strict=True))
+    return dict(zip(files, ray.get(opened, timeout=300), strict=True))
 
 
 @pytest.mark.parametrize("family", ORDER + DENSE)

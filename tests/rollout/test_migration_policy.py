@@ -93,7 +93,7 @@ def test_without_another_engine_the_planner_is_not_called() -> None:
 def test_the_fitted_speed_is_scaled_to_the_newest_steps() -> None:
     migration = begun("auto", [100.0])
     old = [EngineStep(4, 4, 0, 9.0)] * 100
-    new = [EngineStep(4, 4, 0, 3 * SPEED.step_s(4)), EngineStep(4, 400, 0, 50.0)] * 64  # prefill says nothing of decoding
+    new = [EngineStep(4, 4, 0, 3 * SPEED.step_s(4)), EngineStep(4, 400, 0, 50.0)] * 64  # prefill shows nothing of decoding
     found = migration._present_speed(old + new)
     assert (found.base_s, found.per_seq_s) == pytest.approx((3 * SPEED.base_s, 3 * SPEED.per_seq_s))
     assert migration._present_speed([]) == SPEED
@@ -112,7 +112,7 @@ def test_each_context_takes_the_faster_method_and_requests_without_tokens_are_co
 
 
 def test_measured_moves_decide_the_method() -> None:
-    """Pages become faster than their seed says, then prefill once pages take long. Both wait as long for their engines' steps."""
+    """Pages become faster than their seed predicts, then prefill once pages take long. Both wait as long for their engines' steps."""
     migration = MigrationPolicy("auto", 0.7, carries=True)
     context = np.array([50.0, 400.0, 3000.0] * 8)
     assert migration._prefers_pages(np.array([200])).tolist() == [False]

@@ -37,10 +37,10 @@ def token(seed: int, position: int) -> int:
     return (seed * 31 + position * 7) % 97
 
 
-def engine_class(hears: bool = True) -> type:
+def engine_class(accepts_commands: bool = True) -> type:
     """Decodes a token of every request each TOKEN_S; a request's seed is also its length. It writes down what it generates,
-    where a death does not reach, and waits for a driver that is slow to listen: no more than five tokens for each byte of the
-    file `pace`. With `hears` false it loses every order. Local, so that Ray ships it by value."""
+    where a death does not reach, and waits for a driver that is slow to read: no more than five tokens for each byte of the
+    file `pace`. With `accepts_commands` false it loses every command. Local, so that Ray ships it by value."""
     from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
     from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, STOP, TokenDeltas
     from rlhfless_ray.types import EngineStep, Span
@@ -52,7 +52,7 @@ def engine_class(hears: bool = True) -> type:
 
         def __init__(self, log: str, pace: str) -> None:
             self.control_queue, self.log, self.pace, self.steps = ControlQueue(), log, pace, 0
-            self.texts: dict[int, list[int]] = {}  # told for drafts, by name
+            self.texts: dict[int, list[int]] = {}  # received for drafts, by name
             self.learned: dict[str, Any] = {}
 
         def open(self, threads: int) -> dict[str, Any]:
@@ -66,12 +66,12 @@ def engine_class(hears: bool = True) -> type:
             return os.getpid()
 
         def enqueue(self, epoch: int, command: EngineCommand) -> bool:
-            return hears and self.control_queue.put(epoch, command)
+            return accepts_commands and self.control_queue.put(epoch, command)
 
-        def heard(self) -> tuple[dict[int, list[int]], dict[str, Any]]:
+        def received(self) -> tuple[dict[int, list[int]], dict[str, Any]]:
             return self.texts, self.learned
 
-        def hear(self, drafts: Any) -> None:
+        def receive(self, drafts: Any) -> None:
             if drafts is not None:
                 self.learned = drafts.learned or self.learned
                 for name, tokens in drafts.texts:
@@ -79,8 +79,8 @@ def engine_class(hears: bool = True) -> type:
 
         def rollout(self, epoch: int, requests: list[Request], interval_s: float, threads: int, drafts: Any = None) -> Iterator[Any]:
             self.control_queue.open(epoch)
-            self.hear(drafts)
-            live = {r.key: [r, len(r.generated), len(r.generated)] for r in requests}  # generated, told
+            self.receive(drafts)
+            live = {r.key: [r, len(r.generated), len(r.generated)] for r in requests}  # generated, reported
             start = last = time.time()
             log = open(f"{self.log}.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
 
@@ -88,11 +88,11 @@ def engine_class(hears: bool = True) -> type:
                 nonlocal start
                 news, tokens, logprobs = [], [], []
                 for key, one in list(live.items()):
-                    request, done, told = one
+                    request, done, reported = one
                     end = STOP if done == request.seed else CUT if key in cut else GOES_ON
-                    news.append((key, told, done - told, end))
-                    tokens += [draw(request.seed, p) for p in range(told, done)]
-                    logprobs += [-float(p) for p in range(told, done)]
+                    news.append((key, reported, done - reported, end))
+                    tokens += [draw(request.seed, p) for p in range(reported, done)]
+                    logprobs += [-float(p) for p in range(reported, done)]
                     one[2] = done
                     if end:
                         del live[key]
@@ -102,16 +102,16 @@ def engine_class(hears: bool = True) -> type:
                 return replace(deltas, observed=[(np.array([3, 4]), np.array([True, False]))]), [EngineStep(1, 1, 1, token_s)], [span]
 
             while live or not self.control_queue.close_if_empty():
-                for order in self.control_queue.take():
-                    self.hear(order.drafts)
-                    for request in order.add:
+                for command in self.control_queue.take():
+                    self.receive(command.drafts)
+                    for request in command.add:
                         assert request.key not in live
                         live[request.key] = [request, len(request.generated), len(request.generated)]
-                    if order.cut:
+                    if command.cut:
                         now = time.time()
-                        told = progress(set(order.cut))
-                        told[2].append(Span("transfer", order.what, now, now + 1e-3))
-                        yield told
+                        report = progress(set(command.cut))
+                        report[2].append(Span("transfer", command.what, now, now + 1e-3))
+                        yield report
                 time.sleep(token_s)
                 goes = self.steps < 5 * os.stat(self.pace).st_size
                 self.steps += goes
@@ -144,13 +144,13 @@ class ScriptedMoves:
 
 
 class RunContext:
-    def __init__(self, folder: Path, hears: bool = True) -> None:
+    def __init__(self, folder: Path, accepts_commands: bool = True) -> None:
         self.log = folder / "generated"
         self.pace = folder / "pace"
         self.pace.write_bytes(b"." * 10)
         self.ledger = Ledger("cpu", 1.0)
         self.leases = LeaseManager("cpu", self.ledger, 60.0, f"moves{time.time_ns()}")
-        kind = engine_class(hears)
+        kind = engine_class(accepts_commands)
         self.pool = WorkerPool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, str(self.log), str(self.pace)), self.leases, 60.0)
         self.given: list[tuple[str, Decision]] = []
 
@@ -220,7 +220,7 @@ def killer(context: RunContext, engine: int, at: int, number: signal.Signals = s
 
     def on_progress(done: int, total: int) -> None:
         log = Path(f"{context.log}.{pid}")
-        if log.exists() and next(calls) == at:  # on a busy machine the others may have told much before this one begins
+        if log.exists() and next(calls) == at:  # on a busy machine the others may have reported much before this one begins
             before, end = log.stat().st_size, time.monotonic() + 60
             while log.stat().st_size == before and time.monotonic() < end:
                 time.sleep(1e-3)
@@ -243,24 +243,24 @@ def test_engines_share_tokens_of_sibling_responses_also_after_a_resume(context: 
     def run(drafts: SharedDrafts, shares: list[list[int]]) -> list[tuple[dict[int, list[int]], dict[str, Any]]]:
         stream = context.run(lengths, shares, drafts=drafts)
         drafts.end(stream.steps)
-        return [ray.get(instance.actor.heard.remote(), timeout=60) for instance in engines]
+        return [ray.get(instance.actor.received.remote(), timeout=60) for instance in engines]
 
-    for (heard, _), others in zip(run(shared, [[0, 1], [2, 3]]), ((2, 3), (0, 1)), strict=True):
-        assert sorted(heard) == list(others)
-        assert all(len(said) > 20 and said == texts[i][: len(said)] for i, said in heard.items())
+    for (received, _), others in zip(run(shared, [[0, 1], [2, 3]]), ((2, 3), (0, 1)), strict=True):
+        assert sorted(received) == list(others)
+        assert all(len(tokens) > 20 and tokens == texts[i][: len(tokens)] for i, tokens in received.items())
     learned = shared.state()["learned"]
     assert learned["tried"][0] == learned["tried"][1] == learned["accepted"][0] > 2, "of every report"
     assert learned["terms"] is not None
     resumed = SharedDrafts()
     resumed.names = itertools.count(1000)  # the run's engines would be new
     resumed.restore(shared.state())
-    for heard, known in run(resumed, [[0], [1, 2, 3]]):
-        assert [heard[name] for name in range(1000, 1004)] == texts and known == learned
+    for received, known in run(resumed, [[0], [1, 2, 3]]):
+        assert [received[name] for name in range(1000, 1004)] == texts and known == learned
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_a_killed_engine_costs_at_most_one_interval_of_tokens(context: RunContext, engines: int) -> None:
-    """On the living engine at once, or where there is none on the successor, which knows what was told."""
+    """On the living engine at once, or where there is none on the successor, which knows the tokens that were reported."""
     context.pool.resize(engines, [], need=engines)
     first = context.pool.working[0]
     lengths = [150 + 10 * i for i in range(6)]
@@ -287,7 +287,7 @@ def test_exceeding_the_failure_budget_ends_the_run(context: RunContext) -> None:
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_a_hung_engine_is_ended_and_its_requests_continue(context: RunContext, engines: int) -> None:
-    """It lives, and does nothing any more: neither says something nor takes a call."""
+    """Its process lives, but it neither reports nor answers a call."""
     context.pool.resize(engines, [], need=engines)
     context.pool.faults = FailureBudget(100)  # on a busy machine a living one may be silent for so long, too
     first, pid = context.pool.working[0], context.pids()[0]
@@ -354,7 +354,7 @@ def test_a_death_during_moves_loses_no_token(context: RunContext) -> None:
 
 @pytest.mark.parametrize("context", [False], indirect=True)
 def test_requests_finish_although_all_commands_are_lost(context: RunContext) -> None:
-    """No engine hears: what should be cut stays, and what a dead engine had goes on when the living one's call is over."""
+    """No engine accepts commands: requests that should be cut stay, and those of a dead engine go on when the living one's call is over."""
     context.pool.resize(2, [], need=2)
     away = ScriptedMoves(lambda token_log, engines: [(i, 1) for i in np.flatnonzero(~token_log.finished & (token_log.owner == 0))])
     stream = context.run([200, 210, 100, 110], [[0, 1], [2, 3]], migration=away, on_progress=killer(context, 0, at=8))

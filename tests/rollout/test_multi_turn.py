@@ -55,8 +55,8 @@ class Game(AgentInstanceBase):
         if states["label"] == "stops":
             states["sampling_params"].stop = ["1", "2"]
         await asyncio.sleep(0.05 * random.random())
-        said = str(sum(map(ord, states["action_text"])))  # whatever was sampled decides what comes next
-        return {"rewards": len(set(states["action_text"])) / 10, "environment_feedback": f"{said};", "done": self.turn == TURNS,
+        feedback = str(sum(map(ord, states["action_text"])))  # whatever was sampled decides what comes next
+        return {"rewards": len(set(states["action_text"])) / 10, "environment_feedback": f"{feedback};", "done": self.turn == TURNS,
                 "sampling_params": states["sampling_params"]}
 
 class AgentExecutor(MultiTurnAgentExecutor):

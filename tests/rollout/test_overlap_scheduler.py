@@ -19,7 +19,7 @@ COUNT = 2
 
 
 class Scoring:
-    """Scores what it was given when it is told to."""
+    """Scores its samples when the test asks for it."""
 
     def __init__(self) -> None:
         self.asked: list[Sample] = []
@@ -51,7 +51,7 @@ class Scoring:
 
 
 class Gang:
-    """What it says of a token, where it is asked for a pass, follows from the sampler's log-probability of it."""
+    """Its result for a token of a requested pass follows from the sampler's log-probability of it."""
 
     ranks, slots = 1, 2
     SAYS: ClassVar = {"old": -1, "reference": 3, "values": 2}
@@ -273,8 +273,8 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     assert len(reference.passes) == 2, "what a pass took was measured: it is done in time"
     assert tail.broker.free == () and learning.pending() == ["reference"]
     assert learning.done_ahead(wait=True) == ["slot"]
-    told = tail.metrics()
-    assert told["overlap/reference"] == 4 and told["overlap/logprobs"] == 2 and told["overlap/values"] == 2
+    metrics = tail.metrics()
+    assert metrics["overlap/reference"] == 4 and metrics["overlap/logprobs"] == 2 and metrics["overlap/values"] == 2
     batch = learning.advantages(samples)
     assert reference.passes[1:] == [("reference", [1, 1]), ("reference", [2, 2])]
     assert learner.passes[1:] == [("logprobs", [1, 1, 2, 2])]

@@ -91,10 +91,10 @@ def test_a_prewarmed_process_has_its_imports_behind_it(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, str(tmp_path / "model")], capture_output=True, text=True, timeout=240, env=environment
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert {"vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"} <= set(told["prewarmed"])
-    assert len(told["later"]) < len(told["prewarmed"]) / 10
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert {"vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"} <= set(report["prewarmed"])
+    assert len(report["later"]) < len(report["prewarmed"]) / 10
     unused = {"scipy", "networkx", "torch._inductor.lowering"}  # by an engine that is eager and reads text
-    assert not unused & {*told["prewarmed"], *told["later"]}
-    assert told["children_s"] < 1.0  # no other Python was started to look at the model
-    assert told["kept"] > 50.0  # a process without an engine tells what it holds, too
+    assert not unused & {*report["prewarmed"], *report["later"]}
+    assert report["children_s"] < 1.0  # no other Python was started to look at the model
+    assert report["kept"] > 50.0  # a process without an engine reports what it holds, too

@@ -191,7 +191,7 @@ def test_a_prompt_that_occurs_twice_in_a_step_gets_different_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"max_lag_steps": 0, "oversample": "auto"}, "rollout.partial: responses that outlive a step need a bound"),
         ({"oversample": 3.5}, "rollout.oversample: 3.5 is not between 1 and rollout.max_lag_steps + 1 = 3"),
@@ -204,11 +204,11 @@ def test_a_prompt_that_occurs_twice_in_a_step_gets_different_samples() -> None:
         ({"ahead": True, "partial": "off", "max_lag_steps": 1, "oversample": "auto"}, "rollout.ahead: rollout.partial is off"),
     ],
 )
-def test_invalid_settings_of_partial_rollouts_are_named(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_of_partial_rollouts_are_named(settings: dict[str, Any], message: str) -> None:
     tree: dict[str, Any] = recipe().model_dump(exclude_unset=True)
     tree["rollout"] |= {key: value for key, value in settings.items() if key in (*tree["rollout"], "ahead")}
     for section in ("algorithm", "run"):
         tree[section] = tree.get(section, {}) | settings.get(section, {})
     with pytest.raises(UserError) as caught:
         Recipe.parse(tree)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

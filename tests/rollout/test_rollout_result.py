@@ -58,7 +58,7 @@ def engine_class(fails_in: str) -> type:
 
 
 @pytest.mark.parametrize(
-    ("fails_in", "said"),
+    ("fails_in", "message"),
     [
         ("constructor", r"^rollout engine rollout-\d+ could not start: ImportError: no module named vllm$"),
         ("open", r"^rollout engine rollout-\d+ could not start: the KV cache is too small; raise rollout.kv_cache_mb$"),
@@ -68,7 +68,7 @@ def engine_class(fails_in: str) -> type:
         ("nothing", r"^rollout engine rollout-\d+ ended without 1 of its responses$"),
     ],
 )
-def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_cluster, fails_in, said):
+def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_cluster, fails_in, message):
     from rlhfless_ray.rollout.driver import RolloutDriver
 
     ledger = Ledger("cpu", 1.0)
@@ -77,7 +77,7 @@ def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_
     pool.faults = FailureBudget(1)
     try:
         pool.resize(1, [])
-        with pytest.raises(RunError, match=said) as raised:
+        with pytest.raises(RunError, match=message) as raised:
             RolloutDriver(
                 pool,
                 [Request(0, (1,), 0, 4, 1.0)],
@@ -91,7 +91,7 @@ def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_
             ).run([np.array([0])], deadline_s=60.0)
         assert "\n" not in str(raised.value)
         if fails_in in ("open", "constructor"):  # asked directly, as at the end of a phase
-            with pytest.raises(RunError, match=said.replace("^rollout engine ", "^").replace("$", "")):
+            with pytest.raises(RunError, match=message.replace("^rollout engine ", "^").replace("$", "")):
                 pool.working[0].start_result(20.0)
     finally:
         pool.close()

@@ -1,4 +1,4 @@
-"""What an engine tells, from what its sampler drew: every token once, with the log-probability that counts."""
+"""What an engine reports, from what its sampler drew: every token once, with the log-probability that counts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_token_is_reported_exactly_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
     draws = SampledTokens()
     live = RunningRequests(draws)
-    told: dict[int, list[tuple[int, float]]] = {}
+    reported: dict[int, list[tuple[int, float]]] = {}
     truth: dict[int, list[int]] = {}
     for _ in range(60):
         what, keys = rng.random(), sorted(live.number)
@@ -51,7 +51,7 @@ def test_every_token_is_reported_exactly_once(seed: int) -> None:
             if key not in live.number:
                 before = tuple(truth.setdefault(key, []))
                 draws.outputs[live.add(request(key, before))] = []
-                told.setdefault(key, [])
+                reported.setdefault(key, [])
         elif what < 0.75 and keys:
             for key in rng.permutation(keys).tolist():
                 number = live.number[key]
@@ -69,14 +69,14 @@ def test_every_token_is_reported_exactly_once(seed: int) -> None:
             progress = live.take_deltas(3)
             bounds = progress.bounds
             for key, start, begin, end in zip(progress.keys.tolist(), progress.starts.tolist(), bounds, bounds[1:], strict=False):
-                assert start == len(told[key])
-                told[key] += zip(progress.token_ids[begin:end].tolist(), progress.logprobs[begin:end].tolist(), strict=True)
+                assert start == len(reported[key])
+                reported[key] += zip(progress.token_ids[begin:end].tolist(), progress.logprobs[begin:end].tolist(), strict=True)
             assert all(key not in live.number for key in progress.keys[progress.ends != GOES_ON].tolist())
     live.cut(live.number)
     last = live.take_deltas(3)
     for key, begin, end in zip(last.keys.tolist(), last.bounds, last.bounds[1:], strict=False):
-        told[key] += zip(last.token_ids[begin:end].tolist(), last.logprobs[begin:end].tolist(), strict=True)
-    assert told == {key: [(token, -float(token)) for token in tokens] for key, tokens in truth.items()}
+        reported[key] += zip(last.token_ids[begin:end].tolist(), last.logprobs[begin:end].tolist(), strict=True)
+    assert reported == {key: [(token, -float(token)) for token in tokens] for key, tokens in truth.items()}
     assert len(live) == 0 and draws.outputs == {}
 
 

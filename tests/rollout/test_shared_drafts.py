@@ -19,93 +19,93 @@ pytestmark = pytest.mark.pure
 
 
 class Engines:
-    """What each engine was told, by text."""
+    """The texts that each engine received."""
 
     def __init__(self) -> None:
-        self.heard: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self.received: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
 
-    def hear(self, number: int, news: DraftNews) -> None:
+    def receive(self, number: int, news: DraftNews) -> None:
         for name, tokens in news.texts:
             assert len(tokens)
-            self.heard[number][name] += tokens.tolist()
+            self.received[number][name] += tokens.tolist()
 
     def texts(self, number: int) -> list[list[int]]:
-        return sorted(self.heard[number].values())
+        return sorted(self.received[number].values())
 
 
-def say(log: TokenLog, engine: int, index: int, tokens: list[int], end: int = GOES_ON) -> None:
+def report(log: TokenLog, engine: int, index: int, tokens: list[int], end: int = GOES_ON) -> None:
     start = int(log.length[index])
     log.accept(engine, "e", TokenDeltas.of(1, [(log.requests[index].key, start, len(tokens), end)], tokens, np.zeros(len(tokens))))
 
 
 def test_a_response_of_an_earlier_rollout_is_sent_and_kept_once() -> None:
     """As with partial rollouts, whose finished responses wait for the others of their group."""
-    shared, told = SharedDrafts(), Engines()
+    shared, engines = SharedDrafts(), Engines()
     requests = [Request(key, (1, 2), key, 50, 1.0) for key in range(2)]
     first = TokenLog(requests)
     shared.begin(first)
     first.assign(np.array([0, 1]), 0)
     shared.for_call(0, "engine 0", [0, 1])
-    say(first, 0, 0, [5, 6], STOP)
-    say(first, 0, 1, [7])
+    report(first, 0, 0, [5, 6], STOP)
+    report(first, 0, 1, [7])
     shared.end([])
     again = TokenLog(requests, [first.completions[0], *first.unfinished(1)])
     shared.begin(again)
     for number in (0, 1):
         again.assign(np.array([1]), number)
-        told.hear(number, shared.for_call(number, f"engine {number}", [1]))
-    assert (told.texts(0), told.texts(1)) == ([], [[5, 6]]), "engine 0 has written it"
+        engines.receive(number, shared.for_call(number, f"engine {number}", [1]))
+    assert (engines.texts(0), engines.texts(1)) == ([], [[5, 6]]), "engine 0 has written it"
     shared.end([])
     assert [text.tokens.tolist() for texts in shared.earlier.values() for text in texts] == [[5, 6]] and shared.total == 2
 
 
 def test_tokens_are_sent_once_to_siblings_and_whole_to_later_steps() -> None:
-    shared, told = SharedDrafts(), Engines()
+    shared, engines = SharedDrafts(), Engines()
     requests = [Request(key, (1, 2, key // 2), key, 50, 1.0) for key in range(4)]  # two prompts, two responses to each
     log = TokenLog(requests)
     shared.begin(log)
     log.assign(np.array([0, 2, 3]), 0)
     log.assign(np.array([1]), 1)
     for number, indices in ((0, [0, 2, 3]), (1, [1])):
-        told.hear(number, shared.for_call(number, f"engine {number}", indices))
-    assert not told.texts(0) and not told.texts(1)
+        engines.receive(number, shared.for_call(number, f"engine {number}", indices))
+    assert not engines.texts(0) and not engines.texts(1)
     for tokens in ([5, 6], [7]):
-        say(log, 0, 0, tokens)
-        say(log, 0, 2, tokens)
+        report(log, 0, 0, tokens)
+        report(log, 0, 2, tokens)
         news = shared.spread([0, 2], 0)
         assert list(news) == [1], "the other group is on one engine"
-        told.hear(1, news[1])
-    assert told.texts(1) == [[5, 6, 7]]
+        engines.receive(1, news[1])
+    assert engines.texts(1) == [[5, 6, 7]]
     log.owner[2] = 1  # it moved
-    told.hear(1, shared.for_call(1, "engine 1", [2]))
-    say(log, 0, 3, [9], STOP)
+    engines.receive(1, shared.for_call(1, "engine 1", [2]))
+    report(log, 0, 3, [9], STOP)
     for number, news in shared.spread([3], 0).items():
-        told.hear(number, news)
-    assert told.texts(1) == [[5, 6, 7], [9]]
-    say(log, 1, 1, [8], STOP)
-    told.hear(0, shared.spread([1], 1)[0])
-    assert told.texts(0) == [[8]]
-    say(log, 0, 0, [4], STOP)
+        engines.receive(number, news)
+    assert engines.texts(1) == [[5, 6, 7], [9]]
+    report(log, 1, 1, [8], STOP)
+    engines.receive(0, shared.spread([1], 1)[0])
+    assert engines.texts(0) == [[8]]
+    report(log, 0, 0, [4], STOP)
     assert shared.spread([0], 0) == {}, "no sibling goes on"
-    say(log, 1, 2, [3], STOP)
+    report(log, 1, 2, [3], STOP)
     shared.end([])
 
     resumed = SharedDrafts()
     resumed.restore(json.loads(json.dumps(shared.state())))
     for one, wanted in ((shared, [[5, 6, 7]]), (resumed, [[5, 6, 7, 4], [8]])):
-        told = Engines()
+        engines = Engines()
         later = TokenLog([Request(0, (1, 2, 0), 9, 50, 1.0)])
         one.begin(later)
         later.assign(np.array([0]), 0)
-        told.hear(0, one.for_call(0, "engine 1", [0]))
+        engines.receive(0, one.for_call(0, "engine 1", [0]))
         if one is resumed:
-            assert told.texts(0) == wanted, "nobody has heard it yet"
+            assert engines.texts(0) == wanted, "no engine has received it yet"
         else:
-            assert told.texts(0) == [], "it was told the first response, and made the other"
-        told.hear(0, one.for_call(0, "engine 1", [0]))
-        assert told.texts(0) == ([] if one is shared else wanted), "not a second time"
-        told.hear(1, one.for_call(1, "engine 2", [0]))
-        assert told.texts(1) == [[5, 6, 7, 4], [8]]
+            assert engines.texts(0) == [], "it received the first response, and generated the other"
+        engines.receive(0, one.for_call(0, "engine 1", [0]))
+        assert engines.texts(0) == ([] if one is shared else wanted), "not a second time"
+        engines.receive(1, one.for_call(1, "engine 2", [0]))
+        assert engines.texts(1) == [[5, 6, 7, 4], [8]]
 
 
 def test_the_least_recently_used_prompts_are_dropped_beyond_the_token_limit() -> None:
@@ -115,7 +115,7 @@ def test_the_least_recently_used_prompts_are_dropped_beyond_the_token_limit() ->
         shared.begin(log)
         log.assign(np.array([0]), 0)
         shared.for_call(0, "e", [0])
-        say(log, 0, 0, [number] * 10, STOP)
+        report(log, 0, 0, [number] * 10, STOP)
         shared.end([])
         assert shared.total == sum(len(text.tokens) for texts in shared.earlier.values() for text in texts) <= 25
     assert [[int(text.tokens[0]) for text in texts] for texts in shared.earlier.values()] == [[3]]
@@ -128,7 +128,7 @@ def test_step_times_and_acceptance_of_all_engines_reach_the_next_call() -> None:
     steps = [EngineStep(4, 4, 100, 0.012 + 0.001 * (k % 3), drafted=k % 3, draft_s=0.002 * (k % 3 > 0)) for k in range(64)]
     shared.observe([one])
     shared.observe([other])
-    shared.end([*steps, EngineStep(4, 90, 100, 9.0)])  # a step with prompts says nothing
+    shared.end([*steps, EngineStep(4, 90, 100, 9.0)])  # a step with prompts shows nothing
     learned = shared.for_call(0, "e", [0]).learned
     assert learned["cells"] == [3, 4] and learned["tried"] == [1.0, 2.0] and learned["accepted"] == [1.0, 1.0]
     assert learned["trials"] == 42 and sum(learned["terms"][3:]) > 0

@@ -1,4 +1,4 @@
-"""Engines that say nothing, as the driver hears it."""
+"""Engines that report nothing, and what the driver does."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_silent_engine_on_an_unreachable_node_counts_as_lost_with_its_node(mon
 
 
 def test_an_engine_that_ray_killed_for_lack_of_memory_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray raises no RayActorError then, and tells the state of the whole node in many lines."""
+    """Ray raises no RayActorError then, and describes the state of the whole node in many lines."""
     rollout, died = rollout_with(SimpleNamespace()), list[str]()
 
     def get(ref: Any) -> Any:

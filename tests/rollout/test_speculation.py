@@ -43,7 +43,7 @@ def engines(new_engine: Callable[..., Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["on", "auto", "model", "head"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_drafts_change_only_the_number_of_steps(engines: dict[str, Any], kind: str, temperature: float) -> None:
-    """Asked twice: the second time the source knows what the first responses said, which other seeds repeat in part only."""
+    """Asked twice: the second time the source knows the tokens of the first responses, which other seeds repeat in part only."""
     steps: dict[str, list[Any]] = {"off": [], kind: []}
     generated = 0
     for seed in (0, 5):
@@ -108,9 +108,9 @@ def test_an_engine_drafts_from_texts_of_other_engines(engines: dict[str, Any]) -
     """Of siblings on other engines, in pieces, and of earlier steps."""
     asked = requests(8, temperature=0.0, seed=5)
     wanted = answer(engines["off"], asked)
-    said = tuple((100 + key, one.token_ids) for key, one in wanted.items())
+    texts = tuple((100 + key, one.token_ids) for key, one in wanted.items())
     for part in (slice(0, 5), slice(5, None)):
-        engines["on"].update_drafts(DraftNews({}, tuple((name, tokens[part]) for name, tokens in said)))
+        engines["on"].update_drafts(DraftNews({}, tuple((name, tokens[part]) for name, tokens in texts)))
     engines["on"].take_steps()
     assert_same(answer(engines["on"], asked), wanted)
     steps = engines["on"].take_steps()
@@ -129,8 +129,8 @@ def test_drafts_and_cuts_change_no_token(engines: dict[str, Any], seed: int, tem
     wanted = answer(engines["off"], asked)
     rest = []
     for one in asked:
-        said = tuple(wanted[one.key].token_ids.tolist())
-        rest.append(replace(one, generated=said[: int(rng.integers(0, len(said)))]))
+        response = tuple(wanted[one.key].token_ids.tolist())
+        rest.append(replace(one, generated=response[: int(rng.integers(0, len(response)))]))
     for kind in ("model", "head", "auto"):
         engines[kind].update_drafts(
             DraftNews({}, tuple((seed * 10 + key, one.token_ids[: rng.integers(1, 24)]) for key, one in wanted.items()))
@@ -153,8 +153,8 @@ def test_drafts_change_no_end_by_stop_word_or_length(engines: dict[str, Any]) ->
     plain = answer(engines["off"], requests(temperature=0.0))
     asked = []
     for one in requests(temperature=0.0):
-        said = plain[one.key].token_ids
-        word = f"{said[len(said) // 2]};" if one.key % 2 else ""
+        response = plain[one.key].token_ids
+        word = f"{response[len(response) // 2]};" if one.key % 2 else ""
         asked.append(replace(one, stop=(word,) if word else (), min_tokens=5 if one.key % 3 else 0, max_tokens=20 + one.key % 7))
     wanted = answer(engines["off"], asked)
     for _ in range(2):

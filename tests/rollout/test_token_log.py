@@ -19,7 +19,7 @@ def asked(count: int) -> list[Request]:
     return [Request(key, (1, 2, 3), 5, 64, 1.0) for key in range(count)]
 
 
-def said(version: int, *news: tuple[int, int, list[int], int]) -> TokenDeltas:
+def report(version: int, *news: tuple[int, int, list[int], int]) -> TokenDeltas:
     """news: (key, start, tokens, end); a token's log-probability is its tenth, negative."""
     tokens = [token for _, _, part, _ in news for token in part]
     rows = [(key, start, len(part), end) for key, start, part, end in news]
@@ -49,7 +49,7 @@ def test_a_response_does_not_depend_on_how_it_was_reported(seed: int) -> None:
             news.append((key, at[key], whole[key][at[key] : upto], end))
             versions[key] += [version] * (upto - at[key])
             at[key] = upto + over
-        ended, cut = token_log.accept(engine, "e", said(version, *news))
+        ended, cut = token_log.accept(engine, "e", report(version, *news))
         assert ended.tolist() == [key for key, *_, end in news if end in (STOP, LENGTH)]
         assert cut.tolist() == [key for key, *_, end in news if end == CUT]
         assert all(token_log.owner[i] == NO_ENGINE for i in cut)
@@ -69,8 +69,8 @@ def test_a_response_does_not_depend_on_how_it_was_reported(seed: int) -> None:
 
 def test_a_reassigned_request_keeps_its_settings_and_tokens() -> None:
     token_log = begun(2)
-    token_log.accept(0, "e", said(1, (1, 0, [7, 8], GOES_ON)))
-    token_log.accept(0, "e", said(1, (1, 2, [6], CUT)))
+    token_log.accept(0, "e", report(1, (1, 0, [7, 8], GOES_ON)))
+    token_log.accept(0, "e", report(1, (1, 2, [6], CUT)))
     assert token_log.assign(np.array([0, 1]), 3) == [
         Request(0, (1, 2, 3), 5, 64, 1.0),
         Request(1, (1, 2, 3), 5, 64, 1.0, generated=(7, 8, 6)),
@@ -79,7 +79,7 @@ def test_a_reassigned_request_keeps_its_settings_and_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "told", "message"),
+    ("engine", "reported", "message"),
     [
         (0, (0, 3, [1], GOES_ON), "rollout-7 reports request 0 from token 3, but 2 are recorded: tokens are missing"),
         (0, (0, 1, [1], GOES_ON), "rollout-7 reports request 0 from token 1, but 2 are recorded: tokens are repeated"),
@@ -89,18 +89,18 @@ def test_a_reassigned_request_keeps_its_settings_and_tokens() -> None:
         (0, (1, 1, [1], GOES_ON), "rollout-7 reports request 1, which is not assigned to it"),
     ],
 )
-def test_reports_that_do_not_fit_are_rejected(engine: int, told: tuple, message: str) -> None:
+def test_reports_that_do_not_fit_are_rejected(engine: int, reported: tuple, message: str) -> None:
     token_log = begun(2)
-    token_log.accept(0, "e", said(1, (0, 0, [7, 8], GOES_ON), (1, 0, [1], STOP)))
+    token_log.accept(0, "e", report(1, (0, 0, [7, 8], GOES_ON), (1, 0, [1], STOP)))
     with pytest.raises(RunError, match=message):
-        token_log.accept(engine, "rollout-7", said(1, told))
+        token_log.accept(engine, "rollout-7", report(1, reported))
     assert token_log.length.tolist() == [2, 1] and token_log.missing == 1
 
 
 def test_repeated_requests_and_missing_log_probabilities_are_rejected() -> None:
     token_log = begun(1)
     with pytest.raises(RunError, match="one request twice"):
-        token_log.accept(0, "e", said(1, (0, 0, [1], GOES_ON), (0, 0, [1], GOES_ON)))
+        token_log.accept(0, "e", report(1, (0, 0, [1], GOES_ON), (0, 0, [1], GOES_ON)))
     with pytest.raises(RunError, match="reports 2 tokens with 2 ids and 1 log-prob"):
         token_log.accept(0, "e", TokenDeltas.of(1, [(0, 0, 2, GOES_ON)], [1, 2], np.zeros(1)))
     with pytest.raises(ValueError, match="must count from 0"):
@@ -117,7 +117,7 @@ def test_adding_requests_one_by_one_equals_creating_the_log_with_all() -> None:
         assert one_by_one.add(request) == key
     one_by_one.assign(np.arange(1, 57), 0)
     for token_log in (one_by_one, at_once):
-        token_log.accept(0, "e", said(1, (0, 0, [7], STOP), (37, 0, [7, 8], GOES_ON), (56, 0, [9], CUT)))
+        token_log.accept(0, "e", report(1, (0, 0, [7], STOP), (37, 0, [7, 8], GOES_ON), (56, 0, [9], CUT)))
         assert token_log.request(37) == replace(asked(38)[37], generated=(7, 8)) and token_log.missing == 56
     for name in ("length", "finished", "owner", "prompt"):
         np.testing.assert_array_equal(getattr(one_by_one, name), getattr(at_once, name))

@@ -24,14 +24,14 @@ from rlhfless_ray.types import Request, WeightVersion
 class Call:
     """A method of an actor."""
 
-    def __init__(self, said: list[Any]) -> None:
-        self.said = said
+    def __init__(self, sent: list[Any]) -> None:
+        self.sent = sent
 
     def options(self, **_: Any) -> Call:
         return self
 
     def remote(self, *given: Any) -> Any:
-        self.said.append(given)
+        self.sent.append(given)
         return object()
 
 
@@ -41,13 +41,13 @@ class Pool:
     lease_one = WorkerPool.lease_one
 
     def __init__(self, nodes: list[str], draining: set[str]) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
         self.log: list[str] = []
         self.working = [self.engine(node) for node in nodes]
         self.leases = SimpleNamespace(nodes=SimpleNamespace(find_lost=lambda nodes: [], draining=lambda: draining), deadline_s=60.0)
 
     def engine(self, node: str) -> Any:
-        call = Call(self.said)
+        call = Call(self.sent)
         actor = SimpleNamespace(rollout=call, enqueue=call, load=call)
         return SimpleNamespace(
             id=f"engine-{len(self.log)}",
