@@ -13,6 +13,7 @@ import pytest
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.cluster import check_width
+from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.local.member_process import LOST_RC
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.load_reward import load_reward
@@ -46,6 +47,7 @@ time.sleep(60)
 
 
 @pytest.mark.learner
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_divided_among_two_it_gives_what_transformers_gives_and_a_lost_member_ends_it(tmp_path: Path, family: str) -> None:
     folder = tmp_path / "model"
@@ -53,9 +55,9 @@ def test_divided_among_two_it_gives_what_transformers_gives_and_a_lost_member_en
     asked = sequences(np.random.default_rng(1))
     expected = by_transformers(folder, asked)
     (tmp_path / "work").write_bytes(pickle.dumps((source, asked)))
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER, str(tmp_path / "work")], capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment()
-    )
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = forked([sys.executable, str(tmp_path / "worker.py"), str(tmp_path / "work")])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment())
     assert done.returncode == LOST_RC, done.stderr
     first, again, parameters, members_mb = json.loads(done.stdout.splitlines()[-1])
     np.testing.assert_allclose(first, expected, atol=2e-5)

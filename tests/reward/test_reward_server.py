@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.reward_server import TextScorer, create_server
 from rlhfless_ray.weights.model_folder import write_folder
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, command_here, environment
 from tests.reward.reward_models import reward_model
 from tests.reward.test_model import by_transformers
 
+MODULE = "rlhfless_ray.cli.serve_rm"
 TEXTS = ["w3 w4", "w5", "w6 w7 w8 w9 w1", "w3 w3 w3"]
 
 
@@ -81,21 +83,12 @@ def test_bad_requests_are_told_and_the_server_goes_on(url: str) -> None:
         create_server(None, "127.0.0.1", int(url.split(":")[2].split("/")[0]))  # type: ignore[arg-type]
 
 
-def command(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "rlhfless_ray.cli.serve_rm", *arguments],
-        cwd=ROOT,
-        env=environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_processes")
 def test_the_command_serves_on_loopback_with_flags_of_any_version(folder: Path, expected: np.ndarray) -> None:
     flags = ["--max_len", "64", "--flash_attn", "--ds.attn_implementation", "eager", "--ds.param_dtype", "fp32", "--port", "0"]
-    running = command("--reward_pretrain", str(folder), *flags)
+    command = forked([sys.executable, "-m", MODULE, "--reward_pretrain", str(folder), *flags])
+    running = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert running.stdout is not None
         line = running.stdout.readline()
@@ -107,7 +100,6 @@ def test_the_command_serves_on_loopback_with_flags_of_any_version(folder: Path, 
         running.wait(20)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -118,6 +110,5 @@ def test_the_command_serves_on_loopback_with_flags_of_any_version(folder: Path, 
     ],
 )
 def test_mistakes_end_it_with_code_2(folder: Path, flags: list[str], words: str) -> None:
-    done = command(*[str(folder) if flag == "FOLDER" else flag for flag in flags])
-    _, told = done.communicate(timeout=200)
-    assert done.returncode == 2 and words in told and "Traceback" not in told
+    done = command_here(*[str(folder) if flag == "FOLDER" else flag for flag in flags], module=MODULE)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
