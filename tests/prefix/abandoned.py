@@ -1,5 +1,6 @@
 """A run's driver and its neighbour, for tests that kill one: `python abandoned.py ADDRESS start NAME HEARTBEAT_S` starts the
-service, prints its application's name and sleeps; `… look` prints the applications and the named actors that are there."""
+service, prints its application's name and sleeps; `… look` prints
+the applications and the named actors that are there, once for each line of its input."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ def main(address: str, what: str, *arguments: str) -> None:
     if what == "look":
         from ray import serve
 
-        actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
-        print(json.dumps({"applications": sorted(serve.status().applications), "actors": actors}), flush=True)
+        for _ in sys.stdin:
+            actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+            print(json.dumps({"applications": sorted(serve.status().applications), "actors": actors}), flush=True)
         return
     from rlhfless_ray.prefix.page_service import PrefixService
 

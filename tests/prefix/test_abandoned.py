@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +41,29 @@ def start(address: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
     raise AssertionError("the service did not start")
 
 
-def look(address: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, SCRIPT, address, "look"], capture_output=True, text=True, timeout=200, env=environment())
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+@pytest.fixture
+def look(shared: str) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Returns the applications and named actors of the cluster, as another of its drivers sees them."""
+    command = [sys.executable, SCRIPT, shared, "look"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()) as looker:
+        assert looker.stdin is not None and looker.stdout is not None
+
+        def ask() -> dict[str, Any]:
+            print(file=looker.stdin, flush=True)
+            return json.loads(next(line for line in looker.stdout if line.startswith("{")))
+
+        yield ask
+        looker.kill()
 
 
-def test_the_application_of_a_killed_driver_deletes_itself(shared: str) -> None:
+def test_the_application_of_a_killed_driver_deletes_itself(shared: str, look: Callable[[], dict[str, Any]]) -> None:
     killed, mine = start(shared, "mine", LIMIT_S)
     living, other = start(shared, "other", LIMIT_S)
     try:
-        assert look(shared)["applications"] == sorted([mine, other])
+        assert look()["applications"] == sorted([mine, other])
         killed.send_signal(signal.SIGKILL)
         end = time.monotonic() + 200  # the living driver's outlives the limit meanwhile
-        while (found := look(shared))["applications"] != [other] or any(mine in name for name in found["actors"]):
+        while (found := look())["applications"] != [other] or any(mine in name for name in found["actors"]):
             assert time.monotonic() < end, found
             time.sleep(0.5)
         assert any(other in name for name in found["actors"])
