@@ -46,7 +46,7 @@ def test_an_adapter_that_engines_cannot_hold(tmp_path):
 
 
 @pytest.mark.ray
-def test_a_quantisation_that_the_device_cannot_do(no_ray, tmp_path):
+def test_a_quantisation_that_the_device_cannot_do(private_ray, tmp_path):
     done = command_here("train", write_recipe(tmp_path), "rollout.quantization=fp8")
     assert done.returncode == 2 and "rollout.quantization: vLLM on CPU cannot quantise weights to fp8" in sentence(done)
     assert not (tmp_path / "runs").exists()
@@ -163,7 +163,7 @@ def often(prompt, response, row):
 
 @pytest.mark.engine
 @pytest.mark.ray
-def test_rewards_that_fail_seldom_are_left_out_and_shown_and_too_often_end_the_run(no_ray, tmp_path):
+def test_rewards_that_fail_seldom_are_left_out_and_shown_and_too_often_end_the_run(private_ray, tmp_path):
     recipe = write_recipe(tmp_path, reward__function=f"{tmp_path / 'some.py'}:often", reward__max_failed_share=0.9)
     run = tmp_path / "runs" / "small"
     (tmp_path / "some.py").write_text(UNRELIABLE.format(metrics=run / "metrics.jsonl"))

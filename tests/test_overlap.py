@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprob_passes import Passes
+from rlhfless_ray.local.local_ray import WORKER_PREFIX
 from rlhfless_ray.rollout import driver as rollout
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.types import Sample, Step
@@ -88,14 +89,20 @@ def trained(folder: Path, enough: Callable[[OverlapScheduler], bool] | None, **m
         return run.folder.path
 
 
-def test_what_is_done_in_the_tail_changes_nothing_but_the_time(
-    no_ray: None, cold_workers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def own_ray(no_ray: None) -> Iterator[None]:
+    """One Ray for all runs, with a fork server of its own, as a user's: the memory that its workers share is that of one run."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv(WORKER_PREFIX, raising=False)
+        with one_ray(["Qwen2ForCausalLM"]):
+            yield
+
+
+def test_what_is_done_in_the_tail_changes_nothing_but_the_time(own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)  # always worth beginning
-    with one_ray(["Qwen2ForCausalLM"]):
-        after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)
-        ahead = trained(tmp_path / "ahead", lambda tail: tail.learned > 0, algorithm__kl=IN_LOSS)
+    after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)
+    ahead = trained(tmp_path / "ahead", lambda tail: tail.learned > 0, algorithm__kl=IN_LOSS)
     ledger = read_ledger(ahead / "ledger.csv")
     work = [row for row in ledger if row.kind == "rollout" and row.activity == "work"]
     early = [row.step for row in ledger if row.what == "accumulate" and any(o.step == row.step and o.to_s > row.from_s for o in work)]
@@ -128,7 +135,7 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(
 
 
 def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would_say_later(
-    no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)
