@@ -14,11 +14,12 @@ import ray
 
 from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
 from placement.market import Bid
+from rlhfless_ray.cli.cluster_command import show
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger, read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
-from tests.conftest import ROOT, command, environment
+from tests.conftest import ROOT, command, command_here, environment
 from tests.run_files import rows
 
 pytestmark = pytest.mark.ray
@@ -41,7 +42,7 @@ def start(
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment())
 
 
-def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster, tmp_path):
+def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster, tmp_path, capsys):
     address = ray.get_runtime_context().gcs_address
     watch = PoolClient("gpu", RunInfo("watch", share=0.0, least=0))  # keeps the pool when the last run has left
     try:
@@ -49,9 +50,10 @@ def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster
         said = [run.communicate(timeout=300)[0] for run in runs]
         assert [run.returncode for run in runs] == [0, 0], said
         found = json.loads(command("cluster", "--address", address, "--json").stdout)[0]
-        table = command("cluster", "--address", address).stdout
     finally:
         watch.close()
+    show(found)
+    table = capsys.readouterr().out
     assert found["slots"] == 4 and found["held"] == 0
     assert "short" in table and "slots passed from run to run" in table
     paid = {run["name"]: run["slot_s"] for run in found["past"]}
@@ -102,6 +104,7 @@ def test_a_run_that_the_pool_refuses_says_why_and_leaves_nothing(ray_cluster, tm
     assert not list((tmp_path / "greedy" / "runs").glob("*"))
 
 
-def test_without_a_pool_there_is_nothing_to_show(ray_cluster):
-    done = command("cluster", "--address", ray.get_runtime_context().gcs_address)
+def test_without_a_pool_there_is_nothing_to_show(ray_cluster, monkeypatch):
+    monkeypatch.setattr("rlhfless_ray.local.cluster.connect", lambda address, key: None)  # this process is connected
+    done = command_here("cluster", "--address", ray.get_runtime_context().gcs_address)
     assert done.returncode == 0 and "no run shares the slots of this cluster now" in done.stdout
