@@ -19,6 +19,7 @@ from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger, read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
+from rlhfless_ray.local.local_ray import forked
 from tests.conftest import ROOT, command, command_here, environment
 from tests.run_files import rows
 
@@ -38,7 +39,7 @@ def start(
     recipe = recipe_for(world, folder, steps=steps, prompts=16, samples=4, actors=actors, max_tokens=256, **more)
     path = folder / "recipe.yaml"
     path.write_text(recipe.to_yaml())
-    command = [sys.executable, "-m", "benchmarks.common.replayed_run", str(path)]
+    command = forked([sys.executable, "-m", "benchmarks.common.replayed_run", str(path)])
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment())
 
 
