@@ -241,10 +241,13 @@ class LeaseManager:
     # ---- looking ----------------------------------------------------------------------------------------------
 
     def availability(self) -> str:
+        """Describe the cluster's slots and those of this run, for messages."""
         name = next(iter(self.bundle))
         total = ray.cluster_resources().get(name, 0)
         free = ray.available_resources().get(name, 0)
-        return f"the cluster has {total:g} {name}, {free:g} free"
+        last_with = ", ".join(filter(None, (lease.holder for lease in self.held.values())))
+        own = f"this run holds {len(self.held)}" + (f", last with {last_with}" if last_with else "")
+        return f"the cluster has {total:g} {name}, {free:g} free; {own}"
 
     def others_wait(self) -> bool:
         """Return whether a pending placement group of another user could use one of this run's slots.

@@ -25,7 +25,7 @@ from placement.market import Bid, Clearing
 from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, Reply, RunInfo, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
-from rlhfless_ray.functions.slot_source import POOL_PREFIX, device_ids, device_named, request_group
+from rlhfless_ray.functions.slot_source import POOL_PREFIX, RESERVED_S, device_ids, device_named, is_reserving, request_group
 
 NAMESPACE = "rlhfless"
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
@@ -59,6 +59,7 @@ class SlotPool:
         self.orphans_until_s = now + SILENT_S
         self.changed = asyncio.Event()  # set for a moment when slots or requests have changed
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
+        self.withdrawn: list[PlacementGroup] = []  # groups that are removed once no node reserves a slot for them
         self._begin(self._tick())
 
     def look(self) -> None:
@@ -96,6 +97,8 @@ class SlotPool:
 
     async def end_if_empty(self) -> None:
         """End the pool and return its slots to Ray, unless a run has joined. The call fails if it ends."""
+        while self.withdrawn:
+            await asyncio.sleep(POLL_S[0])
         if self.state.runs:
             return
         for slot in list(self.state.slots.values()):
@@ -207,7 +210,8 @@ class SlotPool:
         for slot in self.state.match(now):
             slot.granted_s = time.time()
         for id in set(self.creating) - set(self.state.requests):
-            remove_placement_group(self.creating.pop(id))
+            self.withdrawn.append(group := self.creating.pop(id))
+            self._begin(self._withdraw(group))
         for request in self.state.requests.values():
             if request.id not in self.creating:
                 self._create(request)
@@ -246,6 +250,13 @@ class SlotPool:
             del self.creating[request.id]
             self.state.put(PoolSlot(name, node, device, group), time.monotonic())
             self._settle()
+
+    async def _withdraw(self, group: PlacementGroup) -> None:
+        end_s = time.monotonic() + RESERVED_S
+        while is_reserving(placement_group_table(group)) and time.monotonic() < end_s:
+            await asyncio.sleep(POLL_S[0])
+        remove_placement_group(group)
+        self.withdrawn.remove(group)
 
     async def _device(self, group: PlacementGroup) -> int | str:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
+from rlhfless_ray.functions import slot_source
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_messages import RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
-from rlhfless_ray.functions.slot_source import Grant, LeaseRequest
+from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, RayGroups, is_reserving
 from tests.functions.test_pool_messages import joined, say
 from tests.functions.test_pool_state import pool
 
@@ -91,3 +94,34 @@ def test_a_needed_slot_whose_node_is_lost_as_it_is_granted_is_waited_for(monkeyp
     leases.release([lease])
     waits.clear()
     assert leases.take(1, "rollout", need=0, wait_s=5.0) == [] and len(waits) == 1, "one that is not needed is given up"
+
+
+@pytest.mark.parametrize(
+    ("state", "attempt", "delay_ms", "scheduling", "expected"),
+    [
+        ("PENDING", 0, 0.0, "QUEUED", True),  # Ray may begin at any moment
+        ("PENDING", 1, 0.0, "QUEUED", True),
+        ("PENDING", 1, 100.0, "NO_RESOURCES", False),
+        ("PENDING", 2, 100.0, "NO_RESOURCES", True),
+        ("PENDING", 4, 337.0, "NO_RESOURCES", False),  # as Ray 2.60 has said
+        ("PREPARED", 5, 337.0, "NO_RESOURCES", True),
+        ("CREATED", 5, 337.0, "FINISHED", False),
+        ("PENDING", 30, 1000.0, "NO_RESOURCES", False),
+        ("PENDING", 1, 0.0, "INFEASIBLE", False),
+        ("REMOVED", 1, 0.0, "REMOVED", False),
+    ],
+)
+def test_a_slot_is_reserved_during_each_attempt_of_ray(state: str, attempt: int, delay_ms: float, scheduling: str, expected: bool) -> None:
+    stats = {"scheduling_attempt": attempt, "highest_retry_delay_ms": delay_ms, "scheduling_state": scheduling}
+    assert is_reserving({"state": state, "stats": stats}) is expected
+
+
+def test_a_request_is_withdrawn_only_once_no_node_reserves_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, removed = ["PREPARED", "PREPARED", "CREATED"], []
+    monkeypatch.setattr(slot_source, "placement_group", lambda bundles, name, **_: name)
+    monkeypatch.setattr(slot_source, "placement_group_table", lambda group: {"state": states.pop(0)})
+    monkeypatch.setattr(slot_source, "remove_placement_group", lambda group: removed.append((group, len(states))))
+    source, request = RayGroups("cpu"), LeaseRequest("run-1", 0.0)
+    source.ask([request])
+    source.withdraw([request])
+    assert removed == [("rlhfless-run-1", 0)] and not source.groups

@@ -52,9 +52,19 @@ def test_what_is_missing_is_said_after_the_deadline_and_nothing_is_kept(ray_clus
         with pytest.raises(RunError, match=r"rollout needs 5 × \{'GPU': 1\} and got \d within \d+ s; the cluster has 4 GPU") as caught:
             leases.take(5, "rollout")
         assert groups_alive(leases) == 0 and not leases.held and not leases.pending
-        if f"got 4 within {deadline_s} s; the cluster has 4 GPU, 0 free" in str(caught.value):
+        if f"got 4 within {deadline_s} s; the cluster has 4 GPU, 0 free; this run holds 4" in str(caught.value):
             return
     raise AssertionError(str(caught.value))
+
+
+def test_who_of_the_run_holds_its_slots_is_said(ray_cluster):
+    leases = leases_of("gpu")
+    [taken] = leases.take(1, "rollout")
+    leases.hand_over(taken, "rollout", "rollout-7")
+    leases.deadline_s = 0.1
+    with pytest.raises(RunError, match=r"the cluster has 4 GPU, \d free; this run holds \d, last with rollout-7"):
+        leases.take(4, "learn")
+    leases.release_all()
 
 
 def test_fewer_than_asked_for_are_taken_where_that_is_enough(ray_cluster):
