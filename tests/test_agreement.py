@@ -72,6 +72,17 @@ def test_of_an_agents_sample_the_policys_tokens_count() -> None:
     assert batch.mask is not None and batch.mask[: 2 * TOKENS].sum() == TOKENS
 
 
+def test_tokens_that_were_drawn_without_ends_are_not_compared() -> None:
+    """Before `rollout.min_tokens` no token can end a response, or an agent's turn, so the others are likelier than to the learner."""
+    mask = np.array([True] * 5 + [False] * 2 + [True] * 4 + [False])
+    batch = select_batch([sample(1, 9), sample(2, 3), sample(3, 12, mask=mask)], min_tokens=3)
+    assert batch is not None and batch.mask is not None and len(batch) == 2
+    assert batch.mask.tolist() == [False] * 3 + [True] * 6 + [False] * 3 + [True] * 2 + [False] * 5 + [True]
+    assert len(batch.logprobs) == 9
+    assert select_batch([sample(2, 3)], min_tokens=3) is None
+    assert compare_mismatch(UpdateStats(trained_tokens=9, mismatch_mean=1.0), 1e-3, 1.0, min_tokens=3) == {}
+
+
 def test_the_first_samples_and_those_after_the_first_update_are_checked() -> None:
     learner = Learner(0.0)
     checks, _ = agreement(learner)

@@ -43,12 +43,13 @@ def tolerance(dtype: str, quantization: str) -> float:
     return max(TOLERANCE[dtype], QUANTIZED[quantization])
 
 
-def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float) -> dict[str, Any]:
+def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float, min_tokens: int = 0) -> dict[str, Any]:
     """Return the tolerance of a step's mean mismatch, and 1 if the mismatch is above it, else 0.
 
-    Sampling with top-p raises log-probabilities by at most -log(top_p). Empty if the learner trained on no token.
+    Sampling with top-p raises log-probabilities by at most -log(top_p). Empty if the learner trained on no token, and with `min_tokens`:
+    before them ends of a response are left out, which raises the others' log-probabilities without such a bound.
     """
-    if not stats.trained_tokens:
+    if not stats.trained_tokens or min_tokens:
         return {}
     limit = tolerance - math.log(top_p)
     return {"learn/mismatch_tolerance": limit, "learn/mismatch_warning": int(not stats.mismatch_mean <= limit)}
@@ -79,7 +80,8 @@ class Agreement:
         Raises:
             RunError: They differ by more than the tolerance. With `rollout.agreement=warn` this is only a message.
         """
-        batch = select_batch([s for s in samples if s.completion.versions == ((weights.version, len(s.completion.token_ids)),)])
+        fresh = [s for s in samples if s.completion.versions == ((weights.version, len(s.completion.token_ids)),)]
+        batch = select_batch(fresh, self.context.recipe.rollout.min_tokens)
         if not self.is_due or batch is None:
             return
         self.is_due = False
@@ -144,22 +146,28 @@ def compute_distances(a: np.ndarray, b: np.ndarray, top_p: float) -> np.ndarray:
     return apart
 
 
-def select_batch(samples: Sequence[Sample]) -> Batch | None:
-    """Return the first tokens of a few samples, spread over all of them, or None if the policy wrote no token.
+def select_batch(samples: Sequence[Sample], min_tokens: int = 0) -> Batch | None:
+    """Return the first tokens of a few samples, spread over all of them, or None if there are none to compare.
 
-    They are one group: samples with the same prompt share a row, as in training.
+    They are one group: samples with the same prompt share a row, as in training. `min_tokens`: so many tokens of a response, or of an
+    agent's turn, are left out. They were drawn without the tokens that would end it, so their log-probabilities are others.
     """
-    written = [sample for sample in samples if sample.written_tokens]
-    if not written:
+    known = [(sample, mask) for sample in samples if (mask := _comparable(sample, min_tokens)).any()]
+    if not known:
         return None
-    chosen = [written[i] for i in np.unique(np.linspace(0, len(written) - 1, min(SAMPLES, len(written))).astype(int))]
-    masks = [None if s.action_mask is None else s.action_mask[: _end(s)] for s in chosen]
-    rows: list[Any] = [(s.prompt.token_ids, s.completion.token_ids[: _end(s)], s.completion.logprobs[: _end(s)], 0.0, 0) for s in chosen]
+    chosen = [known[i] for i in np.unique(np.linspace(0, len(known) - 1, min(SAMPLES, len(known))).astype(int))]
+    masks: list[np.ndarray | None] = []
+    rows: list[Any] = []
+    for sample, mask in chosen:
+        end, done = int(np.flatnonzero(mask)[:TOKENS][-1]) + 1, sample.completion
+        masks.append(None if mask[:end].all() else mask[:end])
+        rows.append((sample.prompt.token_ids, done.token_ids[:end], done.logprobs[:end], 0.0, 0))
     return Batch.of(rows, masks)
 
 
-def _end(sample: Sample) -> int:
-    """Return the position after the first TOKENS tokens of the policy."""
-    if sample.action_mask is None:
-        return min(TOKENS, len(sample.completion.token_ids))
-    return int(np.flatnonzero(sample.action_mask)[:TOKENS][-1]) + 1
+def _comparable(sample: Sample, min_tokens: int) -> np.ndarray:
+    """Return which tokens the policy has drawn from its whole distribution: (tokens,) bool."""
+    written = np.ones(len(sample.completion.token_ids), bool) if sample.action_mask is None else sample.action_mask
+    count = np.cumsum(written)
+    before_turn = np.maximum.accumulate(np.where(written, 0, count))
+    return written & (count - before_turn > min_tokens)

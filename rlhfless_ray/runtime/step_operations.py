@@ -283,7 +283,9 @@ class StepOperations(CheckpointedRun):
         if self.agreement is not None:
             self.agreement.updated(stats)
             if not self.step.metrics.get("lag/max"):  # with a lag, the difference is that between two versions
-                self.step.metrics |= compare_mismatch(stats, self.agreement.tolerance, self.recipe.rollout.top_p)
+                self.step.metrics |= compare_mismatch(
+                    stats, self.agreement.tolerance, self.recipe.rollout.top_p, self.recipe.rollout.min_tokens
+                )
         return stats
 
     def observe_samples(self, step: Step) -> None:
