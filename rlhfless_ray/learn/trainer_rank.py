@@ -26,6 +26,7 @@ from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.learn.tensor_parallel import ModelSlices
+from rlhfless_ray.learn.tied_ends import TiedEnds
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
@@ -124,6 +125,8 @@ class TrainerRank:
             self.engine.enable_backward_allreduce = False  # `step` reduces, so that it can check gradients before it steps
         elif self.stage < 3:
             use_gradient_pieces(self.engine.optimizer)
+        if self.is_large and self.stage < 3 and self.lora is None and not is_divided:
+            TiedEnds.install(model, before_gradient=release_free_heap)
         self._forget_trial_step()
 
     def join_process_group(self, rendezvous: tuple[str, int] | None) -> None:
