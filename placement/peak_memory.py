@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from placement.memory import FAMILIES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, RankMemory, Training, rank_memory, text_part
+from placement.memory import FAMILIES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, RankMemory, Training, rank_memory, text_part, ties_ends
 
 CHUNK_BYTES = 1 << 28  # float32 logits that a learner computes at once
 CHUNK_COPIES = 3.5  # logits in the model's dtype and in float32, probabilities, and their gradient
@@ -83,8 +83,11 @@ def trainer_parts(
     """
     trained = adapter_parameters(config, lora_rank) if training.adapters else parameters
     working = update_bytes(config, batch, training.value_bytes, checkpointing, ADAPTER_SLACK if training.adapters else 1.0)
-    if batch.targets and not training.adapters:  # gradient of the output head, and the sum of those of earlier chunks
-        working += 2 * _number(text_part(config), "vocab_size") * _width(config) * training.value_bytes
+    if batch.targets and not training.adapters:
+        # gradient of the output head, and the sum of those of earlier chunks; a few tokens of tied embeddings need one (learn/tied_ends.py)
+        is_one = ties_ends(config) and training.zero_stage < 3 and training.tensor_parallel == 1 and not on_gpu
+        ends = _number(text_part(config), "vocab_size") * _width(config) * training.value_bytes
+        working += ends if is_one and batch.targets <= _width(config) else 2 * ends
     if training.zero_stage and not batch.is_only:
         working += ADDED_BYTES * trained // training.ranks
     stepping = 0.0

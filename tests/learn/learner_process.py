@@ -9,7 +9,8 @@ A case is a dict: `settings` and `files` of the learner, `batches` to update wit
 start from, `looks`: names of what to ask of `logprobs` before each update, `passes`: the same, in three parts that the update is
 then given,
 `early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
-updates to take one, `parks`: whether to leave the device after each, `reads`: whether to read the published weights after each,
+updates to take one, `parks`: whether to leave the device after each, `reads`: whether to save memory as for a large
+model and read the published weights after each,
 `chunk_bytes`: of the logits that the head computes at once, `device`. The result holds `stats` per update and,
 from rank 0, `weights` after each update, and `snapshots` as {updates done: this rank's files}; on GPU `memory` as (bytes at work,
 bytes away) per update.
@@ -33,6 +34,7 @@ import numpy as np
 from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings, ReferenceSettings
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.local.member_process import PARENT_DEATH_SIGNAL
+from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
 
 
 def _values(weights: dict[str, np.ndarray] | None) -> dict[str, np.ndarray] | None:
@@ -83,12 +85,13 @@ def _own(shares: list[Any], rank: int, ranks: int) -> Any:
 def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
     import torch
 
-    from rlhfless_ray.learn import logprobs
+    from rlhfless_ray.learn import logprobs, trainer_rank
     from rlhfless_ray.learn.learner_rank import LearnerRank
     from rlhfless_ray.learn.reference_rank import ReferenceRank
     from rlhfless_ray.learn.trainer_rank import read_state
 
     logprobs.CHUNK_BYTES = case.get("chunk_bytes", 1 << 28)
+    trainer_rank.LARGE_PARAMETERS = 0 if case.get("reads") else LARGE_PARAMETERS
     settings: RankSettings = replace(case["settings"], rank=rank, device=case.get("device", "cpu"))
     assert settings.learner.ranks == ranks
     state = case.get("state")
