@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.losses import token_weights, value_loss
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
@@ -41,10 +40,8 @@ class CriticRank:
             policy = self.settings.policy
             model = load_critic(folder, policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed)
         scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
-        section = self.settings.lora
-        self.sharing = PromptSharing.of(model, self.settings.learner.share_prompts, section.dropout)
-        lora = LoraAdapters(model, section, self.seed) if section.rank else None
-        self.trainer.open(TokenValues(model, *scale), state, lora)
+        self.sharing = PromptSharing.of(model, self.settings.learner.share_prompts, self.settings.lora.dropout)
+        self.trainer.open(TokenValues(model, *scale), state)
 
     @property
     def cutter(self) -> Cutter:

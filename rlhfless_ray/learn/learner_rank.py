@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhfless_ray.learn.importance import correction_weights, importance_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
-from rlhfless_ray.learn.lora import BaseModel, LoraAdapters
+from rlhfless_ray.learn.lora import BaseModel
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
@@ -59,12 +59,10 @@ class LearnerRank:
             policy = self.settings.policy
             model = load_model(folder, policy.dtype, policy.trust_remote_code)
             check_head(model)
-        section = self.settings.lora
-        self.sharing = PromptSharing.of(model, self.learner.share_prompts, section.dropout)
-        lora = LoraAdapters(model, section, self.seed, "CAUSAL_LM") if section.rank else None
-        self.trainer.open(TokenLogprobs(model, balances=bool(self.algorithm.loss.router_aux)), state, lora)
-        if lora is not None:
-            self.base = BaseModel(self.trainer.engine, lora)
+        self.sharing = PromptSharing.of(model, self.learner.share_prompts, self.settings.lora.dropout)
+        self.trainer.open(TokenLogprobs(model, balances=bool(self.algorithm.loss.router_aux)), state, "CAUSAL_LM")
+        if self.trainer.lora is not None:
+            self.base = BaseModel(self.trainer.engine, self.trainer.lora)
 
     # ---- the update -------------------------------------------------------------------------------------------
 

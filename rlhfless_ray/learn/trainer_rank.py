@@ -63,19 +63,20 @@ class TrainerRank:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def open(self, wrapped: nn.Module, state: dict[str, Any] | None, lora: LoraAdapters | None = None) -> None:
-        """Build the engine. Call `join_process_group` before.
+    def open(self, wrapped: nn.Module, state: dict[str, Any] | None, task: str | None = None) -> None:
+        """Build the engine, and add adapters if only these are trained. Call `join_process_group` before.
 
         Args:
             wrapped: module whose `model` is trained and published.
             state: see `read_state`; None: the model's own weights.
-            lora: the model's adapters, if only these are trained.
+            task: peft's task type of the adapters.
 
         Raises:
             ValueError: `state` is of another model.
         """
         model: Any = wrapped.model
-        self.lora = lora
+        section, seed = self.settings.lora, self.settings.seed % 2**63
+        self.lora = LoraAdapters(model, section, seed, task) if section.rank else None
         if state is not None:
             self._load_weights(model, state["weights"])
         self.is_large = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) >= LARGE_PARAMETERS

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.lora import LoraAdapters
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches
 from rlhfless_ray.learn.policy_model import (
@@ -138,8 +137,7 @@ class SupervisedRank:
             known = [self._reference_sums(base.to(self.device), examples) for examples in data]
             del base
         self.references = dict(enumerate(known or []))
-        lora = LoraAdapters(wrapped.model, recipe.lora, self.seed) if recipe.lora.rank else None
-        self.trainer.open(wrapped, state, lora)
+        self.trainer.open(wrapped, state)
         return known or []
 
     def _reference_sums(self, module: Any, examples: Examples) -> np.ndarray:
