@@ -67,7 +67,7 @@ def expected(cases: Any) -> Any:
     @lru_cache
     def of(name: str) -> tuple[Weights, list[Weights], list[list[dict[str, float]]], list[Weights]]:
         first = cases.first(1)
-        case = first["plain/0" if name == "nan" else "bf16/1" if name == "bf16" else f"{name}/0"]
+        case = first["plain/0" if name == "nan" else "bf16/2" if name == "bf16" else f"{name}/0"]
         batches = [case["batches"][0], case["batches"][2]] if name == "nan" else case["batches"]
         reference = Reference(case["files"], case["settings"])
         start, weights, masters, stats = reference.weights(), [], [], []
@@ -150,9 +150,7 @@ def test_ranks_agree_on_what_happened(cases: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "name", ["nan/0", "nan/1", "nan/2", "nan/3", "bf16 nan/1", "bf16 nan/2", "bf16 nan/3", "hosted nan/2", "hosted nan/3"]
-)
+@pytest.mark.parametrize("name", ["nan/0", "nan/1", "nan/2", "nan/3", "bf16 nan/2", "bf16 nan/3", "hosted nan/2", "hosted nan/3"])
 def test_a_non_finite_update_is_skipped_and_counted(cases: Any, expected: Any, name: str, ranks: int) -> None:
     found = cases.result(name, ranks)
     stats, weights = found["stats"], found["weights"]
@@ -209,7 +207,7 @@ def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, ranks:
     """Updates far below bfloat16's step must add up: compared are the float32 weights of the snapshot, and what is
     published after each update, which is their rounding."""
     start, weights, _, masters = expected("bf16")
-    for stage in (1, 2, 3):
+    for stage in (2, 3):
         found = cases.result(f"bf16/{stage}", ranks)
         assert found["adds_in"] == torch.float32, "many small gradients would be lost in a sum of bfloat16"
         state = read_state(found["snapshots"][1])

@@ -1,4 +1,4 @@
-"""KL controllers and dynamic filtering."""
+"""KL controllers, dynamic filtering and DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfless_ray.learn.deepspeed_setup import deepspeed_config
 from rlhfless_ray.learn.group_filter import kept_groups
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
+from rlhfless_ray.recipe import LearnerConfig
 
 
 @given(st.lists(st.floats(0, 20), max_size=6), st.integers(1, 1000))
@@ -61,3 +63,10 @@ def test_filter_edges() -> None:
     assert kept_groups(np.zeros((0, 4))).shape == (0,)
     assert not kept_groups(np.zeros((3, 0))).any()
     assert kept_groups(np.array([[True, False], [True, True]])).tolist() == [True, False]
+
+
+def test_zero_1_of_bfloat16_is_zero_2() -> None:
+    """DeepSpeed's ZeRO 1 would add up gradients in bfloat16. The cases of the learner therefore have no ZeRO 1 in bfloat16."""
+    one, two = (LearnerConfig(zero_stage=stage) for stage in (1, 2))
+    assert deepspeed_config(one, "bfloat16", "cpu") == deepspeed_config(two, "bfloat16", "cpu")
+    assert deepspeed_config(one, "float32", "cpu") != deepspeed_config(two, "float32", "cpu")

@@ -35,7 +35,7 @@ class Wide:
 
         files, half = (tiny_policy(kv_heads=2, dtype=dtype) for dtype in ("float32", "bfloat16"))
         one = {name: {**cases.first(1)[name], "files": files, "snapshots": (1,)} for name in STAGES}
-        one["bf16/1"] = {**cases.first(1)["bf16/1"], "files": half, "snapshots": (1,)}
+        one["bf16/2"] = {**cases.first(1)["bf16/2"], "files": half, "snapshots": (1,)}
         one["averaged/1"] = {**cases.first(1)["averaged/0"], "files": files}
         for family in DIVIDED:
             settings = learner_settings(stage=1)
@@ -43,7 +43,7 @@ class Wide:
             one[family] = {"settings": settings, "files": files, "batches": cases.batches[:2]}
         self.results = run_gangs(folder / "first", {1: one, 2: {name: wide(case) for name, case in one.items()}})
         later: dict[int, dict[str, Any]] = {1: {}, 2: {}}
-        for name in (*STAGES, "bf16/1"):
+        for name in (*STAGES, "bf16/2"):
             rest = {**one[name], "batches": one[name]["batches"][1:], "snapshots": ()}
             later[1][name] = {**rest, "state": self.snapshot(name, 2)}
             later[2][name] = wide(rest, state=self.snapshot(name, 1))
@@ -84,12 +84,12 @@ def test_every_family_that_is_divided(both: Wide, family: str) -> None:
 
 @pytest.mark.learner
 def test_in_bfloat16_and_with_a_moving_average(both: Wide) -> None:
-    close(both.results[2][0]["bf16/1"], both.results[1][0]["bf16/1"], 1e-3)
+    close(both.results[2][0]["bf16/2"], both.results[1][0]["bf16/2"], 1e-3)
     close(both.results[2][0]["averaged/1"], both.results[1][0]["averaged/1"], 1e-6)
 
 
 @pytest.mark.learner
-@pytest.mark.parametrize("name", [*STAGES, "bf16/1"])
+@pytest.mark.parametrize("name", [*STAGES, "bf16/2"])
 def test_checkpoints_are_read_at_the_other_width(both: Wide, name: str) -> None:
     apart = 1e-3 if name.startswith("bf16") else 1e-6
     for ranks in (1, 2):
