@@ -44,7 +44,7 @@ FLOAT32 = (
 STAGES = {
     "plain": range(4),
     "full": range(4),
-    "shared": range(4),
+    "shared": (0, 3),
     "shared gspo": (0, 2),
     "few": (0, 2, 3),
     "tied": (0, 2, 3),
@@ -100,6 +100,8 @@ def test_updates_equal_the_reference(cases: Any, expected: Any, name: str, ranks
     Adam divides a gradient by its own size: where that is hardly more than rounding, so is the weight's change. Three instruction
     sets gave 4e-5 to 2e-4 for the distance; a wrong factor or a lost token gives 1e-2 and more."""
     start, weights, stats, _ = expected("plain" if name in SAME_AS_PLAIN else name)
+    if name in ("wide", "narrow", "recompute"):
+        weights, stats = weights[:2], stats[:2]
     for stage in STAGES.get(name, (0,)):
         found = cases.result(f"{name}/{stage}", ranks)
         for got, wanted in zip(found["weights"], weights, strict=True):

@@ -33,10 +33,11 @@ class Wide:
     def __init__(self, folder: Path, cases: Cases) -> None:
         from tiny_policy import tiny_policy
 
-        files, half = (tiny_policy(kv_heads=2, dtype=dtype) for dtype in ("float32", "bfloat16"))
-        one = {name: {**cases.first(1)[name], "files": files, "snapshots": (1,)} for name in STAGES}
-        one["bf16/2"] = {**cases.first(1)["bf16/2"], "files": half, "snapshots": (1,)}
-        one["averaged/1"] = {**cases.first(1)["averaged/0"], "files": files}
+        files, half = (tiny_policy(kv_heads=2, dtype=dtype, layers=1) for dtype in ("float32", "bfloat16"))
+        first = {name: {**case, "batches": case["batches"][:2], "snapshots": (1,)} for name, case in cases.first(1).items()}
+        one = {name: {**first[name], "files": files} for name in STAGES}
+        one["bf16/2"] = {**first["bf16/2"], "files": half}
+        one["averaged/1"] = {**first["averaged/0"], "files": files}
         for family in DIVIDED:
             settings = learner_settings(stage=1)
             files = families.policy(family.removesuffix("_text"), kv_heads=2)

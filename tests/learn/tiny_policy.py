@@ -23,6 +23,7 @@ def tiny_policy(
     width: int = 64,
     kv_heads: int = 1,
     vocabulary: int = VOCABULARY,
+    layers: int = 2,
 ) -> dict[str, bytes]:
     """{file name: content}; a larger `spread` of the initial weights makes a less uniform policy."""
     import torch
@@ -33,7 +34,7 @@ def tiny_policy(
         hidden_size=width,
         head_dim=32,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=kv_heads,
         max_position_embeddings=context,
