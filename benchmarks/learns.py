@@ -5,7 +5,8 @@ seed; then group_norm with engines in int8, one step off, and with partial rollo
 is usually meant: a critic, a KL penalty in the reward and a reward model (`train_reward_model.py`) in the verifier's place. On-policy
 distillation has the quickstart's policy learn from the one that DPO makes of it. Accuracy is the verifier's in all of them, on
 held-out prompts, before the first step and after the last one. Supervised stages (`supervised_stages.py`) come first, with two rounds of
-online DPO on pairs that the verifier judges. All runs share this process, and those with rollouts one Ray. Curves do not depend on what else the machine does; times do, and are not reported.
+online DPO on pairs that the verifier judges. All runs share this process, and those with rollouts one Ray. Curves do not depend on what
+else the machine does; times do, and are not reported.
 """
 
 from __future__ import annotations
