@@ -60,6 +60,7 @@ class Instance:
     kept_mb: float | None = None  # while parked, after it released memory; None before
     giving_back: Any = None  # resolves when it has released memory
     keeps_no_pages: str = ""  # why the engine cannot store KV pages; "" if it can
+    drafter_failure: str = ""  # why the engine could not load its drafter; "" if it could
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{next(_numbers)}"

@@ -67,6 +67,7 @@ class DrafterTrainer:
         self.settings, self.torch = settings, torch
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         self.model.train()
+        self.last_token = len(self.model.get_input_embeddings().weight) - 1  # a policy may sample padding beyond this vocabulary
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.updates = 0
         self.sequences: deque[SampledSequence] = deque()
@@ -111,7 +112,7 @@ class DrafterTrainer:
     def _update(self) -> tuple[float, float, int]:
         torch = self.torch
         tokens, logprobs = self._batch()
-        at = torch.from_numpy(tokens).to(self.settings.device)
+        at = torch.from_numpy(np.minimum(tokens, self.last_token)).to(self.settings.device)
         sampled = torch.from_numpy(logprobs[:, 1:]).to(self.settings.device)
         learned = ~sampled.isnan()
         # Padding follows a sequence, so with causal attention it does not affect the sequence's tokens.

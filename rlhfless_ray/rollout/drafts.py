@@ -57,6 +57,7 @@ class Drafter:
     def __init__(self, vllm_config: Any) -> None:
         self.most_tokens = vllm_config.model_config.max_model_len
         self.runner: Any = None
+        self.failure = ""  # why the drafter model was dropped
 
     def attach(self, runner: Any, always: bool, model: Path | None = None) -> None:
         """Start drafting. `always`: verify all drafts in each step. `model`: folder of a model, or of a head, that drafts too."""
@@ -115,8 +116,8 @@ class Drafter:
         try:
             yield
         except Exception as error:
-            reason = one_line_with_type(error, 300)
-            print(f"the drafter failed, so this engine continues without it ({reason})", file=sys.stderr, flush=True)
+            self.failure = one_line_with_type(error, 300)
+            print(f"the drafter failed, so this engine continues without it ({self.failure})", file=sys.stderr, flush=True)
             self.model = None
 
     def begin_step(self, running: int, context_tokens: int) -> None:

@@ -75,9 +75,12 @@ class EngineActor:
             self.engine = VllmEngine(folder, self.settings, self._tokenizer, drafter=drafter)
             tempfile.tempdir = None
         spans = [self.imported, Span("start", "build engine", start, time.time())]
-        pages = self.engine.pages
-        memory_mb = own_memory_mb() + members_memory_mb()
-        return {"memory_mb": memory_mb, "spans": spans, "keeps_no_pages": pages.refused if pages is not None else ""}
+        pages, drafts = self.engine.pages, self.engine.drafter
+        obstacles = {
+            "keeps_no_pages": pages.refused if pages is not None else "",
+            "drafter_failure": drafts.failure if drafts is not None else "",
+        }
+        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": spans, **obstacles}
 
     def _set_threads(self, threads: int) -> None:
         """Use as many threads as leased cores. A further member has one. Set before each call, because OpenMP keeps it per thread."""

@@ -20,6 +20,7 @@ from placement.drafting import MODEL_SEQUENCES, SOURCES, Draft
 from rlhfless_ray.rollout.fused_layer import FusedLayer, RotaryTable, can_be_fused, rms_norm
 from rlhfless_ray.rollout.keyed_sampler import draw_in_chunks
 
+MOST_LOGIT = 1e4  # limit on logits: from an overflow, no token can be drawn, and on GPU a wrong index ends the process
 LEAST_CACHED = 256  # tokens of a sequence for which the cache has room at first
 
 
@@ -87,7 +88,7 @@ class DraftSource(ABC):
         if any(ask.top_p < 1 for ask in asks):
             top_p = self._tensor([ask.top_p for ask in asks], torch.float64)
         for count in range(max(ask.most for ask in asks)):
-            logits = self._forward(slots, new)
+            logits = self._forward(slots, new).nan_to_num(0.0).clamp(-MOST_LOGIT, MOST_LOGIT)
             uniform = self._tensor([ask.uniforms[min(count, len(ask.uniforms) - 1)] for ask in asks], torch.float64)
             tokens, logprobs = draw_in_chunks(logits, temperature, uniform, top_p)
             new = [np.array([token]) for token in tokens.tolist()]
@@ -141,6 +142,7 @@ class ModelSource(DraftSource):
         longest_tokens = min(longest_tokens, getattr(model.config, "max_position_embeddings", None) or longest_tokens)
         super().__init__(model.eval().to(device), longest_tokens, model.dtype, device)
         self.vocabulary = vocabulary
+        self.last_token = len(model.get_input_embeddings().weight) - 1
         self.cached = np.zeros((MODEL_SEQUENCES, longest_tokens), np.int64)  # tokens whose keys and values the cache has
         self.fused = _FusedModel(self.module, longest_tokens) if can_be_fused(model.config) else None
 
@@ -159,6 +161,8 @@ class ModelSource(DraftSource):
         return super()._forward(slots, new)
 
     def _compute(self, tokens: torch.Tensor, mask: torch.Tensor, entries: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        # Vocabularies may be padded to different sizes, and a policy may sample its padding. On GPU, a wrong index ends the process.
+        tokens = tokens.clamp(max=self.last_token)
         if self.fused is not None:
             return self.fused.logits(tokens, mask, entries, last, self.cache)[:, : self.vocabulary].float()
         logits = self.module(tokens, attention_mask=mask, position_ids=entries, past_key_values=self.cache, use_cache=True).logits

@@ -334,6 +334,8 @@ class RolloutStage:
                 self.prefix.block(f"{instance.keeps_no_pages}; moved contexts are computed again")
                 if self.migration is not None:
                     self.migration.pages = None
+            if instance.drafter_failure:
+                self.context.record.progress.message(f"{instance.id} drafts without the drafter, which failed: {instance.drafter_failure}")
 
     def _park(self) -> list[Lease]:
         """Park all engines and return their leases."""

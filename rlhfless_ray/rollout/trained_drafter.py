@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class TrainedDrafter:
         self.weights: Any = None  # reference to {name: array} of that version; None: the initial files
         self.queue: deque[SampledSequence] = deque()  # sequences that no process has yet
         self.owed = 0  # tokens that updates must still read
+        self.reader = ""  # id of the instance that has read the earlier sequences
         self.running: list[Any] = []  # references to the result and the weights of a call
         self.calls = itertools.count(1)
         self.call = 0
@@ -64,10 +65,13 @@ class TrainedDrafter:
             tokens = np.concatenate([np.array(prompt, np.int32), sample.completion.token_ids])
             if sample.written_tokens:  # none in a failed episode
                 self.queue.append(SampledSequence(tokens, np.concatenate([np.full(len(prompt), np.nan, np.float32), logprobs])))
-                self.owed += PASSES * sample.written_tokens
-        self.owed = min(self.owed, PASSES * KEPT_TOKENS)
+                self._owe([self.queue[-1]])
         while sum(len(sequence.tokens) for sequence in self.queue) > KEPT_TOKENS:
             self.queue.popleft()
+
+    def _owe(self, sequences: Iterable[SampledSequence]) -> None:
+        sampled = sum(int(np.count_nonzero(~np.isnan(one.logprobs))) for one in sequences)
+        self.owed = min(self.owed + PASSES * sampled, PASSES * KEPT_TOKENS)
 
     @property
     def wants_slot(self) -> bool:
@@ -94,6 +98,11 @@ class TrainedDrafter:
         if not self.pool.working:  # the leases are of a lost node
             return left
         instance, sequences = self.pool.working[0], list(self.queue)
+        if instance.id != self.reader:  # it has none of the sequences that another process has read
+            self.reader, self.owed = instance.id, 0
+            self._owe(sequences)
+            if not self.owed:
+                return [*left, *self.pool.park(instance)]
         self.queue.clear()
         weights = None if instance.version == self.version else self.weights
         self.call, instance.version = next(self.calls), self.version
@@ -136,12 +145,12 @@ class TrainedDrafter:
     def _end_failed(self, error: Exception) -> list[Lease]:
         """End the process of a failed call, and return its lease. Its sequences and optimizer moments are lost."""
         instance = self.pool.working[0]
-        leases = instance.leases
+        leases, why = instance.leases, instance.failure() or reason_of(error)
         self.pool.end(instance)
         self.imported.pop(instance.id, None)
         self.failures += 1
         goes_on = "a new one continues" if self.failures < MAX_FAILURES else "the drafter is no longer trained"
-        self.context.record.progress.message(f"the drafter's process failed, so {goes_on}: {reason_of(error)}")
+        self.context.record.progress.message(f"the drafter's process failed, so {goes_on}: {why}")
         leases = self.context.leases.without_lost(leases)
         if leases and self.failures < MAX_FAILURES:
             self.prewarm(instance.slot)
@@ -169,9 +178,25 @@ class TrainedDrafter:
         except (RayError, RunError) as error:
             self.context.record.progress.message(f"the checkpoint has no weights of the drafter: {reason_of(error)}")
             return {}
-        return {FILE: save_tensors({name: as_tensor(array) for name, array in weights.items()}, {"version": str(self.version)})}
+        about = {"version": str(self.version), "drafter": self._origin}
+        return {FILE: save_tensors({name: as_tensor(array) for name, array in weights.items()}, about)}
 
     def restore(self, files: Files) -> None:
-        if FILE in files:
-            self.version = int(read_metadata(files[FILE])["version"])
-            self.weights = ray.put({name: as_numpy(tensor).copy() for name, tensor in load_tensors(files[FILE]).items()})
+        """Continue from a checkpoint's weights, unless they are of another drafter than the recipe's."""
+        if FILE not in files:
+            return
+        about = read_metadata(files[FILE])
+        if (origin := about.get("drafter", self._origin)) != self._origin:  # older checkpoints do not name it
+            self.context.record.progress.message(
+                f"the checkpoint's drafter began as {origin}, so {self._origin} begins anew: settings of rollout.drafter have changed"
+            )
+            return
+        self.version = int(about["version"])
+        self.weights = ray.put({name: as_numpy(tensor).copy() for name, tensor in load_tensors(files[FILE]).items()})
+
+    @property
+    def _origin(self) -> str:
+        """What the drafter's first weights were."""
+        rollout = self.context.recipe.rollout
+        random = f"{rollout.drafter_layers} random layers of width {rollout.drafter_hidden_size}"
+        return rollout.drafter or random

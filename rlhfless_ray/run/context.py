@@ -47,6 +47,7 @@ class RunContext:
             return []
         result = instance.start_result(self.recipe.functions.lease_deadline_s)
         instance.memory_mb, instance.keeps_no_pages = result["memory_mb"], result.get("keeps_no_pages", "")
+        instance.drafter_failure = result.get("drafter_failure", "")
         self.ledger.spans([lease.id for lease in instance.leases], result["spans"])
         return result["spans"]
 

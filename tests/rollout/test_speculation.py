@@ -104,6 +104,23 @@ def test_a_failing_drafter_changes_no_token(engines: dict[str, Any], capfd: pyte
         drafter.model = model
 
 
+def test_a_drafter_that_overflows_or_lacks_padding_of_the_vocabulary_drafts_on(engines: dict[str, Any]) -> None:
+    """On GPU an index that there is not would end the process, and with it the engine."""
+    from rlhfless_ray.rollout.model_drafts import Ask
+
+    asked, drafter = requests(8, temperature=0.7, seed=7), engines["model"].drafter
+    model = drafter.model
+    before = {name: parameter.detach().numpy().copy() for name, parameter in model.module.named_parameters()}
+    try:
+        model.load({name: np.full_like(array, np.nan) for name, array in before.items()})
+        assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
+        assert drafter.model is model
+    finally:
+        model.load(before)
+    [draft] = model.propose([Ask(-1, np.array([1, 10**6, 2]), np.array([0.5]), 1, 1.0, 1.0)], lambda _: False)
+    assert len(draft.tokens) == 1
+
+
 def test_an_engine_drafts_from_texts_of_other_engines(engines: dict[str, Any]) -> None:
     """Of siblings on other engines, in pieces, and of earlier steps."""
     asked = requests(8, temperature=0.0, seed=5)

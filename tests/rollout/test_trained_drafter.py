@@ -1,4 +1,4 @@
-"""When the drafter's process counts as ready for work."""
+"""When the drafter's process gets work, and what becomes of its weights after a resume."""
 
 from __future__ import annotations
 
@@ -39,3 +39,73 @@ def test_only_sampled_tokens_are_trained_on() -> None:
     nan = np.float32(np.nan)
     for sequence, expected in zip(drafter.queue, ([nan, nan, -1, -2, -3], [nan, nan, -1, nan, -3]), strict=True):
         np.testing.assert_array_equal(sequence.logprobs, np.array(expected, np.float32))
+
+
+class Process:
+    """An instance of the pool whose training call has ended at once."""
+
+    def __init__(self, name: str) -> None:
+        self.id, self.started, self.version, self.leases, self.slot = name, True, None, ["lease"], "slot"
+        self.calls: list[tuple[int, int]] = []  # number of sequences and owed tokens of each call
+        self.actor = SimpleNamespace(train=SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self.train)))
+
+    def train(self, call: int, sequences: list[Any], tokens: int, *_: Any) -> tuple[str, str]:
+        self.calls.append((len(sequences), tokens))
+        return "result", "weights"
+
+
+class Pool:
+    def __init__(self, process: Process) -> None:
+        self.parked, self.working = [process], []  # type: ignore[var-annotated]
+
+    def fits(self, instance: Process, slot: Any) -> bool:
+        return True
+
+    def resize(self, count: int, leases: list[Any], need: int) -> list[Any]:
+        self.working, self.parked = self.parked, []
+        return leases[1:]
+
+    def park(self, instance: Process) -> list[Any]:
+        self.working, self.parked = [], [instance]
+        return ["lease"]
+
+
+def sample(tokens: int) -> Sample:
+    return Sample(Prompt(0, "p", (7, 8)), 0, Completion(0, np.arange(tokens, dtype=np.int32), np.full(tokens, -1, np.float32), "stop", 1))
+
+
+def test_a_new_process_owes_no_tokens_of_sequences_that_were_lost_with_the_old_one() -> None:
+    """Otherwise it would be called again and again without anything to learn, until more samples are there."""
+    old, new = Process("drafter-1"), Process("drafter-2")
+    pool: Any = Pool(old)
+    drafter = TrainedDrafter(SimpleNamespace(), pool)  # type: ignore[arg-type]
+    leases: Any = [SimpleNamespace(slot="slot")]
+    drafter.add_samples([sample(5), sample(3)])
+    assert drafter.start_ahead(leases, 100.0) == [] and old.calls == [(2, PASSES * 8)]
+    drafter.running, pool.working, pool.parked = [], [], [new]  # the process has died
+    assert drafter.wants_slot and drafter.start_ahead(leases, 100.0) == ["lease"]
+    assert not drafter.wants_slot and not drafter.running and not new.calls and pool.parked == [new]
+    drafter.add_samples([sample(2)])
+    assert drafter.start_ahead(leases, 100.0) == [] and new.calls == [(1, PASSES * 2)]
+
+
+def test_a_resumed_run_continues_only_its_own_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained_drafter, "ray", SimpleNamespace(put=lambda value: value))
+    monkeypatch.setattr(trained_drafter, "get", lambda ref, *_: ref)
+    said: list[str] = []
+
+    def made(folder: str = "", layers: int = 1) -> TrainedDrafter:
+        rollout = SimpleNamespace(drafter=folder, drafter_layers=layers, drafter_hidden_size=32)
+        record = SimpleNamespace(progress=SimpleNamespace(message=said.append))
+        return TrainedDrafter(SimpleNamespace(recipe=SimpleNamespace(rollout=rollout), record=record), SimpleNamespace(parked=[]))  # type: ignore[arg-type]
+
+    drafter = made()
+    drafter.version, drafter.weights = 3, {"w": np.ones(2, np.float32)}
+    files = drafter.files()
+    same = made()
+    same.restore(files)
+    assert same.version == 3 and same.weights["w"].tolist() == [1, 1] and not said
+    for other in (made(layers=2), made("small-model")):
+        other.restore(files)
+        assert other.version == 0 and other.weights is None
+    assert "began as 1 random layers of width 32, so small-model begins anew" in said[-1]
