@@ -191,7 +191,7 @@ class SweepRunner:
         return last[:300] if code > 0 and last else f"ended by signal {-code}" if code < 0 else f"exit code {code}"
 
     def _ask(self, running: RunningRun, state: State, number: int) -> None:
-        running.asked = state
+        running.asked = running.asked or state  # one that fell behind before the sweep was stopped does not go on when it is resumed
         if running.process.poll() is None:
             running.process.send_signal(number)
 

@@ -163,6 +163,8 @@ class SweepFolder:
         folder = cls(path, [])
         for run in sweep.runs:
             state = before.get(run.name)
+            if state is not None and state.state == "running" and state.reason:  # the sweep was killed after it had asked the run to end
+                state.state = "ended early"
             if state is None or state.state not in FINISHED:
                 state = _new_state(run)
             elif changed := _changed_settings(folder.recipe_file(run.name), run.recipe):

@@ -8,13 +8,14 @@ import os
 import platform
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.sweep.halving import Halving
-from rlhfless_ray.sweep.run_sweep import _end_leftover, next_runs
+from rlhfless_ray.sweep.run_sweep import RunningRun, SweepRunner, _end_leftover, next_runs
 from rlhfless_ray.sweep.sweep_file import EarlyStopping, PlannedRun, Sweep
 from rlhfless_ray.sweep.sweep_folder import GrowingMetrics, RunState, SweepFolder, best_first
 from rlhfless_ray.sweep.sweep_table import SweepDisplay, sweep_table
@@ -122,6 +123,22 @@ def test_a_driver_that_a_killed_sweep_left_may_end_before_it_is_asked_to(tmp_pat
     threading.Timer(0.2, os.close, (handle,)).start()
     _end_leftover(tmp_path)
     _end_leftover(tmp_path / "none")
+
+
+def test_a_run_that_fell_behind_does_not_go_on_after_its_sweep_was_killed_or_stopped(sweep: Sweep) -> None:
+    folder = made(sweep)
+    for state, reason in zip(folder.states, ("it fell behind at step 6", ""), strict=False):
+        state.state, state.reason = "running", reason
+    for run in sweep.runs:
+        folder.recipe_file(run.name).write_text(run.recipe.to_yaml())
+    folder.write(sweep, "running")
+    assert [state.state for state in SweepFolder.resumed(sweep).states] == ["ended early", *["waiting"] * 5]
+    process, sent = SimpleNamespace(poll=lambda: None), list[int]()
+    process.send_signal = sent.append
+    running = RunningRun(sweep.runs[0], folder.states[0], process)  # type: ignore[arg-type]
+    for asked in ("ended early", "stopped"):
+        object.__new__(SweepRunner)._ask(running, asked, 2)  # type: ignore[arg-type]
+    assert running.asked == "ended early" and sent == [2, 2]
 
 
 def test_what_was_saved_is_a_share_of_the_run_alone() -> None:
