@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from rlhfless_ray.common.deadlines import get
+from rlhfless_ray.common.deadlines import STOP, get
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
@@ -21,6 +22,7 @@ from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
 FAULTS = 3  # failure budget of a pool outside of a run
 KNOWN_S = 5.0  # time until Ray knows that a process or node is lost
+ATTEMPT_S = 5.0  # two runs that each hold half of what both need release it after this time
 GRANT_S = 0.05  # wait for a slot that may be free: Ray takes milliseconds to grant one
 
 
@@ -104,9 +106,11 @@ class WorkerPool:
         spare = self.leases.without_lost(spare)
         while len(self.working) > count:
             spare = [*spare, *self.park(self.working[-1])]
+        expected, self.expected = [one for one in self.expected if one.id in self.leases.pending], []
+        if need > 1 and self.width == 1 and len(self.working) + sum(map(self.may_use, spare)) < need:
+            spare, expected = self._lease_together(need, spare, expected), []
         spare = self.begin(count, spare, begin)
         missing, urgent = max(0, count - len(self.working)), max(0, need - len(self.working))
-        expected, self.expected = [one for one in self.expected if one.id in self.leases.pending], []
         if self.width > 1:
             spare = self.begin(count, [*spare, *self.leases.collect(expected, self.kind, PREFERRED_S if missing else 0.0)], begin)
             while len(self.working) < count:
@@ -119,6 +123,29 @@ class WorkerPool:
         got = self.leases.take(missing, self.kind, prefer, urgent, wait_s, self.labels, expected)
         for lease in got:
             begin(self.assign_leases([lease]))
+        return spare
+
+    def _lease_together(self, need: int, spare: list[Lease], expected: list[LeaseRequest]) -> list[Lease]:
+        """Return `spare` with the leases that `need` instances lack, which are needed at once. Raises RunError past the lease deadline.
+
+        Another run may hold what is missing here while it waits for what is held here. After ATTEMPT_S everything is therefore released,
+        also what instances hold that work already, and requested again at a random moment. `expected`: requests that were made before.
+        """
+        leases, start = self.leases, time.monotonic()
+        while (missing := need - len(self.working) - sum(map(self.may_use, spare))) > 0:
+            leases.withdraw([one for one in leases.pending.values() if one not in expected])  # they are for later
+            prefer = [instance.slot.node for instance in self.parked]
+            got = leases.take(missing, self.kind, prefer, 0, ATTEMPT_S, self.labels, expected)
+            spare, expected = [*spare, *got], []
+            if len(got) < missing:
+                seconds = time.monotonic() - start
+                leases.release([*spare, *self.park_all()])
+                spare = []
+                if seconds > leases.deadline_s and not leases.source.may_wait():
+                    wanted, there = f"{self.kind} needs {need} × {leases.bundle} at once", need - missing + len(got)
+                    raise RunError(f"{wanted} and got {there} within {seconds:.0f} s; {leases.availability()}")
+                STOP.check()
+                time.sleep(random.uniform(0.2, 1.0))
         return spare
 
     def begin(self, count: int, spare: list[Lease], begin: Callable[[Instance], None]) -> list[Lease]:

@@ -10,10 +10,8 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
-from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.functions.worker_pool import ATTEMPT_S, WorkerPool
 from rlhfless_ray.learn.recovery import LearnerLost
-
-ATTEMPT_S = 5.0  # two worker groups that each hold half of what both need release it after this time
 
 
 class GangScheduler:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlhfless_ray.functions import slot_source
+from placement.market import Bid
+from rlhfless_ray.functions import slot_source, worker_pool
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_messages import RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
 from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, RayGroups, is_reserving
+from rlhfless_ray.functions.worker_pool import WorkerPool
 from tests.functions.test_pool_messages import joined, say
 from tests.functions.test_pool_state import pool
 
@@ -125,3 +129,40 @@ def test_a_request_is_withdrawn_only_once_no_node_reserves_its_slot(monkeypatch:
     source.ask([request])
     source.withdraw([request])
     assert removed == [("rlhfless-run-1", 0)] and not source.groups
+
+
+def test_two_rollouts_that_each_hold_half_of_what_both_need_take_turns(monkeypatch):
+    """Before, each waited for the other one's slot, without an end where both were runs of one pool."""
+    monkeypatch.setattr(worker_pool, "ATTEMPT_S", 0.1)
+    state, lock, ended, said = pool(2), threading.Lock(), [], []
+    nodes: Any = SimpleNamespace(slots=lambda labels: {"a": 2}, present=lambda: [{"NodeID": "a", "Alive": True}], known_going=set)
+    nodes.find_lost, nodes.draining = lambda ids: [], set
+    actor = SimpleNamespace(open=SimpleNamespace(remote=lambda threads: None))
+
+    def run(slots: RunSlots) -> None:
+        def tell() -> None:
+            with lock:
+                slots.accept(say(state, slots.statement(), time.monotonic()))
+
+        source: Any = Source(state, slots)
+        source.tell = tell
+        leases = LeaseManager("cpu", Ledger("cpu"), 20.0, slots.run, source, nodes)
+        monkeypatch.setattr(leases, "availability", lambda: "no Ray")
+        left_by_update = leases.take(1, "learn")
+        both_hold.wait(5.0)
+        slots.bid = Bid(slots.run, (2,), (0.0,))
+        try:
+            engines = WorkerPool("rollout", lambda slot: actor, leases, 60.0)
+            assert engines.resize(2, left_by_update, need=2) == [] and len(engines.working) == 2 == state.held(slots.run)
+            leases.release(engines.park_all())
+            ended.append(slots.run)
+        except Exception as error:
+            said.append(error)
+
+    both_hold = threading.Barrier(2)
+    threads = [threading.Thread(target=run, args=(slots,)) for slots in joined(state, "x", "y")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert sorted(ended) == ["x", "y"] and not said
