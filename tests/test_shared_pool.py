@@ -93,6 +93,24 @@ def test_a_run_waits_for_its_slot_that_another_run_gives_back(ray_cluster, tmp_p
     assert "the update waits for 1 slot" in said
 
 
+def test_a_run_one_step_off_goes_on_while_another_run_holds_the_slots_beside_its_update(ray_cluster, tmp_path):
+    """Its learner holds the only slot that it has. Before, it waited for one more with its update done, and two such runs forever."""
+    source = PoolClient("gpu", RunInfo("other", share=0.75, least=0))
+    leases = LeaseManager("gpu", Ledger("gpu"), 60.0, "other", source)
+    try:
+        source.bid(Bid("other", (0, 3), (0.0, 1000.0)))
+        leases.take(3, "rollout")
+        run = start(tmp_path, "own", ray.get_runtime_context().gcs_address, 3, actors=1, rollout={"max_lag_steps": 1})
+        said = run.communicate(timeout=120)[0]
+    finally:
+        leases.release_all()
+        run.kill()
+    assert run.returncode == 0, said
+    told = rows(tmp_path / "own" / "runs" / "own")
+    assert [row["lag/max"] for row in told] == [0, 0, 0], "under the newest weights, after the update"
+    assert "step 2: other runs hold all slots beside the update, so its rollout begins after it" in said
+
+
 def test_a_run_that_the_pool_refuses_says_why_and_leaves_nothing(ray_cluster, tmp_path):
     watch = PoolClient("gpu", RunInfo("watch", share=0.5, least=0))
     try:

@@ -38,6 +38,8 @@ from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
+BESIDE_S = 1.0  # interval at which a rollout without slots looks whether the update beside it has ended
+
 
 class RolloutStage:
     def __init__(
@@ -133,22 +135,41 @@ class RolloutStage:
         return [share // self.context.recipe.rollout.samples_per_prompt for share in shares]
 
     @contextmanager
-    def phase(self, plan: RolloutPlan, weights: WeightVersion, name: str = "rollout", wait_s: float = 0.0) -> Iterator[None]:
+    def phase(
+        self, plan: RolloutPlan, weights: WeightVersion, name: str = "rollout", wait_s: float = 0.0, ends: Callable[[], bool] | None = None
+    ) -> Iterator[None]:
         """Hold the plan's engines inside the block. They load the weights as soon as they have leases.
 
-        `name`: the phase's name. `wait_s`: longest wait for slots that another run gives back.
+        `name`: the phase's name. `wait_s`: longest wait for slots that another run gives back. `ends`: for work beside an update, whether
+        it has ended. There may be no engine then, see `_staff`.
         """
         context = self.context
         with context.phases.phase(name):
             context.broker.keep_idle()
             self.pool.set_width(plan.width or self.pool.width)
-            need, begin = context.recipe.rollout.min_actors, partial(fetch_into, weights=weights)
             with self._warm_start_timed():
-                context.broker.resize(self.pool, plan.actors, need=need, wait_s=max(0.2, wait_s), begin=begin)
+                self._staff(plan.actors, partial(fetch_into, weights=weights), wait_s, ends)
             context.broker.release()
             context.autoscaler.actors = len(self.pool.working)
             yield
             context.broker.put(self._park())
+
+    def _staff(self, actors: int, begin: Callable[[Instance], None], wait_s: float, ends: Callable[[], bool] | None) -> None:
+        """Take slots for engines. `ends`: for work beside an update, whether it has ended.
+
+        The learner holds its own slots then. If each of several runs waited until it has one more, none of them would ever get it. So a run
+        has no engine if others hold the slots until its update ends.
+        """
+        context, need, wait_s = self.context, self.context.recipe.rollout.min_actors, max(0.2, wait_s)
+        if ends is not None:
+            context.broker.resize(self.pool, actors, need=0, wait_s=wait_s, begin=begin)
+            while len(self.pool.working) < need and context.leases.source.may_wait():
+                if ends():
+                    context.broker.put(self.pool.park_all())
+                    return
+                context.broker.resize(self.pool, actors, need=0, wait_s=BESIDE_S, begin=begin)
+        if ends is None or len(self.pool.working) < need:
+            context.broker.resize(self.pool, actors, need=need, wait_s=wait_s, begin=begin)
 
     def generate(
         self,

@@ -255,7 +255,8 @@ class Runtime(StepOperations):
     def _join_pool(self, resource: str) -> PoolClient:
         """Join the slots that the runs of the cluster share. A run that is refused leaves no folder."""
         recipe = self.recipe
-        least = max(recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width, recipe.reward.tensor_parallel)
+        ranks, engines = recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width
+        least = max(ranks + engines if self.rolls_out_ahead else max(ranks, engines), recipe.reward.tensor_parallel)
         say = lambda text: self.record.progress.message(text)  # noqa: E731 - the record is created later
         return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, say)
 

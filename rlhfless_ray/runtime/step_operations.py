@@ -128,9 +128,10 @@ class StepOperations(CheckpointedRun):
         return plan
 
     def plan_rest(self, step: Step) -> None:
-        """Plan the rest of a step after a rollout beside the update, with all slots. Does nothing if no response is left."""
-        if self.begun_ahead is not None and not step.samples:
-            step.work = self._forecast_work(step.partial_batch, step.forecast)
+        """Plan what a rollout beside the update has left of a step, with all slots. Does nothing if no response is left."""
+        if self.rolls_out_ahead and not step.samples:
+            if self.begun_ahead is not None:
+                step.work = self._forecast_work(step.partial_batch, step.forecast)
             step.plan = self.plan(step)
             step.prefixes = self.weigh_prefixes(step)
 
@@ -185,10 +186,14 @@ class StepOperations(CheckpointedRun):
         if delay.seconds:
             self.step.metrics["pool/wait_reason"] = delay.reason
             self.record.progress.message(f"step {self.step.number}: the rollout {delay.reason}")
-        return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name, delay.seconds))
+        ends = self.update.is_ready if self.in_update else None
+        return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name, delay.seconds, ends))
 
     def generate(self, step: Step) -> list[Sample]:
         assert self.weights is not None
+        if self.in_update and not self.rollout_stage.pool.working:
+            self.record.progress.message(f"step {step.number}: other runs hold all slots beside the update, so its rollout begins after it")
+            return []
         count = self.recipe.rollout.samples_per_prompt
         overlap = None
         if not self.in_update and step.partial_batch is None:
