@@ -151,6 +151,11 @@ class Credits:
             balance[run] = min(limit, max(-limit, changed))
         return Credits(balance)
 
+    def restored(self, run: str, balance: float, pool_slots: int) -> Credits:
+        """Return the credits with the balance that a run had."""
+        limit = CREDIT_S * pool_slots
+        return Credits({**self.balance, run: min(limit, max(-limit, balance))})
+
 
 @dataclass(frozen=True)
 class Clearing:

@@ -39,7 +39,7 @@ class PoolClient:
         """
         self.resource, self.info, self.say = resource, info, say
         self.slots = RunSlots(info.run)
-        self.view = PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0)
+        self.view, self.viewed_s = PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0), time.monotonic()
         self.lock, self.closed = threading.RLock(), threading.Event()
         self.lost = ""  # why this run's slots are no longer its own
         self.has_said_that_it_waits = False
@@ -158,7 +158,7 @@ class PoolClient:
     def _accept(self, reply: Reply) -> None:
         with self.lock:
             self.slots.accept(reply)
-            self.view = reply.view
+            self.view, self.viewed_s = reply.view, time.monotonic()
 
     def _find(self) -> Any:
         options = {"name": f"slot-pool-{self.resource}", "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
@@ -206,7 +206,7 @@ class PoolClient:
             with suppress(UnknownRun):
                 ray.get(self._send_statement(), timeout=ANSWER_S)
                 return  # another thread was quicker
-            mine = self.slots.renew(), list(self.slots.held.values()), self.view.slot_s
+            mine = self.slots.renew(), list(self.slots.held.values()), self.view, time.monotonic() - self.viewed_s
             refused, gone = ray.get(self.handle.join.remote(self.info, *mine), timeout=ANSWER_S)
             if refused or gone:
                 self.lost = refused or (

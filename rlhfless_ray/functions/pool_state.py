@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots
@@ -11,6 +11,7 @@ from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, R
 
 IDLE_S = 2.0  # a slot that no run takes for this long goes back to Ray; Ray takes up to 0.8 s to grant a freed slot again
 RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long: worker groups repeat requests after a short pause
+HEARD_S = 5.0  # a run with a message in this time is alive: it sends one every second
 HANDOVER_S = 0.05  # longest hand-over on CPU, for the market's payback
 MAX_PAST = 200  # number of ended runs whose cost is kept
 
@@ -28,7 +29,7 @@ class PoolRun:
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
     gives_at_s: float | None = None  # when it expects to give back slots that others wait for
     held_since_s: float = 0.0
-    waits_since_s: float | None = None  # time since which it wants a slot and has none; reset RECENT_S after a withdrawal
+    waits_since_s: float | None = None  # time since which it has fewer slots than it can work with; reset RECENT_S after a withdrawal
     withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
     slot_s: float = 0.0  # slot-seconds that it has paid for
     lent_slot_s: float = 0.0
@@ -63,11 +64,16 @@ class PoolState:
 
     # ---- runs ---------------------------------------------------------------------------------------------------
 
-    def refusal(self, info: RunInfo) -> str:
-        """Return why a run cannot join, or an empty string."""
-        if info.run in self.runs and self.runs[info.run].info.folder != info.folder:  # otherwise it has died: its folder was locked
-            return f"run.name: a run in a folder named {info.run} is on this cluster already"
-        if info.least > self.size:
+    def refusal(self, info: RunInfo, now_s: float, is_alive: Callable[[str], bool] = lambda job: False, *, is_new: bool = True) -> str:
+        """Return why a run cannot join, or an empty string.
+
+        `is_alive`: whether a job's driver is alive. `is_new`: otherwise it joins again, perhaps with fewer nodes than there were.
+        """
+        if (known := self.runs.get(info.run)) is not None:  # it has died if it resumes, but another machine may have a folder of this path
+            is_heard = known.info.job != info.job and now_s - known.heard_s < HEARD_S and is_alive(known.info.job)
+            if is_heard or known.info.folder != info.folder:
+                return f"run.name: a run in a folder named {info.run} is on this cluster already"
+        if is_new and info.least > self.size:
             return f"the run needs {info.least} slots at once, but the pool has {self.size}"
         taken = {run.info.run: run.info.share for run in self.runs.values() if run.info.share is not None and run.info.run != info.run}
         if info.share is not None and (total := sum(taken.values()) + info.share) > 1 + 1e-9:
@@ -75,16 +81,20 @@ class PoolState:
             return f"cluster.share: {info.share:g} and the shares of other runs ({others}) add up to {total:g}, more than the pool"
         return ""
 
-    def join(self, info: RunInfo, now_s: float, held: Iterable[PoolSlot] = (), paid_slot_s: float = 0.0, session: str = "") -> list[str]:
+    def join(
+        self, info: RunInfo, now_s: float, held: Iterable[PoolSlot] = (), before: PoolView | None = None, session: str = ""
+    ) -> list[str]:
         """Add a run that is not refused. Returns the ids of those of its slots that other runs hold by now.
 
-        `held`: slots that it held already, before this state existed. `paid_slot_s`: slot-seconds that it has paid so far.
+        `held`: slots that it holds already. `before`: its last view of the pool if it joins again: what it has paid, lent and borrowed.
         """
         self.leave(info.run, now_s)
-        if paid_slot_s:  # it goes on: what it has paid is not also that of an ended run
-            self.past = [past for past in self.past if past.info != info]
         bid = Bid(info.run, (info.least,), (0.0,), info.share, info.weight)
-        self.runs[info.run] = PoolRun(info, session, bid, now_s, now_s, slot_s=paid_slot_s)
+        run = self.runs[info.run] = PoolRun(info, session, bid, now_s, now_s)
+        if before is not None:  # what it has paid is not also that of an ended run
+            self.past = [past for past in self.past if past.info != info]
+            run.slot_s, run.lent_slot_s, run.borrowed_slot_s = before.slot_s, before.lent_slot_s, before.borrowed_slot_s
+            self.credits = self.credits.restored(info.run, run.lent_slot_s - run.borrowed_slot_s, self.size)
         gone = []
         for slot in held:
             known = self.slots.setdefault(slot.id, slot)
@@ -136,6 +146,11 @@ class PoolState:
         """Return the runs that have sent nothing for too long."""
         return [run.info for run in self.runs.values() if now_s - run.heard_s > self.silent_s]
 
+    def was_held_up(self, seconds: float, now_s: float) -> None:
+        """Do not count time in which the pool itself stood still as silence: messages may be waiting to be read."""
+        for run in self.runs.values():
+            run.heard_s = min(now_s, run.heard_s + seconds)
+
     def bid(self, bid: Bid, now_s: float) -> None:
         self._account(now_s)
         run, bid = self.runs[bid.run], self._entitled(bid)
@@ -159,7 +174,7 @@ class PoolState:
             return
         run = self.runs[request.run]
         self.requests.setdefault(request.id, request)
-        if not self.held(request.run) and run.waits_since_s is None:
+        if self._lacks(run, self.held(request.run)) and run.waits_since_s is None:
             run.waits_since_s, self._cleared = now_s, None
 
     def release(self, ids: Iterable[str], now_s: float) -> None:
@@ -181,15 +196,15 @@ class PoolState:
     def match(self, now_s: float) -> list[PoolSlot]:
         """Grant free slots: first to runs below their target, then to other requests, except for slots kept for runs below target."""
         self._account(now_s)
-        wanting = self._wanting(now_s)
+        wanting, held = self._wanting(now_s), self._held()
         for name, run in self.runs.items():
-            if run.waits_since_s is not None and name not in wanting:
+            if run.waits_since_s is not None and not (name in wanting and self._lacks(run, held[name])):
                 run.waits_since_s = self._cleared = None
         granted: list[PoolSlot] = []
         free = [slot for slot in self.slots.values() if not slot.holder]
         if not free or not self.requests:
             return granted
-        targets, held = self.clearing().slots, self._held()
+        targets = self.clearing().slots
         pauses = wanting - {request.run for request in self.requests.values()}
 
         def below(run: str) -> bool:
@@ -215,7 +230,7 @@ class PoolState:
         return granted
 
     def idle(self, now_s: float) -> list[PoolSlot]:
-        """Return the free slots that should go back to Ray: unused for a while, or on nodes that a run found lost or drained."""
+        """Return the slots that `match` has left and that should go back to Ray: unused for a while, or on nodes that a run avoids."""
         avoided = {node for run in self.runs.values() for node in run.avoids}
         return [slot for slot in self.slots.values() if not slot.holder and (now_s - slot.since_s > IDLE_S or slot.node in avoided)]
 
@@ -251,8 +266,8 @@ class PoolState:
     def clearing(self) -> Clearing:
         """Return the targets of all runs.
 
-        If the pool is too small for all, runs take turns: the run that has waited longest comes first, and the run that has held slots
-        longest pauses.
+        If the pool is too small for all, runs take turns: the run that has waited longest comes first, also while it has some of the slots
+        that it needs, and the run that has held slots longest pauses.
         """
         if self._cleared is None:
             self._cleared = self.cleared([run.bid for run in self.runs.values()])
@@ -274,9 +289,14 @@ class PoolState:
         run = self.runs.get(name)
         if run is None:
             return 2, 0.0, name
-        if held.get(name):
-            return 1, -run.held_since_s, name
-        return (0, run.waits_since_s, name) if run.waits_since_s is not None else (2, run.joined_s, name)
+        if run.waits_since_s is not None and self._lacks(run, held.get(name, 0)):
+            return 0, run.waits_since_s, name
+        return (1, -run.held_since_s, name) if held.get(name) else (2, run.joined_s, name)
+
+    @staticmethod
+    def _lacks(run: PoolRun, held: int) -> bool:
+        """Return whether a run has fewer slots than it can work with. It keeps its turn until it has them."""
+        return held < max(1, run.bid.slots[0])
 
     def what_if(self, bid: Bid) -> Clearing:
         """Return the division with this bid and the current bids of the other runs."""
@@ -336,8 +356,11 @@ class PoolState:
         slot.holder, slot.request, slot.since_s = run, request.id, now_s
         known = self.runs[run]
         known.withdrew_s = -float("inf")
-        if known.waits_since_s is not None or self.held(run) == 1:
-            known.waits_since_s, known.held_since_s = None, now_s
+        held = self.held(run)
+        if known.waits_since_s is not None or held == 1:
+            known.held_since_s = now_s
+        if not self._lacks(known, held):
+            known.waits_since_s = None
         self._cleared = None
 
     def _account(self, now_s: float) -> None:

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from placement.market import Bid, Clearing
 from rlhfless_ray.functions.cluster_nodes import node_slots
-from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, Reply, RunInfo, SlotRequest, Statement
+from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
 from rlhfless_ray.functions.slot_source import POOL_PREFIX, RESERVED_S, device_ids, device_named, is_reserving, request_group
 
@@ -48,7 +48,7 @@ class SlotPool:
         self.resource = resource
         self.state = PoolState(now)
         self.creating: dict[str, PlacementGroup] = {}  # groups that Ray has not granted yet, by the request they were asked for
-        self.counter, self.began_s, self.empty_s, self.looked_s = 0, time.time(), now, -float("inf")
+        self.counter, self.began_s, self.started_s, self.empty_s, self.looked_s = 0, time.time(), now, now, -float("inf")
         self.look()
         # of an earlier pool: they are removed unless a run claims them
         self.orphans = {
@@ -74,18 +74,24 @@ class SlotPool:
 
     # ---- calls of the runs ----------------------------------------------------------------------------------------
 
-    async def join(self, info: RunInfo, session: str, held: list[PoolSlot], paid_slot_s: float = 0.0) -> tuple[str, list[str]]:
+    async def join(
+        self, info: RunInfo, session: str, held: list[PoolSlot], before: PoolView | None = None, unheard_s: float = 0.0
+    ) -> tuple[str, list[str]]:
         """Add a run. Returns why it cannot join, or an empty string, and the ids of those of `held` that it has no more.
 
-        `session`: of its statements. `held`: slots that it holds, as far as it knows.
+        `session`: of its statements. `held`: slots that it holds, as far as it knows. `before`: its last view of the pool if it joins
+        again, which is `unheard_s` old.
         """
         self.look()
-        if refused := self.state.refusal(info):
+        now = time.monotonic()
+        if refused := self.state.refusal(info, now, _is_alive, is_new=before is None):
             return refused, []
         there = [slot for slot in held if placement_group_table(slot.group)["state"] == "CREATED"]
         for slot in there:
             self.orphans.pop(slot.id, None)
-        taken = self.state.join(info, time.monotonic(), [replace(slot) for slot in there], paid_slot_s, session)
+        if before is not None and now - self.started_s < unheard_s:  # no pool counted what the run held since then
+            before = replace(before, slot_s=before.slot_s + unheard_s * len(there))
+        taken = self.state.join(info, now, [replace(slot) for slot in there], before, session)
         removed = [slot.id for slot in held if slot not in there and slot.node in self.state.nodes]
         return "", [*taken, *removed]
 
@@ -205,10 +211,10 @@ class SlotPool:
     def _settle(self) -> None:
         """Hand free slots to those who wait, ask Ray for a slot for each of the others, and wake those who watch."""
         now = time.monotonic()
-        for slot in self.state.idle(now):
-            self._remove(slot)
         for slot in self.state.match(now):
             slot.granted_s = time.time()
+        for slot in self.state.idle(now):  # after `match`: what one run does not take, or avoids, another may want
+            self._remove(slot)
         for id in set(self.creating) - set(self.state.requests):
             self.withdrawn.append(group := self.creating.pop(id))
             self._begin(self._withdraw(group))
@@ -269,9 +275,12 @@ class SlotPool:
         return next(n for n in range(first, first + len(taken) + 1) if n not in taken)
 
     async def _tick(self) -> None:
+        now = time.monotonic()
         while True:
+            before = now
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
+            self.state.was_held_up(max(0.0, now - before - TICK_S), now)
             self.look()
             for info in self.state.silent(now):
                 if info.job:
@@ -286,6 +295,13 @@ class SlotPool:
                 self.empty_s = now
             elif now - self.empty_s > EMPTY_S:
                 await self.end_if_empty()
+
+
+def _is_alive(job: str) -> bool:
+    """Return whether the driver of a job is connected to Ray."""
+    import ray._private.state as state
+
+    return any(known["JobID"] == job and not known["IsDead"] for known in state.jobs())
 
 
 def _end_processes(job: str) -> None:

@@ -237,6 +237,7 @@ TestMessages.settings = settings(max_examples=100, stateful_step_count=40)
 def client_of(handle: object) -> PoolClient:
     client = object.__new__(PoolClient)
     client.slots, client.view, client.info = RunSlots("x"), PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0), RunInfo("x")
+    client.viewed_s = 0.0
     client.lock, client.closed, client.lost, client.handle = threading.RLock(), threading.Event(), "", handle
     return client
 
@@ -314,3 +315,25 @@ def test_a_pool_whose_own_work_fails_ends_so_that_ray_starts_another(
 
     asyncio.run(work())
     assert ended == [1] and not pool.tasks and "KeyError: 'a node'" in capsys.readouterr().err
+
+
+def test_a_pool_that_stood_still_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may stop all processes for a while. Before, the pool then killed those of every run, without reading their messages."""
+    killed: list[str] = []
+    monkeypatch.setattr("rlhfless_ray.functions.slot_pool._end_processes", killed.append)
+    pool = object.__new__(SlotPool)
+    pool.state, pool.orphans, pool.look, pool._settle = PoolState(time.monotonic()), {}, lambda: None, lambda: None
+    pool.state.silent_s = 0.8
+    pool.state.join(RunInfo("x", job="1"), time.monotonic())
+
+    async def stand_still() -> None:
+        tick = asyncio.create_task(pool._tick())
+        await asyncio.sleep(0.3)
+        time.sleep(1.2)
+        await asyncio.sleep(0.05)
+        assert list(pool.state.runs) == ["x"] and not killed
+        await asyncio.sleep(1.0)
+        tick.cancel()
+
+    asyncio.run(stand_still())
+    assert not pool.state.runs and killed == ["1"], "its own silence counts"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from placement.market import Bid
-from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, RunInfo, SlotRequest
-from rlhfless_ray.functions.pool_state import IDLE_S, RECENT_S, PoolState
+from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, RunInfo, SlotRequest
+from rlhfless_ray.functions.pool_state import HEARD_S, IDLE_S, RECENT_S, PoolState
 
 NODES = {"a": (3, {"zone": "1"}), "b": (2, {})}
 
@@ -25,6 +25,10 @@ def pool(slots: int = 4, node: str = "a", now_s: float = 0.0) -> PoolState:
     for k in range(slots):
         state.put(PoolSlot(f"s{k}", node, k), now_s)
     return state
+
+
+def pool_view() -> PoolView:
+    return PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0)
 
 
 def ask(state: PoolState, run: str, count: int, now_s: float, start: int = 0) -> list[str]:
@@ -63,7 +67,7 @@ class SharedSlots(RuleBasedStateMachine):
         info = RunInfo(run, share, least=least, folder=run)
         if run in self.state.runs:
             return
-        if not self.state.refusal(info):
+        if not self.state.refusal(info, self.now):
             assert self.state.join(info, self.now) == []
 
     @rule(run=st.sampled_from("xyz"))
@@ -193,6 +197,32 @@ def test_a_run_that_is_silent_loses_its_slots_and_one_that_speaks_does_not():
     assert [info.run for info in state.silent(SILENT_S + 1)] == ["x"]
 
 
+def test_time_in_which_the_pool_itself_stood_still_is_no_silence():
+    """Otherwise it would kill the processes of every run, whose messages it has not read yet."""
+    state = pool(2)
+    for name, heard_s in (("x", 0.0), ("y", 90.0)):
+        state.join(RunInfo(name), heard_s)
+    state.was_held_up(80.0, 100.0)
+    assert [state.runs[name].heard_s for name in "xy"] == [80.0, 100.0]
+    assert [info.run for info in state.silent(80.0 + SILENT_S + 1)] == ["x"]
+
+
+def test_a_run_in_a_folder_of_the_same_path_on_another_machine_does_not_end_the_first():
+    state, info = pool(2), RunInfo("x", folder="/root/runs/x", job="1")
+    state.join(info, 0.0)
+    other = replace(info, job="2")
+    assert "a run in a folder named x is on this cluster already" in state.refusal(other, 1.0, lambda job: job == "1")
+    assert state.refusal(other, 1.0) == "", "its driver has died, and it resumes"
+    assert state.refusal(other, HEARD_S + 1, lambda job: True) == "", "Ray does not know yet that the driver's node is lost"
+    assert state.refusal(info, 1.0, lambda job: True) == "", "it joins again after its pool was lost"
+
+
+def test_a_run_that_joins_a_replaced_pool_goes_on_with_fewer_nodes_than_there_were():
+    info = RunInfo("x", least=3)
+    assert pool(2).refusal(info, 0.0) == "the run needs 3 slots at once, but the pool has 2"
+    assert pool(2).refusal(info, 0.0, is_new=False) == ""
+
+
 def test_a_view_says_what_the_other_runs_keep_parked_and_can_be_shown() -> None:
     state = pool()
     for name in "xyz":
@@ -221,6 +251,34 @@ def test_runs_that_need_more_than_is_left_take_turns():
     assert len(state.match(2.0)) == 2 and state.held("y") == 3
 
 
+def test_a_run_keeps_its_turn_until_it_has_all_slots_that_it_needs():
+    """Slots come one at a time. Before, two waiting runs got one each, and neither ever a second one."""
+    state = pool(2)
+    for name in "xyz":
+        state.join(RunInfo(name, least=2), 0.0)
+    x = ask(state, "x", 2, 0.0)
+    state.match(0.0)
+    ask(state, "y", 2, 1.0), ask(state, "z", 2, 2.0)
+    for k, now_s in enumerate((3.0, 4.0)):
+        state.release(x[k : k + 1], now_s)
+        state.match(now_s)
+    assert (state.held("y"), state.held("z")) == (2, 0)
+    assert state.clearing().slots == {"x": 0, "y": 0, "z": 2} and state.view("y", 4.0).surplus == 2, "it is another one's turn"
+
+
+def test_a_run_with_some_of_the_slots_that_it_needs_gets_its_turn_too():
+    """Before, a run whose update had left it one slot waited forever for the second one of its engines."""
+    state = pool(3)
+    for name, count, now_s in (("x", 1, 0.0), ("y", 2, 5.0)):
+        state.join(RunInfo(name), 0.0)
+        ask(state, name, count, now_s)
+        state.match(now_s)
+        state.bid(Bid(name, (2, 3), (0.0, 9.0)), now_s)
+    ask(state, "x", 1, 10.0, start=1), ask(state, "y", 1, 10.0, start=2)
+    state.match(10.0)
+    assert (state.view("x", 10.0).surplus, state.view("y", 10.0).surplus) == (0, 2)
+
+
 def test_a_run_that_has_withdrawn_keeps_its_turn_only_for_a_moment():
     """Otherwise it would stand before those that wait, without taking a slot itself."""
     state = pool(3)
@@ -245,8 +303,11 @@ def test_a_run_that_comes_back_after_its_pool_was_lost_keeps_what_nobody_took():
     state = PoolState(0.0)
     state.set_nodes({"a": (3, {})}, 0.0)
     held = [PoolSlot(f"s{k}", "a", k, holder="x", request=f"x/{k}") for k in range(2)]
-    assert state.join(RunInfo("x"), 0.0, held, 100.0) == []
+    before = replace(pool_view(), slot_s=100.0, lent_slot_s=40.0, borrowed_slot_s=15.0)
+    assert state.join(RunInfo("x"), 0.0, held, before) == []
     assert state.runs["x"].slot_s == 100.0 and state.handovers == 0
+    view = state.view("x", 0.0)
+    assert (view.lent_slot_s, view.borrowed_slot_s, state.credits.of("x")) == (40.0, 15.0, 25.0), "it gets back what it lent"
     state.release(["x/0"], 1.0)
     assert state.held("x") == 1
     state.join(RunInfo("y"), 1.0)
@@ -271,7 +332,7 @@ def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:
         if made < 100 and rng.random() < 0.05:
             made += 1
             info = RunInfo(f"run{made}", least=int(rng.integers(1, 4)), folder=str(made))
-            assert not state.refusal(info)
+            assert not state.refusal(info, now)
             state.join(info, now)
             alive[info.run] = SimpleNamespace(work=float(rng.exponential(60.0)), ids=[], dead=False, asked=0, need=info.least)
         for name, run in list(alive.items()):
@@ -311,9 +372,9 @@ def test_what_a_run_has_paid_counts_once_when_it_joins_again_after_a_silence():
     state.join(info, 0.0)
     ask(state, "x", 1, 0.0)
     [slot] = state.match(0.0)
-    held, paid_slot_s = replace(slot), state.view("x", 10.0).slot_s
+    held, before = replace(slot), state.view("x", 10.0)
     state.leave("x", 10.0)
-    assert state.join(info, 12.0, [held], paid_slot_s) == [] and state.runs["x"].slot_s == 10.0 and not state.past
+    assert state.join(info, 12.0, [held], before) == [] and state.runs["x"].slot_s == 10.0 and not state.past
     state.leave("x", 15.0)
     assert [past.slot_s for past in state.past] == [13.0]
     state.join(info, 15.0)

@@ -164,6 +164,8 @@ def test_two_runs_of_one_name_and_shares_above_one_are_refused_in_a_sentence(run
     runs("one", share=0.7)
     with pytest.raises(UserError, match=r"run.name: a run in a folder named one is on this cluster already; `rlhfless cluster` shows"):
         PoolClient("cpu", RunInfo("one", folder="elsewhere/one"))
+    with pytest.raises(UserError, match=r"run.name: a run in a folder named one is on this cluster already"):  # of another machine
+        PoolClient("cpu", RunInfo("one", folder="runs/one", job="another"))
     with pytest.raises(UserError, match=r"cluster.share: 0.4 and the shares of other runs \(one: 0.7\) add up to 1.1, more than the pool"):
         PoolClient("cpu", RunInfo("other", share=0.4))
     with pytest.raises(UserError, match="the run needs 5 slots at once, but the pool has 4"):
