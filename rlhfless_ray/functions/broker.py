@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhfless_ray.functions.lease import Lease, LeaseManager
@@ -56,9 +56,9 @@ class SlotBroker:
         """Hand free leases to the ranks of `group`. It puts back those it does not use."""
         self.put(group.assign_leases(self.take()))
 
-    def release(self, keep: int = 0) -> None:
-        """Return free leases to Ray, except for the first `keep`."""
-        leases = self.take()
+    def release(self, keep: int = 0, nodes: Collection[str] = ()) -> None:
+        """Return free leases to Ray, except for the first `keep`. Those of `nodes` go before others."""
+        leases = self.take(prefer=(lambda lease: lease.slot.node not in nodes) if nodes else None)
         self.put(leases[:keep])
         self.leases.release(leases[keep:])
 

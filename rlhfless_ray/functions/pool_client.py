@@ -94,6 +94,10 @@ class PoolClient:
     def surplus(self) -> int:
         return self.view.surplus
 
+    @property
+    def surplus_nodes(self) -> tuple[str, ...]:
+        return self.view.surplus_nodes
+
     def may_wait(self) -> bool:
         """Return whether a needed slot comes although its deadline is over: other runs hold slots, and give back what is this run's."""
         self._tell()

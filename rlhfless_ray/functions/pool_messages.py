@@ -57,7 +57,7 @@ class PoolSlot:
 
 @dataclass(frozen=True)
 class PoolView:
-    """A run's view of the pool. `surplus`: slots above its target that runs below their targets wait for."""
+    """A run's view of the pool. `surplus`: slots above its target that runs below their targets wait for and could use."""
 
     slots: int
     runs: int
@@ -73,6 +73,7 @@ class PoolView:
     waiting: tuple[str, ...] = ()  # other runs below their target that want slots
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of the parked processes of other runs, by node
     due: tuple[tuple[float, int], ...] = ()  # seconds until other runs expect to give back slots above their targets, and how many
+    surplus_nodes: tuple[str, ...] = ()  # nodes of the slots among which the surplus is
 
     @property
     def free(self) -> int:

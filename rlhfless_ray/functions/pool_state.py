@@ -31,6 +31,7 @@ class PoolRun:
     held_since_s: float = 0.0
     waits_since_s: float | None = None  # time since which it has fewer slots than it can work with; reset RECENT_S after a withdrawal
     withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
+    withdrew: SlotRequest | None = None  # that request
     slot_s: float = 0.0  # slot-seconds that it has paid for
     lent_slot_s: float = 0.0
     borrowed_slot_s: float = 0.0
@@ -182,7 +183,7 @@ class PoolState:
         self._account(now_s)
         for id in ids:
             if (request := self.requests.pop(id, None)) is not None:
-                self.runs[request.run].withdrew_s = now_s
+                self.runs[request.run].withdrew_s, self.runs[request.run].withdrew = now_s, request
             elif (slot := self.granted(id)) is not None:
                 _free(slot, now_s)
                 self._cleared = None
@@ -216,7 +217,7 @@ class PoolState:
             for request in sorted(self.requests.values(), key=lambda request: not below(request.run)):
                 if not below(request.run) and len(free) <= pausing:
                     continue
-                fitting = [slot for slot in free if self._fits(request, slot)]
+                fitting = [slot for slot in free if self._fits(request, slot.node)]
                 # prefer the slot that the run held before, where its processes are
                 slot = min(fitting, key=lambda slot: slot.last != request.run, default=None)
                 if slot is not None:
@@ -316,7 +317,7 @@ class PoolState:
         self._account(now_s)
         known, cleared, held = self.runs[run], self.clearing(), self.held(run)
         waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
-        surplus = min(max(0, held - cleared.slots[run]), sum(waiting.values()))
+        surplus, nodes = self._surplus(run, held - cleared.slots[run], waiting)
         parked_mb: dict[str, float] = {}
         due = []
         for name, other in self.runs.items():
@@ -340,15 +341,36 @@ class PoolState:
             tuple(sorted(waiting)),
             parked_mb,
             tuple(sorted(due)),
+            nodes,
         )
+
+    def _surplus(self, run: str, above: int, waiting: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
+        """Return how many of `above` slots of a run other runs wait for, and the nodes of its slots that these could use.
+
+        `waiting`: slots that each of them lacks. A learner waits for the node of its state, and engines may wait for a label.
+        """
+        if above <= 0 or not waiting:
+            return 0, ()
+        held, count, nodes = Counter([slot.node for slot in self.slots.values() if slot.holder == run]), 0, set[str]()
+        asked = {name: {(one.node, *one.labels.items()): one for one in self._asked(name)} for name in waiting}
+        for name, missing in waiting.items():
+            usable = {node for node in held if any(self._fits(request, node) for request in asked[name].values())}
+            count += min(missing, sum(held[node] for node in usable))
+            nodes |= usable
+        return min(above, count), tuple(sorted(nodes))
+
+    def _asked(self, run: str) -> list[SlotRequest]:
+        """Return the requests of a run, or the one that it withdrew last."""
+        known = self.runs[run].withdrew
+        return [request for request in self.requests.values() if request.run == run] or ([known] if known is not None else [])
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
-        labels = self.nodes.get(slot.node, (0, {}))[1]
-        if slot.node in self.runs[request.run].avoids:
+    def _fits(self, request: SlotRequest, node: str) -> bool:
+        labels = self.nodes.get(node, (0, {}))[1]
+        if node in self.runs[request.run].avoids:
             return False
-        return request.node in ("", slot.node) and all(labels.get(name) == value for name, value in request.labels.items())
+        return request.node in ("", node) and all(labels.get(name) == value for name, value in request.labels.items())
 
     def _give(self, slot: PoolSlot, request: SlotRequest, now_s: float) -> None:
         run = request.run

@@ -7,7 +7,7 @@ Measured with Ray 2.60: an independent placement group takes 4 ms, but one that 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,6 +65,11 @@ class SlotSource(Protocol):
         """Number of slots that this run should give back to waiting runs; None if unknown."""
         ...
 
+    @property
+    def surplus_nodes(self) -> Collection[str]:
+        """Nodes whose slots these runs could use."""
+        ...
+
     def may_wait(self) -> bool:
         """Return whether a needed slot may still be granted after its deadline."""
         ...
@@ -75,7 +80,7 @@ class SlotSource(Protocol):
 class RayGroups:
     """Slots as this run's own placement groups, from Ray's queue."""
 
-    surplus = None
+    surplus, surplus_nodes = None, ()
 
     def __init__(self, resource: str) -> None:
         self.resource = resource

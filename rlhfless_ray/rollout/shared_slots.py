@@ -96,10 +96,11 @@ class SharedSlots:
         self.leaving &= set(working)
         now, spare = time.monotonic(), len(working) - len(self.leaving) - 1
         if (surplus := min(self.source.surplus, spare)) > 0 and now > self.look_again_s and not driver.migrations.leaving:
-            by_work = sorted(set(working) - self.leaving, key=lambda number: len(driver.token_log.owed(number)))
-            self.leaving |= set(by_work[:surplus])
-            self.look_again_s = now + PAUSE_S
-            driver.result.decisions.append(f"{surplus} engines leave: {GIVEN.reason}")
+            usable = {number for number, instance in working.items() if instance.slot.node in self.source.surplus_nodes}
+            if by_work := sorted(usable - self.leaving, key=lambda number: len(driver.token_log.owed(number)))[:surplus]:
+                self.leaving |= set(by_work)
+                self.look_again_s = now + PAUSE_S
+                driver.result.decisions.append(f"{len(by_work)} engines leave: {GIVEN.reason}")
         if self.leaving:
             stay = [number for number in driver.calls.available() if number not in self.leaving]
             driver.evacuate([working[number] for number in sorted(self.leaving)], stay, GIVEN.reason)

@@ -387,9 +387,10 @@ class StepOperations(CheckpointedRun):
             self._save(metric=end.metric, best=end.best, export=True)
         for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
             pool.end_expired(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
-        decision = slots_to_yield(len(self.broker.free), 1, end.others_wait, self.leases.source.surplus)
+        source = self.leases.source
+        decision = slots_to_yield(len(self.broker.free), 1, end.others_wait, source.surplus)
         if decision.action == "Release":
-            self.broker.release(keep=decision.actors)
+            self.broker.release(keep=decision.actors, nodes=source.surplus_nodes)
         self.broker.check("the end of the step", self.stages.pools())
 
     def _write_row(self, step: Step) -> None:

@@ -279,6 +279,30 @@ def test_a_run_with_some_of_the_slots_that_it_needs_gets_its_turn_too():
     assert (state.view("x", 10.0).surplus, state.view("y", 10.0).surplus) == (0, 2)
 
 
+def test_a_run_is_asked_for_slots_of_nodes_that_the_waiting_run_can_use():
+    """A learner waits for the node of its state. Before, another run gave slots of other nodes, took them again, and so on without end."""
+    state = PoolState(0.0)
+    state.set_nodes({"a": (2, {}), "b": (2, {"zone": "1"})}, 0.0)
+    for k, node in enumerate("aabb"):
+        state.put(PoolSlot(f"s{k}", node, k), 0.0)
+    state.join(RunInfo("x"), 0.0), state.join(RunInfo("y"), 0.0)
+    state.bid(Bid("y", (1, 2, 3), (0.0, 5.0, 9.0)), 0.0)
+    x = ask(state, "x", 4, 0.0)
+    assert len(state.match(0.0)) == 4 and state.view("x", 0.0).surplus == 0
+    state.ask(SlotRequest("y/1", "y", "a"), 1.0)
+    state.match(1.0)
+    assert (state.view("x", 1.0).surplus, state.view("x", 1.0).surplus_nodes) == (2, ("a",))
+    state.release(["y/1"], 2.0)
+    assert state.view("x", 2.0).surplus_nodes == ("a",), "it asks again after a moment"
+    state.ask(SlotRequest("y/2", "y", labels={"zone": "2"}), 2.0)
+    state.match(2.0)
+    assert (state.view("x", 2.0).surplus, state.view("x", 2.0).surplus_nodes) == (0, ())
+    state.release(["y/2", *x[:1]], 3.0)
+    state.ask(SlotRequest("y/3", "y", labels={"zone": "1"}), 3.0)
+    state.match(3.0)
+    assert state.view("x", 3.0).surplus_nodes == ("b",)
+
+
 def test_a_run_that_has_withdrawn_keeps_its_turn_only_for_a_moment():
     """Otherwise it would stand before those that wait, without taking a slot itself."""
     state = pool(3)

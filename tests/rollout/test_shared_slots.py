@@ -37,12 +37,22 @@ class Leases:
         return leases
 
 
+class Engine(int):
+    """An engine and its number. Every third one is on node b."""
+
+    @property
+    def slot(self) -> SimpleNamespace:
+        return SimpleNamespace(node="aab"[self % 3])
+
+
 class Driver:
     """What it needs of a RolloutDriver: engines 0, 1, … with so many requests each."""
 
     def __init__(self, owed: list[int]) -> None:
         self.stopping, self.owed, self.start_s, self.tail, self.weights = False, owed, 15.0, 100.0, None
-        self.pool = SimpleNamespace(kind="rollout", labels={}, working=list(range(len(owed))), parked=[], assign_leases=self.join)
+        self.pool = SimpleNamespace(
+            kind="rollout", labels={}, working=[Engine(n) for n in range(len(owed))], parked=[], assign_leases=self.join
+        )
         self.calls = SimpleNamespace(number=lambda instance: instance, available=lambda: self.pool.working)
         self.token_log = SimpleNamespace(owed=lambda number: range(self.owed[number]))
         self.migrations = SimpleNamespace(leaving={})
@@ -50,7 +60,7 @@ class Driver:
         self.evacuated: list[tuple[list[int], list[int], str]] = []
 
     def join(self, leases: list[str]) -> None:
-        self.pool.working.append(len(self.owed))
+        self.pool.working.append(Engine(len(self.owed)))
         self.owed.append(0)
 
     def tail_s(self) -> float:
@@ -65,7 +75,7 @@ def shared(monkeypatch) -> SharedSlots:
     ready: set[str] = set()
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in ready], []))
     monkeypatch.setattr(module, "fetch_weights", lambda pool, weights: None)
-    source = SimpleNamespace(surplus=0, arrival=lambda request: request.id, ready=ready)
+    source = SimpleNamespace(surplus=0, surplus_nodes=("a", "b"), arrival=lambda request: request.id, ready=ready)
     return SharedSlots(Leases(), source, max_engines=3, start_s=0.1)  # type: ignore[arg-type]
 
 
@@ -105,6 +115,17 @@ def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_st
     shared.look_again_s, shared.source.surplus = 0.0, 5
     shared.poll(driver)
     assert driver.evacuated[-1][:2] == ([2], [0])
+
+
+def test_an_engine_leaves_where_the_other_run_can_use_its_slot(shared):
+    driver = Driver([4, 1, 3])
+    shared.source.surplus, shared.source.surplus_nodes = 1, ("b",)
+    shared.poll(driver)
+    assert driver.evacuated == [([2], [0, 1], GIVEN.reason)]
+    driver.pool.working.pop()
+    shared.look_again_s = 0.0
+    shared.poll(driver)
+    assert not shared.leaving and len(driver.result.decisions) == 1, "none is there any more"
 
 
 def test_a_request_that_a_worker_group_withdrew_is_forgotten(shared):
