@@ -230,10 +230,10 @@ class PoolState:
             granted.append(slot)
         return granted
 
-    def idle(self, now_s: float) -> list[PoolSlot]:
-        """Return the slots that `match` has left and that should go back to Ray: unused for a while, or on nodes that a run avoids."""
+    def idle(self, now_s: float, idle_s: float = IDLE_S) -> list[PoolSlot]:
+        """Return the slots that `match` has left and that should go back to Ray: unused for `idle_s`, or on nodes that a run avoids."""
         avoided = {node for run in self.runs.values() for node in run.avoids}
-        return [slot for slot in self.slots.values() if not slot.holder and (now_s - slot.since_s > IDLE_S or slot.node in avoided)]
+        return [slot for slot in self.slots.values() if not slot.holder and (now_s - slot.since_s > idle_s or slot.node in avoided)]
 
     def drop(self, id: str, now_s: float) -> None:
         """Forget a slot that went back to Ray, or whose node is gone."""

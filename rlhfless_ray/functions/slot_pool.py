@@ -23,9 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from placement.market import Bid, Clearing
 from rlhfless_ray.functions.cluster_nodes import node_slots
+from rlhfless_ray.functions.lease import LOOKING_SHARE
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
-from rlhfless_ray.functions.pool_state import PoolState
-from rlhfless_ray.functions.slot_source import POOL_PREFIX, RESERVED_S, device_ids, device_named, is_reserving, request_group
+from rlhfless_ray.functions.pool_state import IDLE_S, PoolState
+from rlhfless_ray.functions.slot_source import POOL_PREFIX, RESERVED_S, device_ids, device_named, is_reserving, others_wait, request_group
 
 NAMESPACE = "rlhfless"
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
@@ -57,6 +58,7 @@ class SlotPool:
             if info["name"].startswith(f"{POOL_PREFIX}{resource}-") and info["state"] != "REMOVED"
         }
         self.orphans_until_s = now + SILENT_S
+        self.others_wait, self.asked_s = False, now  # whether other programs wait for slots in Ray's queue, and when to ask again
         self.changed = asyncio.Event()  # set for a moment when slots or requests have changed
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
         self.withdrawn: list[PlacementGroup] = []  # groups that are removed once no node reserves a slot for them
@@ -213,7 +215,8 @@ class SlotPool:
         now = time.monotonic()
         for slot in self.state.match(now):
             slot.granted_s = time.time()
-        for slot in self.state.idle(now):  # after `match`: what one run does not take, or avoids, another may want
+        # after `match`: what one run does not take, or avoids, another may want
+        for slot in self.state.idle(now, -1.0 if self.others_wait else IDLE_S):
             self._remove(slot)
         for id in set(self.creating) - set(self.state.requests):
             self.withdrawn.append(group := self.creating.pop(id))
@@ -274,6 +277,12 @@ class SlotPool:
         first = self.state.nodes[node][0] if self.orphans and node in self.state.nodes else 0  # those of an earlier pool are below it
         return next(n for n in range(first, first + len(taken) + 1) if n not in taken)
 
+    def _look_at_others(self) -> None:
+        """Look whether other programs wait in Ray's queue. Slots that no run takes at once are theirs then."""
+        if (now := time.monotonic()) >= self.asked_s:
+            self.others_wait = others_wait(self.resource, set())
+            self.asked_s = now + max(LOOK_S, (time.monotonic() - now) / LOOKING_SHARE)
+
     async def _tick(self) -> None:
         now = time.monotonic()
         while True:
@@ -282,6 +291,7 @@ class SlotPool:
             now = time.monotonic()
             self.state.was_held_up(max(0.0, now - before - TICK_S), now)
             self.look()
+            self._look_at_others()
             for info in self.state.silent(now):
                 if info.job:
                     _end_processes(info.job)

@@ -322,7 +322,7 @@ def test_a_pool_that_stood_still_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
     killed: list[str] = []
     monkeypatch.setattr("rlhfless_ray.functions.slot_pool._end_processes", killed.append)
     pool = object.__new__(SlotPool)
-    pool.state, pool.orphans, pool.look, pool._settle = PoolState(time.monotonic()), {}, lambda: None, lambda: None
+    pool.state, pool.orphans, pool.look, pool._look_at_others, pool._settle = PoolState(time.monotonic()), {}, *[lambda: None] * 3
     pool.state.silent_s = 0.8
     pool.state.join(RunInfo("x", job="1"), time.monotonic())
 

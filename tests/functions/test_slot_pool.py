@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from placement.market import Bid
 from placement.planning.objective import Objective
@@ -208,6 +208,23 @@ def test_a_run_that_gives_nothing_back_makes_others_wait_but_does_not_end_them(r
     with pytest.raises(RunError, match="within"):  # what nobody gives back has a deadline
         one.release(held[1:])
         other.take(5, "rollout", need=5)
+
+
+def test_slots_that_a_run_lets_go_for_a_moment_go_to_a_program_that_waits_in_rays_queue(runs):
+    """A run gives some up at the end of a step if another program waits. Before, the pool kept them for its next step."""
+    one = runs("one")
+    one.take(4, "rollout")
+    group = placement_group([{"CPU": 1}])
+    try:
+        end = time.monotonic() + 30
+        while placement_group_table(group)["state"] != "CREATED":
+            assert time.monotonic() < end
+            one.release([next(iter(one.held.values()))])
+            if not one.take(1, "rollout", need=0, wait_s=0.1):
+                time.sleep(1.0)
+    finally:
+        remove_placement_group(group)
+    assert one.held
 
 
 def test_a_pool_that_dies_is_replaced_and_learns_what_runs_hold(runs):
