@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from datetime import datetime
@@ -65,7 +66,7 @@ def cards(record: RunRecord) -> list[Row]:
     ends = [row["to_s"] for row in record.ledger] + [finite(last_row.get("time_s")) or 0.0]
     if max(ends) > 0:
         out.append(_card("Wall time", duration(max(ends)), "from the start to the last record"))
-    out += _cost_cards(record, last_row)
+    out += _cost_cards(record)
     generated = total(steps, "tokens/generated")
     speeds = finite_values(steps, "tokens/per_s")
     if speeds:
@@ -111,7 +112,7 @@ def _reward_card(steps: Sequence[Row]) -> list[Row]:
     return [_card("Reward", f"{number(first)} → {number(last)}", under)]
 
 
-def _cost_cards(record: RunRecord, last_row: Row) -> list[Row]:
+def _cost_cards(record: RunRecord) -> list[Row]:
     """Return cost cards from the ledger, which includes the start-up before the first step."""
     out = []
     table = by_kind(record.ledger)
@@ -122,11 +123,16 @@ def _cost_cards(record: RunRecord, last_row: Row) -> list[Row]:
         out.append(_card("Idle share", percent(idle / full), "of the full cost"))
     if (spent := total(record.ledger, "money")) is not None:
         out.append(_card("Money", money(spent), _price(record)))
-    lent, borrowed = (finite(last_row.get(f"shared/{name}_slot_s")) for name in ("lent", "borrowed"))
-    if lent is not None and borrowed is not None and (finite(last_row.get("shared/runs")) or 0) > 1:
+    if any(runs > 1 for runs in finite_values(record.steps, "shared/runs")):  # the others may have ended before this one
+        lent, borrowed = (_counted_on(finite_values(record.steps, f"shared/{name}_slot_s")) for name in ("lent", "borrowed"))
         under = "slots of this run's share that other runs of the cluster used, and slots of theirs"
         out.append(_card("Lent / borrowed", f"{slot_time(lent)} / {slot_time(borrowed)}", under))
     return out
+
+
+def _counted_on(values: Sequence[float]) -> float:
+    """Return the end of a count that began again from 0 whenever the run was resumed."""
+    return sum(one for one, after in itertools.pairwise([*values, 0.0]) if after < one)
 
 
 def warnings(record: RunRecord) -> list[Row]:

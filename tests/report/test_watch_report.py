@@ -83,10 +83,23 @@ def test_a_reward_that_is_no_accuracy_is_a_number_not_a_percentage(finished_run:
     assert chart is not None and chart.title == "Reward on held-out prompts" and "tickformat" not in chart.layout["yaxis"]
 
 
-@pytest.mark.parametrize(("runs", "shown"), [(3, "12.5 slot-s / 4 slot-s"), (1, None)])
-def test_a_run_that_shared_a_cluster_says_what_it_lent_and_borrowed(tmp_path: Path, runs: int, shown: str | None) -> None:
-    row = {"step": 1, "shared/runs": runs, "shared/lent_slot_s": 12.5, "shared/borrowed_slot_s": 4.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+@pytest.mark.parametrize(
+    ("runs", "lent", "shown"),
+    [
+        ([3], [12.5], "12.5 slot-s / 4 slot-s"),
+        ([2, 2, 1], [5.0, 12.5, 12.5], "12.5 slot-s / 4 slot-s"),  # the other run has ended
+        ([2, 2, 2], [10.0, 0.0, 2.5], "12.5 slot-s / 4 slot-s"),  # it was resumed after its first step
+        ([1], [0.0], None),
+    ],
+)
+def test_a_run_that_shared_a_cluster_says_what_it_lent_and_borrowed(
+    tmp_path: Path, runs: list[int], lent: list[float], shown: str | None
+) -> None:
+    told = [
+        {"step": k + 1, "shared/runs": n, "shared/lent_slot_s": x, "shared/borrowed_slot_s": 4.0}
+        for k, (n, x) in enumerate(zip(runs, lent, strict=True))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
     found = {card["label"]: card["value"] for card in cards(RunRecord.read(tmp_path))}
     assert found.get("Lent / borrowed") == shown
 
