@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -72,4 +73,5 @@ def show(pool: dict[str, Any]) -> None:
         table.add_row(run["name"], duration(run["lasted_s"]), "", "", "", "", slot_time(run["slot_s"]), money(run["money"]), "", "", ended)
     console = table_console(200)
     console.print(table)
-    console.print(f"{pool['handovers']} slots passed from run to run; {slot_time(pool['free_slot_s'])} were paid by none")
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pool["began_s"]))
+    console.print(f"since {since}: {pool['handovers']} slots passed from run to run; {slot_time(pool['free_slot_s'])} were paid by none")
