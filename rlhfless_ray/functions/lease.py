@@ -105,7 +105,7 @@ class LeaseManager:
                 self.withdraw([one for one in self.pending.values() if one not in requests])
             end = start + (self.deadline_s if needed else wait_s)
             grant = self.source.wait(request, end)
-            while grant is None and needed and (time.monotonic() < end or self.source.may_wait()):  # sooner: its node was lost
+            while grant is None and needed and (time.monotonic() < end or self.may_wait(1, request.labels)):  # sooner: its node was lost
                 grant = self.source.wait(request, max(end, time.monotonic() + PREFERRED_S))
             if grant is None:
                 self.withdraw([request])
@@ -177,7 +177,7 @@ class LeaseManager:
                 return [], spare
             self.release(spare)
             spare = []
-            if time.monotonic() >= end and not self.source.may_wait():
+            if time.monotonic() >= end and not self.may_wait(count, labels):
                 where = "one node" + (f" labelled {labels}" if labels else "")
                 wanted = f"{kind} needs {count} × {self.bundle} on {where}"
                 raise RunError(f"{wanted} and did not get them within {self.deadline_s:.0f} s; {self.availability()}")
@@ -194,6 +194,10 @@ class LeaseManager:
                 room[node] -= 1
                 nodes_with_room.append(node)
         return nodes_with_room
+
+    def may_wait(self, count: int, labels: dict[str, str]) -> bool:
+        """Return whether needed slots may come after their deadline: a node has `count` of them, and other runs may hold these."""
+        return any(slots >= count for slots in self.nodes.slots(labels).values()) and self.source.may_wait()
 
     def _granted(self, request: LeaseRequest, grant: Grant, kind: str) -> Lease:
         self.pending.pop(request.id, None)

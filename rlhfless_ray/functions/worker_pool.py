@@ -141,7 +141,7 @@ class WorkerPool:
                 seconds = time.monotonic() - start
                 leases.release([*spare, *self.park_all()])
                 spare = []
-                if seconds > leases.deadline_s and not leases.source.may_wait():
+                if seconds > leases.deadline_s and not leases.may_wait(1, self.labels):
                     wanted, there = f"{self.kind} needs {need} × {leases.bundle} at once", need - missing + len(got)
                     raise RunError(f"{wanted} and got {there} within {seconds:.0f} s; {leases.availability()}")
                 STOP.check()

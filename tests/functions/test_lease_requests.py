@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from placement.market import Bid
+from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions import slot_source, worker_pool
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
@@ -33,7 +34,7 @@ class Source:
         self.slots.accept(say(self.state, self.slots.statement()))
 
     def ask(self, requests: list[LeaseRequest]) -> None:
-        self.slots.ask(SlotRequest(one.id, self.slots.run, one.node) for one in requests)
+        self.slots.ask(SlotRequest(one.id, self.slots.run, one.node, one.labels) for one in requests)
         self.tell()
 
     def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
@@ -129,6 +130,28 @@ def test_a_request_is_withdrawn_only_once_no_node_reserves_its_slot(monkeypatch:
     source.ask([request])
     source.withdraw([request])
     assert removed == [("rlhfless-run-1", 0)] and not source.groups
+
+
+def test_a_slot_that_no_node_has_is_not_waited_for_because_other_runs_hold_others(monkeypatch):
+    """Before, engines for spot nodes waited forever after the last of these had gone, as long as another run was in the pool."""
+    [slots] = joined(state := pool(1), "x")
+    source: Any = Source(state, slots)
+    nodes: Any = SimpleNamespace(slots=lambda labels: {"a": 1} if not labels else {}, known_going=set)
+    leases = LeaseManager("cpu", Ledger("cpu"), 0.2, "x", source, nodes)
+    monkeypatch.setattr(leases, "availability", lambda: "no Ray")
+    asked: list[int] = []
+    source.may_wait = lambda: not asked.append(1) and len(asked) < 3
+    for take in (
+        lambda: leases.take(1, "rollout", labels={"market": "spot"}),
+        lambda: leases.take_together(2, "rollout", [], set(), {}, True, 0.0),
+    ):
+        with pytest.raises(RunError, match="within"):
+            take()
+    assert not asked
+    leases.take(1, "rollout")
+    with pytest.raises(RunError, match="within"):
+        leases.take(1, "rollout")
+    assert len(asked) == 3, "others may give it back"
 
 
 def test_two_rollouts_that_each_hold_half_of_what_both_need_take_turns(monkeypatch):
