@@ -11,7 +11,6 @@ import numpy as np
 
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.rollout.engine_settings import EngineSettings
-from rlhfless_ray.weights.tensor_file import load_tensors
 
 VOCABULARY, EOS = 96, 1
 ORDER = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "llama", "gemma3")  # a mixture first: vLLM makes the groups it needs only then
@@ -122,14 +121,15 @@ class LearnerHost:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
 
-    def open(self, name: str, files: dict[str, bytes], settings: RankSettings) -> bool:
-        """Whether its checkpoints have other names than its files."""
+    def open(self, name: str, files: dict[str, bytes], settings: RankSettings) -> tuple[dict[str, np.ndarray], bytes, bytes]:
+        """Return the untrained weights as they are published, and in the files of a checkpoint and of a model folder."""
         from rlhfless_ray.learn.learner_rank import LearnerRank
 
         self.learners[name] = LearnerRank(settings)
         self.learners[name].open(files, ("127.0.0.1", self.port))
         trainer = self.learners[name].trainer
-        return trainer.weights().keys() != load_tensors(trainer.state_files()["model.safetensors"]).keys()
+        kept, exported = (bytes(found["model.safetensors"]) for found in (trainer.state_files(), trainer.model_files(trained=True)))
+        return trainer.weights(), kept, exported
 
     def weights(self, name: str) -> dict[str, np.ndarray]:
         return self.learners[name].trainer.weights()
@@ -144,11 +144,6 @@ class LearnerHost:
 
     def model(self, name: str) -> dict[str, bytes]:
         return {file: bytes(content) for file, content in self.learners[name].trainer.model_files().items()}
-
-    def exported(self, name: str) -> tuple[bytes, bytes]:
-        """The checkpoint's file of weights, and the same for a model folder."""
-        trainer = self.learners[name].trainer
-        return tuple(bytes(files["model.safetensors"]) for files in (trainer.state_files(), trainer.model_files(trained=True)))
 
 
 class EngineHost:
