@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def parsed(name: str) -> SupervisedRecipe:
-    tree = {"policy": {"hidden_size": 64, "layers": 2}, **CASES[name]}
+    tree = {"policy": {"hidden_size": 64, "layers": 1}, **CASES[name]}
     if tree["task"] == "prm":  # its rows are written by the fixture
         tree["policy"] = {"path": "model"}
         tree["data"] = {"path": f"{name}.jsonl", "placeholder_token": ";", **tree.get("data", {})}
