@@ -49,12 +49,12 @@ def kinds_of(case: str) -> dict[str, str]:
 
 def files_of(case: str, scratch: Path) -> Files:
     from benchmarks.common.widen import widened
+    from benchmarks.learns import warm_policy
     from rlhfless_ray import Recipe
-    from rlhfless_ray.weights.load_policy import initial_policy
     from rlhfless_ray.weights.model_folder import read_folder
 
     if case in ("chain", "27M"):
-        files = initial_policy(Recipe.load("recipes/quickstart.yaml"))[0]
+        files = warm_policy(Recipe.load("recipes/quickstart.yaml"))
         return files if case == "chain" else widened(files, *LARGER)
     return read_folder((SMALL if case == "random" else HALF_BILLION).write(scratch / case).policy)
 
