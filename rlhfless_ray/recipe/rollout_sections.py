@@ -41,7 +41,8 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(8, ge=1)
     """Responses to each prompt: the group size."""
     max_tokens: int = Field(256, ge=1)
-    """Maximum tokens of a response. A response cut there has finish reason `length`."""
+    """Maximum tokens of a response. It ends earlier at the tokenizer's end-of-sequence token, or at one that the model's
+    generation_config.json names. A response cut at the maximum has finish reason `length`."""
     min_tokens: int = Field(0, ge=0)
     """Minimum tokens of a response (with an agent: of a turn). Before that no token that would end the response is sampled, and no stop
     word ends it. The sampler's log-probabilities there are those of the distribution without these tokens. The trained policy has
