@@ -117,6 +117,7 @@ class PoolClient:
         with suppress(RayActorError, GetTimeoutError):  # the end of the heartbeat says the same a little later
             if ray.get(self.handle.leave.remote(self.info.run), timeout=ANSWER_S):
                 ray.get(self.handle.end_if_empty.remote(), timeout=ANSWER_S)
+        self.thread.join(ANSWER_S)  # a message that it sends while Ray shuts down would end this process with an error
 
     # ---- memory of parked processes --------------------------------------------------------------------------------
 
