@@ -64,12 +64,12 @@ class Eagle3Head(torch.nn.Module):
         self.d2t: torch.Tensor  # what is added to a drafted token's number for the policy's
         self.register_buffer("d2t", torch.zeros(vocabulary, dtype=torch.int64))
 
-    def forward(
-        self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any = None
-    ) -> torch.Tensor:
-        """Return outputs (sequences, width, hidden). embedded, states: (sequences, width, hidden) of tokens and of `fc`."""
-        rotation = self.rotary(embedded, positions)
-        return self.midlayer(embedded, states, position_embeddings=rotation, attention_mask=mask, past_key_values=cache)
+    def forward(self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return outputs (sequences, width, hidden), for training. Engines compute them in `HeadSource`, with a cache.
+
+        embedded, states: (sequences, width, hidden) of tokens and of `fc`.
+        """
+        return self.midlayer(embedded, states, position_embeddings=self.rotary(embedded, positions), attention_mask=mask)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return float32 logits (…, vocabulary of the policy) after outputs (…, hidden). Tokens that cannot be drafted have −∞."""

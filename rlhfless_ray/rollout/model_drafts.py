@@ -88,7 +88,7 @@ class DraftSource(ABC):
         if any(ask.top_p < 1 for ask in asks):
             top_p = self._tensor([ask.top_p for ask in asks], torch.float64)
         for count in range(max(ask.most for ask in asks)):
-            logits = self._forward(slots, new).nan_to_num(0.0).clamp(-MOST_LOGIT, MOST_LOGIT)
+            logits = self._forward(slots, new).nan_to_num_(0.0).clamp_(-MOST_LOGIT, MOST_LOGIT)
             uniform = self._tensor([ask.uniforms[min(count, len(ask.uniforms) - 1)] for ask in asks], torch.float64)
             tokens, logprobs = draw_in_chunks(logits, temperature, uniform, top_p)
             new = [np.array([token]) for token in tokens.tolist()]
