@@ -208,7 +208,7 @@ def test_time_in_which_the_pool_itself_stood_still_is_no_silence():
 
 
 def test_a_run_in_a_folder_of_the_same_path_on_another_machine_does_not_end_the_first():
-    state, info = pool(2), RunInfo("x", folder="/root/runs/x", job="1")
+    state, info = pool(2), RunInfo("x", folder="/runs/x", job="1")
     state.join(info, 0.0)
     other = replace(info, job="2")
     assert "a run in a folder named x is on this cluster already" in state.refusal(other, 1.0, lambda job: job == "1")
