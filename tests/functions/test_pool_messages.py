@@ -284,12 +284,11 @@ def test_a_run_that_leaves_while_it_joins_again_is_not_in_the_pool(monkeypatch: 
     monkeypatch.setattr(client, "_find", lambda: pool)
     monkeypatch.setattr(client, "say", lambda _: None, raising=False)
     monkeypatch.setattr("rlhfless_ray.functions.pool_client.ray.get", lambda reply, timeout: reply)
-    thread = threading.Thread(target=client._rejoin, args=(UnknownRun(),))
-    thread.start()
+    client.thread = threading.Thread(target=client._rejoin, args=(UnknownRun(),))  # as its heartbeat does
+    client.thread.start()
     assert joining.wait(5.0)
     client.close()
-    thread.join()
-    assert calls == ["join", "leave"]
+    assert calls == ["join", "leave"] and not client.thread.is_alive()
 
 
 def test_a_pool_whose_own_work_fails_ends_so_that_ray_starts_another(
