@@ -7,14 +7,18 @@ from typing import Any
 from placement.scaling.resize_policy import Decision, Grow, Hold, Shrink
 from placement.speed.cost_terms import Term
 
-MIN_TRIALS = 2  # trials of each count before counts are compared: a process's first update includes its warm-up
+MIN_TRIALS = 2  # trials of each count before counts are compared
+TRIED_AGAIN = 0.02  # share of the updates' time and cost that trials of counts that seem worse may add
+INTERVAL = 2  # updates between two trials of a count that seems worse, for each trial so far
 
 
 class LearnerSize:
     """Fits update times by number of slots, and chooses among the numbers.
 
     Candidates are the powers of two up to `most`, and `most`. The gain of a further slot is not assumed: on a machine
-    whose cores share their memory it may be nothing. So each count is tried before it is judged.
+    whose cores share their memory it may be nothing. So each count is tried before it is judged. Its first time includes the
+    warm-up of a process, and counts no more once there is a second. A run's first updates may all be slow, so a count that
+    seems worse is tried again from time to time: the more it would add, the later.
     """
 
     def __init__(self, most: int) -> None:
@@ -24,6 +28,7 @@ class LearnerSize:
         self.counts = sorted({most, *(2**k for k in range(most.bit_length()) if 2**k <= most)})
         self.terms = {count: Term(1.0) for count in self.counts}
         self.tried = dict.fromkeys(self.counts, 0)
+        self.updates_since = dict.fromkeys(self.counts, 0)  # its last trial
 
     def decide(self, current: int, tokens: float, *, value_per_s: float) -> Decision:
         """Choose the slots for an update of this many tokens: least slots · seconds + value_per_s · seconds.
@@ -34,7 +39,13 @@ class LearnerSize:
             if self.tried[count] < MIN_TRIALS:
                 return _to(count, current, f"trying {count}: not measured yet", self.terms[count].predict(tokens))
         seconds = {count: self.terms[count].predict(tokens) for count in self.counts}
-        best = min(self.counts, key=lambda count: ((count + value_per_s) * seconds[count], count))
+        worth = {count: (count + value_per_s) * seconds[count] for count in self.counts}
+        best = min(self.counts, key=lambda count: (worth[count], count))
+        for count in self.counts:
+            since, added = self.updates_since[count], worth[count] - worth[best]
+            if count != best and since >= INTERVAL * self.tried[count] and TRIED_AGAIN * since * worth[best] >= added:
+                reason = f"trying {count} again: {seconds[count]:.3g} s {since} updates ago, {best}: {seconds[best]:.3g} s"
+                return _to(count, current, reason, seconds[count])
         others = ", ".join(f"{count}: {seconds[count]:.3g} s" for count in self.counts if count != best)
         reason = f"{best} slots: {seconds[best]:.3g} s for {best * seconds[best]:.3g} slot-s" + (f" ({others})" if others else "")
         return _to(best, current, reason, seconds[best])
@@ -47,8 +58,11 @@ class LearnerSize:
     def observe(self, slots: int, tokens: float, seconds: float) -> None:
         """Record an update on `slots` slots. Counts that are not candidates (fewer were available) are ignored."""
         if slots in self.terms:
+            if self.tried[slots] == 1:
+                self.terms[slots] = Term(1.0)
             self.terms[slots].observe(tokens, seconds)
             self.tried[slots] += 1
+        self.updates_since = {count: 0 if count == slots else since + 1 for count, since in self.updates_since.items()}
 
     def settle(self) -> None:
         """Fit the pending records."""
@@ -56,13 +70,14 @@ class LearnerSize:
             term.settle()
 
     def state(self) -> dict[str, Any]:
-        return {str(count): [self.tried[count], self.terms[count].state()] for count in self.counts}
+        return {str(count): [self.tried[count], self.terms[count].state(), self.updates_since[count]] for count in self.counts}
 
     def restore(self, state: dict[str, Any]) -> None:
-        for key, (tried, term) in state.items():
+        for key, (tried, term, *since) in state.items():
             if int(key) in self.terms:  # the recipe may have another limit now
                 self.tried[int(key)] = tried
                 self.terms[int(key)].restore(term)
+                self.updates_since[int(key)] = since[0] if since else 0  # of runs before 2026-11-26 not known
 
 
 def _to(count: int, current: int, reason: str, seconds: float) -> Decision:
