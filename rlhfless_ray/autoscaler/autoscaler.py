@@ -192,6 +192,20 @@ class Autoscaler:
         delay = self.bids.begin_rollout(plan.actors * width, plan.predicted_s, grows, self.value_per_s)
         return replace(plan, actors=max(self.recipe.rollout.min_actors, delay.slots // width)) if delay.seconds else plan, delay
 
+    def renew_rollout(self, left: np.ndarray, context: np.ndarray, max_actors: int) -> int:
+        """Bid for the rest of a rollout on a shared pool, and return how many engines have work by now, `max_actors` at most.
+
+        `left`: (n,) expected tokens that the unfinished responses still get. `context`: (n,) tokens that they have, prompts included.
+        """
+        if self.bids is None or not len(left):
+            return max_actors
+        bids, speed, tokens = self.bids, self.engines.fit_of(1).speed, np.maximum(left, 1.0)
+        return self.safely(
+            "renewing the bid",
+            lambda: bids.renew_rollout(self._plans(tokens, context.astype(float), max_actors, 1, speed)),
+            lambda: max_actors,
+        )
+
     def _predict_step(self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int) -> tuple[float, float, float]:
         """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
         start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
@@ -288,11 +302,14 @@ class Autoscaler:
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int, width: int | None = None) -> list[Plan]:
         """Return the frontier's plans for `lengths`: (n,) known, or (n, S) scenarios. `width`: of the engines, if not the present one."""
         width = width or self.engines.width
-        tokens = self._prompt_tokens(prompts)
+        return self._plans(lengths, self._prompt_tokens(prompts), max_actors, width, self._speed(width))
+
+    def _plans(self, lengths: np.ndarray, tokens: np.ndarray, max_actors: int, width: int, speed: Speed) -> list[Plan]:
+        """Return the frontier's plans. `tokens`: (n,) that each sequence has before."""
         longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine can hold every single sequence
         holds = self.engines.capacity_of(width)
         capacity = math.ceil(max(holds, longest)) if math.isfinite(holds) else None
-        pool = Pool(self._speed(width), max_actors=max_actors, capacity=capacity, devices=width)
+        pool = Pool(speed, max_actors=max_actors, capacity=capacity, devices=width)
         return frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
 
     @property

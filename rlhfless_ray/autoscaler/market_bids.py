@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +17,18 @@ from rlhfless_ray.functions.pool_client import PoolClient
 # Seconds until a rollout has moved the responses of an engine that it gives up: a move by pages pauses for 0.2 s at 494 M parameters, and
 # the rollout looks for runs that wait several times a second.
 GIVE_S = 0.5
+EPS = 1e-6  # of a deadline or budget that is used up
+RENEWED = 0.25  # share by which the worth of a running rollout's slots must change before others are told
 
 
 class MarketBids:
-    """Bids for the phases of a step: each phase's bid stands until the next phase begins."""
+    """Bids for the phases of a step: each phase's bid stands until the next phase begins. A rollout that can grow renews its bid."""
 
     def __init__(self, pool: PoolClient, objective: Objective, learner_ranks: int) -> None:
         self.pool, self.objective, self.learner_ranks = pool, objective, learner_ranks
         self.rollout: Bid | None = None  # for the next rollout
+        self.running: Bid | None = None  # for the rollout that runs
+        self.begun_s, self.paid_slot_s = 0.0, 0.0  # when it began, and what the run had paid until then
         self.points: list[tuple[int, float]] = []  # slots and seconds of its engines
         self.besides = 0  # slots that the run holds beside its engines during that rollout
 
@@ -32,11 +37,7 @@ class MarketBids:
 
         The smallest plan of each width always stays. `besides`: slots that the run holds beside its engines.
         """
-        points = [(plan.actors * width + besides, plan.time_s) for width, plans in frontiers.items() for plan in plans]
-        quickest: dict[int, float] = {}
-        for slots, seconds in points:
-            quickest[slots] = min(seconds, quickest.get(slots, seconds))
-        self.points = sorted((slots - besides, seconds) for slots, seconds in quickest.items())
+        self.points = _quickest((plan.actors * width, plan.time_s) for width, plans in frontiers.items() for plan in plans)
         self.rollout, self.besides = self._bid([(slots + besides, seconds) for slots, seconds in self.points]), besides
         cleared = self.pool.what_if(self.rollout)
         room = cleared.slots[self.rollout.run] - besides
@@ -59,8 +60,30 @@ class MarketBids:
         if self.rollout is None:
             return Delay(0.0, wanted, "")
         self.pool.bid(self.rollout, GIVE_S if grows else seconds)
+        self.running, self.begun_s, self.paid_slot_s = self.rollout, time.monotonic(), self.pool.view.slot_s
         most = min(wanted, self.pool.view.target - self.besides)
         return Delay(0.0, wanted, "") if grows else self._delay(self.points, most, self.besides, value_per_s)
+
+    def renew_rollout(self, plans: Sequence[Plan]) -> int:
+        """Bid for the rest of the running rollout, and return how many engines, of one slot each, have work.
+
+        `plans`: frontier of the rest. Others learn of the bid with the next heartbeat, if it has changed much.
+        """
+        points = _quickest((plan.actors, plan.time_s) for plan in plans)
+        bid = self._bid([(slots + self.besides, seconds) for slots, seconds in points], self._rest_of_objective())
+        before = self.running
+        if before is None or bid.slots != before.slots or abs(bid.worth[-1] - before.worth[-1]) > RENEWED * before.worth[-1]:
+            self.running = bid
+            self.pool.renew_bid(bid)
+        return bid.most - self.besides
+
+    def _rest_of_objective(self) -> Objective:
+        """Return the objective for the rest of the running rollout."""
+        if self.objective.deadline_s is not None:
+            return Objective(deadline_s=max(EPS, self.objective.deadline_s - (time.monotonic() - self.begun_s)))
+        if self.objective.budget is not None:
+            return Objective(budget=max(EPS, self.objective.budget - (self.pool.view.slot_s - self.paid_slot_s)))
+        return self.objective
 
     def begin_update(self, sizes: LearnerSize, slots_per_rank: int, tokens: float, value_per_s: float) -> tuple[Delay, str]:
         """Bid for an update on `slots_per_rank` slots per rank, valued by the durations of earlier updates.
@@ -91,5 +114,13 @@ class MarketBids:
     def metrics(self) -> dict[str, Any]:
         return self.pool.view.metrics()
 
-    def _bid(self, points: Sequence[tuple[int, float]]) -> Bid:
-        return bid_of(self.pool.info.run, points, self.objective)
+    def _bid(self, points: Sequence[tuple[int, float]], objective: Objective | None = None) -> Bid:
+        return bid_of(self.pool.info.run, points, objective or self.objective)
+
+
+def _quickest(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the shortest time for each number of slots, ascending."""
+    quickest: dict[int, float] = {}
+    for slots, seconds in points:
+        quickest[slots] = min(seconds, quickest.get(slots, seconds))
+    return sorted(quickest.items())

@@ -143,6 +143,11 @@ class PoolClient:
             self.slots.gives_at_s = None if gives_s is None else time.monotonic() + gives_s
         self._tell()
 
+    def renew_bid(self, bid: Bid) -> None:
+        """Say with the next heartbeat what slots are worth by now, in the same phase."""
+        with self.lock:
+            self.slots.bid = bid
+
     def what_if(self, bid: Bid) -> Clearing:
         """Return how the pool would be divided if this run bid so."""
         return self._call(lambda: self.handle.what_if.remote(bid))

@@ -317,8 +317,13 @@ class RolloutDriver:
 
     def tail_s(self) -> float:
         """Return the seconds that the longest live response will take, by its forecast."""
-        left = np.maximum(self.expected, OUTLIVES * self.token_log.length) - self.token_log.length
-        return float(left[~self.token_log.finished].max(initial=0.0)) * median_step_s(self.result.steps)
+        return float(self.remaining()[0].max(initial=0.0)) * median_step_s(self.result.steps)
+
+    def remaining(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens that each unfinished response is expected to still get, and those of its context."""
+        log = self.token_log
+        left = np.maximum(self.expected, OUTLIVES * log.length) - log.length
+        return left[~log.finished], (log.prompt + log.length)[~log.finished]
 
     # ---- moves ----------------------------------------------------------------------------------------------------
 

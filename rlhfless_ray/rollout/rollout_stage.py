@@ -310,11 +310,12 @@ class RolloutStage:
 
     def _shared_slots(self) -> SharedSlots | None:
         """Return the exchange of slots with other runs of the cluster, or None without a shared pool or with engines of several slots."""
-        source, bids = self.context.leases.source, self.context.autoscaler.bids
-        if bids is None or not isinstance(source, PoolClient) or self.pool.width > 1:
+        context, autoscaler, source = self.context, self.context.autoscaler, self.context.leases.source
+        if autoscaler.bids is None or not isinstance(source, PoolClient) or self.pool.width > 1:
             return None
-        max_engines = min(bids.most, self.context.most_engines(1))
-        return SharedSlots(self.context.leases, source, max_engines, self.context.autoscaler.terms.warm_start.predict())
+        most = context.most_engines(1)
+        renew = partial(autoscaler.renew_rollout, max_actors=most)
+        return SharedSlots(context.leases, source, min(autoscaler.bids.most, most), autoscaler.terms.warm_start.predict(), renew)
 
     def give_back(self, instance: Instance, decision: Decision) -> None:
         """Release the lease of an idle engine if the decision says so. An engine that is still starting keeps it."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import ray
 
 from placement.scaling.resize_policy import Release
@@ -19,6 +21,8 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_weights
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import WeightVersion
 
+RENEW_S = 1.0  # interval of bids, that of heartbeats
+BIDDING_SHARE = 0.02  # largest share of the driver's time for bids
 PAUSE_S = 1.0  # time between two decisions to give slots, until the pool knows of the last one
 GIVEN = Release(0, "another run of the cluster waits for its slot")
 
@@ -37,6 +41,8 @@ class Rollout(Protocol):
 
     def tail_s(self) -> float: ...
 
+    def remaining(self) -> tuple[np.ndarray, np.ndarray]: ...
+
     def evacuate(self, leaving: list[Instance], stay: list[int], reason: str) -> None: ...
 
 
@@ -44,11 +50,19 @@ class SharedSlots:
     """Exchange slots with other runs during a rollout.
 
     The rollout grows when another run releases a slot, and shrinks when another run waits for its own. Requests move between engines.
+    The bid follows what is left to do, so that a tail leaves its slots to others.
     """
 
-    def __init__(self, leases: LeaseManager, source: PoolClient, max_engines: int, start_s: float) -> None:
-        """`max_engines`: maximum number of engines, of one slot each. `start_s`: time until a warm engine works on a slot."""
-        self.leases, self.source, self.max_engines, self.start_s = leases, source, max_engines, start_s
+    def __init__(
+        self, leases: LeaseManager, source: PoolClient, max_engines: int, start_s: float, renew: Callable[[np.ndarray, np.ndarray], int]
+    ) -> None:
+        """Configure the exchange.
+
+        `max_engines`: maximum number of engines, of one slot each. `start_s`: time until a warm engine works on a slot. `renew`: bids for
+        the rest of the rollout, and returns how many engines have work. See `Autoscaler.renew_rollout`.
+        """
+        self.leases, self.source, self.max_engines, self.start_s, self.renew = leases, source, max_engines, start_s, renew
+        self.renew_at_s = time.monotonic() + RENEW_S
         self.request: LeaseRequest | None = None
         self.answer: Any = None  # resolves when the request is granted
         self.leaving: set[int] = set()  # engines that give up their slots
@@ -65,8 +79,11 @@ class SharedSlots:
         self._give(driver)
         if self.answer is not None and ray.wait([self.answer], timeout=0)[0]:
             self._take(driver)
-        wanted = not self.leaving and len(driver.pool.working) < self.max_engines and driver.tail_s() > self._wait_s(driver)
-        if not wanted:
+        if time.monotonic() >= self.renew_at_s:
+            self._renew(driver)
+        if self.request is None and self._would_grow(driver):
+            self._renew(driver)  # an engine that has just become idle is not asked for again
+        if not self._would_grow(driver):
             self.close()
         elif self.request is None:
             [self.request] = self.leases.ask(1, labels=driver.pool.labels)
@@ -77,6 +94,15 @@ class SharedSlots:
         if self.request is not None:
             self.leases.withdraw([self.request])
             self.request = self.answer = None
+
+    def _renew(self, driver: Rollout) -> None:
+        began_s = time.monotonic()
+        self.max_engines = self.renew(*driver.remaining())
+        now = time.monotonic()
+        self.renew_at_s = now + max(RENEW_S, (now - began_s) / BIDDING_SHARE)
+
+    def _would_grow(self, driver: Rollout) -> bool:
+        return not self.leaving and len(driver.pool.working) < self.max_engines and driver.tail_s() > self._wait_s(driver)
 
     def _wait_s(self, driver: Rollout) -> float:
         """Return how long the rollout must go on for one more engine to pay."""

@@ -317,6 +317,18 @@ def test_bids_follow_an_objective_that_is_changed():
     assert bids.most == 4
 
 
+def test_a_rollout_bids_for_as_many_engines_as_what_is_left_has_work_for():
+    autoscaler = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.01, 1e-2))
+    assert autoscaler.renew_rollout(np.full(64, 100.0), np.full(64, 20), 4) == 4, "on no pool"
+    bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
+    bids.divide({1: FRONTIER}, 0)
+    bids.begin_rollout(4, 11.0, True, 4.0)
+    left = np.linspace(50.0, 150.0, 64)  # engines may take different shares, so a number of them has several plans
+    engines = [autoscaler.renew_rollout(left[-count:], np.full(count, 20), 4) for count in (64, 4, 2, 1)]
+    assert engines == [4, 4, 2, 1] and bids.running.slots == (1,)
+    assert autoscaler.renew_rollout(np.zeros(0), np.zeros(0, int), 4) == 4 and not autoscaler.troubles
+
+
 def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_their_own_nodes():
     spot, most = {"market": "spot"}, list[int]()
     run = Runtime.__new__(Runtime)

@@ -28,6 +28,9 @@ class Pool:
         self.state.runs[self.info.run].gives_at_s = gives_s
         self.view = self.state.view(self.info.run, 0.0)
 
+    def renew_bid(self, bid) -> None:
+        self.bid(bid)
+
     def what_if(self, bid):
         return self.state.what_if(bid)
 
@@ -143,3 +146,40 @@ def test_a_rollout_that_cannot_grow_waits_for_the_end_of_an_update(runs):
     assert begin(x, wanted=2) == Delay(0.0, 2, ""), "it takes slots later"
     delay = begin(x, wanted=2, grows=False)
     assert delay.slots == 2 and delay.seconds == 5.0 and "in about 2 s" in delay.reason
+
+
+def test_a_tail_leaves_its_slots_to_the_plans_of_others(runs):
+    x, y = runs
+    y.divide({1: FRONTIER}, 0)
+    begin(y)
+    assert [plan.actors for plan in x.divide({1: FRONTIER}, 0)[0][1]] == [1, 2]
+    assert y.renew_rollout(plans((1, 5.0), (2, 4.95), (2, 4.9))) == 1
+    assert [plan.actors for plan in x.divide({1: FRONTIER}, 0)[0][1]] == [1, 2, 3]
+    assert y.most == 4, "the next rollout's bid is another one"
+
+
+def test_a_bid_is_renewed_only_if_it_has_changed_much(runs, monkeypatch):
+    x, _ = runs
+    x.divide({1: FRONTIER}, 0)
+    begin(x)
+    told = []
+    monkeypatch.setattr(x.pool, "renew_bid", told.append)
+    for share in (1.0, 0.9, 0.8, 0.7, 0.65, 0.6, 0.5):
+        assert x.renew_rollout(plans(*((plan.actors, share * plan.time_s) for plan in FRONTIER))) == 4
+    assert [bid.worth[-1] / x.rollout.worth[-1] for bid in told] == pytest.approx([0.7, 0.5])
+
+
+def test_the_rest_of_a_rollout_has_the_rest_of_its_deadline_or_budget(runs, monkeypatch):
+    x, _ = runs
+    for objective, rest, most in (
+        (Objective(deadline_s=15.0), plans((1, 14.0), (2, 9.0), (3, 7.0)), 1),
+        (Objective(budget=30.0), plans((1, 12.0), (2, 7.0), (3, 5.0)), 3),
+    ):
+        x.objective = objective
+        x.divide({1: FRONTIER}, 0)
+        begin(x)
+        assert x.renew_rollout(rest) == most
+        x.begun_s -= 7.0
+        monkeypatch.setattr(x.pool, "view", SimpleNamespace(slot_s=x.paid_slot_s + 15.5))
+        assert x.renew_rollout(rest) == {1: 3, 3: 2}[most]
+        monkeypatch.undo()

@@ -66,6 +66,9 @@ class Driver:
     def tail_s(self) -> float:
         return self.tail
 
+    def remaining(self) -> tuple[list[int], list[int]]:
+        return self.owed, self.owed
+
     def evacuate(self, leaving: list[int], stay: list[int], reason: str) -> None:
         self.evacuated.append((leaving, stay, reason))
 
@@ -76,7 +79,7 @@ def shared(monkeypatch) -> SharedSlots:
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in ready], []))
     monkeypatch.setattr(module, "fetch_weights", lambda pool, weights: None)
     source = SimpleNamespace(surplus=0, surplus_nodes=("a", "b"), arrival=lambda request: request.id, ready=ready)
-    return SharedSlots(Leases(), source, max_engines=3, start_s=0.1)  # type: ignore[arg-type]
+    return SharedSlots(Leases(), source, max_engines=3, start_s=0.1, renew=lambda left, context: 3)  # type: ignore[arg-type]
 
 
 def test_a_granted_slot_becomes_an_engine(shared):
@@ -101,6 +104,25 @@ def test_no_slot_is_requested_if_too_little_work_is_left(shared):
     driver.stopping = True
     shared.poll(driver)
     assert shared.refs() == [] and not shared.leases.pending
+
+
+def test_a_slot_that_the_tail_has_no_work_for_is_not_requested_again(shared):
+    driver = Driver([1])  # another engine has just given its slot back
+    shared.renew = lambda left, context: sum(left)
+    shared.poll(driver)
+    assert shared.refs() == []
+
+
+def test_the_bid_is_renewed_every_second(shared, monkeypatch):
+    renewed: list[int] = []
+    monkeypatch.setattr(shared, "renew", lambda left, context: renewed.append(1) or 2)
+    driver = Driver([4, 4, 4])
+    shared.poll(driver)
+    assert not renewed
+    shared.renew_at_s -= module.RENEW_S
+    for _ in range(3):
+        shared.poll(driver)
+    assert len(renewed) == 1 and shared.max_engines == 2
 
 
 def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_stays(shared):
