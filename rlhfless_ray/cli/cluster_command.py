@@ -14,13 +14,14 @@ from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError
 
 ANSWER_S = 30.0
+MAX_PAST = 20  # ended runs with a row of their own in the table
 
 
 def cluster(
     address: Annotated[str, typer.Option("--address", help="Ray address. Default: RAY_ADDRESS.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show the slots that the runs of a cluster share: who holds them, who waits, and their cost since the pool was started."""
+    """Show the slots that the runs of a cluster share: who holds them, who waits, and what they cost, in all and today."""
     from rlhfless_ray.local.cluster import connect
 
     where = address or os.environ.get("RAY_ADDRESS", "")
@@ -30,19 +31,21 @@ def cluster(
     from ray.exceptions import RayActorError
 
     from rlhfless_ray.common.deadlines import get
-    from rlhfless_ray.functions.slot_pool import find_pools
+    from rlhfless_ray.functions.slot_pool import ended_pools, find_pools
 
     pools = []
     for handle in find_pools():
         with suppress(RayActorError):  # it has just ended with its last run
             pools.append(get(handle.status.remote(), ANSWER_S, "the slot pool to answer"))
+    running = {pool["resource"] for pool in pools}
+    pools += [pool for pool in ended_pools() if pool["resource"] not in running]
     if as_json:
         print(json.dumps(pools, indent=1))
-    elif not pools:
+        return
+    for pool in pools:
+        show(pool)
+    if not running:
         print("no run shares the slots of this cluster now")
-    else:
-        for pool in pools:
-            show(pool)
 
 
 def show(pool: dict[str, Any]) -> None:
@@ -52,7 +55,15 @@ def show(pool: dict[str, Any]) -> None:
 
     unit = "GPUs" if pool["resource"] == "gpu" else "CPU cores"
     title = f"{pool['slots']} slots ({unit}) on {len(pool['nodes'])} nodes, {pool['slots'] - pool['held']} without a run"
-    table = Table("run", "since", "holds", "target", "waits for", "share", "paid", "money", "lent", "borrowed", "why", title=title)
+    costs = ("paid", "money", "paid today", "money today")
+    table = Table("run", "since", "holds", "target", "waits for", "share", *costs, "lent", "borrowed", "why", title=title)
+
+    def cost(*runs: dict[str, Any]) -> list[str]:
+        slot_s, amount, today_s, amount_today = (
+            sum(run[key] for run in runs) for key in ("slot_s", "money", "today_slot_s", "money_today")
+        )
+        return [slot_time(slot_s), money(amount), slot_time(today_s), money(amount_today)]
+
     for run in pool["runs"]:
         share = "–" if run["share"] is None else f"{run['share']:.0%}"
         table.add_row(
@@ -62,15 +73,19 @@ def show(pool: dict[str, Any]) -> None:
             str(run["target"]),
             str(run["waits"] or ""),
             share if run["priority"] == 1 else f"{share}, priority {run['priority']:g}",
-            slot_time(run["slot_s"]),
-            money(run["money"]),
+            *cost(run),
             slot_time(run["lent_slot_s"]),
             slot_time(run["borrowed_slot_s"]),
             run["reason"],
         )
-    for run in pool["past"]:
+    earlier, newest = pool["past"][:-MAX_PAST], pool["past"][-MAX_PAST:]
+    if earlier:
+        table.add_row(f"{len(earlier)} runs", "", "", "", "", "", *cost(*earlier), "", "", "ended before those below")
+    for run in newest:
         ended = f"ended {duration(run['ended_s_ago'])} ago"
-        table.add_row(run["name"], duration(run["lasted_s"]), "", "", "", "", slot_time(run["slot_s"]), money(run["money"]), "", "", ended)
+        table.add_row(run["name"], duration(run["lasted_s"]), "", "", "", "", *cost(run), "", "", ended)
+    table.add_section()
+    table.add_row("all runs", "", str(pool["held"]), "", "", "", *cost(*pool["runs"], *pool["past"]), "", "", "today begins at 0:00 UTC")
     console = table_console(200)
     console.print(table)
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pool["began_s"]))

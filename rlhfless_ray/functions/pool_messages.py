@@ -74,6 +74,8 @@ class PoolView:
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of the parked processes of other runs, by node
     due: tuple[tuple[float, int], ...] = ()  # seconds until other runs expect to give back slots above their targets, and how many
     surplus_nodes: tuple[str, ...] = ()  # nodes of the slots among which the surplus is
+    today_slot_s: float = 0.0  # the part of `slot_s` that belongs to `day`
+    day: int = 0  # UTC day, in days since the epoch
 
     @property
     def free(self) -> int:

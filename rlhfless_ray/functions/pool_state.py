@@ -13,7 +13,7 @@ IDLE_S = 2.0  # a slot that no run takes for this long goes back to Ray; Ray tak
 RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long: worker groups repeat requests after a short pause
 HEARD_S = 5.0  # a run with a message in this time is alive: it sends one every second
 HANDOVER_S = 0.05  # longest hand-over on CPU, for the market's payback
-MAX_PAST = 200  # number of ended runs whose cost is kept
+MAX_PAST = 1000  # number of ended runs whose cost is kept
 
 
 @dataclass
@@ -33,18 +33,20 @@ class PoolRun:
     withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
     withdrew: SlotRequest | None = None  # that request
     slot_s: float = 0.0  # slot-seconds that it has paid for
+    today_slot_s: float = 0.0  # those of the state's day
     lent_slot_s: float = 0.0
     borrowed_slot_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run that has ended, and the slot-seconds that it paid for."""
+    """A run that has ended, and the slot-seconds that it paid for, in all and in the state's day."""
 
     info: RunInfo
     joined_s: float
     ended_s: float
     slot_s: float
+    today_slot_s: float = 0.0
 
 
 class PoolState:
@@ -58,6 +60,7 @@ class PoolState:
         self.credits = Credits()
         self.past: list[PastRun] = []
         self.free_slot_s = 0.0  # slot-seconds that no run paid for
+        self.day = 0  # UTC day, in days since the epoch
         self.handovers = 0  # slots that passed from one run to another without Ray
         self.silent_s = SILENT_S
         self._at_s = now_s
@@ -95,6 +98,7 @@ class PoolState:
         if before is not None:  # what it has paid is not also that of an ended run
             self.past = [past for past in self.past if past.info != info]
             run.slot_s, run.lent_slot_s, run.borrowed_slot_s = before.slot_s, before.lent_slot_s, before.borrowed_slot_s
+            run.today_slot_s = before.today_slot_s if before.day == self.day else 0.0
             self.credits = self.credits.restored(info.run, run.lent_slot_s - run.borrowed_slot_s, self.size)
         gone = []
         for slot in held:
@@ -117,7 +121,7 @@ class PoolState:
         for slot in self.slots.values():
             if slot.holder == run:
                 _free(slot, now_s)
-        self.past = [*self.past, PastRun(known.info, known.joined_s, now_s, known.slot_s)][-MAX_PAST:]
+        self.past = [*self.past, PastRun(known.info, known.joined_s, now_s, known.slot_s, known.today_slot_s)][-MAX_PAST:]
         balance = {name: amount for name, amount in self.credits.balance.items() if name != run}
         self.credits, self._cleared = Credits(balance), None
 
@@ -151,6 +155,14 @@ class PoolState:
         """Do not count time in which the pool itself stood still as silence: messages may be waiting to be read."""
         for run in self.runs.values():
             run.heard_s = min(now_s, run.heard_s + seconds)
+
+    def begin_day(self, day: int, now_s: float) -> None:
+        """Count what runs pay today from 0, unless it is that day already."""
+        if day != self.day:
+            self._account(now_s)
+            self.day, self.past = day, [replace(past, today_slot_s=0.0) for past in self.past]
+            for run in self.runs.values():
+                run.today_slot_s = 0.0
 
     def bid(self, bid: Bid, now_s: float) -> None:
         self._account(now_s)
@@ -342,6 +354,8 @@ class PoolState:
             parked_mb,
             tuple(sorted(due)),
             nodes,
+            known.today_slot_s,
+            self.day,
         )
 
     def _surplus(self, run: str, above: int, waiting: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
@@ -393,6 +407,7 @@ class PoolState:
         held = self._held()
         for name, count in held.items():
             self.runs[name].slot_s += count * seconds
+            self.runs[name].today_slot_s += count * seconds
         self.free_slot_s += (len(self.slots) - sum(held.values())) * seconds
         if len(self.runs) > 1:
             entitled = entitled_slots(self.size, [run.bid for run in self.runs.values()])

@@ -23,12 +23,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from placement.market import Bid, Clearing
 from rlhfless_ray.functions.cluster_nodes import node_slots
+from rlhfless_ray.functions.cost_record import load_costs, save_costs, today
 from rlhfless_ray.functions.lease import LOOKING_SHARE
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
-from rlhfless_ray.functions.pool_state import IDLE_S, PoolState
+from rlhfless_ray.functions.pool_state import IDLE_S, PastRun, PoolState
 from rlhfless_ray.functions.slot_source import POOL_PREFIX, RESERVED_S, device_ids, device_named, is_reserving, others_wait, request_group
 
 NAMESPACE = "rlhfless"
+RESOURCES = ("cpu", "gpu")
 TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
 LOOK_S = 1.0  # interval at which it looks at the cluster's nodes
 POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a placement group that Ray has not granted yet
@@ -50,6 +52,12 @@ class SlotPool:
         self.state = PoolState(now)
         self.creating: dict[str, PlacementGroup] = {}  # groups that Ray has not granted yet, by the request they were asked for
         self.counter, self.began_s, self.started_s, self.empty_s, self.looked_s = 0, time.time(), now, now, -float("inf")
+        self.counted_from_s = self.began_s  # when the cluster's first pool began
+        self.state.begin_day(today(), now)
+        if (known := load_costs(resource)) is not None:
+            self.counted_from_s, self.state.past = known["began_s"], known["past"]
+            self.state.free_slot_s, self.state.handovers = known["free_slot_s"], known["handovers"]
+        self.saved = self.state.past
         self.look()
         # of an earlier pool: they are removed unless a run claims them
         self.orphans = {
@@ -92,7 +100,8 @@ class SlotPool:
         for slot in there:
             self.orphans.pop(slot.id, None)
         if before is not None and now - self.started_s < unheard_s:  # no pool counted what the run held since then
-            before = replace(before, slot_s=before.slot_s + unheard_s * len(there))
+            more = unheard_s * len(there)
+            before = replace(before, slot_s=before.slot_s + more, today_slot_s=before.today_slot_s + more)
         taken = self.state.join(info, now, [replace(slot) for slot in there], before, session)
         removed = [slot.id for slot in held if slot not in there and slot.node in self.state.nodes]
         return "", [*taken, *removed]
@@ -113,6 +122,7 @@ class SlotPool:
             self._remove(slot)
         for group in self.orphans.values():
             remove_placement_group(group)
+        self._save_costs()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
         await asyncio.sleep(TICK_S)
 
@@ -160,6 +170,7 @@ class SlotPool:
                 "slots_by_node": dict(Counter(slot.node for slot in state.slots.values() if slot.holder == name)),
                 "waits": waiting.get(name, 0),
                 "money": run.slot_s / 3600 * run.info.price,
+                "money_today": run.today_slot_s / 3600 * run.info.price,
                 **asdict(state.view(name, now)),
             }
             for name, run in sorted(state.runs.items())
@@ -171,19 +182,9 @@ class SlotPool:
             "held": sum(slot.holder != "" for slot in state.slots.values()),
             "free_slot_s": state.free_slot_s,
             "handovers": state.handovers,
-            "began_s": self.began_s,
+            "began_s": self.counted_from_s,
             "runs": runs,
-            "past": [
-                {
-                    "name": past.info.run,
-                    "folder": past.info.folder,
-                    "lasted_s": past.ended_s - past.joined_s,
-                    "ended_s_ago": now - past.ended_s,
-                    "slot_s": past.slot_s,
-                    "money": past.slot_s / 3600 * past.info.price,
-                }
-                for past in state.past
-            ],
+            "past": [describe_past(past, now) for past in state.past],
         }
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -224,8 +225,14 @@ class SlotPool:
         for request in self.state.requests.values():
             if request.id not in self.creating:
                 self._create(request)
+        if self.state.past is not self.saved:
+            self._save_costs()
         self.changed.set()
         self.changed.clear()
+
+    def _save_costs(self) -> None:
+        self.saved = self.state.past
+        save_costs(self.resource, self.state, self.counted_from_s, time.monotonic())
 
     def _remove(self, slot: PoolSlot) -> None:
         self.state.drop(slot.id, time.monotonic())
@@ -290,6 +297,7 @@ class SlotPool:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             self.state.was_held_up(max(0.0, now - before - TICK_S), now)
+            self.state.begin_day(today(), now)
             self.look()
             self._look_at_others()
             for info in self.state.silent(now):
@@ -305,6 +313,20 @@ class SlotPool:
                 self.empty_s = now
             elif now - self.empty_s > EMPTY_S:
                 await self.end_if_empty()
+
+
+def describe_past(past: PastRun, now_s: float) -> dict[str, Any]:
+    """Return what `rlhfless cluster` shows of a run that has ended."""
+    return {
+        "name": past.info.run,
+        "folder": past.info.folder,
+        "lasted_s": past.ended_s - past.joined_s,
+        "ended_s_ago": now_s - past.ended_s,
+        "slot_s": past.slot_s,
+        "today_slot_s": past.today_slot_s,
+        "money": past.slot_s / 3600 * past.info.price,
+        "money_today": past.today_slot_s / 3600 * past.info.price,
+    }
 
 
 def _is_alive(job: str) -> bool:
@@ -330,10 +352,20 @@ def _kill(process: int) -> None:
         os.kill(process, signal.SIGKILL)
 
 
+def ended_pools() -> list[dict[str, Any]]:
+    """Return what `SlotPool.status` would of the pools that have ended with their last run."""
+    found = []
+    for resource in RESOURCES:
+        if (known := load_costs(resource)) is not None:
+            nodes, past = node_slots(resource), [describe_past(one, time.monotonic()) for one in known["past"]]
+            found.append({**known, "resource": resource, "slots": sum(nodes.values()), "nodes": nodes, "held": 0, "runs": [], "past": past})
+    return found
+
+
 def find_pools() -> list[Any]:
     """Return the handles of the pools on this cluster."""
     found = []
-    for resource in ("cpu", "gpu"):
+    for resource in RESOURCES:
         with suppress(ValueError):
             found.append(ray.get_actor(f"slot-pool-{resource}", namespace=NAMESPACE))
     return found

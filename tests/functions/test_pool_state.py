@@ -403,3 +403,24 @@ def test_what_a_run_has_paid_counts_once_when_it_joins_again_after_a_silence():
     assert [past.slot_s for past in state.past] == [13.0]
     state.join(info, 15.0)
     assert len(state.past) == 1, "another run in its folder"
+
+
+def test_what_runs_pay_today_counts_from_midnight():
+    state = pool(2)
+    state.begin_day(7, 0.0)
+    for name in ("x", "y"):
+        state.join(RunInfo(name), 0.0)
+        ask(state, name, 1, 0.0)
+    state.match(0.0)
+    state.leave("y", 10.0)
+    assert [state.view("x", 30.0).today_slot_s, state.past[0].today_slot_s] == [30.0, 10.0]
+    state.begin_day(7, 40.0)
+    state.begin_day(8, 50.0)
+    view = state.view("x", 65.0)
+    assert (view.slot_s, view.today_slot_s, view.day) == (65.0, 15.0, 8)
+    assert (state.past[0].slot_s, state.past[0].today_slot_s) == (10.0, 0.0)
+    for day, paid in ((8, 15.0), (9, 0.0)):  # a pool that is replaced learns it from the run
+        other = pool(2)
+        other.begin_day(day, 0.0)
+        other.join(RunInfo("x"), 0.0, before=view)
+        assert other.view("x", 0.0).today_slot_s == paid

@@ -26,7 +26,7 @@ from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
-from rlhfless_ray.functions.slot_pool import find_pools
+from rlhfless_ray.functions.slot_pool import ended_pools, find_pools
 from rlhfless_ray.functions.slot_source import POOL_PREFIX
 from rlhfless_ray.learn.gang_scheduling import GangScheduler
 from tests.autoscaler.test_market_bids import update_sizes
@@ -280,3 +280,23 @@ def test_a_bid_moves_slots_to_the_run_that_gains_more(runs):
     assert len(one.collect(asked[:1], "rollout", 30.0, need=1)) == 1
     one.withdraw(asked[1:])
     assert "goes from" in one.source.view.reason or "keeps" in one.source.view.reason
+
+
+def test_what_ended_runs_paid_outlives_their_pool(runs):
+    one = runs("one", price=3.6)
+    one.take(2, "rollout")
+    time.sleep(0.3)
+    one.release_all()
+    eventually(lambda: find_pools() == [])
+    before = next(pool for pool in ended_pools() if pool["resource"] == "cpu")
+    paid = before["past"][-1]
+    assert paid["name"] == "one" and paid["slot_s"] == paid["today_slot_s"] >= 0.6
+    assert paid["money"] == paid["money_today"] == pytest.approx(paid["slot_s"] / 1000)
+    other = runs("other")
+    now = status()
+    assert [past["slot_s"] for past in now["past"]] == [past["slot_s"] for past in before["past"]]
+    assert now["began_s"] == before["began_s"] and 0 < now["past"][-1]["ended_s_ago"] < 60
+    ray.kill(other.source.handle, no_restart=False)
+    other.take(1, "rollout")
+    eventually(lambda: [run["name"] for run in status()["runs"]] == ["other"])
+    assert status()["past"][-1]["name"] == "one"
