@@ -153,8 +153,7 @@ class LeaseManager:
         """Return `count` leases of one node, all or none, and what is left of `spare`, held leases that may be among them.
 
         Nodes are tried in turn: first those with parked instances (`prefer`), then those with many spare leases. If the leases are
-        needed, this is repeated until the lease deadline. Between two rounds everything is released, because another run may wait for
-        slots that are held here while it holds slots that are missing here.
+        needed, this is repeated until the lease deadline, see `try_again`.
         """
         start = time.monotonic()
         end = start + (self.deadline_s if need else wait_s)
@@ -175,14 +174,23 @@ class LeaseManager:
                     break
             if not need:
                 return [], spare
-            self.release(spare)
+            where = "one node" + (f" labelled {labels}" if labels else "")
+            self.try_again(start, spare, f"{kind} needs {count} × {self.bundle} on {where}", count, labels)
             spare = []
-            if time.monotonic() >= end and not self.may_wait(count, labels):
-                where = "one node" + (f" labelled {labels}" if labels else "")
-                wanted = f"{kind} needs {count} × {self.bundle} on {where}"
-                raise RunError(f"{wanted} and did not get them within {self.deadline_s:.0f} s; {self.availability()}")
-            STOP.check()
-            time.sleep(random.uniform(0.2, 1.0))
+
+    def try_again(self, start_s: float, leases: list[Lease], wanted: str, count: int, labels: dict[str, str]) -> None:
+        """Release leases that were not enough for work that needs several at once, and pause before the next attempt.
+
+        Another run may wait for what is held here while it holds what is missing here. The pause is random, so that one of them comes
+        first. Raises RunError past the lease deadline. `start_s`: time of the first attempt (monotonic). `wanted`: for its message.
+        `count`, `labels`: see `may_wait`.
+        """
+        seconds = time.monotonic() - start_s
+        self.release(leases)
+        if seconds >= self.deadline_s and not self.may_wait(count, labels):
+            raise RunError(f"{wanted} and did not get them within {self.deadline_s:.0f} s; {self.availability()}")
+        STOP.check()
+        time.sleep(random.uniform(0.2, 1.0))
 
     def with_room(self, nodes: list[str]) -> list[str]:
         """Return those of `nodes` that are alive and have free slots beyond the leases held, each once per free slot."""

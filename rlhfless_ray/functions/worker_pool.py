@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from rlhfless_ray.common.deadlines import STOP, get
+from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
@@ -128,8 +127,8 @@ class WorkerPool:
     def _lease_together(self, need: int, spare: list[Lease], expected: list[LeaseRequest]) -> list[Lease]:
         """Return `spare` with the leases that `need` instances lack, which are needed at once. Raises RunError past the lease deadline.
 
-        Another run may hold what is missing here while it waits for what is held here. After ATTEMPT_S everything is therefore released,
-        also what instances hold that work already, and requested again at a random moment. `expected`: requests that were made before.
+        After ATTEMPT_S everything is released, also what instances hold that work already, see `LeaseManager.try_again`. `expected`:
+        requests that were made before.
         """
         leases, start = self.leases, time.monotonic()
         while (missing := need - len(self.working) - sum(map(self.may_use, spare))) > 0:
@@ -138,14 +137,9 @@ class WorkerPool:
             got = leases.take(missing, self.kind, prefer, 0, ATTEMPT_S, self.labels, expected)
             spare, expected = [*spare, *got], []
             if len(got) < missing:
-                seconds = time.monotonic() - start
-                leases.release([*spare, *self.park_all()])
+                wanted = f"{self.kind} needs {need} × {leases.bundle} at once"
+                leases.try_again(start, [*spare, *self.park_all()], wanted, 1, self.labels)
                 spare = []
-                if seconds > leases.deadline_s and not leases.may_wait(1, self.labels):
-                    wanted, there = f"{self.kind} needs {need} × {leases.bundle} at once", need - missing + len(got)
-                    raise RunError(f"{wanted} and got {there} within {seconds:.0f} s; {leases.availability()}")
-                STOP.check()
-                time.sleep(random.uniform(0.2, 1.0))
         return spare
 
     def begin(self, count: int, spare: list[Lease], begin: Callable[[Instance], None]) -> list[Lease]:

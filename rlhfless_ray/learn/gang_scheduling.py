@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import time
 
-from rlhfless_ray.common.deadlines import STOP
-from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
@@ -24,9 +21,8 @@ class GangScheduler:
         """Return the leases of each rank, and those left over. `by_rank`: the ranks' processes, empty before they exist.
 
         Every rank gets one lease, then up to `max_leases` (threads, on CPU) while slots are free. Ranks cannot use leases of other
-        nodes (on GPU: of other devices) than those of their state. A worker group needs all its ranks at once. On a shared cluster
-        two groups may each hold slots that the other needs. After a few seconds everything is therefore released, and requested
-        again at a random moment. Raises LearnerLost if a rank's node is lost, and RunError after the lease deadline.
+        nodes (on GPU: of other devices) than those of their state. A worker group needs all its ranks at once, see
+        `LeaseManager.try_again`. Raises LearnerLost if a rank's node is lost, and RunError after the lease deadline.
         """
         leases, start = self.pool.leases, time.monotonic()
         fitting, spare = self.fit(by_rank, spare)
@@ -46,16 +42,10 @@ class GangScheduler:
             late = time.monotonic() - start > leases.deadline_s
             if len(fitting) == self.ranks or (len(got) == missing and not late):
                 continue  # complete, or on GPU all leases came but not yet the right devices
-            leases.release([*fitting, *spare])
+            where = " on the nodes and devices that hold its state" if homes else ""
+            wanted = f"the {self.name} worker group needs {self.ranks} × {leases.bundle} at once{where}"
+            leases.try_again(start, [*fitting, *spare], wanted, 1, {})
             fitting, spare = [], []
-            if late and not leases.source.may_wait():
-                where = " on the nodes and devices that hold its state" if homes else ""
-                raise RunError(
-                    f"the {self.name} worker group needs {self.ranks} × {leases.bundle} at once{where} and did not get them within "
-                    f"{leases.deadline_s:.0f} s; {leases.availability()}"
-                )
-            STOP.check()
-            time.sleep(random.uniform(0.2, 1.0))
         shares = [[lease] for lease in fitting]
         # The first placement groups of a new cluster take Ray longer, and a warm start uses every core.
         patience_s, self.wait_s = max(self.wait_s, 0.05 if by_rank else 2.0), 0.0

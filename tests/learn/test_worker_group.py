@@ -190,7 +190,7 @@ def test_on_gpu_it_holds_the_wrong_devices_until_the_right_one_comes():
 
 
 def test_a_device_that_never_comes_is_named_after_the_deadline_and_nothing_is_kept(monkeypatch):
-    monkeypatch.setattr("rlhfless_ray.learn.gang_scheduling.random.uniform", lambda a, b: 0.05)
+    monkeypatch.setattr("rlhfless_ray.functions.lease.random.uniform", lambda a, b: 0.05)
     cluster = Cluster("gpu", {"here": [0, 1]}, deadline_s=0.2)
     worker_group = gang_on(cluster, Slot("here", 2))
     start = time.monotonic()
