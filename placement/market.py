@@ -159,7 +159,11 @@ class Credits:
 
 @dataclass(frozen=True)
 class Clearing:
-    """Slots of each run, the worth of one slot more (`price`, 0 if slots are free), and the reason for each run."""
+    """Slots of each run, the price of a slot, and the reason for each run.
+
+    The price is what the pool would lose with one slot less, in slot-seconds: 0 if slots are free. Where the runs' shares take all slots,
+    none of them has a buyer, and the price is what one more would gain.
+    """
 
     slots: Mapping[str, int]
     price: float
@@ -233,8 +237,8 @@ def clear(
     if least > pool_slots:
         raise ValueError(f"the runs need at least {least} slots together, but the pool has {pool_slots}")
     floors = _floors(pool_slots, bids, entitled)
-    values, choices = np.zeros(pool_slots + 1), []
-    room = np.arange(pool_slots + 1)
+    values, choices = np.zeros(pool_slots + 2), []
+    room = np.arange(pool_slots + 2)
     for bid in bids:
         options = np.array([i for i, count in enumerate(bid.slots) if count >= floors[bid.run]])
         counts = np.array(bid.slots)[options]
@@ -250,8 +254,12 @@ def clear(
         slots[bid.run] = bid.slots[chosen[left]]
         left -= slots[bid.run]
     slots = dict(sorted(slots.items()))
-    price = float(values[-1] - values[-2]) if pool_slots and math.isfinite(values[-2]) else 0.0
-    reasons = {bid.run: _reason(bid, slots[bid.run], entitled[bid.run], held.get(bid.run, 0), price) for bid in bids}
+    fewer, whole, more = values[pool_slots - 1] if pool_slots else -np.inf, values[pool_slots], values[pool_slots + 1]
+    price = float(whole - fewer if math.isfinite(fewer) else more - whole)
+    above = {run for run in slots if slots[run] > entitled[run]}
+    reasons = {
+        bid.run: _reason(bid, slots[bid.run], entitled[bid.run], held.get(bid.run, 0), price, bool(above - {bid.run})) for bid in bids
+    }
     return Clearing(slots, max(0.0, price), reasons)
 
 
@@ -278,12 +286,15 @@ def _cost(count: int, held: int, handover_s: float) -> float:
     return max(0, count - held) * max(handover_s / PAYBACK, 1e-6)
 
 
-def _reason(bid: Bid, slots: int, entitled: int, held: int, price: float) -> str:
+def _reason(bid: Bid, slots: int, entitled: int, held: int, price: float, others_above: bool) -> str:
+    """Return why a run gets so many slots. `others_above`: whether another run gets more than its share."""
     changed = "keeps" if slots == held else f"goes from {held} to"
     if slots >= bid.most:
         why = "all that it can use"
     elif slots > entitled:
         why = f"{slots - entitled} above its share of {entitled}; the next would have to be worth more than {price:.3g} slot-s"
-    else:
+    elif others_above:
         why = f"its share is {entitled}, and other runs gain more by what is left ({price:.3g} slot-s a slot)"
+    else:
+        why = f"its share is {entitled}, and other runs use theirs"
     return f"{bid.run} {changed} {slots} of its {bid.most} wanted slots: {why}"

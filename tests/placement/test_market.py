@@ -119,6 +119,12 @@ def test_the_price_is_the_worth_of_one_slot_less() -> None:
     assert clear(5, found).price == 0
 
 
+def test_where_shares_take_all_slots_the_price_is_the_worth_of_one_more() -> None:
+    found = clear(2, [Bid("a", (1, 2), (0.0, 9.0)), Bid("b", (1, 2), (0.0, 7.0))])
+    assert found.price == pytest.approx(9.0, abs=1e-3) and found.reasons["a"].endswith("its share is 1, and other runs use theirs")
+    assert clear(0, [Bid("a", (0, 1), (0.0, 9.0))]).price == pytest.approx(9.0, abs=1e-3)
+
+
 def test_bids_follow_the_objective() -> None:
     points = [(1, 40.0), (2, 22.0), (4, 15.0), (8, 14.0)]
     assert bid_of("a", points, Objective(prefer=0.0)).slots == (1,)
