@@ -10,7 +10,7 @@ from typing import Any
 from placement.market import Bid, bid_of
 from placement.planning.objective import Objective
 from placement.planning.plan import Plan
-from placement.scaling.learner_size import LearnerSize
+from placement.scaling.learner_size import MIN_TRIALS, LearnerSize
 from placement.scaling.phase_delay import Delay, delay
 from rlhfless_ray.functions.pool_client import PoolClient
 
@@ -91,11 +91,11 @@ class MarketBids:
         Returns whether it waits for slots of its own that another run gives back and how many slots each rank gets, and why they are
         fewer than `slots_per_rank` (or an empty string).
         """
-        tried = [count for count in sizes.counts if sizes.tried[count] and count <= slots_per_rank] or [1]
-        points = [(self.learner_ranks * count, sizes.predict(count, tokens)) for count in tried]
+        known = [count for count in sizes.counts if sizes.tried[count] >= MIN_TRIALS and count <= slots_per_rank] or [1]
+        points = [(self.learner_ranks * count, sizes.predict(count, tokens)) for count in known]
         untried = []
-        if tried[-1] < slots_per_rank:  # as if slots divided the work evenly, otherwise it would never be tried
-            untried = [(self.learner_ranks * slots_per_rank, points[-1][1] * tried[-1] / slots_per_rank)]
+        if known[-1] < slots_per_rank:  # as if slots divided the work evenly, otherwise it would never be tried
+            untried = [(self.learner_ranks * slots_per_rank, points[-1][1] * known[-1] / slots_per_rank)]
         self.pool.bid(self._bid([*points, *untried]), points[-1][1])
         view = self.pool.view
         room = min(slots_per_rank, max(1, view.target // self.learner_ranks))

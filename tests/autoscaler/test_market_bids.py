@@ -116,6 +116,17 @@ def test_an_update_gets_free_slots_to_try_them():
     assert bids.begin_update(sizes, 4, 1000.0, 4.0) == (Delay(0.0, 4, ""), "")
 
 
+def test_the_warm_up_of_a_number_of_slots_is_not_its_price():
+    """The first update of a process is slow. With its time, two slots were worth nothing, and the run never tried them again."""
+    bids = MarketBids(Pool(pool(4), "x"), Objective(prefer=0.8), 1)
+    sizes = LearnerSize(2)
+    for count, seconds in ((1, 0.9), (1, 0.6), (2, 4.6)):
+        sizes.observe(count, 1000.0, seconds)
+    sizes.settle()
+    assert sizes.decide(1, 1000.0, value_per_s=4.0).actors == 2
+    assert bids.begin_update(sizes, 2, 1000.0, 4.0) == (Delay(0.0, 2, ""), "")
+
+
 def test_an_update_waits_for_a_slot_that_a_rollout_gives_back(runs):
     x, y = runs
     hold(x, 1)
