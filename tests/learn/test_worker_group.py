@@ -37,6 +37,9 @@ class Nodes(ClusterNodes):
         super().__init__(resource)
         self.names, self.notices = names, set
 
+    def slots(self, labels: dict[str, str]) -> dict[str, int]:
+        return dict.fromkeys(self.names, 4)
+
     def find_lost(self, nodes: list[str]) -> list[str]:
         return [node for node in nodes if node not in self.names]
 
