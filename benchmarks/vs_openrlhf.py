@@ -1,7 +1,8 @@
 """OpenRLHF 0.11.2 and this project on one command line, in turn: `python -m benchmarks.vs_openrlhf [--case NAME] [--size SIZE]`.
 
 OpenRLHF runs on CPU cores after small changes (`peers/openrlhf_port.py`), in an environment that is made at the first run. Cases: GRPO
-with a reward file; PPO with a critic and a reward model; an agent file with two turns. At 0.7 M parameters the policy is the quickstart's,
+with a reward file; the same with its asynchronous mode, also with partial rollouts; PPO with a critic and a reward model; an agent file
+with two turns. At 0.7 M parameters the policy is the quickstart's,
 and both results are evaluated on the same held-out prompts. At 11 M it is random, its responses end by chance (on average after 70
 tokens), and only times count. Both write TensorBoard logs under the same names, which are what is compared.
 """
@@ -30,7 +31,12 @@ from benchmarks.peers.openrlhf_port import ENVIRONMENT, FLAGS, FOLDER, openrlhf_
 from benchmarks.peers.shared_work import LARGE, SYMBOLS
 
 OPENRLHF, OURS = "OpenRLHF", "rlhfless_ray"
-CASES, SIZES = ("grpo", "ppo", "agent"), ("0.7M", "11M")
+CASES, SIZES = ("grpo", "async", "partial", "ppo", "agent"), ("0.7M", "11M")
+SWITCHES = {
+    "async": ("train.async_enable",),
+    "partial": ("train.async_enable", "train.partial_rollout_enable"),
+    "ppo": ("reward.normalize_enable",),
+}
 DROP = 2  # first steps, which are not steady state
 LAST = 4  # steps whose mean is the reached reward
 SEEDS_APART = 0.03  # difference of final accuracies that seeds alone make
@@ -211,13 +217,13 @@ def flags(case: str, work: Work, out: Path, seed: int) -> list[str]:
         chosen["train.agent_func_path"] = folder / "agent.py"
     else:
         chosen["rollout.max_new_tokens"] = work.max_tokens
-    if case == "grpo":
+    if case in ("grpo", "async", "partial"):
         chosen["reward.remote_url"] = folder / "reward.py"
     if case == "ppo":
         chosen |= {"reward.model_name_or_path": folder / "reward_model", "critic.model_name_or_path": folder / "reward_model"}
         chosen |= {f"{part}.{name}": 1 for part in ("critic", "reward", "ref") for name in ("num_nodes", "num_gpus_per_node")}
         chosen |= {"critic.adam.lr": 3 * work.learning_rate, "algo.advantage.lambd": 0.95, "algo.kl.estimator": "k1"}
-    switches = ["--reward.normalize_enable"] if case == "ppo" else []
+    switches = [f"--{name}" for name in SWITCHES.get(case, ())]
     return [part for name, value in chosen.items() for part in (f"--{name}", str(value))] + switches + list(FLAGS)
 
 
@@ -325,15 +331,15 @@ def targets(runs: list[SystemRun]) -> list[Target]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="grpo")
-    parser.add_argument("--size", choices=SIZES, default="0.7M", help="11M: grpo only")
+    parser.add_argument("--size", choices=SIZES, default="0.7M", help="11M: not ppo and agent")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--environment", type=Path, default=FOLDER, help="folder of OpenRLHF's environment")
     parser.add_argument("--keep", type=Path, help="folder for logs and models, which stays")
     parser.add_argument("--quick", action="store_true", help="three steps: shows that it runs, measures nothing")
     options = parser.parse_args()
-    if options.size != "0.7M" and options.case != "grpo":
-        parser.error("--size 11M has no reward model and no agent; use --case grpo")
+    if options.size != "0.7M" and options.case in ("ppo", "agent"):
+        parser.error("--size 11M has no reward model and no agent; use --case grpo, async or partial")
     steps = 3 if options.quick else options.steps
     console = make_console()
     openrlhf_python(options.environment)

@@ -183,10 +183,10 @@ class Recipe(RecipeFile):
                 f"rollout.quantization: {self.rollout.quantization} changes what engines sample from, and nothing corrects for it; set "
                 "algorithm.importance_cap to 2, or algorithm.loss.correction_level"
             )
-        if self.rollout.max_lag_steps and not corrected:
+        if self.rollout.max_lag_steps and not corrected and not algorithm.uncorrected_lag:
             yield (
                 "rollout.max_lag_steps: responses of older weights need importance weights, and nothing corrects for them; set "
-                "algorithm.importance_cap to 2, or algorithm.loss.correction_level"
+                "algorithm.importance_cap to 2, or algorithm.loss.correction_level; algorithm.uncorrected_lag allows it nevertheless"
             )
         if self.rollout.max_lag_steps and algorithm.remainder == "carry":
             yield (

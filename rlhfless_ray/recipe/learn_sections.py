@@ -109,6 +109,9 @@ class AlgorithmConfig(Section):
     """Upper side of that range."""
     importance_cap: float = Field(2.0, ge=0)
     """Cap of the truncated importance weight learner / sampler. 0: no correction."""
+    uncorrected_lag: bool = False
+    """Allow `rollout.max_lag_steps` without importance weights. Responses of older weights are then trained on as if the current ones had
+    drawn them, which is biased. OpenRLHF does so by default."""
     loss_mean: Literal["token", "sequence"] = "token"
     """Mean over all tokens of the optimizer step, or over sequences of each sequence's token mean."""
     regularization_mean: Literal["token", "sequence"] | None = None

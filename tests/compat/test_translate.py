@@ -707,13 +707,23 @@ def test_a_flag_that_needs_another_has_no_effect_alone(flags, alone, more):
     assert status(of(f"{BASE} {flags} {more}"), flags.split()[0]) == "honoured"
 
 
-@pytest.mark.parametrize("version", ["0.8.1", "0.9.2", "0.10.1"])
-def test_older_weights_without_importance_weights_are_refused_by_the_flag_that_turns_them_on(version):
+@pytest.mark.parametrize(
+    ("version", "switch"),
+    [
+        ("0.8.1 --bf16", "--enable_vllm_is_correction of 0.9.2 and later"),
+        ("0.9.2", "--enable_vllm_is_correction"),
+        ("0.10.1", "--enable_vllm_is_correction"),
+    ],
+)
+def test_older_weights_are_trained_on_without_importance_weights_where_openrlhf_does(version, switch):
+    """Versions before 0.9.2 have no flag for them, and later ones leave them out by default."""
     line = f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --async_train --elastic.dialect {version}"
-    switch = "--algo.advantage.is_correction_level" if version == "0.8.1" else "--enable_vllm_is_correction"
-    assert str(of(line).refusal()).endswith(
-        f"{switch} (default off): --async_train trains on samples of older weights, which needs importance weights here; turn them on"
-    )
+    found = of(line)
+    algorithm = Recipe.parse(found.tree).algorithm
+    assert not found.refused and (algorithm.importance_cap, algorithm.loss.correction_level, algorithm.uncorrected_lag) == (0, "off", True)
+    assert [note for note in found.notes if note.endswith(f"as in OpenRLHF; {switch} corrects for that")]
+    if version != "0.8.1 --bf16":
+        assert not Recipe.parse(of(f"{line} {switch}").tree).algorithm.uncorrected_lag
 
 
 def test_a_batch_kept_its_place_in_the_first_versions():

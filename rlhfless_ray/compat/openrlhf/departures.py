@@ -8,13 +8,13 @@ from typing import Any
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
 from rlhfless_ray.compat.openrlhf.dialect import CommandLine
 from rlhfless_ray.compat.openrlhf.flag_table import RULES
-from rlhfless_ray.compat.openrlhf.flags import span_text
-from rlhfless_ray.compat.openrlhf.normalise import Values
+from rlhfless_ray.compat.openrlhf.flags import flags_of, span_text
+from rlhfless_ray.compat.openrlhf.normalise import LEVEL, Values, targets
 
 
 def departures(v: Values) -> list[str]:
-    """Return a sentence for each difference from OpenRLHF."""
-    return [*_frozen(v), *_remainder(v), *_asynchronous(v)]
+    """Return a sentence for each difference from OpenRLHF, and for lag that nothing corrects for."""
+    return [*_frozen(v), *_remainder(v), *_asynchronous(v), *_uncorrected(v)]
 
 
 def other_meanings(line: CommandLine, v: Values) -> list[str]:
@@ -36,6 +36,14 @@ def other_meanings(line: CommandLine, v: Values) -> list[str]:
 def _changed(here: dict[str, Any], there: dict[str, Any]) -> str:
     keys = [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
     return ", ".join(f"{key} {there[key]}" if key in there else f"no {key}" for key in keys)
+
+
+def _uncorrected(v: Values) -> list[str]:
+    if not v["train.async_enable"] or v[LEVEL] != "off":
+        return []
+    switch = next((flag for flag in flags_of(v.version) if LEVEL in targets(flag)), "--enable_vllm_is_correction of 0.9.2 and later")
+    older = "responses of older weights are trained on as if the current ones had drawn them, as in OpenRLHF"
+    return [f"{v.spelled('train.async_enable')}: {older}; {switch} corrects for that"]
 
 
 def _asynchronous(v: Values) -> list[str]:

@@ -200,7 +200,7 @@ def clip(x: Any, v: Values) -> dict[str, Any]:
 def correction(x: Any, v: Values) -> dict[str, Any]:
     low, high = v[THRESHOLD][0], v[THRESHOLD][-1]
     if v[LEVEL] == "off":
-        return {"algorithm.importance_cap": 0.0}
+        return {"algorithm.importance_cap": 0.0} | ({"algorithm.uncorrected_lag": True} if v["train.async_enable"] else {})
     if v["actor.policy_loss_type"] == "gspo":  # there the switch changes the ratio, without a band
         return {"algorithm.importance_cap": 0.0, "algorithm.loss.ratio_to": "sampler"}
     if (v[LEVEL], v[MODE], v[GATING], low) == ("token", "clip", "ratio", 0):

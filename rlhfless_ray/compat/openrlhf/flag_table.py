@@ -59,6 +59,7 @@ CORRECTION_KEYS = " ".join(
         "algorithm.importance_cap",
         *(f"algorithm.loss.correction_{part}" for part in ("level", "mode", "gating", "low", "high")),
         "algorithm.loss.ratio_to",
+        "algorithm.uncorrected_lag",
     ]
 )
 

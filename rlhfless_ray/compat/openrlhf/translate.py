@@ -16,7 +16,7 @@ from rlhfless_ray.compat.openrlhf.elastic_flags import own_settings, separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name
 from rlhfless_ray.compat.openrlhf.flag_table import ALWAYS, RULES, Rule, owned_keys, rule_of
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, newest, span_text
-from rlhfless_ray.compat.openrlhf.normalise import LEVEL, LOGIN, STAMPED, Values, canonical, defaults, shown
+from rlhfless_ray.compat.openrlhf.normalise import LOGIN, STAMPED, Values, canonical, defaults, shown
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import Installed, names
 
@@ -86,9 +86,6 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
         for name, outcome in outcomes.items()
         if outcome.status == REFUSED and name not in values.set_by
     ]
-    if values["train.async_enable"] and values[LEVEL] == "off":
-        older = f"{values.named('train.async_enable')} trains on samples of older weights"
-        translation.missing.append(Outcome(values.spelled(LEVEL), REFUSED, f"{older}, which needs importance weights here; turn them on"))
     translation.settings |= ALWAYS | translation.own
     translation.settings.setdefault("run.name", _run_name(values))
     _keep_secrets(translation)
