@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from placement.market import Credits, bid_of, clear, entitled_slots
+from placement.market import Bid, Clearing, Credits, bid_of, clear, entitled_slots
 from placement.planning.objective import Objective
 from placement.simulate.pool_work import Stage
 from placement.simulate.simulate_pool import Progress
@@ -41,14 +41,21 @@ class Market:
                     break  # nobody overtakes: a large run would wait for ever
                 room -= progress.run.least_slots
                 self.let_in.append(name)
-        bids = [
-            bid_of(name, [(slots, seconds * there[name].left) for slots, seconds in _expected(there[name])], Objective(prefer=self.prefer))
-            for name in self.let_in
-        ]
-        held = {name: there[name].slots for name in self.let_in}
-        slots = dict(clear(self.devices, bids, held, self.credits, self.handover_s).slots)
+        let_in = [there[name] for name in self.let_in]
+        bids = self.bids(let_in)
+        slots = dict(self.clear(bids, {progress.run.name: progress.slots for progress in let_in}).slots)
         self.last = now_s, slots, entitled_slots(self.devices, bids)
         return slots
+
+    def bids(self, runs: Sequence[Progress]) -> list[Bid]:
+        return [self.bid(progress.run.name, _expected(progress), progress.left) for progress in runs]
+
+    def bid(self, name: str, points: Sequence[tuple[int, float]], left: float = 1.0) -> Bid:
+        """Return a run's bid for a stage. `points`: devices and seconds of the whole stage. `left`: share of it that is left."""
+        return bid_of(name, [(slots, seconds * left) for slots, seconds in points], Objective(prefer=self.prefer))
+
+    def clear(self, bids: Sequence[Bid], held: Mapping[str, int]) -> Clearing:
+        return clear(self.devices, bids, held, self.credits, self.handover_s)
 
     def setup_s(self, progress: Progress, slots: int) -> float:
         return progress.stage.setup_on(slots)
