@@ -24,6 +24,7 @@ class PoolRun:
     heard_s: float
     joined_s: float
     number: int = 0  # number of its newest statement
+    has_bid: bool = False  # False while its processes start; it can give nothing back until then
     holds: frozenset[str] = frozenset()  # ids of the requests whose slots it has confirmed
     avoids: frozenset[str] = frozenset()  # nodes on which it wants no slot
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
@@ -167,8 +168,8 @@ class PoolState:
     def bid(self, bid: Bid, now_s: float) -> None:
         self._account(now_s)
         run, bid = self.runs[bid.run], self._entitled(bid)
-        if run.bid != bid:
-            run.bid, self._cleared = bid, None
+        if run.bid != bid or not run.has_bid:
+            run.bid, run.has_bid, self._cleared = bid, True, None
 
     def _entitled(self, bid: Bid) -> Bid:
         """Return the bid with the share and priority with which the run joined."""
@@ -280,7 +281,7 @@ class PoolState:
         """Return the targets of all runs.
 
         If the pool is too small for all, runs take turns: the run that has waited longest comes first, also while it has some of the slots
-        that it needs, and the run that has held slots longest pauses.
+        that it needs, and of the runs that have started the one that has held slots longest pauses.
         """
         if self._cleared is None:
             self._cleared = self.cleared([run.bid for run in self.runs.values()])
@@ -301,10 +302,12 @@ class PoolState:
     def _turn(self, name: str, held: Mapping[str, int]) -> tuple[int, float, str]:
         run = self.runs.get(name)
         if run is None:
-            return 2, 0.0, name
+            return 3, 0.0, name
         if run.waits_since_s is not None and self._lacks(run, held.get(name, 0)):
             return 0, run.waits_since_s, name
-        return (1, -run.held_since_s, name) if held.get(name) else (2, run.joined_s, name)
+        if not held.get(name):
+            return 3, run.joined_s, name
+        return 2 if run.has_bid else 1, -run.held_since_s, name
 
     @staticmethod
     def _lacks(run: PoolRun, held: int) -> bool:

@@ -251,6 +251,21 @@ def test_runs_that_need_more_than_is_left_take_turns():
     assert len(state.match(2.0)) == 2 and state.held("y") == 3
 
 
+def test_a_run_that_starts_does_not_pause_for_one_that_waits():
+    """It gives its slot back half a minute later. Before, x waited so long for y, while z held the other slot step after step."""
+    state = pool(2)
+    for name, now_s in (("y", 0.0), ("z", 1.0), ("x", 2.0)):
+        state.join(RunInfo(name), now_s)
+        ask(state, name, 1, now_s)
+        state.match(now_s)
+    assert state.clearing().slots == {"x": 1, "y": 0, "z": 1}
+    for name in "xz":
+        state.bid(Bid(name, (1, 2), (0.0, 5.0)), 3.0)
+    assert state.clearing().slots == {"x": 1, "y": 1, "z": 0} and state.view("z", 3.0).surplus == 1
+    state.bid(Bid("y", (1,), (0.0,)), 4.0)
+    assert state.clearing().slots == {"x": 1, "y": 0, "z": 1}, "it has started"
+
+
 def test_a_run_keeps_its_turn_until_it_has_all_slots_that_it_needs():
     """Slots come one at a time. Before, two waiting runs got one each, and neither ever a second one."""
     state = pool(2)
