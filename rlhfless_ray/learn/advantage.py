@@ -29,7 +29,9 @@ def group_advantages(rewards: np.ndarray, normalize_std: bool = True, epsilon: f
     if normalize_std:
         variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1)
         centred = centred / (np.sqrt(variance) + epsilon)
-    centred = np.where(count >= 2, centred, 0.0)
+    # equal rewards are 0 exactly: their mean is rounded, and a small deviation would make advantages of that
+    highest, lowest = np.where(known, values, -np.inf).max(axis=1), np.where(known, values, np.inf).min(axis=1)
+    centred = np.where((highest > lowest)[:, None], centred, 0.0)
     return np.where(known, centred, np.nan)
 
 

@@ -66,6 +66,8 @@ def test_nothing_to_compare_with_is_advantage_zero() -> None:
     assert found[0, 0] == 0.0 and np.isnan(found[0, 1:]).all()
     assert (found[1] == 0.0).all()
     assert np.isnan(found[2]).all()
+    large = np.full((1, 6), -1e7 - 0.3)  # the mean of six is rounded by 2e-9, which is more than the epsilon of `group_norm`
+    assert (group_advantages(large, epsilon=1e-9) == 0.0).all()
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
