@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, turn_problem
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, printed_content, turn_problem
 from rlhfless_ray.prompts.sources import read_sources, split_paths
 from rlhfless_ray.types import Prompt
 
@@ -49,7 +49,8 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     where = _setting_name("prompts", section.sources)
     prompts, overlong = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
     if not recipe.evaluate.path or not held:
-        return PromptSet(*_split_heldout(prompts, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
+        train, heldout = _split_heldout(prompts, held, len(overlong), recipe)
+        return _without_repeats(train, heldout, recipe, _overlong_notes(overlong, recipe))
     train, _ = _split_heldout(prompts, 0, len(overlong), recipe)
     sources = split_paths(recipe.evaluate.path)
     named_rows = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
@@ -77,6 +78,18 @@ def _split_heldout(prompts: list[Prompt], held: int, left_out: int, recipe: Reci
             f"and {held} held-out ones (evaluate.prompts); lower one of them, or add rows to {setting}"
         )
     return prompts[:n_train], prompts[n_train:]
+
+
+def _without_repeats(train: list[Prompt], heldout: list[Prompt], recipe: Recipe, notes: tuple[str, ...]) -> PromptSet:
+    """Leave rows out of training that are also held out: a mix repeats the rows of smaller data sets."""
+    held = {id(prompt.row) for prompt in heldout}  # a repeated row is the same object
+    kept = [prompt for prompt in train if id(prompt.row) not in held]
+    if len(kept) == len(train):
+        return PromptSet(train, heldout, notes)
+    kept, heldout = _split_heldout([*kept, *heldout], len(heldout), 0, recipe)
+    numbered = [replace(prompt, index=i) for i, prompt in enumerate([*kept, *heldout])]
+    note = f"{len(train) - len(kept)} repetitions of held-out rows (evaluate.prompts) in the mix are left out of training"
+    return PromptSet(numbered[: len(kept)], numbered[len(kept) :], (*notes, note))
 
 
 def _make_prompts(
@@ -167,6 +180,8 @@ def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe,
                 f"{where}, {name}: the chat template failed ({one_line_with_type(error)}); change prompts.system or use "
                 "prompts.template=none"
             ) from None
+        if wrong := printed_content(turns, texts[-1]):
+            raise UserError(f"{where}, {name}: {wrong}")
     return texts
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rlhfless_ray.common.errors import UserError
 
 NamedRow = tuple[str, dict[str, Any]]  # ("line 7", the row)
+MEDIA = ("image", "audio", "video")
 
 
 def read_file(file: Path, where: str) -> list[NamedRow]:
@@ -137,17 +138,31 @@ def missing_column(row: dict[str, Any], column: str, key: str) -> str:
 
 
 def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
-    """Return which turn of a conversation lacks what a chat template reads, or an empty string.
+    """Return which turn of a conversation lacks what a chat template reads or has what is not read here, or an empty string.
 
-    A template renders a missing role or content as nothing, or as the word None.
+    A template renders a missing role or content as nothing, or as the word None, and an image as a placeholder.
     """
     for number, turn in enumerate(turns, 1):
+        parts = turn.get("content")
+        kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+        if other := next((kind for kind in kinds if any(medium in kind for medium in MEDIA)), None):
+            return f"turn {number} has a part of type `{other}`, and only text is read"
         for key in ("role", "content"):
             is_call = key == "content" and turn.get("tool_calls") and "tool_calls" in template
             if turn.get(key) is None and key in template and not is_call:
                 return f"turn {number} has no `{key}`" + (
                     "" if key in turn else f", only {', '.join(f'`{name}`' for name in turn) or 'an empty turn'}"
                 )
+    return ""
+
+
+def printed_content(turns: Sequence[dict[str, Any]], text: str) -> str:
+    """Return which turn's list of parts a chat template for plain text has written as Python code, or an empty string."""
+    for number, turn in enumerate(turns, 1):
+        content = turn.get("content")
+        if isinstance(content, (list, dict)) and content and str(content) in text:
+            kind = type(content).__name__
+            return f"turn {number} has a {kind} as `content`, which the chat template writes as Python code; give it a string"
     return ""
 
 

@@ -140,10 +140,16 @@ def test_turns_and_characters_that_no_model_reads_name_the_row(tmp_path: Path) -
     for bad, says in [
         ([{"from": "human", "value": "a"}], "line 2: turn 1 has no `role`, only `from`, `value`; fix or remove the row"),
         ([*turns, {"role": "assistant", "content": None}], "line 2: turn 2 has no `content`; fix or remove the row"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "line 2: turn 1 has a part of type `image`, and only text is read; fix or"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "line 2: turn 1 has a list as `content`, which the chat template"),
         ("half \ud83d", "line 2: the text holds half of a surrogate pair, which is no character; fix or remove the row"),
     ]:
         rows = [{**ROWS[0], "question": turns}, {**ROWS[1], "question": bad}, *({**row, "question": turns} for row in ROWS[2:])]
         assert says in refused(recipe(write(tmp_path, "rows.jsonl", rows), template="chat"), letters(chat=CHAT))
+    by_part = "{% for m in messages %}{{ m['role'] }}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
+    parts = [{**row, "question": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]} for row in ROWS]
+    in_parts = recipe(write(tmp_path, "rows.jsonl", parts), template="chat")
+    assert load_prompts(in_parts, letters(chat=by_part)).train[0].text == "usera"
     called = [*turns, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     called_rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": called} for row in ROWS]), template="chat")
     assert "line 1: turn 2 has no `content`" in refused(called_rows, letters(chat=CHAT)), "the template would write None"

@@ -138,6 +138,16 @@ def test_a_mix_is_the_one_of_interleave_datasets(tmp_path: Path) -> None:
             loaded({"paths": paths, "probabilities": wrong})
 
 
+def test_a_mix_trains_on_no_held_out_row(tmp_path: Path) -> None:
+    paths = [jsonl(tmp_path / f"{word}.jsonl", rows(word, count)) for word, count in (("a", 3), ("b", 60))]
+    found = loaded({"paths": paths, "probabilities": [0.5, 0.5], "batch_prompts": 2}, evaluate={"prompts": 2})
+    held = [prompt.text for prompt in found.heldout]
+    assert any(text.startswith("a") for text in held), "of the smaller data set, which repeats"
+    assert not {*held} & {*texts(found)}
+    assert [p.index for p in [*found.train, *found.heldout]] == list(range(len(found.train) + 2))
+    assert "repetitions of held-out rows (evaluate.prompts) in the mix are left out of training" in found.notes[0]
+
+
 def test_an_evaluation_set_leaves_every_row_for_training(tmp_path: Path) -> None:
     train, held = jsonl(tmp_path / "t.jsonl", rows("t")), jsonl(tmp_path / "e.jsonl", rows("e", 3))
     more = jsonl(tmp_path / "f.jsonl", rows("f", 2))
