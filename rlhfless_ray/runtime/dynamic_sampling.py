@@ -122,9 +122,15 @@ class DynamicSampling:
         return [as_json(sample) for group in self.ready for sample in group]
 
     def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
-        """Restore surplus samples. `prompts`: by row. Groups beyond the batch size, which may be smaller now, are dropped."""
-        samples = [from_json(row, prompts) for row in state]
-        groups = [samples[start : start + self.count] for start in range(0, len(samples), self.count)]
+        """Restore surplus samples. `prompts`: by row.
+
+        Groups beyond the batch size, which may be smaller now, and of another size than now are dropped.
+        """
+        groups: list[list[Sample]] = []
+        for sample in (from_json(row, prompts) for row in state):
+            if not groups or sample.sample <= groups[-1][-1].sample or sample.prompt.index != groups[-1][-1].prompt.index:
+                groups.append([])
+            groups[-1].append(sample)
         self.ready = [group for group in groups if len(group) == self.count][: self.batch - 1]
 
 

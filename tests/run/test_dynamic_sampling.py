@@ -118,9 +118,9 @@ def test_what_is_left_over_outlives_the_process() -> None:
         np.array([True, False]),
         (("policy", "a"), ("agent", "b")),
     )
-    state, cursor = json.loads(json.dumps(dynamic_sampling.state())), dynamic_sampling.cursor.state()
+    content, cursor = json.dumps(dynamic_sampling.state()), dynamic_sampling.cursor.state()
     resumed = DynamicSampling(recipe(4, filter_draw=1.9), Cursor(40, 4, True, 1))
-    resumed.restore(state, prompts(40))
+    resumed.restore(json.loads(content), prompts(40))
     resumed.cursor.restore(cursor)
     for before, after in zip(dynamic_sampling.ready, resumed.ready, strict=True):
         for one, other in zip(before, after, strict=True):
@@ -133,6 +133,10 @@ def test_what_is_left_over_outlives_the_process() -> None:
     np.testing.assert_array_equal(resumed.ready[0][0].action_mask, [True, False])
     assert [run(dynamic_sampling, lambda row: mean[row]) for _ in range(5)] == [run(resumed, lambda row: mean[row]) for _ in range(5)]
     assert dynamic_sampling.missing == 4 - len(dynamic_sampling.ready)
+    for count in (1, 4):  # groups of two prompts would compare their rewards
+        other = DynamicSampling(recipe(4).with_settings({"rollout.samples_per_prompt": count}), Cursor(40, 4, True, 1))
+        other.restore(json.loads(content), prompts(40))
+        assert other.ready == []
 
 
 def test_a_run_in_which_nothing_passes_ends_with_what_was_seen() -> None:
