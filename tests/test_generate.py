@@ -146,7 +146,7 @@ def test_rewards_of_two_functions_are_not_mixed_and_one_may_be_added_later(tmp_p
     def opened(**reward: str) -> ResponseRecord:
         run = Generation.__new__(Generation)
         run.recipe, run.files = GenerationRecipe.of({"prompts": {"task": "chain"}, "reward": reward}), {}
-        run.prompts = SimpleNamespace(train=[])  # type: ignore[assignment]
+        run.prompts, run.reward_source = SimpleNamespace(train=[]), None  # type: ignore[assignment]
         return ResponseRecord(tmp_path, run._settings())
 
     opened()
@@ -157,6 +157,34 @@ def test_rewards_of_two_functions_are_not_mixed_and_one_may_be_added_later(tmp_p
     opened()
     lines = rows_of(tmp_path / RECORD)
     assert len(lines) == 3 and all("settings" in line for line in lines)
+
+
+def test_a_corrected_reward_function_scores_again(tmp_path: Path) -> None:
+    prompt = Prompt(0, "p", (1,), {"answer": "right"})
+    settings = {"run.seed": 0, "scored_by": "first"}
+    record = ResponseRecord(tmp_path, settings, "answer")
+    record.add([sample(Prompt(0, "p", (1,), {"answer": "wrong"}), 0)])
+    record.add_scores([sample(prompt, 0, 0.0)])
+    assert not ResponseRecord(tmp_path, settings).missing([prompt], 1, scored=True)
+    assert not ResponseRecord(tmp_path, {"run.seed": 0}).missing([prompt], 1, scored=True), "a resume without a reward keeps the scores"
+    for _ in range(2):  # also after a kill before the first new score
+        record = ResponseRecord(tmp_path, {**settings, "scored_by": "second"}, "answer")
+        assert record.missing([prompt], 1, scored=True) and not record.missing([prompt], 1, scored=False)
+    record.add_scores([sample(prompt, 0, 1.0)])
+    record = ResponseRecord(tmp_path, {**settings, "scored_by": "second"}, "answer")
+    record.write(tmp_path / RESPONSES, [prompt], 1)
+    assert [(row["reward"], row["answer"]) for row in rows_of(tmp_path / RESPONSES)] == [(1.0, "right")]
+
+
+def test_a_run_that_goes_on_after_its_end_is_not_its_old_model(tmp_path: Path) -> None:
+    run, found = tmp_path / "run", tmp_path / "found" / "run-step_4"
+    for folder, file in ((run / "model", "config.json"), (run / "checkpoints" / "step_4", "learner.json"), (found, "config.json")):
+        folder.mkdir(parents=True)
+        (folder / file).write_text("{}")
+    (run / "recipe.yaml").write_text("{}")
+    for status, model in (("done", run / "model"), ("running", found), ("stopped", found), ("failed", found)):
+        (run / "status.json").write_text(json.dumps({"status": status}))
+        assert find_model(run, "--model", found.parent) == model
 
 
 # ---- whole runs ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import swap_folder
+from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.weights.adapter import CONFIG, Adapter, merge_folder
 from rlhfless_ray.weights.load_policy import initial_policy, model_folder
 from rlhfless_ray.weights.model_folder import (
@@ -30,8 +31,8 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
     """Return the folder of a model.
 
     Args:
-        name: a model folder, a hub model, a checkpoint, or a run folder. Of a run folder the final model is used, else its newest
-            checkpoint.
+        name: a model folder, a hub model, a checkpoint, or a run folder. Of a run that is done the final model is used, else its newest
+            checkpoint. A run that was continued after its end still has the model of that end.
         setting: name of the setting in messages.
         written: folder into which a checkpoint's model is written, below its run's name, with adapters merged.
 
@@ -44,10 +45,11 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
         if not folder.is_dir():
             raise UserError(f"{setting}: there is no model or run folder {name}")
         return folder
-    if (path / "model" / "config.json").is_file():
-        return path / "model"
     run = next((parent for parent in (path, *path.resolve().parents) if (parent / "recipe.yaml").is_file()), None)
     checkpoint = path if (path / "learner.json").is_file() else _newest_checkpoint(path)
+    has_model = (path / "model" / "config.json").is_file()
+    if has_model and (run is None or checkpoint is None or RunFolder(path).read_status().get("status", "done") == "done"):
+        return path / "model"
     if run is None or checkpoint is None:
         raise UserError(f"{setting}: {path} is neither a model folder nor a run folder with a model or a checkpoint")
     target = written / f"{run.name}-{checkpoint.name}"

@@ -16,6 +16,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 RECORD, RESPONSES = "responses.part.jsonl", "responses.jsonl"
+SCORED_BY = "scored_by"  # setting: digest of what scores depend on besides the responses; scores of another one are made again
 Key = tuple[int, int]  # prompt, number of the response
 
 
@@ -33,8 +34,15 @@ class ResponseRecord:
         self.path, self.answer_column = folder / RECORD, answer_column
         self.places: dict[Key, tuple[int, int]] = {}  # offset and length of each response's line
         self.scores: dict[Key, dict[str, Any]] = {}
-        if not self.path.is_file() or self._read(settings) != settings:
+        if not self.path.is_file() or (before := self._read(settings)) != settings:
+            if self.path.is_file():
+                self._drop_scores(before, settings)
             append(self.path, _line({"settings": settings}))
+
+    def _drop_scores(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """Drop the scores so far if these settings score responses in another way. Without a reward they stay."""
+        if now.get(SCORED_BY, before.get(SCORED_BY)) != before.get(SCORED_BY):
+            self.scores.clear()
 
     def _read(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Read the complete lines, and cut off the rest. Returns the newest settings, if the process did not end before it wrote them."""
@@ -45,6 +53,7 @@ class ResponseRecord:
                     break  # cut off by a crash
                 row = json.loads(line)
                 if "settings" in row:
+                    self._drop_scores(newest, row["settings"])
                     newest = row["settings"]
                     _check_same(self.path, newest, settings)
                 elif "response" in row:
@@ -116,8 +125,10 @@ class ResponseRecord:
 
     def _scored_lines(self, prompts: Sequence[Prompt], count: int) -> Iterator[bytes]:
         with self.path.open("rb") as file:
-            for key in ((prompt.index, n) for prompt in prompts for n in range(count)):
-                row, score = self._row(file, key), self.scores.get(key, {})
+            for prompt, n in ((prompt, n) for prompt in prompts for n in range(count)):
+                row, score = self._row(file, (prompt.index, n)), self.scores.get((prompt.index, n), {})
+                if self.answer_column:
+                    row["answer"] = prompt.row.get(self.answer_column)
                 scored: dict[str, Any] = {name: score[name] for name in ("reward", "error") if name in score}
                 tokens, logprobs = row.pop("token_ids"), row.pop("logprobs")
                 yield _line({**row, **scored, "token_ids": tokens, "logprobs": logprobs})
@@ -183,7 +194,7 @@ def _scored_groups(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     for name, value in now.items():
-        if before.get(name, value) != value:  # a reward may be added later
+        if name != SCORED_BY and before.get(name, value) != value:  # a reward may be added later
             changed = "" if name in ("model", "prompts") else f" ({before.get(name)} before, {value} now)"
             raise UserError(
                 f"--resume: {path} was generated with another {name}{changed}; set it back, or start another run without --resume"

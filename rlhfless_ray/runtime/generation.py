@@ -21,7 +21,7 @@ from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.run.folder import RunFolder, check_file, folders_of
-from rlhfless_ray.run.responses import RECORD, RESPONSES, ResponseRecord
+from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord
 from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, Step, WeightVersion
@@ -118,7 +118,16 @@ class Generation(Runtime):
         of_rollout = {f"rollout.{key}": getattr(rollout, key) for key in keys}
         rest = {"policy.dtype": self.recipe.policy.dtype, "run.seed": self.recipe.run.seed}
         reward = {f"reward.{key}": getattr(self.recipe.reward, key) for key in ("function", "url", "model_path")}
+        reward[SCORED_BY] = self._digest_of_scoring()
         return {"model": model, "prompts": prompts.hexdigest(), **of_rollout, **rest, **(reward if self.recipe.scores else {})}
+
+    def _digest_of_scoring(self) -> str:
+        """Return a digest of the reward function's file and of the reference answers, either of which may be corrected before a resume."""
+        digest, file = hashlib.blake2b(digest_size=16), getattr(self.reward_source, "file", None)
+        digest.update(b"" if file is None else file.text.encode())
+        for prompt in self.prompts.train:
+            digest.update(repr(prompt.row.get(self.recipe.answer_column)).encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Publish the model's weights. Engines start with the first plan."""
