@@ -50,14 +50,16 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     prompts, overlong = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
     if not recipe.evaluate.path or not held:
         train, heldout = _split_heldout(prompts, held, len(overlong), recipe)
-        return _without_repeats(train, heldout, recipe, _overlong_notes(overlong, recipe))
+        notes = _overlong_notes(overlong, recipe) + _ending_notes(prompts, recipe)
+        return _without_repeats(train, heldout, recipe, notes)
     train, _ = _split_heldout(prompts, 0, len(overlong), recipe)
     sources = split_paths(recipe.evaluate.path)
     named_rows = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
     heldout, overlong_heldout = _make_prompts(
         named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens
     )
-    return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], _overlong_notes(overlong + overlong_heldout, recipe))
+    notes = _overlong_notes(overlong + overlong_heldout, recipe) + _ending_notes([*train, *heldout], recipe)
+    return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], notes)
 
 
 def _setting_name(section: str, sources: list[str]) -> str:
@@ -121,6 +123,16 @@ def _overlong_notes(names: list[str], recipe: Recipe) -> tuple[str, ...]:
     limit = recipe.prompts.max_prompt_tokens
     done = "are cut from the left" if recipe.prompts.overlong == "cut_left" else "are left out"
     return (f"{len(names)} prompts of more than {limit} tokens (prompts.max_prompt_tokens) {done}: {shown}",)
+
+
+def _ending_notes(prompts: list[Prompt], recipe: Recipe) -> tuple[str, ...]:
+    """Say that conversations end with the assistant's turn, which may be the answer: then the policy reads it before it writes its own."""
+    if recipe.prompts.template != "chat" or recipe.prompts.task:
+        return ()
+    cells = [prompt.row[recipe.prompts.prompt_column] for prompt in prompts]
+    count = sum(isinstance(cell, list) and cell[-1].get("role") == "assistant" for cell in cells)
+    text = "end with a turn of the assistant, and the policy writes another one after it; remove that turn if it is the answer"
+    return (f"{count} of {len(prompts)} prompts {text}",) if count else ()
 
 
 def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, recipe: Recipe) -> None:

@@ -96,7 +96,7 @@ def _parquet(file: Path, where: str) -> list[NamedRow]:
         table = pyarrow.parquet.read_table(file)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(f"{where}: not a readable parquet file ({first_line(error)}); write it again") from None
-    return _numbered(table)
+    return numbered(table)
 
 
 def _arrow(file: Path, where: str) -> list[NamedRow]:
@@ -112,10 +112,11 @@ def _arrow(file: Path, where: str) -> list[NamedRow]:
                 table = pyarrow.ipc.open_file(source).read_all()
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise UserError(f"{where}: not a readable Arrow file ({first_line(error)}); write it again") from None
-        return _numbered(table)
+        return numbered(table)
 
 
-def _numbered(table: Any) -> list[NamedRow]:
+def numbered(table: Any) -> list[NamedRow]:
+    """Return the rows of an Arrow table. Images and sounds stay encoded."""
     return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
 
 

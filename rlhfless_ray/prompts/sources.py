@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.prompts.read_rows import FILE_TYPES, NamedRow, first_line, read_file
+from rlhfless_ray.prompts.read_rows import FILE_TYPES, NamedRow, first_line, numbered, read_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -82,7 +82,7 @@ def _name_rows(data: Dataset | DatasetDict, split: str, setting: str, where: str
         raise UserError(f"{setting}.split: {where} has no splits, so no `{split}` either; set it to train")
     if not len(data):
         raise UserError(f"{where}: the data set is empty; give one with at least one row")
-    return [(f"row {number}", dict(row)) for number, row in enumerate(data, 1)]
+    return numbered(data.with_format("arrow")[:])  # other formats decode images and sounds, which nothing here reads
 
 
 def _load_folder(folder: Path, subdir: str, where: str) -> Any:

@@ -69,6 +69,16 @@ def test_arrow_files_in_both_formats(tmp_path: Path) -> None:
         loaded({"path": str(tmp_path / "a.arrow")})
 
 
+def test_a_column_of_sounds_or_damaged_images_is_not_decoded(tmp_path: Path) -> None:
+    cells = [{"bytes": b"damaged", "path": None}] * 6
+    for kind in (datasets.Image(), datasets.Audio()):
+        data = datasets.Dataset.from_list([{**row, "medium": cell} for row, cell in zip(rows("a"), cells, strict=True)])
+        data = data.cast_column("medium", kind)
+        data.select([2, 0, 1]).save_to_disk(tmp_path / type(kind).__name__)
+        found = loaded({"path": str(tmp_path / type(kind).__name__)})
+        assert texts(found) == ["a 2", "a 0", "a 1"] and found.train[0].row["medium"] == cells[0]
+
+
 def test_a_folder_of_files_and_a_folder_in_it(tmp_path: Path) -> None:
     for name in ("part", "other"):
         (tmp_path / "data" / name).mkdir(parents=True)
@@ -172,6 +182,10 @@ def test_a_list_of_turns_is_taken_as_it_is(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"question": turns, "answer": ""}, {"question": "plain", "answer": ""}])
     tokenizer = letters(chat=CHAT)
     assert texts(loaded({"path": path, "template": "chat"}, tokenizer)) == ["[system]s[user]u[assistant]", "[user]plain[assistant]"]
+    assert loaded({"path": path, "template": "chat"}, tokenizer).notes == ()
+    answered = jsonl(tmp_path / "b.jsonl", [{"question": [*turns, {"role": "assistant", "content": "a"}], "answer": ""}] * 2)
+    (note,) = loaded({"paths": [path, answered], "template": "chat"}, tokenizer).notes
+    assert note.startswith("2 of 4 prompts end with a turn of the assistant, and the policy writes another one after it;")
     with pytest.raises(UserError, match="a system turn of its own"):
         loaded({"path": path, "template": "chat", "system": "again"}, tokenizer)
     with pytest.raises(UserError, match="is of type list, not a string"):
