@@ -112,9 +112,10 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _nearest(model: type[BaseModel], dotted: str, *, is_section: bool) -> str | None:
-    if is_section and "." not in dotted:
-        return next(iter(difflib.get_close_matches(dotted, model.model_fields, n=1, cutoff=0.6)), None)
     keys = known_keys(model)
+    if is_section and "." not in dotted:
+        inner = [key for key in keys if key.endswith(f".{dotted}")]  # a section of a section, such as `kl`
+        return next(iter([*difflib.get_close_matches(dotted, model.model_fields, n=1, cutoff=0.6), *inner]), None)
     close = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.6)
     if close:
         return close[0]
