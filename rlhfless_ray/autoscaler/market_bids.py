@@ -99,6 +99,8 @@ class MarketBids:
         self.pool.bid(self._bid([*points, *untried]), points[-1][1])
         view = self.pool.view
         room = min(slots_per_rank, max(1, view.target // self.learner_ranks))
+        if view.runs <= 1:  # a number that seems worse is tried again while that costs no other run
+            room = slots_per_rank
         found = self._delay(points, room * self.learner_ranks, 0, value_per_s)
         return replace(found, slots=found.slots // self.learner_ranks), view.reason if room < slots_per_rank else ""
 

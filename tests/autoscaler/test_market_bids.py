@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from placement.market import Bid
 from placement.planning.objective import Objective
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.phase_delay import Delay
@@ -125,6 +126,17 @@ def test_the_warm_up_of_a_number_of_slots_is_not_its_price():
     sizes.settle()
     assert sizes.decide(1, 1000.0, value_per_s=4.0).actors == 2
     assert bids.begin_update(sizes, 2, 1000.0, 4.0) == (Delay(0.0, 2, ""), "")
+
+
+def test_a_number_of_slots_that_seems_worse_is_tried_again_by_a_run_alone():
+    bids = MarketBids(Pool(pool(2), "x"), Objective(prefer=0.8), 1)
+    sizes = LearnerSize(2)
+    for count, seconds in ((2, 0.94), (2, 0.94), (1, 0.88), (1, 0.88), (1, 0.88), (1, 0.88)):
+        sizes.observe(count, 1000.0, seconds)
+    assert sizes.decide(1, 1000.0, value_per_s=100.0).actors == 2
+    assert bids.begin_update(sizes, 2, 1000.0, 100.0) == (Delay(0.0, 2, ""), "")
+    Pool(bids.pool.state, "y").bid(Bid("y", (1,), (0.0,)))
+    assert bids.begin_update(sizes, 2, 1000.0, 100.0)[0].slots == 1
 
 
 def test_an_update_waits_for_a_slot_that_a_rollout_gives_back(runs):
