@@ -2,9 +2,9 @@
 
 OpenRLHF runs on CPU cores after small changes (`peers/openrlhf_port.py`), in an environment that is made at the first run. Cases: GRPO
 with a reward file; the same with its asynchronous mode, also with partial rollouts; PPO with a critic and a reward model; an agent file
-with two turns. At 0.7 M parameters the policy is the quickstart's,
-and both results are evaluated on the same held-out prompts. At 11 M it is random, its responses end by chance (on average after 70
-tokens), and only times count. Both write TensorBoard logs under the same names, which are what is compared.
+with two turns. At 0.7 M parameters the policy is the quickstart's, and both results are evaluated on the same held-out prompts. At 11 M and
+494 M it is random, and only times and memory count; responses of the former end by chance, on average after 70 tokens. Both write
+TensorBoard logs under the same names, which are what is compared.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from benchmarks.common.results import Spread, Target, make_console, save, show_t
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import run_process
 from benchmarks.peers.openrlhf_port import ENVIRONMENT, FLAGS, FOLDER, openrlhf_python
-from benchmarks.peers.shared_work import LARGE, SYMBOLS
+from benchmarks.peers.shared_work import HALF_BILLION, LARGE, SYMBOLS
 
 OPENRLHF, OURS = "OpenRLHF", "rlhfless_ray"
-CASES, SIZES = ("grpo", "async", "partial", "ppo", "agent"), ("0.7M", "11M")
+CASES, SIZES = ("grpo", "async", "partial", "ppo", "agent"), ("0.7M", "11M", "494M")
 SWITCHES = {
     "async": ("train.async_enable",),
     "partial": ("train.async_enable", "train.partial_rollout_enable"),
     "ppo": ("reward.normalize_enable",),
 }
+MICRO_BATCH = 32  # sequences, of the small policies
 DROP = 2  # first steps, which are not steady state
 LAST = 4  # steps whose mean is the reached reward
 SEEDS_APART = 0.03  # difference of final accuracies that seeds alone make
@@ -121,6 +122,7 @@ class Work:
     max_tokens: int
     max_len: int
     learning_rate: float
+    micro_batch: int  # sequences
     learns: bool  # whether held-out accuracy means something
 
 
@@ -149,13 +151,14 @@ def prepare(size: str, steps: int, folder: Path, ppo: bool) -> Work:
     folder.mkdir(parents=True)
     if size != "0.7M":
         # OpenRLHF asks for at least one token, for which vLLM masks the end of the sequence: it must be in the vocabulary
-        made = replace(LARGE, vocabulary=len(SYMBOLS) + 2).write(folder / "work")
+        shared = replace(LARGE, vocabulary=len(SYMBOLS) + 2, micro_sequences=MICRO_BATCH) if size == LARGE.name else HALF_BILLION
+        made = shared.write(folder / "work")
         shutil.move(made.policy, folder / "model")
         rows = [{"prompt": row["prompt"], "label": "0"} for row in made.rows()]
-        _write_rows(folder / "data.jsonl", rows[: LARGE.prompts * steps])
+        _write_rows(folder / "data.jsonl", rows[: shared.prompts * steps])
         (folder / "reward.py").write_text(LETTERS)
-        longest = LARGE.longest_prompt + LARGE.max_tokens
-        return Work(folder, made.parameters, LARGE.prompts, LARGE.group, LARGE.max_tokens, longest, LARGE.learning_rate, False)
+        sizes = shared.prompts, shared.group, shared.max_tokens, shared.longest_prompt + shared.max_tokens
+        return Work(folder, made.parameters, *sizes, shared.learning_rate, shared.micro_sequences, False)
     from benchmarks.learning.train_reward_model import verdicts
     from benchmarks.learns import RECIPE, VERDICT_STEPS, warm_policy
     from rlhfless_ray import Recipe
@@ -174,10 +177,8 @@ def prepare(size: str, steps: int, folder: Path, ppo: bool) -> Work:
     if ppo:
         shutil.copytree(verdicts(files, warm_start_key(recipe), VERDICT_STEPS).folder, folder / "reward_model")
     rollout, rate = recipe.rollout, recipe.learner.learning_rate
-    longest = rollout.max_tokens + 32
-    return Work(
-        folder, parameter_count(files), recipe.prompts.batch_prompts, rollout.samples_per_prompt, rollout.max_tokens, longest, rate, True
-    )
+    sizes = recipe.prompts.batch_prompts, rollout.samples_per_prompt, rollout.max_tokens, rollout.max_tokens + 32
+    return Work(folder, parameter_count(files), *sizes, rate, MICRO_BATCH, True)
 
 
 def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
@@ -199,9 +200,9 @@ def flags(case: str, work: Work, out: Path, seed: int) -> list[str]:
         "algo.kl.init_coef": 0.01 if case == "ppo" else 0,
         "rollout.batch_size": work.prompts,
         "rollout.n_samples_per_prompt": work.group,
-        "rollout.micro_batch_size": 32,
+        "rollout.micro_batch_size": work.micro_batch,
         "train.batch_size": samples,
-        "train.micro_batch_size": 32,
+        "train.micro_batch_size": work.micro_batch,
         "train.seed": seed,
         "actor.adam.lr": work.learning_rate,
         "actor.num_nodes": 1,
@@ -331,7 +332,7 @@ def targets(runs: list[SystemRun]) -> list[Target]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="grpo")
-    parser.add_argument("--size", choices=SIZES, default="0.7M", help="11M: not ppo and agent")
+    parser.add_argument("--size", choices=SIZES, default="0.7M", help="larger than 0.7M: not ppo and agent")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--environment", type=Path, default=FOLDER, help="folder of OpenRLHF's environment")
@@ -339,7 +340,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three steps: shows that it runs, measures nothing")
     options = parser.parse_args()
     if options.size != "0.7M" and options.case in ("ppo", "agent"):
-        parser.error("--size 11M has no reward model and no agent; use --case grpo, async or partial")
+        parser.error(f"--size {options.size} has no reward model and no agent; use --case grpo, async or partial")
     steps = 3 if options.quick else options.steps
     console = make_console()
     openrlhf_python(options.environment)
