@@ -23,6 +23,7 @@ from placement.scaling.resize_policy import MAX_PREFER
 CREDIT_S = 600.0  # seconds of the whole pool that a run's credit or debt is limited to
 CREDIT_WEIGHT = 0.5  # share by which a full credit raises what a run's slots above its share count, and a full debt lowers it
 PAYBACK = 0.5  # largest share of what a change gains that its hand-overs may cost, as for one run
+TURN_SLOT_S = 120.0  # what a run has lent of a slot of which each of several runs owns a part, before it gets that slot
 EVEN = 1e-9  # relative difference of worths that counts as none
 
 
@@ -138,10 +139,14 @@ class Credits:
     def of(self, run: str) -> float:
         return self.balance.get(run, 0.0)
 
-    def after(self, seconds: float, held: Mapping[str, int], entitled: Mapping[str, int], pool_slots: int) -> Credits:
+    def turns(self, run: str) -> int:
+        """Return how many times TURN_SLOT_S a run has lent more than it borrowed."""
+        return round(self.of(run) / TURN_SLOT_S)
+
+    def after(self, seconds: float, held: Mapping[str, int], entitled: Mapping[str, float], pool_slots: int) -> Credits:
         """Return the credits after `seconds` in which runs held these slots. Slots that nobody borrowed do not count as lent."""
-        over = {run: max(0, held.get(run, 0) - entitled[run]) for run in entitled}
-        under = {run: max(0, entitled[run] - held.get(run, 0)) for run in entitled}
+        over = {run: max(0.0, held.get(run, 0) - entitled[run]) for run in entitled}
+        under = {run: max(0.0, entitled[run] - held.get(run, 0)) for run in entitled}
         borrowed, offered, limit = sum(over.values()), sum(under.values()), CREDIT_S * pool_slots
         used = min(1.0, borrowed / offered) if offered else 0.0
         paid = min(1.0, offered / borrowed) if borrowed else 0.0  # slots of no run's share are free
@@ -170,8 +175,8 @@ class Clearing:
     reasons: Mapping[str, str]
 
 
-def entitled_slots(pool_slots: int, bids: Sequence[Bid]) -> dict[str, int]:
-    """Return each run's share in whole slots, by largest remainders. Runs without a share divide what others leave.
+def exact_slots(pool_slots: int, bids: Sequence[Bid]) -> dict[str, float]:
+    """Return each run's share in slots. Runs without a share divide what others leave.
 
     Raises ValueError if shares add up to more than 1, or if two bids are of one run.
     """
@@ -182,16 +187,45 @@ def entitled_slots(pool_slots: int, bids: Sequence[Bid]) -> dict[str, int]:
     if given > 1 + EVEN:
         raise ValueError(f"shares add up to {given:g}, more than 1")
     open_runs = sum(bid.share is None for bid in bids)
-    exact = {bid.run: pool_slots * ((1 - given) / open_runs if bid.share is None else bid.share) for bid in bids}
+    return {bid.run: pool_slots * ((1 - given) / open_runs if bid.share is None else bid.share) for bid in bids}
+
+
+def entitled_slots(
+    pool_slots: int, bids: Sequence[Bid], held: Mapping[str, int] | None = None, credits: Credits | None = None
+) -> dict[str, int]:
+    """Return each run's share in whole slots, by largest remainders. Raises ValueError as `exact_slots` does.
+
+    With `held` and `credits`, which count against the exact shares, runs take turns with the slots of which each owns a part: one that has
+    lent TURN_SLOT_S more than another comes first. Between equal ones the run keeps such a slot that holds it.
+
+    Examples
+    --------
+    >>> two = [Bid(run, (1, 3), (0.0, 9.0)) for run in "ab"]
+    >>> entitled_slots(3, two)
+    {'a': 2, 'b': 1}
+    >>> entitled_slots(3, two, {"a": 2, "b": 1}, Credits({"a": -80.0, "b": 80.0}))
+    {'a': 1, 'b': 2}
+    """
+    held, credits = held or {}, credits or Credits()
+    exact = exact_slots(pool_slots, bids)
     whole = {run: int(x + EVEN) for run, x in exact.items()}
     spare = int(sum(exact.values()) + EVEN) - sum(whole.values())
-    for run in sorted(exact, key=lambda name: (whole[name] - exact[name], name))[:spare]:
+
+    def order(run: str) -> tuple[float, bool, str]:
+        return whole[run] - exact[run] - credits.turns(run), held.get(run, 0) <= whole[run], run
+
+    for run in sorted(exact, key=order)[:spare]:
         whole[run] += 1
     return whole
 
 
 def clear(
-    pool_slots: int, bids: Sequence[Bid], held: Mapping[str, int] | None = None, credits: Credits | None = None, handover_s: float = 0.0
+    pool_slots: int,
+    bids: Sequence[Bid],
+    held: Mapping[str, int] | None = None,
+    credits: Credits | None = None,
+    handover_s: float = 0.0,
+    entitled: Mapping[str, int] | None = None,
 ) -> Clearing:
     """Divide a pool among runs: the largest Σ weight · worth, by dynamic programming over runs and slots.
 
@@ -215,6 +249,8 @@ def clear(
         Balances of the runs. None: no run has lent or borrowed.
     handover_s : float
         Seconds from the moment one run releases a slot until it works for another.
+    entitled : mapping of str to int, optional
+        Shares in whole slots, if they are not `entitled_slots(pool_slots, bids)`.
 
     Raises
     ------
@@ -232,7 +268,7 @@ def clear(
     """
     held, credits = held or {}, credits or Credits()
     bids = sorted(bids, key=lambda bid: bid.run)
-    entitled = entitled_slots(pool_slots, bids)
+    entitled = entitled_slots(pool_slots, bids) if entitled is None else entitled
     least = sum(bid.slots[0] for bid in bids)
     if least > pool_slots:
         raise ValueError(f"the runs need at least {least} slots together, but the pool has {pool_slots}")

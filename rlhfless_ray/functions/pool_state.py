@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from placement.market import Bid, Clearing, Credits, clear, entitled_slots
+from placement.market import Bid, Clearing, Credits, clear, entitled_slots, exact_slots
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
 
 IDLE_S = 2.0  # a slot that no run takes for this long goes back to Ray; Ray takes up to 0.8 s to grant a freed slot again
@@ -294,7 +294,8 @@ class PoolState:
             if bid.slots[0] <= left:
                 present.append(bid)
                 left -= bid.slots[0]
-        cleared = clear(size, present, held, self.credits, HANDOVER_S)
+        entitled = entitled_slots(size, present, held, self.credits)
+        cleared = clear(size, present, held, self.credits, HANDOVER_S, entitled)
         absent = {bid.run for bid in bids} - {bid.run for bid in present}
         reasons = {name: f"{name} waits for its turn: the pool of {size} slots is too small for all runs at once" for name in absent}
         return Clearing({**cleared.slots, **dict.fromkeys(absent, 0)}, cleared.price, {**cleared.reasons, **reasons})
@@ -413,13 +414,15 @@ class PoolState:
             self.runs[name].today_slot_s += count * seconds
         self.free_slot_s += (len(self.slots) - sum(held.values())) * seconds
         if len(self.runs) > 1:
-            entitled = entitled_slots(self.size, [run.bid for run in self.runs.values()])
+            entitled = exact_slots(self.size, [run.bid for run in self.runs.values()])
             before = self.credits
             self.credits = before.after(seconds, held, entitled, self.size)
             for name, run in self.runs.items():
                 changed = self.credits.of(name) - before.of(name)
                 run.lent_slot_s += max(0.0, changed)
                 run.borrowed_slot_s += max(0.0, -changed)
+                if self.credits.turns(name) != before.turns(name):
+                    self._cleared = None
 
 
 def _free(slot: PoolSlot, now_s: float) -> None:

@@ -251,6 +251,27 @@ def test_runs_that_need_more_than_is_left_take_turns():
     assert len(state.match(2.0)) == 2 and state.held("y") == 3
 
 
+@pytest.mark.parametrize(("slots", "names"), [(3, "xy"), (8, "xyz")])
+def test_runs_take_turns_with_a_slot_that_belongs_to_several(slots, names):
+    """Two runs of equal share own half of the third slot each. Before, the first by name had it for good, and owed nothing."""
+    state, end_s, asked = pool(slots), 3000, 0
+    for name in names:
+        state.join(RunInfo(name), 0.0)
+        state.bid(Bid(name, tuple(range(1, slots + 1)), tuple(20.0 * k for k in range(slots))), 0.0)
+    for now in range(0, end_s, 5):
+        for name in names:
+            missing = slots - state.held(name) - sum(request.run == name for request in state.requests.values())
+            asked += len(ask(state, name, missing, now, asked))
+        state.match(now)
+        for name in names:
+            mine = [slot.request for slot in state.slots.values() if slot.holder == name]
+            state.release(mine[: state.view(name, now).surplus], now)
+        state.match(now)
+    paid = [state.view(name, end_s).slot_s for name in names]
+    assert max(paid) - min(paid) < 0.1 * sum(paid) / len(paid) and state.handovers < end_s / 40
+    assert max(paid) - min(paid) == pytest.approx(np.ptp([state.credits.of(name) for name in names]), rel=0.1, abs=1.0)
+
+
 def test_a_run_that_starts_does_not_pause_for_one_that_waits():
     """It gives its slot back half a minute later. Before, x waited so long for y, while z held the other slot step after step."""
     state = pool(2)
