@@ -169,7 +169,7 @@ def plot(paper: dict[str, Any], path: Path) -> None:
 
 
 class Kept:
-    """The result file, written anew after every setting of a part: what is finished outlives a cut, and parts and settings
+    """The result file, rewritten after every setting of a part: what is finished outlives a cut, and parts and settings
     may be run at different times or side by side."""
 
     def __init__(self, content: dict[str, Any], console: Console, quick: bool, some: Sequence[str] = ()) -> None:

@@ -188,7 +188,7 @@ class TrainedDrafter:
         about = read_metadata(files[FILE])
         if (origin := about.get("drafter", self._origin)) != self._origin:  # older checkpoints do not name it
             self.context.record.progress.message(
-                f"the checkpoint's drafter began as {origin}, so {self._origin} begins anew: settings of rollout.drafter have changed"
+                f"the checkpoint's drafter began as {origin}, so {self._origin} starts again: settings of rollout.drafter have changed"
             )
             return
         self.version = int(about["version"])

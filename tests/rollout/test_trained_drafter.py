@@ -108,4 +108,4 @@ def test_a_resumed_run_continues_only_its_own_drafter(monkeypatch: pytest.Monkey
     for other in (made(layers=2), made("small-model")):
         other.restore(files)
         assert other.version == 0 and other.weights is None
-    assert "began as 1 random layers of width 32, so small-model begins anew" in said[-1]
+    assert "began as 1 random layers of width 32, so small-model starts again" in said[-1]
