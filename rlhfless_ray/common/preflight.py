@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.local.local_ray import forked
 
 START_S = 120.0  # limit for starting the process and for the imports of the user's file
+GROUP = ".group"  # suffix of a file with the number of the program's process group
 
 
 def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: str, ends: str) -> Any:
@@ -35,7 +37,7 @@ def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: s
         result_path, log_path = Path(folder) / "result", Path(folder) / "stderr"
         with log_path.open("wb") as errors:  # not a pipe: processes left by the user's file would keep it open
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(result_path)],
+                forked([sys.executable, "-m", module, str(result_path)]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -47,8 +49,10 @@ def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: s
         except subprocess.TimeoutExpired:
             raise UserError(f"{where}: {what} did not {ends} within {limit_s:g} s") from None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            group = result_path.with_suffix(GROUP)  # a forked program has another than the process that asked for the fork
+            for number in {process.pid, int(group.read_text()) if group.is_file() else process.pid}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(number, signal.SIGKILL)
             process.wait()
         if not result_path.is_file():
             last_line = (log_path.read_text("utf-8", "replace").strip().splitlines() or [""])[-1][:300]
@@ -66,7 +70,9 @@ def environment_with_packages() -> dict[str, str]:
 
 def isolated_main(function: Callable[..., Any]) -> None:
     """Call `function` with the arguments that `run_isolated` passed, and return its result to that process."""
+    path = Path(sys.argv[1])
+    path.with_suffix(GROUP).write_text(str(os.getpgrp()))
     result = function(*pickle.loads(sys.stdin.buffer.read()))
-    temporary = Path(sys.argv[1] + ".part")
+    temporary = path.with_suffix(".part")
     temporary.write_bytes(pickle.dumps(result))
-    temporary.rename(sys.argv[1])
+    temporary.rename(path)

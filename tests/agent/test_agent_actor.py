@@ -210,6 +210,7 @@ def test_missing_log_probabilities_are_filled_from_the_replies(made: Callable[..
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
@@ -227,6 +228,7 @@ def test_a_dry_run_finds_mistakes_before_the_run(tmp_path: Path, files: dict[str
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_processes")
 def test_a_dry_run_accepts_a_valid_agent(tmp_path: Path, files: dict[str, bytes]) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "agent": {"path": str(tmp_path / "agent.py")}})

@@ -82,6 +82,12 @@ with open({str(note)!r}, "a") as file:
     assert started and not left
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_processes")
+def test_what_the_file_of_a_forked_call_leaves_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_what_a_file_starts_and_leaves_is_not_waited_for_and_ends(tmp_path, monkeypatch)
+
+
 def test_a_function_may_fail_for_some_responses() -> None:
     called("def reward_func(q, p, l):\n    return [1.0 / q[0].count('w9')]")
 
