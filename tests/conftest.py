@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import csv
+import functools
 import gc
 import importlib
 import io
@@ -16,8 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 import pytest
 import yaml
@@ -31,9 +35,11 @@ from tests import warm_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# No deadline and no complaint about slow draws: both measure a busy machine. What passed here passes everywhere.
-settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("search", settings.get_profile("same"), derandomize=False)  # `--hypothesis-profile=search` looks for more
+# No deadline and no complaint about slow draws: both measure a busy machine. What passed here passes everywhere. The examples are the same
+# each time, so more of them would be paid for in every run and find nothing new.
+settings.register_profile("same", derandomize=True, deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+# `--hypothesis-profile=search` looks for more
+settings.register_profile("search", settings.get_profile("same"), derandomize=False, max_examples=500)
 settings.load_profile("same")
 
 REWARD = '''
@@ -205,6 +211,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     torch would only wait for the first, on a core that other tests need."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+    if typer := sys.modules.get("typer.main"):
+        typer.get_command = functools.cache(typer.get_command)  # made anew, the command line takes as long as a small plan
     session.config.stash[ONLY_PURE] = only_pure = all(item.get_closest_marker("pure") for item in session.items)
     if only_pure:
         gc.set_threshold(100_000, 20, 20)
@@ -217,30 +225,45 @@ STARTS_RAY = ("/gcs_server", "/raylet/raylet")
 refused: list[str] | None = None  # what the pure test at work tried to start; None outside pure tests
 
 
-def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    """Audit hook: a pure test starts no Ray and imports no engine. Raises where it tries, and is remembered in case that is caught."""
-    if refused is None or event not in ("import", "subprocess.Popen"):
-        return
-    if event == "import":
-        tier, what = ("engine", "imports vllm") if arguments[0] == "vllm" else (None, "")
-    else:
-        words = [os.fsdecode(word) for word in arguments[1] if isinstance(word, str | bytes | os.PathLike)]
-        found = any(part in word for word in words for part in STARTS_RAY)
-        tier, what = ("ray", "starts a Ray cluster") if found else (None, "")
-    if tier is not None:
-        refused.append(f"it {what}: mark it `@pytest.mark.{tier}`")
-        raise RuntimeError(refused[-1])
+def refuse(tier: str, what: str) -> NoReturn:
+    """Raise in the pure test at work, and remember it in case that is caught."""
+    assert refused is not None
+    refused.append(f"it {what}: mark it `@pytest.mark.{tier}`")
+    raise RuntimeError(refused[-1])
+
+
+class RefuseVllm(MetaPathFinder, Loader):
+    """A pure test imports no engine. It may look whether there are any, as transformers does. An audit hook would do, but is called for
+    every file and attribute: 2 % of the time."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if refused is not None and fullname == "vllm" else None
+
+    def exec_module(self, module: ModuleType) -> NoReturn:
+        refuse("engine", "imports vllm")
+
+
+def refuse_ray(execute: Callable[..., None]) -> Callable[..., None]:
+    """A pure test starts no Ray. `execute`: of `subprocess.Popen`."""
+
+    def execute_child(process: object, command: Any, *more: Any) -> None:
+        if refused is not None:
+            words = [os.fsdecode(word) for word in [command] if isinstance(word, str | bytes | os.PathLike)] or map(os.fsdecode, command)
+            if any(part in word for word in words for part in STARTS_RAY):
+                refuse("ray", "starts a Ray cluster")
+        execute(process, command, *more)
+
+    return execute_child
 
 
 def pytest_configure() -> None:
-    sys.addaudithook(refuse)
+    sys.meta_path.insert(0, RefuseVllm())
+    subprocess.Popen._execute_child = refuse_ray(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
 
 def refuse_process_group(*_: Any, **__: Any) -> None:
     """Stand in for torch.distributed.init_process_group, which DeepSpeed calls too, in a pure test."""
-    assert refused is not None
-    refused.append("it starts a torch.distributed process group: mark it `@pytest.mark.learner`")
-    raise RuntimeError(refused[-1])
+    refuse("learner", "starts a torch.distributed process group")
 
 
 def pytest_unconfigure() -> None:

@@ -87,7 +87,7 @@ def test_defaults_are_valid_and_survive_yaml() -> None:
 def test_any_value_survives_yaml(text: str, seed: int, rate: float) -> None:
     changes = [("prompts.system", text), ("run.seed", seed), ("learner.learning_rate", rate), ("learner.betas", [0.5, 0.9])]
     recipe = Recipe.parse(merged(*changes))
-    assert Recipe.parse(yaml.safe_load(recipe.to_yaml())) == recipe
+    assert Recipe.parse(yaml.load(recipe.to_yaml(), yaml.CSafeLoader)) == recipe
 
 
 # ---- mistakes ---------------------------------------------------------------------------------------------------
