@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
+import torch
 from torch import nn
 
 from rlhfless_ray.learn.tensor_parallel import deepspeed_section
@@ -15,6 +17,15 @@ if TYPE_CHECKING:
 
 BUCKET_ELEMENTS = 50_000_000  # gradients that are reduced at once: DeepSpeed's default takes 4 GB of buffers for a model of 0.5 B
 UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as in OpenRLHF
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon without compiling its kernels. ZeRO asks whether it is the optimizer, which it never is here.
+
+    Importing what compiles takes 2.6 CPU seconds and 190 MB in each rank.
+    """
+    with patch.object(torch, "compile", lambda function: function), suppress(ImportError):  # versions before it have none
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
 def deepspeed_config(section: LearnerConfig, dtype: str, device: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, loss_scale, parameter_groups, skipped_step
+from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, import_muon, loss_scale, parameter_groups, skipped_step
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
@@ -103,6 +103,7 @@ class TrainerRank:
         """Build DeepSpeed's engine. The optimizer has made no step yet."""
         import deepspeed
 
+        import_muon()
         model: Any = wrapped.model
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         is_divided = self.section.tensor_parallel > 1

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.deepspeed_setup import deepspeed_config
+from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, import_muon
 from rlhfless_ray.learn.group_filter import kept_groups
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.recipe import LearnerConfig
@@ -70,3 +70,10 @@ def test_zero_1_of_bfloat16_is_zero_2() -> None:
     one, two = (LearnerConfig(zero_stage=stage) for stage in (1, 2))
     assert deepspeed_config(one, "bfloat16", "cpu") == deepspeed_config(two, "bfloat16", "cpu")
     assert deepspeed_config(one, "float32", "cpu") != deepspeed_config(two, "float32", "cpu")
+
+
+def test_kernels_of_an_optimizer_that_is_never_used_are_not_compiled() -> None:
+    import_muon()
+    from deepspeed.runtime.zero.muon import original_muon
+
+    assert not hasattr(original_muon.muon_update, "_torchdynamo_orig_callable"), "what torch.compile returns has its function there"
