@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import TYPE_CHECKING, Any
 
-from rlhfless_ray.common.errors import one_line_with_type
+from rlhfless_ray.common.errors import one_line, one_line_with_type
 
 if TYPE_CHECKING:
     from rlhfless_ray.reward.user_file import UserFile
@@ -25,7 +25,7 @@ def to_finite_float(value: object) -> float:
 def to_float(value: object) -> float:
     """Convert any real number to a float, which may be NaN or infinite."""
     if not isinstance(value, (numbers.Real, bool)) and type(value).__name__ not in ("bool", "bool_"):
-        raise ValueError(f"{type(value).__name__} {value!r:.100}, not a number")
+        raise ValueError(f"{type(value).__name__} {one_line(repr(value), 100)}, not a number")
     try:
         return float(value)  # type: ignore[arg-type]
     except OverflowError:

@@ -42,7 +42,7 @@ def score(prompt, response, row):
     if response == "mutate":
         row["answer"] = "changed"
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "list": [1], "complex": 1j, "true": True,
-            "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400,
+            "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400, "rows": np.eye(2),
             }.get(response, len(row["answer"]) / 4)
 """
 
@@ -72,6 +72,7 @@ def test_numbers_of_any_kind_become_floats(response: str, reward: float) -> None
         ("none", "`score` returned NoneType None, not a number"),
         ("text", "`score` returned str '1', not a number"),
         ("list", "`score` returned list [1], not a number"),
+        ("rows", "`score` returned ndarray array([[1., 0.], [0., 1.]]), not a number"),
         ("complex", "`score` returned complex 1j, not a number"),
         ("huge", "`score` returned a number too large for a float"),
         ("raise", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (mine.py, line 24)"),
