@@ -51,6 +51,8 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     if not recipe.evaluate.path or not held:
         train, heldout = _split_heldout(prompts, held, len(overlong), recipe)
         notes = _overlong_notes(overlong, recipe) + _ending_notes(prompts, recipe)
+        if len(heldout) > len(train):
+            notes += (f"{held} of {len(prompts)} rows are held out of training (evaluate.prompts); lower it, or name evaluate.path",)
         return _without_repeats(train, heldout, recipe, notes)
     train, _ = _split_heldout(prompts, 0, len(overlong), recipe)
     sources = split_paths(recipe.evaluate.path)
@@ -60,6 +62,21 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     )
     notes = _overlong_notes(overlong + overlong_heldout, recipe) + _ending_notes([*train, *heldout], recipe)
     return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], notes)
+
+
+def check_vocabulary(prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
+    """Raise UserError for a prompt with a token that the policy has no embedding for, because only its tokenizer got it.
+
+    `size`: number of the policy's embeddings; None: unknown.
+    """
+    if size is None or max(tokenizer.get_vocab().values()) < size:
+        return
+    for prompt in (*prompts.train, *prompts.heldout):
+        if (token := max(prompt.token_ids)) >= size:
+            raise UserError(
+                f"policy.path: prompt {prompt.text[:80]!r} has the token {tokenizer.decode([token])!r} ({token}), and the model has "
+                f"embeddings for {size} tokens; resize them, or remove the token from the tokenizer"
+            )
 
 
 def _setting_name(section: str, sources: list[str]) -> str:

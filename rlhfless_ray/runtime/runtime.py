@@ -38,7 +38,7 @@ from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
 from rlhfless_ray.prompts.cursor import Cursor
-from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
+from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.reward.load_reward import load_reward
@@ -69,6 +69,7 @@ from rlhfless_ray.weights.load_policy import (
     initial_policy,
     other_model,
     policy_tokenizer,
+    text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
@@ -132,6 +133,7 @@ class Runtime(StepOperations):
         recipe, self.speculation_note = check_speculation(recipe, self.files)
         self.drafter_files = read_drafter(recipe, self.tokenizer, self.files)
         self.prompts = self._load_prompts(recipe)
+        check_vocabulary(self.prompts, self.tokenizer, text_config(self.files).get("vocab_size"))
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):
             dry_play(recipe, self.reward_source, self.prompts.train, self.files)

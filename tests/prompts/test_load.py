@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
+from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary, load_prompts
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer, build_tokenizer
 from rlhfless_ray.recipe import Recipe
 
@@ -154,6 +154,19 @@ def test_turns_and_characters_that_no_model_reads_name_the_row(tmp_path: Path) -
     called_rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": called} for row in ROWS]), template="chat")
     assert "line 1: turn 2 has no `content`" in refused(called_rows, letters(chat=CHAT)), "the template would write None"
     assert load_prompts(called_rows, letters(chat=CHAT + "{# reads tool_calls #}")).train
+
+
+def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
+    tokenizer = letters()
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<tool>"])
+    rows = changed(9, question="Use <tool>")
+    found = load_prompts(recipe(write(tmp_path, "rows.jsonl", rows)), tokenizer)
+    check_vocabulary(found, tokenizer, size + 1)
+    check_vocabulary(PromptSet(found.train, []), tokenizer, size)
+    check_vocabulary(found, tokenizer, None)
+    with pytest.raises(UserError, match=rf"^policy.path: prompt 'Use <tool>' has the token '<tool>' \({size}\), and the model has"):
+        check_vocabulary(found, tokenizer, size)
 
 
 def test_mistakes_in_rows_name_the_row(tmp_path: Path) -> None:

@@ -148,6 +148,12 @@ def test_a_mix_is_the_one_of_interleave_datasets(tmp_path: Path) -> None:
             loaded({"paths": paths, "probabilities": wrong})
 
 
+def test_a_file_of_which_most_rows_are_held_out_says_so(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", rows("a", 6))
+    assert loaded({"path": path}, evaluate={"prompts": 3}).notes == ()
+    assert loaded({"path": path}, evaluate={"prompts": 4}).notes[0].startswith("4 of 6 rows are held out of training (evaluate.prompts);")
+
+
 def test_a_mix_trains_on_no_held_out_row(tmp_path: Path) -> None:
     paths = [jsonl(tmp_path / f"{word}.jsonl", rows(word, count)) for word, count in (("a", 3), ("b", 60))]
     found = loaded({"paths": paths, "probabilities": [0.5, 0.5], "batch_prompts": 2}, evaluate={"prompts": 2})
