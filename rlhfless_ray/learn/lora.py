@@ -15,6 +15,7 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprobs import CHUNK_START
 from rlhfless_ray.weights.adapter import CONFIG, PREFIX, WEIGHTS, Adapter
+from rlhfless_ray.weights.layout import Cut
 from rlhfless_ray.weights.tensor_file import Content, save_tensors
 
 if TYPE_CHECKING:
@@ -57,11 +58,13 @@ class LoraAdapters:
                 peft.inject_adapter_in_model(self.config, model)
             except ValueError as error:
                 raise UserError(f"lora.target_modules: {one_line(error, 300)}") from None
-        self.layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        self.layers = list(layers.values())
         self.config.lora_dropout = section.dropout
         self.rows: list[tuple[list[int], int, int]] | None = None  # rows of the current forward pass, see `dropping`
-        for number, layer in enumerate(self.layers if section.dropout else []):
-            layer.lora_dropout[NAME] = RowDropout(self, section.dropout, number)
+        self.dropouts: dict[str, RowDropout] = {}  # by layer
+        for number, (name, layer) in enumerate(layers.items() if section.dropout else ()):
+            self.dropouts[name] = layer.lora_dropout[NAME] = RowDropout(self, section.dropout, number)
         tied = getattr(model.config, "tie_word_embeddings", False)
         ends = [getattr(model, f"get_{side}_embeddings")() for side in ("input", "output")]
         for name, module in model.named_modules():
@@ -76,6 +79,11 @@ class LoraAdapters:
     def is_trained(self, name: str) -> bool:
         """Return whether a parameter of the model belongs to an adapter."""
         return ".lora_" in name
+
+    def divide_dropout(self, cuts: Mapping[str, Cut]) -> None:
+        """Make each rank that shares a copy of the model drop its own slice of a layer's inputs. `cuts`: see `ModelSlices`."""
+        for name, dropout in self.dropouts.items():
+            dropout.cut = cuts.get(f"{name}.lora_A.{NAME}.weight")
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -126,6 +134,7 @@ class RowDropout(nn.Module):
         """`number`: number of the layer, from which its masks are drawn."""
         super().__init__()
         self.lora, self.share, self.number = lora, share, number
+        self.cut: Cut | None = None  # of the layer's A, where ranks that share a copy of the model each get a slice of the inputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop inputs. `x` (sequences, length, width), padded on the right; for an output head (response tokens, width).
@@ -151,7 +160,11 @@ class RowDropout(nn.Module):
     def _draw(self, mask: Tensor, seed: list[int]) -> Tensor:
         """Draw the mask of one sequence in place, and return it."""
         state = int(np.random.SeedSequence([*seed, self.number]).generate_state(1, np.uint64)[0] >> 1)
-        return mask.bernoulli_(1 - self.share, generator=torch.Generator(mask.device).manual_seed(state))
+        generator = torch.Generator(mask.device).manual_seed(state)
+        if self.cut is None:
+            return mask.bernoulli_(1 - self.share, generator=generator)
+        whole = mask.new_empty(len(mask), self.cut.shape[1]).bernoulli_(1 - self.share, generator=generator)
+        return mask.copy_(whole.narrow(1, self.cut.first, self.cut.size))
 
 
 class BaseModel:

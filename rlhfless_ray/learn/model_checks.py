@@ -40,10 +40,13 @@ def check_division(
     check_width("critic", recipe.critic.tensor_parallel, of_critic or config)
 
 
-def check_width(section: str, width: int, config: Mapping[str, Any]) -> None:
-    """Raise UserError if a model with this config.json cannot be divided among `width` ranks. `section`: of the recipe."""
+def check_width(section: str, width: int, config: Mapping[str, Any], whose: str = "") -> None:
+    """Raise UserError if a model with this config.json cannot be divided among `width` ranks.
+
+    `section`: of the recipe. `whose`: words that name the model, if it is not the section's.
+    """
     if width > 1 and (why := refusal(config, width)):
-        raise UserError(f"{section}.tensor_parallel: {why}")
+        raise UserError(f"{section}.tensor_parallel: {whose}{why}")
 
 
 def check_routers(recipe: Recipe, config: Mapping[str, Any]) -> None:

@@ -1,21 +1,24 @@
 """Ranks that share one copy of a model: each holds a slice of every large matrix and computes its part of each layer.
 
-DeepSpeed's AutoTP replaces the linear layers. Embeddings, output head and norms are whole on every rank.
+DeepSpeed's AutoTP replaces the linear layers. Embeddings, output head and norms are whole on every rank. Of an adapter, B·A, the matrix at
+the divided side of its layer is divided in the same way, and the other one is whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from rlhfless_ray.weights.layout import Cut
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BY_OUTPUT = r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$"
-BY_INPUT = r".*\.(o_proj|down_proj)\.weight$"
+BY_OUTPUT = r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)(\.base_layer|\.lora_B\.\w+)?\.weight$"
+BY_INPUT = r".*\.(o_proj|down_proj)(\.base_layer|\.lora_A\.\w+)?\.weight$"
 OF_HEADS = r".*\.(q_norm|k_norm)\.weight$"  # whole, but each rank has the gradient of its own heads only
 
 
@@ -28,6 +31,18 @@ def deepspeed_section(width: int) -> dict[str, Any]:
     ]
     config = {"use_default_specs": False, "layer_specs": specs}
     return {"autotp_size": width, "vocab_parallel_lm_head": False, "partition_config": config}
+
+
+@contextmanager
+def visible_adapters() -> Iterator[None]:
+    """Let DeepSpeed divide the parts of layers with adapters, inside the block.
+
+    It looks for parts only in modules without a matrix `weight`, and peft gives a layer with adapters the weight of its base.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    with patch.object(BaseTunerLayer, "weight", None):
+        yield
 
 
 def divided(wrapped: Any, width: int) -> Any:

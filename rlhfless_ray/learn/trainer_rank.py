@@ -25,7 +25,7 @@ from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, param
 from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
-from rlhfless_ray.learn.tensor_parallel import ModelSlices
+from rlhfless_ray.learn.tensor_parallel import ModelSlices, visible_adapters
 from rlhfless_ray.learn.tied_ends import TiedEnds
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
@@ -120,9 +120,12 @@ class TrainerRank:
             fused=True,
         )
         config = deepspeed_config(self.section, self.dtype, self.device.type)
-        self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)
+        with visible_adapters() if is_divided and self.lora is not None else nullcontext():
+            self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)
         if is_divided:
             self.slices = ModelSlices(shapes, model.state_dict().items(), self.device)
+            if self.lora is not None:
+                self.lora.divide_dropout(self.slices.cuts)
         if self.stage == 0:
             self.engine.enable_backward_allreduce = False  # `step` reduces, so that it can check gradients before it steps
         elif self.stage < 3:

@@ -167,9 +167,6 @@ class Recipe(RecipeFile):
         """Check engines, and ranks that share a model."""
         if self.rollout.min_actors > self.rollout.max_actors:
             yield "rollout.min_actors: must not exceed rollout.max_actors"
-        for key, width in (("learner", self.learner.tensor_parallel), ("critic", self.critic.tensor_parallel)):
-            if width > 1 and self.lora.rank:
-                yield f"{key}.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0"
         if self.critic.tensor_parallel > 1 and self.learner.zero_stage == 3:
             yield "critic.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2"
 

@@ -140,7 +140,8 @@ class SupervisedReference(Section):
 
 class SupervisedTeacher(Section):
     path: str = ""
-    """kd: a Hugging Face folder of the teacher, whose tokenizer must have the policy's vocabulary. Every rank holds all of it."""
+    """kd: a Hugging Face folder of the teacher, whose tokenizer must have the policy's vocabulary. Every rank holds all of it, or its slice
+    with `learner.tensor_parallel`."""
 
 
 class SupervisedCheckpoints(Section):
@@ -277,13 +278,8 @@ class SupervisedRecipe(RecipeFile):
         if self.learner.ranks // self.learner.tensor_parallel > data.batch_rows:
             yield "learner.ranks: must not exceed data.batch_rows"
         yield from mistakes_in_precision(self.policy.dtype, self.learner)
-        if self.learner.tensor_parallel > 1:
-            if self.lora.rank:
-                yield "learner.tensor_parallel: adapters of divided matrices are not built; set it to 1, or lora.rank to 0"
-            if self.task == "kd":
-                yield "learner.tensor_parallel: the matrices of student and teacher are not divided together; set it to 1"
-            if self.min_ranks < self.learner.ranks:
-                yield "run.min_ranks: with learner.tensor_parallel the number of ranks is fixed; leave it out"
+        if self.learner.tensor_parallel > 1 and self.min_ranks < self.learner.ranks:
+            yield "run.min_ranks: with learner.tensor_parallel the number of ranks is fixed; leave it out"
         if self.learner.overlap != "auto":
             yield "learner.overlap: a supervised stage has no rollout; leave it out"
         yield from self.lora.mistakes()

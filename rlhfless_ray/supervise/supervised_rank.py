@@ -27,6 +27,7 @@ from rlhfless_ray.learn.policy_model import (
     scalar_config,
 )
 from rlhfless_ray.learn.rank_settings import RankSettings
+from rlhfless_ray.learn.tensor_parallel import divided
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe import AlgorithmConfig
 from rlhfless_ray.recipe.supervised_sections import BY_TOKEN, WITH_NEXT, WITH_REFERENCE, SupervisedRecipe
@@ -125,8 +126,10 @@ class SupervisedRank:
                 check_head(loaded)
                 if self.task == "kd":
                     assert second is not None
-                    teacher = load_model(second, policy.dtype, policy.trust_remote_code, "teacher.path")
-                    wrapped = TokenDistillation(loaded, teacher.eval().requires_grad_(False).to(self.device))
+                    teacher = load_model(second, policy.dtype, policy.trust_remote_code, "teacher.path").eval().requires_grad_(False)
+                    if (width := recipe.learner.tensor_parallel) > 1:
+                        teacher = divided(TokenLogprobs(teacher), width).model
+                    wrapped = TokenDistillation(loaded, teacher.to(self.device))
                 else:
                     wrapped = TokenLogits(loaded, reward_tokens) if self.task == "prm" else TokenLogprobs(loaded)
         self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)

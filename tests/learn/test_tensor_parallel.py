@@ -17,7 +17,7 @@ from tests.conftest import made_once
 from tests.learn.conftest import Cases, learner_settings, run_gangs
 from tests.rollout import families
 
-STAGES = ("plain/0", "plain/1", "plain/2", "full/1", "critic/0", "critic/1")
+STAGES = ("plain/0", "plain/1", "plain/2", "full/1", "critic/0", "critic/1", "lora/0", "lora/2", "critic lora/0")
 CHANGES = {"tensor_parallel": 2}
 
 
@@ -38,6 +38,7 @@ class Wide:
         one = {name: {**first[name], "files": files} for name in STAGES}
         one["bf16/2"] = {**first["bf16/2"], "files": half}
         one["averaged/1"] = {**first["averaged/0"], "files": files}
+        one["dropped/0"] = {**first["dropped/0"], "files": files}
         for family in DIVIDED:
             settings = learner_settings(stage=1)
             files = families.policy(family.removesuffix("_text"), kv_heads=2)
@@ -87,6 +88,11 @@ def test_every_family_that_is_divided(both: Wide, family: str) -> None:
 def test_in_bfloat16_and_with_a_moving_average(both: Wide) -> None:
     close(both.results[2][0]["bf16/2"], both.results[1][0]["bf16/2"], 1e-3)
     close(both.results[2][0]["averaged/1"], both.results[1][0]["averaged/1"], 1e-6)
+
+
+@pytest.mark.learner
+def test_each_rank_drops_its_slice_of_what_one_rank_drops(both: Wide) -> None:
+    close(both.results[2][0]["dropped/0"], both.results[1][0]["dropped/0"], 1e-6)
 
 
 @pytest.mark.learner

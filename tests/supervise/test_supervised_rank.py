@@ -28,7 +28,7 @@ pytestmark = pytest.mark.learner
 
 BETA, ROWS = 0.4, 12
 DIVIDED = 3  # two ranks that share one copy of the model
-DIVIDED_CASES = ("sft", "rm", "dpo", "kto", "prm", "stage_1")
+DIVIDED_CASES = ("sft", "rm", "dpo", "kto", "kd", "kd_lora", "prm", "lora", "stage_1")
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"task": "sft"},
     "sft_sequence": {"task": "sft", "loss": {"mean": "sequence"}},
