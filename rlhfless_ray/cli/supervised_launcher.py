@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 
-# what torchrun and deepspeed set for each process
-STARTERS_OWN = re.compile(
-    r"TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_|CROSS_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|(LOCAL_|CROSS_)SIZE|MASTER_(ADDR|PORT)"
-)
+from rlhfless_ray.compat.openrlhf.starters import OWN_VARIABLES, process_place
 
 
 def main(launcher: str) -> None:
@@ -19,13 +15,13 @@ def main(launcher: str) -> None:
 
 
 def start(launcher: str, action: Callable[[list[str]], None], arguments: Sequence[str] | None = None) -> None:
-    """Run `action` with the command line in the first process that torchrun or deepspeed starts. The others end at once.
+    """Run `action` with the command line in the first process that torchrun, deepspeed or mpirun starts. The others end at once.
 
     With `--help` print the flags of `launcher` instead.
     """
     from rlhfless_ray.cli.main import guarded
 
-    if int(os.environ.get("RANK", "0")) > 0:
+    if process_place(os.environ)[0] > 0:
         return
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(tokens):
@@ -45,7 +41,7 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
     translation = translate_supervised(launcher, tokens, ranks=max(1, visible_gpus()))
     translation.check()
     recipe = translation.recipe()
-    for name in [name for name in os.environ if STARTERS_OWN.fullmatch(name)]:
+    for name in [name for name in os.environ if OWN_VARIABLES.fullmatch(name)]:
         del os.environ[name]  # the ranks get their own from Ray Train; with torchrun's they would wait for its store
     from rlhfless_ray.supervise.find_checkpoints import has_checkpoint, newest_folder
     from rlhfless_ray.supervise.run_supervised import run_supervised

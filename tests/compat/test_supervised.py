@@ -17,6 +17,7 @@ from rlhfless_ray.compat.openrlhf.command import replaced
 from rlhfless_ray.compat.openrlhf.explain_report import list_flags
 from rlhfless_ray.compat.openrlhf.flags import flags_of, versions
 from rlhfless_ray.compat.openrlhf.launcher_flags import versions_of
+from rlhfless_ray.compat.openrlhf.starters import OWN_VARIABLES, process_place
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
 from rlhfless_ray.recipe.reading import known_keys
@@ -272,7 +273,39 @@ def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:
         assert replaced(inference) == [sys.executable, "-m", "rlhfless_ray.cli.batch_inference", *rest]
     for starter in ("python -m torch.distributed.run --nproc_per_node 3 -m", "accelerate launch --num_processes 3 --num_machines 2 -m"):
         assert find([*starter.split(), "openrlhf.cli.train_sft", *rest]).flags == ["--elastic.learner.ranks", "3", *rest]
-    assert translate_supervised("train_sft", LEAST, {"WORLD_SIZE": "8"}).settings["learner.ranks"] == 8
+    assert translate_supervised("train_sft", LEAST, {"RANK": "0", "WORLD_SIZE": "8"}).settings["learner.ranks"] == 8
+
+
+@pytest.mark.parametrize(
+    ("before", "names"),
+    [
+        ("mpirun -n 4 --bind-to core", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")),
+        ("mpirun --allow-run-as-root -x PATH -np 4", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")),
+        ("/opt/mpich/bin/mpiexec -n 4", ("PMI_RANK", "PMI_SIZE")),
+        ("srun --mpi=pmix -n 4", ("PMIX_RANK", "SLURM_STEP_NUM_TASKS")),
+    ],
+)
+def test_of_the_processes_that_mpi_starts_the_first_runs_all_ranks(
+    before: str, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    command = [*before.split(), "python3", "-m", "openrlhf.cli.train_sft", *LEAST]
+    assert replaced(command) == [*before.split(), "python3", "-m", "rlhfless_ray.cli.train_sft", *LEAST]
+    told = [] if before.startswith("srun") else ["--elastic.learner.ranks", "4"]
+    assert find(command).flags == [*told, *LEAST]
+    monkeypatch.setattr("rlhfless_ray.cli.main.guarded", lambda action: action())
+    ran: list[list[str]] = []
+    for rank in range(4):
+        monkeypatch.setenv(names[0], str(rank))
+        monkeypatch.setenv(names[1], "4")
+        start("train_sft", ran.append, LEAST)
+        assert translate_supervised("train_sft", LEAST).settings["learner.ranks"] == 4
+    assert ran == [LEAST]
+    assert all(OWN_VARIABLES.fullmatch(name) for name in names if not name.startswith("SLURM"))
+
+
+def test_a_batch_job_alone_tells_no_ranks() -> None:
+    assert process_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}) == (0, None)
 
 
 @pytest.mark.parametrize("launcher", [*TASKS, "batch_inference", "interactive_chat"])

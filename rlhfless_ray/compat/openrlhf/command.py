@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from rlhfless_ray.compat.openrlhf.elastic_flags import take_options
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
 from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
 from rlhfless_ray.compat.openrlhf.shell import simple_commands
+from rlhfless_ray.compat.openrlhf.starters import STARTERS, ranks_before
 from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
 
 MOLT = "train_rl_ray"
@@ -30,10 +31,6 @@ MODULE = re.compile(rf"(?:(?:openrlhf|rlhfless_ray)\.cli\.|molt\.cli\.(?={MOLT}\
 FILE = re.compile(r"(?:\S*/)?(?:openrlhf|rlhfless_ray)/cli/(\w+)\.py")
 INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
 MODULE_FLAGS = ("-m", "--module")
-STARTERS = ("deepspeed", "torchrun")
-"""Programs that start the launchers of supervised stages, one process for each rank."""
-STARTING_WORDS = (*STARTERS, "torch.distributed.run", "torch.distributed.launch", "accelerate")
-"""Words of a command after which the number of ranks may follow: these programs, and others that start processes too."""
 MAX_SHELLS = 10  # of shells that start shells; a word that cannot be expanded may hold itself
 PRINTS = ("echo", "printf", "[", "[[", "test")
 PACKAGES = ("rlhfless_ray", "placement")
@@ -137,28 +134,12 @@ def replaced(argv: Sequence[str]) -> list[str]:
 
 
 def _ranks(launcher: str, before: Sequence[str]) -> list[str]:
-    """Return the flags for the ranks that deepspeed or torchrun would start, if their options give the processes per node.
+    """Return the flags for the ranks that a program before the launcher would start, if its options tell their number.
 
     `before`: the words of the command before the launcher.
     """
-    starter = next((place for place, word in enumerate(before) if Path(word).name in STARTING_WORDS), None)
-    if launcher not in TASKS or starter is None:
-        return []
-    values = {name.lstrip("-").replace("-", "_"): value for name, value in _pairs(before[starter + 1 :])}
-    if included := values.get("include"):  # deepspeed: host:0,1@host:0,1
-        devices = [part.partition(":")[2].split(",") for part in included.split("@") if ":" in part]
-        return ["--elastic.learner.ranks", str(sum(map(len, devices)))] if devices else []
-    if values.get("num_processes", "").isdigit():  # accelerate: of all nodes
-        return ["--elastic.learner.ranks", values["num_processes"]]
-    each = next((values[name] for name in ("num_gpus", "nproc_per_node") if values.get(name, "").isdigit()), None)
-    nodes = next((values[name] for name in ("num_nodes", "nnodes") if values.get(name, "").isdigit()), "1")
-    return ["--elastic.learner.ranks", str(int(each) * int(nodes))] if each else []
-
-
-def _pairs(options: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for option, following in pairwise([*options, ""]):
-        name, equals, value = option.partition("=")
-        yield name, value if equals else following
+    ranks = ranks_before(before) if launcher in TASKS else None
+    return [] if ranks is None else ["--elastic.learner.ranks", str(ranks)]
 
 
 def _with_own_launchers(text: str) -> str:

@@ -14,12 +14,14 @@ from rlhfless_ray.compat.openrlhf.flags import flags_of, place
 from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, accepts, defaults, read
 from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
+from rlhfless_ray.compat.openrlhf.starters import process_place
 from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, RM, RULES, SFT, TASKS
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 EVALUATED_SHARE = 0.01  # of the training rows, by train_rm without an evaluation data set
 MEAN_OF_BATCH_SINCE = "0.10.4"  # before, the loss of train_sft was a mean of the means of micro-batches
+MASKED_SINCE = "0.8.6"  # before, packed samples were one sequence to transformers if there was no flash attention
 NO_DTYPE_UNTIL = "0.9.1"  # without --bf16 these versions keep the dtype of the model's folder
 
 
@@ -49,8 +51,8 @@ def translate_supervised(
     Args:
         launcher: One of `TASKS`.
         tokens: Its flags.
-        environment: WORLD_SIZE, which torchrun and deepspeed set, is the number of ranks.
-        ranks: Number of ranks without it.
+        environment: The variables of torchrun, deepspeed or MPI tell the number of ranks.
+        ranks: Number of ranks without them.
 
     Raises:
         UserError: If no version accepts the line.
@@ -65,7 +67,8 @@ def translate_supervised(
         if other != flag and other in given and values[newest] != value and not isinstance(values[newest], bool):
             raise UserError(f"{flag}: {other} is the same setting with another value; leave one of them out")
         values[newest], spelled[newest] = value, flag
-    ranks = int(environment.get("WORLD_SIZE", ranks))
+    _, started = process_place(environment)
+    ranks = started or ranks
     settings: dict[str, Any] = {**ALWAYS, "learner.ranks": ranks, "run.name": launcher}
     if "min_lr_ratio" not in values:  # the launchers' own floor before it was a flag
         settings["learner.min_rate_share"] = 0.1
@@ -117,6 +120,11 @@ def _notes(launcher: str, version: str, v: dict[str, Any], spelled: Mapping[str,
         notes.append(
             f"the loss is the mean over all tokens of a batch; before {MEAN_OF_BATCH_SINCE} OpenRLHF's is a mean of the means of its "
             "micro-batches"
+        )
+    if v.get("ds.packing_samples") and place(version) < place(MASKED_SINCE) and not v["ds.attn_implementation"]:
+        notes.append(
+            f"--packing_samples: samples never see one another; without --flash_attn OpenRLHF before {MASKED_SINCE} lets each see those "
+            "before it in its micro-batch"
         )
     if launcher == KTO:
         notes.append("the KL divergence is estimated over a whole batch; OpenRLHF estimates it over each micro-batch")

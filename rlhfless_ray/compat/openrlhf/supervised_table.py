@@ -141,7 +141,7 @@ RULES: tuple[FlagRule, ...] = (
             ("ds.use_liger_kernel", "use_liger_kernel", PLAIN_ATTENTION),
             ("ds.grad_accum_dtype", "grad_accum_dtype", "gradients add up in float32"),
             ("ds.overlap_comm", "overlap_comm", "it changes no result"),
-            ("ds.packing_samples", "packing_samples", "batches are cut with little padding"),
+            ("ds.packing_samples", "packing_samples", "it changes no result; batches are cut with little padding"),
             ("data.disable_fast_tokenizer", "disable_fast_tokenizer", "tokenizers give the same tokens"),
             ("data.dataloader_num_workers", "dataloader_num_workers", "rows are tokenized before the start"),
             ("model.compute_fp32_loss_enable", "compute_fp32_loss", "rewards and losses are float32"),
