@@ -37,13 +37,14 @@ class MicroBatch:
     """Sizes of a micro-batch in tokens.
 
     longest: tokens of the longest row. targets: response tokens, whose logits are computed. is_only: whether it is the only micro-batch
-    of its step.
+    of its step. is_masked: whether rows may hold several responses, each of which sees only itself and the prompt.
     """
 
     tokens: int
     longest: int
     targets: int
     is_only: bool = False
+    is_masked: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def update_bytes(config: Mapping[str, Any], batch: MicroBatch, value_bytes: int,
     each = layer_bytes(config, batch.longest, value_bytes)
     kept = each + layers * _width(config) * value_bytes if checkpointing else layers * each
     ends = 5 * _width(config) * value_bytes  # embeddings, last norm, and the states that the head reads
-    mask = batch.longest * (value_bytes + 2)  # where a row has several responses; it is made from booleans
+    mask = batch.longest * (value_bytes + 2) if batch.is_masked else 0  # it is made from booleans
     return int(batch.tokens * (slack * kept + ends + mask)) + logits_bytes(config, batch.targets)
 
 

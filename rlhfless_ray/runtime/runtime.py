@@ -64,6 +64,7 @@ from rlhfless_ray.weights.known_differences import check_differences
 from rlhfless_ray.weights.load_policy import (
     cache_policy,
     cached_folder,
+    check_classifier,
     check_family,
     context_tokens,
     initial_policy,
@@ -123,6 +124,8 @@ class Runtime(StepOperations):
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
         check_routers(recipe, config_of(self.files))
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
+        if recipe.learns and recipe.algorithm.has_critic and (recipe.critic.path or recipe.policy.path):
+            check_classifier(self.critic_files or self.files, "critic.path" if recipe.critic.path else "policy.path")
         if recipe.critic.normalize:
             output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")
         self.tokenizer = policy_tokenizer(recipe, self.files)

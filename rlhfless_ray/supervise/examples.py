@@ -93,6 +93,12 @@ class Examples:
         """Number of trained tokens up to each sequence's end (sequences,)."""
         return np.cumsum(np.add.reduceat(self.mask, self.starts, dtype=np.int64))
 
+    def longest_row(self, together: bool = True) -> int:
+        """Return the tokens of the longest row, where a prompt counts once. `together`: its sequences are computed in one pass."""
+        lengths, contexts = (x.reshape(-1, self.per_row) for x in (self.lengths, self.context_lengths))
+        rows = contexts[:, 0] + (lengths - contexts).sum(axis=1) if together else lengths
+        return int(rows.max(initial=0))
+
     def sequences_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of these rows' sequences."""
         return (np.asarray(rows)[:, None] * self.per_row + np.arange(self.per_row)).ravel()

@@ -1,7 +1,7 @@
 """Slots of a supervised stage's ranks that the pool of the cluster counts. Ray Train's own group of workers then takes no slots.
 
 Ray Train makes one placement group for its workers and waits in Ray's queue for it. With the pool, the stage has its slots before, and
-Ray Train's group only says on which node each rank is. On GPUs `leased_devices` shows each rank its device.
+Ray Train's group only says on which node each rank is. On GPUs `rank_trainer` shows each rank its device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Check whether the models of a supervised stage fit the memory, before anything starts.
 
-A refusal rests on the lower bounds of `placement.memory` alone. Activations do not count.
+A refusal rests on the lower bounds of `placement.memory` alone. Of activations the inputs of all layers count for the longest row, once
+the rows are read: they are kept even where activations are recomputed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +20,66 @@ from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Roo
 from rlhfless_ray.run.memory_needs import Model, Need, gb
 
 
-def check_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], fetch: bool = True) -> str:
+def check_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], fetch: bool = True, row_tokens: int = 0) -> str:
     """Raise DoesNotFit if the least memory of the ranks is not available.
 
     Args:
         recipe: The stage.
         find_room: Returns the available memory. It is called unless all needs are small.
         fetch: Ask the Hugging Face hub for the configuration of a model that is not on this machine.
+        row_tokens: Tokens of the longest row; 0: not known yet.
 
     Returns:
         A note if the available memory is unknown, else an empty text.
     """
-    models = _models(recipe, fetch)
-    if "policy" not in models or all(need.bytes <= SMALL_BYTES for kind in (CPU, GPU) for need in stage_needs(recipe, models, kind)):
+    models = models_of_stage(recipe, fetch)
+    if "policy" not in models:
+        return ""
+    if all(need.bytes <= SMALL_BYTES for kind in (CPU, GPU) for need in stage_needs(recipe, models, kind, 1, row_tokens)):
         return ""
     room = find_room()
-    need = _shortage(recipe, models, room)
+    need = _shortage(recipe, models, room, row_tokens)
     if room.bytes is None:
-        least = max(need.bytes for need in stage_needs(recipe, models, room.resource, room.slots))
+        least = max(need.bytes for need in stage_needs(recipe, models, room.resource, room.slots, row_tokens))
         return f"the memory of a {'GPU' if room.resource == GPU else 'node'} is not known here; a rank needs at least {gb(least)}"
     if need is not None:
-        raise DoesNotFit(f"{need.key}: {sentence(need, room)}; {_advice(recipe, models, room)}")
+        raise DoesNotFit(f"{need.key}: {sentence(need, room)}; {_advice(recipe, models, room, row_tokens)}")
     return ""
 
 
-def stage_needs(recipe: SupervisedRecipe, models: dict[str, Model], resource: str, slots: int = 1) -> list[Need]:
-    """Return the needs of one rank, and where slots are cores also of all ranks.
+def stage_training(recipe: SupervisedRecipe, policy: Model, resource: str, slots: int) -> tuple[int, memory.Training]:
+    """Return the number of the model's parameters, and how the ranks train it.
 
     The number of ranks is the one that needs least: the most on GPUs, which share optimizer state, and the fewest on cores.
     """
-    policy, learner, width = models["policy"], recipe.learner, memory.VALUE_BYTES[recipe.policy.dtype]
+    learner = recipe.learner
     ranks = max(recipe.min_ranks, min(learner.ranks, slots)) if resource == GPU else recipe.min_ranks
     parameters = policy.body if recipe.task == "rm" else policy.parameters
-    whole = memory.end_parameters(policy.config) - (policy.parameters - parameters)
-    division = (learner.tensor_parallel, whole)
-    training = memory.Training(ranks, learner.zero_stage, width, learner.offloads_optimizer, recipe.lora.rank > 0, *division)
-    rank = memory.rank_memory(parameters, training)
-    teacher = (("teacher", models["teacher"].parameters * width),) if "teacher" in models else ()
+    division = (learner.tensor_parallel, memory.end_parameters(policy.config) - (policy.parameters - parameters))
+    width = memory.VALUE_BYTES[recipe.policy.dtype]
+    return parameters, memory.Training(ranks, learner.zero_stage, width, learner.offloads_optimizer, recipe.lora.rank > 0, *division)
+
+
+def teacher_bytes(teacher: Model, training: memory.Training) -> int:
+    """Return the bytes of a teacher's weights on one rank."""
+    return replace(training, undivided=memory.end_parameters(teacher.config)).own(teacher.parameters) * training.value_bytes
+
+
+def stage_needs(recipe: SupervisedRecipe, models: dict[str, Model], resource: str, slots: int = 1, row_tokens: int = 0) -> list[Need]:
+    """Return the needs of one rank, and where slots are cores also of all ranks. `row_tokens`: see `check_stage`."""
+    policy = models["policy"]
+    parameters, training = stage_training(recipe, policy, resource, slots)
+    ranks, width = training.ranks, training.value_bytes
+    rank = memory.rank_memory(parameters, training, memory.activation_bytes(policy.config, row_tokens, width))
+    teacher: tuple[tuple[str, int], ...] = ()
+    if "teacher" in models:
+        teacher = (("teacher", teacher_bytes(models["teacher"], training)),)
     at_peak = (*(rank.on_device if resource == GPU else rank.training), *teacher)
     loading = (("weights while loading", rank.opening), *teacher)
     if "reference" in models:  # its log-probabilities are computed before the optimizer's state is made
         loading = (*loading, ("reference", models["reference"].parameters * width))
+    if row_tokens:
+        at_peak = tuple((f"activations of a row of {row_tokens} tokens" if what == "activations" else what, x) for what, x in at_peak)
     needs = [Need("a rank", policy.key, parts, True) for parts in (loading, at_peak)]
     if resource != GPU:
         several = "the rank" if ranks == 1 else f"the stage with its {ranks} ranks"
@@ -66,7 +87,7 @@ def stage_needs(recipe: SupervisedRecipe, models: dict[str, Model], resource: st
     return needs
 
 
-def _models(recipe: SupervisedRecipe, fetch: bool) -> dict[str, Model]:
+def models_of_stage(recipe: SupervisedRecipe, fetch: bool = True) -> dict[str, Model]:
     """Return the models whose sizes are known: the policy, and another reference or the teacher."""
     from rlhfless_ray.weights.load_policy import cached_folder, small_files
 
@@ -80,11 +101,11 @@ def _models(recipe: SupervisedRecipe, fetch: bool) -> dict[str, Model]:
     return models
 
 
-def _shortage(recipe: SupervisedRecipe, models: dict[str, Model], room: Room) -> Need | None:
-    return room.first_without_room(stage_needs(recipe, models, room.resource, room.slots))
+def _shortage(recipe: SupervisedRecipe, models: dict[str, Model], room: Room, row_tokens: int) -> Need | None:
+    return room.first_without_room(stage_needs(recipe, models, room.resource, room.slots, row_tokens))
 
 
-def _advice(recipe: SupervisedRecipe, models: dict[str, Model], room: Room) -> str:
+def _advice(recipe: SupervisedRecipe, models: dict[str, Model], room: Room, row_tokens: int) -> str:
     """Return the fewest changes of settings with which everything fits."""
     changes = list(_changes(recipe, room))
     for count in (1, 2, 3):
@@ -94,9 +115,10 @@ def _advice(recipe: SupervisedRecipe, models: dict[str, Model], room: Room) -> s
                 changed = SupervisedRecipe.parse(recipe.with_settings(merged).model_dump(mode="json"))
             except UserError:
                 continue
-            if _shortage(changed, models, room) is None:
+            if _shortage(changed, models, room, row_tokens) is None:
                 return "it may fit with " + " and ".join(f"{key}={json.dumps(value)}".replace('"', "") for key, value in merged.items())
-    return f"no setting makes it fit: take a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
+    shorter = "shorter rows (data.max_tokens), " if row_tokens and _shortage(recipe, models, room, 0) is None else ""
+    return f"no setting makes it fit: take {shorter}a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
 
 
 def _changes(recipe: SupervisedRecipe, room: Room) -> Iterator[dict[str, Any]]:

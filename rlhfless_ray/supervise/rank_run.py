@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from rlhfless_ray.local.cluster import has_dashboard
 from rlhfless_ray.supervise.inbox import INBOX, Inbox
 
 if TYPE_CHECKING:
-    from rlhfless_ray.supervise.train_loop import RankStart
+    from rlhfless_ray.supervise.rank_start import RankStart
 
 NO_SLOT = {"memory": 2.0**20}  # what a worker of Ray Train takes whose slot is leased: a bundle must not be empty
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
@@ -74,26 +75,11 @@ class RankRun:
     def _train(self, start: RankStart, nodes: list[str] | None, private: bool) -> None:
         """In a thread: start the ranks and wait for their end. What fails goes to `failure`."""
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
 
-        from rlhfless_ray.supervise.leased_devices import LeasedTorchConfig
-
-        asks_dashboard = not private and has_dashboard()
-
-        class Trainer(TorchTrainer):
-            """Without Ray Train's manager of Ray Data's sets, which are none here. Where there is no dashboard, also without its cleaner of
-            placement groups: it asks the dashboard whether this run is alive, learns nothing, and its end would be waited for 12 s."""
-
-            def _create_default_callbacks(inner) -> Any:
-                unused = ("DatasetsCallback", *(() if asks_dashboard else ("PlacementGroupCleanerCallback",)))
-                callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-                return [callback for callback in callbacks if type(callback).__name__ not in unused]
-
-        from rlhfless_ray.supervise.train_loop import train_rank
+        from rlhfless_ray.supervise.rank_start import train_rank
+        from rlhfless_ray.supervise.rank_trainer import RankConfig, RankTrainer
 
         logging.getLogger("ray.train").setLevel(logging.ERROR)
-        backend = "nccl" if start.device == "gpu" else "gloo"
-        torch_config = LeasedTorchConfig(backend, devices=start.devices) if start.devices else TorchConfig(backend)
         recipe, ranks = start.recipe, start.recipe.learner.ranks
         workers: Any = ranks if recipe.min_ranks == ranks else (recipe.min_ranks, ranks)
         resources: dict[str, float] = {"CPU": 1, "GPU": 1} if start.device == "gpu" else {"CPU": start.threads}
@@ -103,10 +89,11 @@ class RankRun:
         if private:  # its only node is this machine, which nobody drains, so no process needs to watch it
             os.environ[PREEMPTION_WATCHER] = "0"
         try:
-            Trainer(
-                train_rank,
-                train_loop_config={"start": start},
-                torch_config=torch_config,
+            RankTrainer(
+                partial(train_rank, start),
+                backend_config=RankConfig(start.device, start.devices),
+                has_dashboard=not private and has_dashboard(),
+                has_autoscaler=not private,
                 scaling_config=ScalingConfig(
                     num_workers=workers,
                     # to grow, Ray Train starts the ranks again from the last checkpoint

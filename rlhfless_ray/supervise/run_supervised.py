@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.model_checks import check_width
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
+from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.prompts.cursor import check_unchanged
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -23,15 +25,17 @@ from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
-from rlhfless_ray.run.memory_check import local_room, ray_room, starts_ray
+from rlhfless_ray.run.memory_check import Room, local_room, ray_room, starts_ray
 from rlhfless_ray.supervise.examples import TITLES, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
 from rlhfless_ray.supervise.load_rows import load_rows
 from rlhfless_ray.supervise.memory_check import check_stage
+from rlhfless_ray.supervise.memory_fit import fit_stage
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun, RanksFailed
 from rlhfless_ray.supervise.row_reader import SupervisedRows
 from rlhfless_ray.weights.load_policy import (
+    check_classifier,
     check_family,
     check_files,
     context_tokens,
@@ -46,7 +50,7 @@ from rlhfless_ray.weights.tensor_file import Files
 if TYPE_CHECKING:
     from rlhfless_ray.functions.pool_client import PoolClient
     from rlhfless_ray.supervise.leased_ranks import LeasedRanks
-    from rlhfless_ray.supervise.train_loop import RankStart
+    from rlhfless_ray.supervise.rank_start import RankStart
 
 STOP_S = 60.0  # time for the ranks to finish their step and save after Ctrl-C
 
@@ -77,7 +81,6 @@ class SupervisedStage:
     """One supervised stage. The constructor checks everything that needs no Ray."""
 
     def __init__(self, recipe: SupervisedRecipe, *, resume: bool = False) -> None:
-        quiet_libraries()
         self.recipe, self.resume = recipe, resume
         RunFolder.check_root(recipe)
         for setting, path in (("save.path", recipe.save.path), ("checkpoint.path", recipe.checkpoint.path)):
@@ -89,9 +92,12 @@ class SupervisedStage:
         if starts_ray(recipe):
             check_stage(recipe, lambda: local_room(recipe))
         self.model_path, self.files = _initial_model(recipe)
-        tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
+        with nullcontext() if recipe.policy.trust_remote_code else transformers_without_torch():
+            tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         check_width("learner", recipe.learner.tensor_parallel, config_of(self.files))
         self.second = _second_model(recipe, tokenizer)
+        if recipe.task == "kd" and self.second is not None:
+            check_width("learner", recipe.learner.tensor_parallel, config_of(read_folder(self.second)), "the teacher: ")
         if recipe.data.chat_template:
             tokenizer.chat_template = recipe.data.chat_template
             self.files = {**self.files, "chat_template.jinja": recipe.data.chat_template.encode()}
@@ -115,6 +121,7 @@ class SupervisedStage:
         if resume:
             check_unchanged(progress_saved(self.storage).get("order", {}), self.order, TITLES)
         self.recipe = recipe.with_settings({"run.steps": self.order.steps})
+        self.memory_notes = self._fit_memory(lambda: local_room(recipe)) if starts_ray(recipe) else None
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20
         self.cluster = RayCluster(self.recipe, store_mb=recipe.cluster.object_store_mb or MIN_STORE_MB + 2 * megabytes)
 
@@ -126,7 +133,9 @@ class SupervisedStage:
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
             slots = self._check_size(resource)
-            memory_note = "" if self.cluster.private else check_stage(self.recipe, lambda: ray_room(resource, slots))
+            if self.memory_notes is None:
+                private = self.cluster.private
+                self.memory_notes = self._fit_memory(lambda: local_room(self.recipe) if private else ray_room(resource, slots))
             if is_new:
                 self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
@@ -135,7 +144,7 @@ class SupervisedStage:
             ledger = Ledger(resource, self.recipe.price.slot_per_hour(resource))
             ledger.name_of = self.cluster.node_name
             self.progress = ProgressDisplay(self.recipe.watch.progress, self.recipe.run.steps or 0, title=self.folder.path.name)
-            for message in filter(None, [*self.rows.notes, memory_note, self.folder.deletion_note]):
+            for message in filter(None, [*self.rows.notes, *self.memory_notes, self.folder.deletion_note]):
                 self.progress.message(message)
             self.slots = None if shares is None else self._leased_ranks(shares, ledger)  # None: Ray Train takes them from Ray's queue
             self.recorder = RankRecorder(self.recipe, self.folder, self.progress, ledger, self.slots, self._threads(resource))
@@ -143,6 +152,13 @@ class SupervisedStage:
             self._train(resource)
             self._write_model()
         return self.folder
+
+    def _fit_memory(self, find_room: Callable[[], Room]) -> tuple[str, str]:
+        """Check that the ranks fit the memory with the longest row, and decide the settings of updates that are `auto`. Returns notes."""
+        row_tokens = self.rows.train.longest_row(together=self.recipe.task != "kto")
+        note = check_stage(self.recipe, find_room, row_tokens=row_tokens)
+        self.recipe, reason = fit_stage(self.recipe, find_room, row_tokens)
+        return note, reason
 
     def _new_folder(self) -> RunFolder:
         """Create the run's folder. A resumed run gets its old one again, if only its checkpoints are left."""
@@ -196,7 +212,7 @@ class SupervisedStage:
         """Run the ranks in Ray Train, and record what they tell."""
         import ray
 
-        from rlhfless_ray.supervise.train_loop import RankStart
+        from rlhfless_ray.supervise.rank_start import RankStart
 
         remove_torn(self.storage)
         self.recorder.open(steps_saved(self.storage))
@@ -273,7 +289,7 @@ class SupervisedStage:
 
     def _write_model(self) -> None:
         """Move the model out of the last checkpoint into the run folder, and copy it to `save.path`."""
-        from rlhfless_ray.supervise.train_loop import MODEL
+        from rlhfless_ray.supervise.rank_start import MODEL
 
         newest = newest_checkpoint(self.storage)
         if newest is None or not (newest / MODEL).is_dir():
@@ -328,7 +344,10 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
         files = read_folder(folder)
         check_files(files)
         check_family(files)
+        if recipe.task == "rm":
+            check_classifier(files)
         return folder, files
+    quiet_libraries()
     from rlhfless_ray.learn.tiny_model import scratch_policy
 
     return None, scratch_policy(recipe, builtin_task(recipe.data.task))

@@ -8,9 +8,8 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,44 +23,23 @@ from rlhfless_ray.common.deadlines import fetch
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
-from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE, SupervisedRecipe
-from rlhfless_ray.supervise.examples import Examples, RowOrder
+from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE
+from rlhfless_ray.supervise.examples import Examples
 from rlhfless_ray.supervise.find_checkpoints import PROGRESS, newest_checkpoint
 from rlhfless_ray.supervise.inbox import INBOX
-from rlhfless_ray.supervise.leased_devices import VISIBLE
+from rlhfless_ray.supervise.rank_start import MODEL, RankStart
+from rlhfless_ray.supervise.rank_trainer import VISIBLE
 from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.model_folder import read_content, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-MODEL, REFERENCES = "model", "reference_logprobs.npz"
+REFERENCES = "reference_logprobs.npz"
 SPARE_BYTES = 2**16  # for each rank, beside its files: folders, blocks that are not full, Ray Train's list of checkpoints
 
 
-@dataclass(frozen=True)
-class RankStart:
-    """The input of every rank.
-
-    `data`: training rows and held-out rows. `model`: a folder that each node has, or its files. `second`: folder of another reference, or
-    of the teacher.
-    """
-
-    recipe: SupervisedRecipe
-    order: RowOrder
-    data: Any  # reference to list[Examples] in the object store
-    model: Any  # Path, or reference to Files in the object store
-    second: Path | None
-    reward_tokens: list[int] | None
-    storage: Path  # folder of the checkpoints
-    inbox: Any  # actor handle of an `Inbox`
-    device: str
-    threads: int
-    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # on GPU: names of those that the pool leased, by node id
-
-
-def train_rank(config: dict[str, Any]) -> None:
-    """Train until the last step, or until the driver asks to stop. `config`: {"start": RankStart}."""
-    start: RankStart = config["start"]
+def run_rank(start: RankStart) -> None:
+    """Train until the last step, or until the driver asks to stop."""
     try:
         _Loop(start).run()
     except (UserError, RunError) as error:  # another attempt would fail in the same way

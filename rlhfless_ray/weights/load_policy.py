@@ -91,6 +91,19 @@ def check_family(files: Files) -> None:
         )
 
 
+def check_classifier(files: Files, setting: str = "policy.path") -> None:
+    """Raise UserError for a model type without a sequence classifier, which critics and reward models are."""
+    config = config_of(files)
+    with transformers_without_torch():
+        from transformers import __version__
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if not config.get("auto_map") and config["model_type"] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise UserError(
+            f"{setting}: transformers {__version__} has no sequence classifier for models of the type `{config['model_type']}`, so it "
+            "cannot be a critic or reward model; take another model"
+        )
+
+
 def small_files(name: str, setting: str) -> Path:
     """Return `model_folder`, but fetch only config.json, which is enough to compute the model's size."""
     return model_folder(name, setting, ("config.json",))

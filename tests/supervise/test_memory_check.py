@@ -13,7 +13,9 @@ from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run import memory_check as sizes
 from rlhfless_ray.run.memory_check import DoesNotFit, Room
+from rlhfless_ray.supervise.examples import Example, Examples
 from rlhfless_ray.supervise.memory_check import check_stage
+from rlhfless_ray.supervise.memory_fit import fit_stage
 from tests.placement.test_memory import LLAMA_70B, QWEN_7B
 
 GB = 10**9
@@ -69,3 +71,35 @@ def test_explain_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     said = too_large_stage(translate_supervised("train_dpo", line, {}))
     assert said is not None and said.startswith("--pretrain: policy.path: a rank needs at least 141.1 GB")
     assert too_large_stage(translate_supervised("train_dpo", line, {}), {"RAY_ADDRESS": "head:6379"}) is None
+
+
+def test_the_longest_row_counts(tmp_path: Path) -> None:
+    seven = folder(tmp_path / "7b", QWEN_7B)
+    tree = {"policy": {"path": str(seven), "dtype": "bfloat16"}, "learner": {"zero_stage": 1}, "lora": {"rank": 8}}
+    recipe = SupervisedRecipe.parse({"task": "sft", "data": {"path": "x"}, **tree})
+    assert check_stage(recipe, lambda: H100, row_tokens=200_000) == ""
+    with pytest.raises(DoesNotFit, match="no setting makes it fit: take shorter rows") as refused:
+        check_stage(recipe, lambda: H100, row_tokens=1_000_000)
+    assert "200.7 GB activations of a row of 1000000 tokens" in str(refused.value)
+
+
+def test_automatic_settings_follow_the_longest_row(tmp_path: Path) -> None:
+    seven = folder(tmp_path / "7b", QWEN_7B)
+    tree = {"policy": {"path": str(seven), "dtype": "bfloat16"}, "learner": {"zero_stage": 1}, "lora": {"rank": 8}}
+    recipe = SupervisedRecipe.parse({"task": "sft", "data": {"path": "x"}, **tree})
+    settings = {}
+    for tokens in (200, 4_000, 60_000, 400_000):
+        fitted, settings[tokens] = fit_stage(recipe, lambda: H100, tokens)
+        learner = fitted.learner
+        assert "auto" not in (learner.micro_batch_tokens, learner.gradient_checkpointing, learner.optimizer_offload)
+        assert learner.recomputes_activations == (tokens > 4_000) and recipe.learner.gradient_checkpointing == "auto"
+    assert settings[200].startswith("learner.micro_batch_tokens=") and "with the defaults a rank would take about" in settings[200]
+    assert "and the memory may not be enough" in settings[400_000]
+    fixed = recipe.with_settings({"learner.micro_batch_tokens": 8192, "learner.gradient_checkpointing": False})
+    assert fit_stage(fixed, lambda: pytest.fail("it asks"), 4_000) == (fixed, "")
+
+
+def test_the_longest_row_has_a_prompt_once() -> None:
+    pair = [[Example([1] * 9, 5), Example([1] * 11, 5)], [Example([1] * 12, 2), Example([1] * 3, 2)]]
+    assert Examples.of(pair, [0, 0]).longest_row() == 15 and Examples.of(pair, [0, 0]).longest_row(together=False) == 12
+    assert Examples.of([[Example([1] * 9, 5)]], [0]).longest_row() == 9

@@ -12,7 +12,7 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.weights.load_policy import check_kv_cache, context_tokens, kv_cache_bytes, model_folder
+from rlhfless_ray.weights.load_policy import check_classifier, check_kv_cache, context_tokens, kv_cache_bytes, model_folder
 from rlhfless_ray.weights.model_folder import write_folder
 from tests.conftest import small_recipe
 
@@ -78,3 +78,10 @@ def test_a_name_on_the_hub_is_fetched_and_a_folder_is_not(tmp_path: Path, monkey
     assert not asked and model_folder("org/there", "policy.path") == tmp_path and asked == [("org/there", True, False)]
     with pytest.raises(UserError, match=r"critic\.path: there is no folder org/gone, and the Hugging Face hub .* \(no network\)"):
         model_folder("org/gone", "critic.path")
+
+
+def test_a_family_without_a_classifier_is_named() -> None:
+    check_classifier({"config.json": b'{"model_type": "gemma"}'})
+    check_classifier({"config.json": b'{"model_type": "own", "auto_map": {"AutoConfig": "c.C"}}'})
+    with pytest.raises(UserError, match=r"critic\.path: transformers .* has no sequence classifier for models of the type `granite`"):
+        check_classifier({"config.json": b'{"model_type": "granite"}'}, "critic.path")

@@ -154,7 +154,7 @@ RULES: tuple[FlagRule, ...] = (
         "ring_attn_size",
         "hint",
         refuses=lambda x, v: "OpenRLHF requires --packing_samples with it; add it" if x > 1 and not v["ds.packing_samples"] else "",
-        reading=m.DIVIDED,
+        reading=f"{m.DIVIDED}. A run whose longest row does not fit a rank ends before Ray starts",
     ),
     row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=m.DIVIDED),
     # optimizer

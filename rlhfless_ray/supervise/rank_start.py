@@ -1,0 +1,41 @@
+"""The input of a supervised stage's ranks. Without torch, because the driver needs no more than this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.supervise.examples import RowOrder
+
+MODEL = "model"  # folder of the model in the last checkpoint
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """The input of every rank.
+
+    `data`: training rows and held-out rows. `model`: a folder that each node has, or its files. `second`: folder of another reference, or
+    of the teacher.
+    """
+
+    recipe: SupervisedRecipe
+    order: RowOrder
+    data: Any  # reference to list[Examples] in the object store
+    model: Any  # Path, or reference to Files in the object store
+    second: Path | None
+    reward_tokens: list[int] | None
+    storage: Path  # folder of the checkpoints
+    inbox: Any  # actor handle of an `Inbox`
+    device: str
+    threads: int
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # on GPU: names of those that the pool leased, by node id
+
+
+def train_rank(start: RankStart) -> None:
+    """Run a rank, in its process."""
+    from rlhfless_ray.supervise.train_loop import run_rank
+
+    run_rank(start)

@@ -1,0 +1,92 @@
+"""Ray Train's trainer of the ranks: what its `TorchTrainer` does, without torch in the driver and in Ray Train's controller.
+
+Importing torch takes 0.12 GB in each process, and only ranks compute. Each rank sees its own device only, as engines and learners do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.train
+from ray.train._internal.utils import get_address_and_port
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass
+class RankConfig(BackendConfig):
+    """How the ranks are connected. `device`: "cpu" or "gpu". `devices`: names of those that are leased on each node, by its id."""
+
+    device: str = "cpu"
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return ConnectedRanks
+
+
+class ConnectedRanks(Backend):
+    share_cuda_visible_devices = False
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Connect the ranks by torch.distributed, once each has its device and has imported what it needs."""
+        worker_group.execute(prepare_rank, backend_config.devices)
+        address, port = worker_group.execute_single(0, get_address_and_port)
+        worker_group.execute(join_ranks, address, port, "cuda" if backend_config.device == "gpu" else "cpu")
+
+
+def prepare_rank(devices: Mapping[str, tuple[str, ...]]) -> None:
+    """In a rank: make its leased device the only visible one, and import."""
+    if devices:
+        node, number = ray.get_runtime_context().get_node_id(), ray.train.get_context().get_local_rank()
+        os.environ[VISIBLE] = devices[node][number]
+    importlib.import_module("rlhfless_ray.supervise.train_loop")
+
+
+def join_ranks(address: str, port: int, device: str) -> None:
+    """In a rank: connect to the others. Rank 0 listens at this address."""
+    from rlhfless_ray.learn.process_group import join_process_group
+
+    context = ray.train.get_context()
+    join_process_group((address, port), context.get_world_rank(), context.get_world_size(), device)
+
+
+class WithoutAutoscaler(FixedScalingPolicy):
+    """A fixed number of ranks on a cluster that does not grow: nobody is asked for nodes, so the actor that asks is not started."""
+
+    def _maybe_send_resource_request(self) -> None:
+        pass
+
+    def _send_resource_request(self) -> None:
+        pass
+
+    def _cancel_resource_request(self) -> None:
+        pass
+
+
+class RankTrainer(DataParallelTrainer):
+    """Without Ray Train's manager of Ray Data's sets, which are none here."""
+
+    def __init__(self, *arguments: Any, has_dashboard: bool, has_autoscaler: bool, **settings: Any) -> None:
+        """`has_dashboard`: if not, the cleaner of placement groups is left out: it asks the dashboard whether this run is alive, learns
+        nothing, and its end would be waited for 12 s. `has_autoscaler`: whether the cluster may grow."""
+        super().__init__(*arguments, **settings)
+        self.has_dashboard, self.has_autoscaler = has_dashboard, has_autoscaler
+
+    def _create_default_callbacks(self) -> Any:
+        unused = ("DatasetsCallback", *(() if self.has_dashboard else ("PlacementGroupCleanerCallback",)))
+        return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in unused]  # type: ignore[misc]
+
+    def _initialize_and_run_controller(self, **settings: Any) -> Any:
+        policy = settings["scaling_policy"]
+        if not self.has_autoscaler and isinstance(policy, FixedScalingPolicy):
+            settings["scaling_policy"] = WithoutAutoscaler(policy.scaling_config)
+        return super()._initialize_and_run_controller(**settings)
