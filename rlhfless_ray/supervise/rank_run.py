@@ -76,8 +76,7 @@ class RankRun:
         """In a thread: start the ranks and wait for their end. What fails goes to `failure`."""
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
-        from rlhfless_ray.supervise.rank_start import train_rank
-        from rlhfless_ray.supervise.rank_trainer import RankConfig, RankTrainer
+        from rlhfless_ray.supervise.rank_trainer import RankConfig, RankTrainer, train_rank
 
         logging.getLogger("ray.train").setLevel(logging.ERROR)
         recipe, ranks = start.recipe, start.recipe.learner.ranks

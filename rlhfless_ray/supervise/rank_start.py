@@ -10,6 +10,7 @@ from typing import Any
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import RowOrder
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 MODEL = "model"  # folder of the model in the last checkpoint
 
 
@@ -32,10 +33,3 @@ class RankStart:
     device: str
     threads: int
     devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # on GPU: names of those that the pool leased, by node id
-
-
-def train_rank(start: RankStart) -> None:
-    """Run a rank, in its process."""
-    from rlhfless_ray.supervise.train_loop import run_rank
-
-    run_rank(start)

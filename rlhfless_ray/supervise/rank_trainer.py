@@ -5,7 +5,6 @@ Importing torch takes 0.12 GB in each process, and only ranks compute. Each rank
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from rlhfless_ray.supervise.rank_start import VISIBLE, RankStart
 
 
 @dataclass
@@ -48,7 +47,7 @@ def prepare_rank(devices: Mapping[str, tuple[str, ...]]) -> None:
     if devices:
         node, number = ray.get_runtime_context().get_node_id(), ray.train.get_context().get_local_rank()
         os.environ[VISIBLE] = devices[node][number]
-    importlib.import_module("rlhfless_ray.supervise.train_loop")
+    import rlhfless_ray.supervise.train_loop  # noqa: F401
 
 
 def join_ranks(address: str, port: int, device: str) -> None:
@@ -57,6 +56,13 @@ def join_ranks(address: str, port: int, device: str) -> None:
 
     context = ray.train.get_context()
     join_process_group((address, port), context.get_world_rank(), context.get_world_size(), device)
+
+
+def train_rank(start: RankStart) -> None:
+    """Run a rank, in its process."""
+    from rlhfless_ray.supervise.train_loop import run_rank
+
+    run_rank(start)
 
 
 class WithoutAutoscaler(FixedScalingPolicy):
