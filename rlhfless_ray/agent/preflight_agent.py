@@ -12,7 +12,7 @@ from rlhfless_ray.agent.engine_api import Reply
 from rlhfless_ray.agent.load_agent import KEY, AgentSource
 from rlhfless_ray.agent.messages import AgentHung, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.common.preflight import isolated_main, run_isolated
+from rlhfless_ray.local.isolated_call import isolated_main, run_isolated
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Prompt
 from rlhfless_ray.weights.model_folder import without_weights

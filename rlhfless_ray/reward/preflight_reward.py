@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.common.preflight import isolated_main, run_isolated
+from rlhfless_ray.local.isolated_call import isolated_main, run_isolated
 from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.openrlhf_reward import QuerySource
 from rlhfless_ray.reward.reward_functions import RewardSource

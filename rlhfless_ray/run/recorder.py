@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.common.preflight import environment_with_packages
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.local.isolated_call import environment_with_packages
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.openrlhf_names import Shown

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless_ray.common import preflight as module
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.local import isolated_call as module
 from rlhfless_ray.reward import preflight_reward as dry
 from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.openrlhf_reward import QuerySource
