@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.command import LaunchCommand
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
     from rlhfless_ray.compat.openrlhf.translate import Translation
+
+VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*(?:\[[@*]\])?\})")
 
 
 def explain(ctx: typer.Context) -> None:
@@ -59,12 +63,23 @@ def _translated(launch: LaunchCommand) -> Translation | LauncherTranslation:
     try:
         translation = translate_launch(launch)
     except UserError as error:
+        if empty := _words_without_value(launch, str(error)):
+            translation = _translated(replace(launch, flags=[word for word in launch.flags if word not in empty]))
+            translation.notes.append(f"no value here, and so no flags: {' '.join(empty)}")
+            return translation
         unknown = next((flag for flag in launch.flags if "$" in flag and flag in str(error)), None)
         hint = f"; `{unknown}` is known only when the script runs, so put its value there to explain it" if unknown else ""
         raise UserError(f"{error}{hint}") from None
     if translation is None:
         raise UserError(f"openrlhf.cli.{launch.launcher}: `explain` reads launchers that train; start this one with `rlhfless run`")
     return translation
+
+
+def _words_without_value(launch: LaunchCommand, error: str) -> list[str]:
+    """Return the variables without a value that stand where flags do. A shell leaves such words out."""
+    unread = re.search(r"unrecognized arguments: (.*)", error)
+    words = unread[1].split() if unread else []
+    return [word for word in dict.fromkeys(launch.flags) if VARIABLE.fullmatch(word) and word in words]
 
 
 def _why_not(launch: LaunchCommand) -> str | None:

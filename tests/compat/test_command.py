@@ -206,6 +206,16 @@ def test_words_are_those_of_bash(words):
         'set -- {a,b}c x{1..3}y {3..1} {a,b}{1,2} a{,b} "{a,b}" {} {x}',
         "V={a,b}; W=q; for s in {7..9}; do X=$s; break; done; set -- {$W,r}/s$W $V --o={c,d} $X",
         "set -- a \\\n  `# why` \\\n  b",
+        'read -r -d "" V <<EOF\n--x {\\"a\\": \\$b} \\\\"z --y\nEOF\nset -- $V',
+        'V=$(cat <<EOF\n--a "q r" \\\n  --b\nEOF\n); W=$(cat <<-\'EOF\'\n\t--c $V\n\tEOF\n); set -- $V "$V" $W',
+        'D=(a b "c d"); J=$(IFS=,; echo "${D[*]}"); join() { local IFS="$1"; shift; echo "$*"; }; set -- "$J" $(join + ${D[@]}) "${D[*]}"',
+        'D="a b, c"; set -- ${D// /,} "${D//, /;}" ${D/#a/x} ${D/%c/y} ${D//;/z} "${D/ b, /"&"}"',
+        'Y="a  b"; X=$Y Z=$(echo c d); export W=$(echo "$Y" e) V=f; A=(1 "2 3"); B=${A[@]}; set -- "$X" "$Z" "$W" $V "$B"',
+        'if [[ -n "$NONE" && a != b || ! ( 3 -gt 4 || a == b* ) ]]; then V=1; else V=2; fi; if [ a = a -a b = c ]; then W=1; else W=2; fi; '
+        "[[ x-1 =~ ^(x|y)-[0-9]+$ && 5 -lt 7 ]] && X=1 || X=2; set -- $V $W $X",
+        'V=$([ 1 = 1 ] && echo yes || echo no); W=/a/b.c/; set -- $V $([[ $V == n* ]] && echo --n) $(basename $W) $(dirname "$W")',
+        "f() { A=1; local B=2 C; C=$B; local -a L=(x y); export D=$C; }; B=0; L=(z); f; V=1; V=2 W=3 true; "
+        'set -- $A $B ${C:-n} $D "${L[@]}" $V ${W:-n}',
     ],
 )
 def test_expansions_are_those_of_bash(setup):
@@ -260,6 +270,55 @@ def test_a_scripts_own_arguments(tmp_path):
     script.write_text(f'MODEL=$1; shift\npython3 -m {MODULE} --pretrain ${{MODEL:-/x}} "$@"\n')
     assert find(["sbatch", "-N2", str(script), *FLAGS[1:]]).flags == FLAGS
     assert find(["bash", str(script)]).flags == ["--pretrain", "/x"]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        """
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --m) M=$2; shift 2 ;;
+    --n=*) N=${1#*=}; shift ;;
+    *) E+=("$1"); shift ;;
+  esac
+done""",
+        """
+while (( $# > 0 )); do
+  if [[ $1 == --m && -n "$2" ]]; then M=$2; shift; elif [[ $1 =~ ^--n=(.*)$ ]]; then N=${1/--n=}; else E+=("$1"); fi
+  shift
+done""",
+        """
+for a in "$@"; do
+  case $a in --m) ;; --n=*) N="${a#*=}" ;; x*) E+=("$a") ;; *) M=$a ;; esac
+done
+shift $#""",
+    ],
+)
+def test_a_loop_takes_all_of_a_scripts_arguments(loop):
+    script = f'M=0 N=0 E=()\n{loop}\nset -- $M $N "${{E[@]}}" $#\nprintf "%s\\0" "$@"'
+    given = ["--m", "7", "x y", "--n=8"]
+    real = subprocess.run(["bash", "-c", script, "name", *given], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    assert simple_commands(script, {}, given)[-2].words[2:] == real == ["7", "8", "x y", "0"]
+
+
+def test_getopts_takes_a_scripts_options(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "M=/x V=0\nwhile getopts 'm:vs:' o; do\n  case $o in\n    m) M=$OPTARG ;;\n    v) V=1 ;;\n    s) S=$OPTARG ;;\n  esac\ndone\n"
+        f'shift $((OPTIND - 1))\npython3 -m {MODULE} --pretrain $M --seed $V${{S:-0}} "$@"\n'
+    )
+    assert find(["bash", str(script), "-vm", "/m", "-s7", "--bf16"]).flags == ["--pretrain", "/m", "--seed", "17", "--bf16"]
+    assert find(["bash", str(script)]).flags == ["--pretrain", "/x", "--seed", "00"]
+
+
+def test_a_script_that_another_one_writes():
+    line = f"python3 -m {MODULE} {shlex.join(FLAGS[2:])}"
+    assert find(["bash", "-c", f"M=/m\ncat > job.sh <<EOF\n#!/bin/bash\n{line} --pretrain $M\nEOF\nsbatch job.sh"]).flags == [
+        *FLAGS[2:],
+        "--pretrain",
+        "/m",
+    ]
 
 
 def test_a_sourced_file_has_arguments_of_its_own(tmp_path):

@@ -512,6 +512,7 @@ def test_the_tokenizers_class_is_nobodys_choice():
         "--async_queue_size 0",
         "--eval_n_samples_per_prompt 0",
         "--max_ckpt_num 0",
+        "--max_ckpt_num 0 --save_steps 5 --disable_ds_ckpt",
         "--prompt_data_probs 1.0",
         "--prompt_data_probs 1",
     ],

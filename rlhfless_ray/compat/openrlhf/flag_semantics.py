@@ -58,6 +58,10 @@ def no_checkpoints(v: Values) -> str:
     return "" if writes else "no checkpoints are requested"
 
 
+def no_limited_checkpoints(v: Values) -> str:
+    return no_checkpoints(v) or ("only models are written, which no flag limits" if v["ckpt.disable_ds"] else "")
+
+
 def no_generate_batch(v: Values) -> str:
     return f"OpenRLHF {v.version} does not read it" if v.since("0.9.1") and not v.since(SAMPLE_BUFFER_SINCE) else ""
 

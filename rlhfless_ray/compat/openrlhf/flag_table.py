@@ -150,13 +150,13 @@ RULES: tuple[Rule, ...] = (
     _row("ckpt.path", "exact", "checkpoint.path", idle=m.no_checkpoints),
     _row("ckpt.save_hf", "exact", "checkpoint.save_hf", idle=m.no_checkpoints),
     _row("ckpt.disable_ds", "exact", "checkpoint.resumable", lambda x, v: {"checkpoint.resumable": not x}, idle=m.no_checkpoints),
-    _row("ckpt.max_num", "exact", "checkpoint.keep", idle=m.no_checkpoints),
+    _row("ckpt.max_num", "exact", "checkpoint.keep", idle=m.no_limited_checkpoints),
     _row(
         "ckpt.max_mem",
         "exact",
         "checkpoint.max_gib",
         lambda x, v: {"checkpoint.max_gib": x if x < 1e8 else float("inf")},
-        idle=m.no_checkpoints,
+        idle=m.no_limited_checkpoints,
     ),
     _row("ckpt.load_enable", "exact", "checkpoint.resume"),
     _row(

@@ -3,8 +3,9 @@
 Bash itself, even without a PATH, would carry out redirections, builtins, and programs named by their path. This module evaluates
 the part of the grammar that launch scripts use: words, quotes, braces, variables, arrays, functions, `((…))`, `if`, `case` and
 loops. A file that the script sources is read, if it exists here. A variable without a value stays as written, and so does a
-substitution `$(…)` except of `echo` and `expr`. The commands inside a substitution are read too. Only the first iteration of a loop
-is read. If the result of a test is unknown, every branch is read.
+substitution `$(…)` except of `echo`, `expr`, `basename`, `dirname`, and `cat` of a here-document. The commands inside a substitution
+are read too. Only the first iteration of a loop is read, unless the loop takes the script's arguments one by one. If the result of a
+test is unknown, every branch is read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]+)\])?(\+?)=")
 ELEMENT = re.compile(r"\[([^\]]+)\]=(.*)", re.DOTALL)  # of an associative array
 CALCULATION = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+*/%]?)=(?!=)(.+)|([-+])\4)\s*", re.DOTALL)
 BRACES = re.compile(r"""\{(?:([^{}\s'"`\\]*,[^{}\s'"`\\]*)|(0|-?[1-9]\d*)\.\.(0|-?[1-9]\d*))\}([^\s;&|()<>'"`\\]*)(?=[\s;&|<>)]|$)""")
+BEFORE_TESTS = ("if", "elif", "then", "else", "while", "until", "do", "{", "!")
 DECLARES = ("export", "declare", "local", "readonly", "typeset")
 FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|function\s+([A-Za-z_][\w-]*)\s*\{")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a"}
@@ -49,6 +52,8 @@ class Reader:
     word: str | None = None
     """The word that is being built, or None between words."""
     flow: Flow = field(default_factory=Flow)
+    begin: int = 0
+    """Position of the current command."""
 
 
 def simple_commands(text: str, environment: Mapping[str, str] = os.environ, arguments: Sequence[str] | None = None) -> list[Command]:
@@ -65,10 +70,9 @@ def simple_commands(text: str, environment: Mapping[str, str] = os.environ, argu
 
 
 def _read(text: str, scope: Scope, commands: list[Command]) -> list[Command]:
-    reader = Reader(text, scope, commands=commands)
+    reader = Reader(text + "\n", scope, commands=commands)
     while reader.at < len(reader.text):
         _step(reader)
-    _end_command(reader)
     return commands
 
 
@@ -83,6 +87,8 @@ def words_of(text: str, scope: Scope) -> list[str]:
 
 def _step(r: Reader) -> None:
     char, rest = r.text[r.at], r.text[r.at :]
+    if r.word is None and not r.words:
+        r.begin = r.at
     if r.word is None and not r.words and (function := FUNCTION.match(rest)):
         _define_function(r, function[1] or function[2], r.at + function.end())
     elif rest.startswith("\\\n"):
@@ -94,6 +100,8 @@ def _step(r: Reader) -> None:
         end = closing(rest, "(", ")")
         _calculate(r, rest[2 : end - 2])
         r.at += end
+    elif char in "\n&|()<>" and _is_open_test(r):
+        _read_in_test(r)
     elif char in "\n;&|()":
         _end_at_operator(r)
     elif char == "#" and r.word is None:
@@ -114,7 +122,9 @@ def _step(r: Reader) -> None:
     elif char == "$":
         expansion = _expand(r)
         r.at = expansion.end
-        if expansion.is_whole:
+        if _is_never_split(r):
+            _add(r, " ".join(expansion.values))
+        elif expansion.is_whole:
             _add_words(r, expansion.values)
         else:
             _add_unquoted(r, " ".join(expansion.values))
@@ -134,6 +144,15 @@ def _step(r: Reader) -> None:
         r.at += 1
 
 
+def _is_never_split(r: Reader) -> bool:
+    """Return whether an expansion is one word even without quotes: as an assigned value, and within `[[ … ]]` and `case … in`."""
+    if _is_open_test(r) or (r.words[-1:] == ["case"] and all(word in BEFORE_TESTS for word in r.words[:-1])):
+        return True
+    if r.word is None or not ASSIGNMENT.match(r.word):
+        return False
+    return "".join(r.words[:1]) in DECLARES or all(ASSIGNMENT.match(word) or word in BEFORE_TESTS for word in r.words)
+
+
 def _expand(r: Reader) -> Expansion:
     expansion = expand(r.text, r.at, r.scope, words_of)
     text = r.text[r.at : expansion.end]
@@ -141,7 +160,7 @@ def _expand(r: Reader) -> Expansion:
         return expansion
     inner = _read_substitution(r.scope, text[2:-1])
     r.inner += inner
-    lines = [output_of(command.words) for command in inner]
+    lines = [output_of(command.words) if is_success(command.words) is None else "" for command in inner]
     if not lines or None in lines:
         return expansion
     return Expansion(["\n".join(filter(None, lines))], expansion.end)
@@ -192,7 +211,7 @@ def _expand_braces(r: Reader, braces: re.Match[str]) -> None:
 
 def _calculate(r: Reader, text: str) -> None:
     """Add `true` or `false` for `((…))`, or the text itself if its value is unknown. Of a loop's head only the first part is read."""
-    r.words = r.flow.strip_keywords(r.words, "", r.scope)
+    r.words = _strip_keywords(r, "")
     if not r.flow.runs:
         return
     first, is_head, _ = text.partition(";")
@@ -216,18 +235,55 @@ def _end_word(r: Reader) -> None:
 def _end_command(r: Reader, ends: str = "\n") -> None:
     """Finish the current command. `ends`: the operator after it."""
     _end_word(r)
-    words, r.words = r.flow.strip_keywords(r.words, ends, r.scope), []
+    if r.words[:1] == ["done"] and (head := r.flow.next_iteration(r.text, r.scope)) is not None:
+        r.at, r.words = head, []
+        return
+    words, r.words = _strip_keywords(r, ends), []
     inner, r.inner = r.inner, []
     if r.flow.runs:
         r.commands += inner
     if not words or not r.flow.runs:
         return
     negated = words[0] == "!"
+    kept = _replaced_for_one_command(r.scope, words[negated:])
     words, environment, result = _apply_assignments(r, words[negated:])
     if words:
-        result = is_success(words)
+        result = True if words[0] == "echo" else is_success(words)
+        if words[0] == "getopts" and len(words) == 3:
+            result = _take_option(r.scope, words[1], words[2])
         _run_command(r, words, environment)
+        r.scope.restore(kept)
     r.flow.record_status(result if result is None else result != negated)
+
+
+def _strip_keywords(r: Reader, ends: str) -> list[str]:
+    """Handle the current command's leading keywords. Returns the words after them."""
+    opens, depth = r.words[:1], len(r.flow.frames)
+    words = r.flow.strip_keywords(r.words, ends, r.scope)
+    if opens in (["while"], ["until"]) and len(r.flow.frames) > depth:
+        r.flow.frames[depth].begin_at(r.text, r.begin, r.scope)
+    elif opens == ["do"] and depth and r.flow.frames[depth - 1].name:
+        r.flow.frames[depth - 1].begin_at(r.text, r.begin, r.scope)
+    return words
+
+
+def _is_open_test(r: Reader) -> bool:
+    """Return whether the current command is a `[[` whose end is still to come."""
+    if "[[" not in r.words or "]]" in (*r.words, r.word):
+        return False
+    return all(word in BEFORE_TESTS for word in r.words[: r.words.index("[[")])
+
+
+def _read_in_test(r: Reader) -> None:
+    """Read an operator within `[[ … ]]` as a word. In a regular expression it belongs to the word."""
+    if r.words[-1] == "=~" and r.text[r.at] != "\n":
+        _add(r, r.text[r.at])
+        r.at += 1
+        return
+    _end_word(r)
+    name = next((two for two in ("&&", "||") if r.text.startswith(two, r.at)), r.text[r.at])
+    r.words += [name] * (name != "\n")
+    r.at += len(name)
 
 
 def _apply_assignments(r: Reader, words: list[str]) -> tuple[list[str], dict[str, str], bool | None]:
@@ -235,6 +291,8 @@ def _apply_assignments(r: Reader, words: list[str]) -> tuple[list[str], dict[str
     scope, environment = r.scope, r.scope.environment()
     if words and words[0] in DECLARES:
         options = {word for word in words[1:] if word.startswith("-")}
+        for word in words[1:]:
+            _make_local(scope, words[0], word.partition("=")[0].removesuffix("+"))
         names = [_assign(r, word) or word for word in words[1:] if word not in options]
         if words[0] == "export" or "-x" in options:
             scope.exported.update(names)
@@ -246,6 +304,18 @@ def _apply_assignments(r: Reader, words: list[str]) -> tuple[list[str], dict[str
         environment[name] = "".join(scope.variables.get(name, [])[:1])
         words = words[1:]
     return words, environment, True
+
+
+def _replaced_for_one_command(scope: Scope, words: list[str]) -> dict[str, list[str] | None]:
+    """Return the values that assignments in front of a command replace as long as it runs."""
+    names = [match[1] for match in takewhile(bool, map(ASSIGNMENT.match, words)) if match]
+    return {name: scope.variables.get(name) for name in names} if len(names) < len(words) else {}
+
+
+def _make_local(scope: Scope, declares: str, name: str) -> None:
+    """Have a variable get its value back at the end of the current function."""
+    if scope.locals and declares in ("local", "declare", "typeset"):
+        scope.locals[-1].setdefault(name, scope.variables.get(name))
 
 
 def _is_associative(words: list[str]) -> bool:
@@ -273,6 +343,23 @@ def _assign(r: Reader, word: str) -> str:
     return name
 
 
+def _take_option(scope: Scope, letters: str, name: str) -> bool | None:
+    """Take the next option from the script's arguments, as `getopts` does, and shift it. Returns whether there was one."""
+    if scope.arguments is None:
+        return None
+    option, *rest = [*scope.arguments, ""]
+    letter, value = option[1:2], option[2:]
+    if not option.startswith("-") or not letter.isalnum():
+        return False
+    if f"{letter}:" in letters:
+        scope.arguments = scope.arguments[1 if value else 2 :]
+        scope.variables["OPTARG"] = [value or rest[0]]
+    else:
+        scope.arguments = [*([f"-{value}"] if value else []), *scope.arguments[1:]]
+    scope.variables |= {name: [letter if letter in letters else "?"], "OPTIND": ["1"]}
+    return True
+
+
 def _run_command(r: Reader, words: list[str], environment: dict[str, str]) -> None:
     scope = r.scope
     if words[0] == "shift" and scope.arguments is not None:
@@ -292,7 +379,9 @@ def _run_command(r: Reader, words: list[str], environment: dict[str, str]) -> No
         scope.called.add(words[0])
         before, scope.arguments = scope.arguments, words[1:]
         scope.depth += 1
+        scope.locals.append({})
         _read(scope.functions[words[0]], scope, r.commands)
+        scope.restore(scope.locals.pop())
         scope.depth -= 1
         scope.arguments = before
     else:
@@ -307,9 +396,11 @@ def _end_at_operator(r: Reader) -> None:
         _assign_array(r, match[1], append=bool(match[3]))
         return
     name = next((two for two in ("&&", "||", ";;") if r.text.startswith(two, r.at)), r.text[r.at])
+    at = r.at
     _end_command(r, name)
     r.flow.end_at(name)
-    r.at += len(name)
+    if r.at == at:  # else a loop goes on with its next iteration
+        r.at += len(name)
 
 
 def _assign_array(r: Reader, name: str, *, append: bool) -> None:
@@ -321,9 +412,10 @@ def _assign_array(r: Reader, name: str, *, append: bool) -> None:
         else:
             _step(inner)
     _end_word(inner)
-    r.words = r.flow.strip_keywords(r.words, "", r.scope)  # a `then` may stand before the assignment
+    r.words = _strip_keywords(r, "")  # a `then` may stand before the assignment
     if r.flow.runs:
         values, scope = inner.words, r.scope
+        _make_local(scope, "".join(r.words[:1]), name)
         if _is_associative(r.words) or name in scope.keys:
             elements = [element for word in values if (element := ELEMENT.fullmatch(word))]
             scope.keys[name] = [*(scope.keys.get(name, []) if append else []), *(element[1] for element in elements)]
@@ -369,11 +461,14 @@ def _read_heredoc(r: Reader, mark: str, at: int, *, literal: bool) -> None:
     end_mark = re.compile(rf"^\t*{mark}$", re.MULTILINE).search(r.text, begin)
     body = r.text[begin : end_mark.start() if end_mark else len(r.text)]
     if not literal:
-        inner = Reader('"' + body.replace('"', '\\"') + '"', r.scope)
+        quoted = re.sub(r'\\.|"', lambda found: {'"': '\\"', '\\"': '\\\\\\"'}.get(found[0], found[0]), body, flags=re.DOTALL)
+        inner = Reader(f'"{quoted}"', r.scope)
         _double_quoted(inner)
         body = " ".join([*inner.words, inner.word or ""])  # an array in a here-document is one text
     if r.words[:1] == ["read"] and NAME.fullmatch(r.words[-1]):
         r.scope.variables[r.words[-1]] = [body.strip()]
+    elif r.words[-1:] == ["cat"]:  # into a file, which another command may start, or as the value of a substitution
+        r.words[-1:] = ["echo", body.rstrip("\n")]
     elif any(word.rpartition("/")[2] in ("bash", "sh") for word in r.words):
         r.words.append(body)  # as the text of `bash -c`
     r.text, r.at = r.text[at:begin] + r.text[end_mark.end() if end_mark else len(r.text) :], 0
@@ -406,7 +501,8 @@ def _double_quoted(r: Reader) -> None:
             alone = r.at == begin
             expansion = _expand(r)
             r.at = expansion.end
-            _add_words(r, expansion.values if expansion.is_list else [" ".join(expansion.values)])
+            between = "".join(r.scope.variables.get("IFS", [" "]))[:1]
+            _add_words(r, expansion.values if expansion.is_list else [between.join(expansion.values)])
             if alone and expansion.is_list and not expansion.values and r.text[r.at : r.at + 1] == '"':
                 r.word = was  # an empty array makes no word
         else:

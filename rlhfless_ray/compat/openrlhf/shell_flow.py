@@ -30,6 +30,18 @@ class _Frame:
     """The status of its test that ends a loop."""
     unknown: bool = False
     """Whether one of its tests has no known result."""
+    text: str = ""
+    head: int = 0
+    """Position of a loop in `text`."""
+    arguments: int = 0
+    """Length of the script's arguments at its head."""
+    name: str = ""
+    """The variable of a `for` loop over the script's arguments."""
+    rest: list[str] = field(default_factory=list)
+    """The arguments of its other iterations."""
+
+    def begin_at(self, text: str, head: int, scope: Scope) -> None:
+        self.text, self.head, self.arguments = text, head, _length(scope.arguments)
 
 
 @dataclass
@@ -49,6 +61,16 @@ class Flow:
     def is_certain(self) -> bool:
         """Whether every test around the next command has a known result."""
         return not any(frame.unknown for frame in self.frames)
+
+    def next_iteration(self, text: str, scope: Scope) -> int | None:
+        """Return where the next iteration of a loop begins that takes the script's arguments one by one. None at its end."""
+        frame = self.frames[-1] if self.frames else None
+        if frame is None or frame.kind != "loop" or frame.text is not text or not self.runs or scope.arguments is None:
+            return None
+        if frame.rest:
+            scope.variables[frame.name] = [frame.rest.pop(0)]
+            return frame.head
+        return self.frames.pop().head if _length(scope.arguments) < frame.arguments and not frame.name else None  # a test decides
 
     def end_at(self, name: str) -> None:
         """Handle the operator after a command."""
@@ -82,6 +104,8 @@ class Flow:
                 self.status = None
                 if rest[1:2] == ["in"] and self.runs:
                     scope.variables[rest[0]] = rest[2:3] or [""]
+                    if scope.arguments and rest[2:] == scope.arguments:
+                        self.frames[-1].name, self.frames[-1].rest = rest[0], rest[3:]
                 if word in ("for", "select"):
                     return []
             elif word == "case" and rest[1:2] == ["in"]:
@@ -114,6 +138,11 @@ class Flow:
             frame.wants_pattern = frame.hit = False
 
 
+def _length(arguments: list[str] | None) -> int:
+    """Return a number that gets smaller with each argument that is taken, or letter of a group of options."""
+    return sum(len(argument) + 1 for argument in arguments or [])
+
+
 def is_success(words: list[str]) -> bool | None:
     """Return whether a command succeeds: `true`, `false`, and tests of texts and numbers. None if unknown."""
     if words[0] in ("true", ":"):
@@ -131,9 +160,20 @@ def is_success(words: list[str]) -> bool | None:
 
 
 def _test(words: list[str], *, globs: bool) -> bool | None:
+    """Evaluate a test. `globs`: it is one of `[[`, with patterns, regular expressions, `&&` and `||`."""
+    either, both = ("||", "&&") if globs else ("-o", "-a")
+    for name, decides in ((either, True), (both, False)):
+        parts = _split_test(words, name)
+        if len(parts) > 1:
+            results = [_test(part, globs=globs) for part in parts]
+            return decides if decides in results else None if None in results else not decides
     if words[:1] == ["!"]:
         inner = _test(words[1:], globs=globs)
         return None if inner is None else not inner
+    if globs and words[:1] == ["("] and words[-1:] == [")"]:
+        return _test(words[1:-1], globs=globs)
+    if globs and len(words) == 3 and words[1] == "=~":
+        return _matches(_text(words[0]), words[2])
     texts = [_text(word) for word in words]
     if any(text is None for text in texts):
         return None
@@ -151,6 +191,28 @@ def _test(words: list[str], *, globs: bool) -> bool | None:
     if how in NUMBERS and all(re.fullmatch(r"-?\d+", x) for x in (left, right)):
         return bool(NUMBERS[how](int(left), int(right)))
     return None
+
+
+def _split_test(words: list[str], name: str) -> list[list[str]]:
+    """Split a test at an operator, outside parentheses."""
+    parts: list[list[str]] = [[]]
+    depth = 0
+    for index, word in enumerate(words):
+        depth += (word == "(") - (word == ")")
+        if word == name and not depth and 0 < index < len(words) - 1:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _matches(text: str | None, expression: str) -> bool | None:
+    if text is None or re.search(r"\$[\w{(]|`", expression):
+        return None
+    try:
+        return re.search(expression, text) is not None
+    except re.error:
+        return None
 
 
 def _text(word: str) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 NAME = re.compile(r"[A-Za-z_]\w*")
+BLANK = re.compile(r"""("[^"]*"|'[^']*'|\\.)|[ \t;&|<>#]""", re.DOTALL)  # or an operator, outside quotes
 BRACED = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*#])(?:\[([^\]]+)\])?(?:(:?[-=+?]|%%?|##?|//?|,,?|\^\^?|:(?=[\s\w$(]))(.*))?", re.DOTALL)
 
 
@@ -26,9 +27,19 @@ class Scope:
     depth: int = 0
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Keys of associative arrays, in the order of their values in `variables`."""
+    locals: list[dict[str, list[str] | None]] = field(default_factory=list)
+    """Of each function that runs: the values that its local variables hide, None for none."""
 
     def environment(self) -> dict[str, str]:
         return {name: "".join(self.variables[name][:1]) for name in self.exported if name in self.variables}
+
+    def restore(self, values: dict[str, list[str] | None]) -> None:
+        """Give variables the values that they had before, None for none."""
+        for name, value in values.items():
+            if value is None:
+                self.variables.pop(name, None)
+            else:
+                self.variables[name] = value
 
     def values(self, name: str) -> list[str] | None:
         if name in ("@", "*"):
@@ -129,8 +140,10 @@ def _expand_braced(whole: str, end: int, scope: Scope, words_of: Callable[[str, 
             return Expansion([whole], end, is_whole=True)
         return Expansion(_slice(values, [int(bound) for bound in bounds], every, name), end, is_list)
     if kind and kind[0] in "%#/":
+        if kind == "/" and argument[:1] in ("#", "%"):  # at the beginning or at the end only
+            kind, argument = kind + argument[0], argument[1:]
         texts = argument.partition("/")[::2] if kind[0] == "/" else (argument, "")
-        pattern, by = (" ".join(words_of(text, scope)) for text in texts)
+        pattern, by = (" ".join(words_of(BLANK.sub(lambda found: found[1] or f"\\{found[0]}", text), scope)) for text in texts)
         values = [_edit(value, kind, pattern, by) for value in values]
     if kind and kind[0] in ",^" and not argument:
         change = str.lower if kind[0] == "," else str.upper
@@ -167,11 +180,14 @@ def split_fields(text: str) -> list[str]:
 
 
 def output_of(words: list[str]) -> str | None:
-    """Return what `echo`, or `expr` of two numbers, prints. None for other commands."""
+    """Return what `echo`, `basename`, `dirname`, or `expr` of two numbers, prints. None for other commands."""
     if words[0] == "echo" and not any(word.startswith("-") and word[1:].strip("neE") == "" for word in words[1:2]):
         return " ".join(words[1:])
     if words[:2] == ["echo", "-n"]:
         return " ".join(words[2:])
+    if words[0] in ("basename", "dirname") and len(words) == 2 and words[1].strip("/") and not re.search("[$`]", words[1]):
+        folder, _, name = words[1].rstrip("/").rpartition("/")
+        return folder or "." if words[0] == "dirname" else name
     if words[0] == "expr" and len(words) == 4:
         return arithmetic(Scope({}, set(), None), " ".join(words[1:])) or None
     return None
@@ -187,6 +203,7 @@ def _edit(value: str, kind: str, pattern: str, by: str) -> str:
         cuts = [i for i in places if fnmatch.fnmatchcase(value[:i], pattern)]
         return value[(max if kind == "##" else min)(cuts) :] if cuts else value
     expression = fnmatch.translate(pattern).removeprefix("(?s:").removesuffix(r")\Z")
+    expression = rf"\A(?:{expression})" if kind == "/#" else rf"(?:{expression})\Z" if kind == "/%" else expression
     return re.sub(expression, lambda _: by, value, count=0 if kind == "//" else 1, flags=re.DOTALL)
 
 
@@ -208,7 +225,7 @@ OPERATORS = {
 def arithmetic(scope: Scope, text: str) -> str:
     """Evaluate + - * / %, comparisons, && and || of whole numbers and variables. Returns an empty string for anything else."""
     known = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda name: "".join(scope.variables.get(name[1], ["?"])[:1]), text)
-    known = re.sub(r"\$\{?(\d)\}?", lambda name: "".join(scope.values(name[1]) or ["?"]), known)
+    known = re.sub(r"\$\{?([\d#])\}?", lambda name: "".join(scope.values(name[1]) or ["?"]), known)
     try:
         known = known.strip().replace("/", "//").replace("&&", " and ").replace("||", " or ")
         return str(_number(ast.parse(known, mode="eval").body))
