@@ -16,7 +16,7 @@ from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.slot_source import LeaseRequest
-from tests.conftest import command
+from tests.conftest import command_here
 from tests.supervise.test_supervised_run import finish, recipe, rows, start, wait_for_steps, weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.learner]
@@ -34,12 +34,12 @@ def run(folder: Path, name: str, min_ranks: int) -> dict[str, Any]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """What two ranks learn without other runs."""
     folder = tmp_path_factory.mktemp("alone")
-    finish(start(recipe(folder, "alone", run=run(folder, "alone", 2), **WORK)))
+    finish(start(recipe(folder, "alone", run=run(folder, "alone", 2), **WORK), forks=True))
     return weights(folder / "runs" / "alone")
 
 
 @pytest.mark.parametrize("slot", ["cpu", "gpu"])
-def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluster, slot, alone, tmp_path: Path) -> None:
+def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluster, slot, alone, tmp_path: Path, monkeypatch) -> None:
     address = ray.get_runtime_context().gcs_address
     shared = {**WORK, "cluster": {"address": address}, "functions": {"slot": slot}}
     other = PoolClient(slot, RunInfo("other", share=0.75, least=0))
@@ -49,7 +49,7 @@ def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluste
         other.ask(held)
         grants = [other.wait(one, time.monotonic() + 60) for one in held]
         assert all(grants)
-        process = start(recipe(tmp_path, "shares", run=run(tmp_path, "shares", 1), **shared), command=COMMANDS[slot])
+        process = start(recipe(tmp_path, "shares", run=run(tmp_path, "shares", 1), **shared), command=COMMANDS[slot], forks=True)
         folder = tmp_path / "runs" / "shares"
         wait_for_steps(folder, process, 3)
         assert other.view.others == {"shares": 2}
@@ -62,7 +62,8 @@ def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluste
         while other.view.others and time.monotonic() < end_s:  # it hears of others once a second
             time.sleep(0.1)
         assert other.view.others == {}
-        found = json.loads(command("cluster", "--address", address, "--json").stdout)[0]
+        monkeypatch.setattr("rlhfless_ray.local.cluster.connect", lambda address, key: None)  # this process is connected
+        found = json.loads(command_here("cluster", "--address", address, "--json").stdout)[0]
     finally:
         other.close()
     assert "another run waits for its slots: training goes on with 1 of 2 ranks" in said

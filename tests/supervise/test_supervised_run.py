@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.supervise.examples import Example, Examples
 from tests.conftest import ROOT, command_here, environment
@@ -46,15 +47,16 @@ def recipe(folder: Path, name: str, **more: Any) -> Path:
     return path
 
 
-def start(path: Path, *arguments: str, command: Sequence[str] = ("rlhfless_ray", "train")) -> subprocess.Popen[str]:
-    """Start a run. `command`: the module, and what comes before the recipe."""
+def start(path: Path, *arguments: str, command: Sequence[str] = ("rlhfless_ray", "train"), forks: bool = False) -> subprocess.Popen[str]:
+    """Start a run.
+
+    Args:
+        command: the module, and what comes before the recipe.
+        forks: fork the driver from the tests' server, which spares its imports. Signals to the process then do not reach the driver.
+    """
+    run = [sys.executable, "-m", *command, str(path), *arguments]
     return subprocess.Popen(
-        [sys.executable, "-m", *command, str(path), *arguments],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        forked(run) if forks else run, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -106,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """An undisturbed run."""
-    finish(start(recipe(folder, "whole")))
+    finish(start(recipe(folder, "whole"), forks=True))
     return folder / "runs" / "whole"
 
 
