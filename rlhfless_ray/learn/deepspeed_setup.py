@@ -22,7 +22,7 @@ UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln
 def import_muon() -> None:
     """Import DeepSpeed's Muon without compiling its kernels. ZeRO asks whether it is the optimizer, which it never is here.
 
-    Importing what compiles takes 2.6 CPU seconds and 190 MB in each rank.
+    Importing what compiles takes 1.1 CPU seconds and 46 MB in each rank.
     """
     with patch.object(torch, "compile", lambda function: function), suppress(ImportError):  # versions before it have none
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
