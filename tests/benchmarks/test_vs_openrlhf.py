@@ -19,7 +19,7 @@ from rlhfless_ray.compat.openrlhf.translate import translate
 
 @pytest.mark.parametrize("case", CASES)
 def test_this_launcher_reads_each_command_as_0_11_2(case: str, tmp_path: Path) -> None:
-    found = translate(flags(case, Work(tmp_path, 1, 32, 8, 160, 192, 3e-4, True), tmp_path / "out", 3), {})
+    found = translate(flags(case, Work(tmp_path, 1, 32, 8, 160, 192, 3e-4, 8, True), tmp_path / "out", 3), {})
     recipe = found.recipe()
     assert not found.refused and found.line.version == "0.11.2"
     assert recipe.run.seed == 3 and recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt == 256
