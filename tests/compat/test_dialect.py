@@ -13,7 +13,6 @@ from rlhfless_ray.compat.openrlhf.parsers import Refused, parser_of
 from tests.compat.reference import VERSIONS, definitions, lines, reference_parse, values_of
 
 
-@settings(deadline=None, max_examples=100)
 @given(lines())
 @example(("0.9.5", ["--reward_clip_range", "-10", "10", "--seed=3", "--seed", "4", "--colocate_all"]))
 @example(("0.11.2", ["--algo.advantage.is_correction_threshold", "4", "--actor.adam.betas", "0.9", "1"]))
@@ -194,7 +193,6 @@ def test_an_abbreviation_is_read_by_the_version_of_the_rest_of_the_line_or_refus
             assert len(candidates(name, newest)) == 1, (tokens, found.version, newest)
 
 
-@settings(deadline=None, max_examples=100)
 @given(lines(most=4), st.sampled_from(ABBREVIATIONS), st.data())
 def test_with_an_abbreviation_a_line_is_what_one_versions_argparse_makes_of_it_or_refused(line, name, data):
     version, tokens = line

@@ -231,7 +231,7 @@ class Messages(RuleBasedStateMachine):
 
 
 TestMessages = Messages.TestCase
-TestMessages.settings = settings(max_examples=100, stateful_step_count=40)
+TestMessages.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 def client_of(handle: object) -> PoolClient:

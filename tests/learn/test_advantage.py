@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.learn.advantage import EPSILON, batch_centred, group_advantages, leave_one_out
@@ -40,7 +40,6 @@ def by_hand(rewards: np.ndarray, normalize_std: bool) -> np.ndarray:
 
 
 @given(reward_groups(), st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_equals_the_loop_over_groups(rewards: np.ndarray, normalize_std: bool) -> None:
     found = group_advantages(rewards, normalize_std)
     # the difference of nearly equal rewards is known to rounding only, and divided by as little as 1e-6
@@ -79,7 +78,6 @@ def test_integer_and_boolean_rewards_work(normalize_std: bool) -> None:
 
 
 @given(reward_groups())
-@settings(max_examples=100, deadline=None)
 def test_leave_one_out_compares_with_the_others(rewards: np.ndarray) -> None:
     found = leave_one_out(rewards)
     for row, out in zip(rewards.tolist(), found.tolist(), strict=True):
@@ -97,7 +95,6 @@ def test_leave_one_out_is_the_centred_reward_scaled() -> None:
 
 
 @given(reward_groups())
-@settings(max_examples=100, deadline=None)
 def test_batch_centred_takes_the_mean_of_all_known_rewards(rewards: np.ndarray) -> None:
     found = batch_centred(rewards)
     np.testing.assert_array_equal(np.isnan(found), np.isnan(rewards))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.learn.advantage import discounted_returns, gae, spans
@@ -20,7 +20,6 @@ def drawn(lengths: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(LENGTHS, SHARE, SHARE, st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
 def test_gae_equals_the_double_sum(lengths: np.ndarray, gamma: float, lambd: float, seed: int) -> None:
     """Equation 16 itself: A_t = Σ_l (γλ)^l δ_{t+l}, sequence by sequence."""
     rewards, values = drawn(lengths, seed)
@@ -37,7 +36,6 @@ def test_gae_equals_the_double_sum(lengths: np.ndarray, gamma: float, lambd: flo
 
 
 @given(LENGTHS, SHARE, st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
 def test_limits_of_lambda(lengths: np.ndarray, gamma: float, seed: int) -> None:
     """λ = 1: return-to-go minus value; λ = 0: the one-step error; a critic of zeros: the plain return."""
     rewards, values = drawn(lengths, seed)
@@ -51,7 +49,6 @@ def test_limits_of_lambda(lengths: np.ndarray, gamma: float, seed: int) -> None:
 
 
 @given(LENGTHS, SHARE, st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
 def test_returns_are_a_matrix_of_powers_times_rewards(lengths: np.ndarray, gamma: float, seed: int) -> None:
     rewards, _ = drawn(lengths, seed)
     found = discounted_returns(rewards, lengths, gamma)

@@ -27,7 +27,6 @@ def one_token(logprob: float, old: float, advantage: float, low: float, high: fl
 
 
 @given(st.lists(TOKEN, min_size=1, max_size=12), st.floats(0.05, 0.5), st.floats(0.05, 0.9))
-@settings(max_examples=100, deadline=None)
 def test_clipped_loss_and_gradient_equal_the_cases_by_hand(tokens: list, low: float, high: float) -> None:
     logprobs, old, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*tokens, strict=True))
     logprobs.requires_grad_()

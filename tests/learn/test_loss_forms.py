@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights, value_loss
@@ -15,7 +15,6 @@ RATIO_ADVANTAGE = st.tuples(st.floats(0.01, 20), st.floats(-3, 3))
 
 
 @given(st.lists(RATIO_ADVANTAGE, min_size=1, max_size=10), st.floats(1.01, 10))
-@settings(max_examples=100, deadline=None)
 def test_dual_clip_by_cases(pairs: list[tuple[float, float]], dual: float) -> None:
     assume(all(abs(r - edge) > 1e-9 for r, _ in pairs for edge in (0.8, 1.3, dual)))  # at a corner the slope is anything between
     ratios, advantages = (torch.tensor(x, dtype=torch.float64) for x in zip(*pairs, strict=True))
@@ -54,7 +53,6 @@ def ragged(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(0, 20))
-@settings(max_examples=100, deadline=None)
 def test_gspo_is_the_papers_objective(lengths: list[int], seed: int) -> None:
     """Equation 5: the mean over sequences of min(s·A, clip(s)·A), s the length-normalised likelihood ratio; and its gradient
     in closed form, s·A/|y|·∇log π per token of what is not clipped."""
@@ -81,7 +79,6 @@ def test_gspo_is_the_papers_objective(lengths: list[int], seed: int) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=10), st.floats(0.05, 2))
-@settings(max_examples=100, deadline=None)
 def test_value_loss_by_cases(rows: list[tuple[float, float, float]], clip: float) -> None:
     values, old, returns = (torch.tensor(x, dtype=torch.float64) for x in zip(*rows, strict=True))
     loss, clipped = value_loss(values, old, returns, clip)

@@ -33,7 +33,6 @@ def test_stop_properly_scales_or_replaces() -> None:
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=7), min_size=1, max_size=6), st.floats(-0.5, 1), st.integers(0, 9))
-@settings(max_examples=100, deadline=None)
 def test_token_rewards_equal_the_loop_from_behind(masks: list[list[bool]], coefficient: float, seed: int) -> None:
     lengths = np.array([len(m) for m in masks])
     rng = np.random.default_rng(seed)

@@ -18,7 +18,6 @@ from rlhfless_ray.recipe import LearnerConfig
 
 
 @given(st.lists(st.floats(0, 20), max_size=6), st.integers(1, 1000))
-@settings(max_examples=100, deadline=None)
 def test_adaptive_controller_is_the_product_of_its_steps(kls: list[float], samples: int) -> None:
     controller, expected = AdaptiveKL(0.2, target=6.0, horizon=10_000), 0.2
     for kl in kls:

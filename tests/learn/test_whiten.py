@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.learn.whiten import whiten
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
 def test_mean_and_variance_are_those_of_what_the_mask_names(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
     x, mask = rng.normal(3, 2, size), rng.random(size) < 0.7

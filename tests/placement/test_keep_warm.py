@@ -19,7 +19,6 @@ def cost_of(gaps: list[float], keep_s: float, hold: float, start: float) -> floa
 
 
 @given(GAPS, st.floats(0.01, 10), st.floats(0.01, 100))
-@settings(max_examples=100, deadline=None)
 def test_keeps_warm_as_long_as_would_have_been_cheapest(gaps: list[float], hold: float, start: float) -> None:
     found = keep_alive(gaps, hold, start)
     kept = found.keep_s if isinstance(found, Park) else 0.0

@@ -63,7 +63,6 @@ def test_break_even_is_where_the_choice_turns(price: PrefixCosts, engines: int, 
         assert not choose(math.floor(blocks) - 1 - blocks // 1000)[0]
 
 
-@settings(deadline=None, max_examples=100)
 @given(price=costs, header=st.integers(1, 100), engines=st.integers(1, 6), worth=st.floats(0, 8))
 def test_on_saves_more_than_the_margin(price: PrefixCosts, header: int, engines: int, worth: float) -> None:
     found = choose_prefix(demand_of(BLOCK * header, engines), price, time_value=worth)

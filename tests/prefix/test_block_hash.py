@@ -22,7 +22,6 @@ def prefixes_by_hand(prompts: list[tuple[int, ...]], block: int) -> set[tuple[in
     return found
 
 
-@settings(deadline=None, max_examples=100)
 @given(prompts=prompts_of_few_tokens, block=st.integers(1, 5))
 def test_trie_holds_each_distinct_block_prefix_once(prompts: list[tuple[int, ...]], block: int) -> None:
     trie = distinct_prefixes(prompts, block)

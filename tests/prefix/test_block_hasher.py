@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.prefix import block_hasher
@@ -29,7 +29,6 @@ def hasher(block_size: int = 4) -> BlockHasher:
     return BlockHasher(start, block_size, lambda request: [b"vLLM's own"])
 
 
-@settings(deadline=None, max_examples=100)
 @given(prompt=st.lists(st.integers(0, 9), max_size=30), grown=st.lists(st.integers(1, 9), max_size=6), block=st.integers(1, 6))
 def test_full_blocks_have_the_addresses_of_their_pages(prompt: list[int], grown: list[int], block: int) -> None:
     """However many tokens come at a time, and for the second request with a prompt as for the first."""

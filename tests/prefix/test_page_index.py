@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.prefix.block_hash import Prefixes, distinct_prefixes, root
@@ -24,7 +24,6 @@ def ask(index: PageIndex, prompts: list[tuple[int, ...]], version: str = "v", pr
     return trie, jobs
 
 
-@settings(deadline=None, max_examples=100)
 @given(asked=questions, cap=st.integers(0, 12), size=st.integers(1, 4), producers=st.integers(1, 3))
 def test_invariants_hold_after_any_lookups(asked: list[list[tuple[int, ...]]], cap: int, size: int, producers: int) -> None:
     index = PageIndex(cap * PAGE, size)
@@ -47,7 +46,6 @@ def test_invariants_hold_after_any_lookups(asked: list[list[tuple[int, ...]]], c
             assert all(trie.nodes[n].address in there for n in path if trie.nodes[n].address in index.by_address)
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1, max_size=8),
     before=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), max_size=4), producers=st.integers(1, 4),

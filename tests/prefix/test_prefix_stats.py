@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.prefix.prefix_stats import prefix_demand
@@ -12,7 +12,6 @@ from rlhfless_ray.prefix.prefix_stats import prefix_demand
 prompt = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
 
 
-@settings(deadline=None, max_examples=100)
 @given(prompts=st.lists(prompt, min_size=1, max_size=6), block=st.integers(1, 4), data=st.data())
 def test_the_demand_equals_a_simulation_of_the_prefix_cache(prompts: list[tuple[int, ...]], block: int, data: st.DataObject) -> None:
     shares = data.draw(st.lists(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=8), min_size=1, max_size=3))

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import UserError
@@ -142,7 +142,6 @@ def test_an_operand_is_one_token_and_a_written_sum_two() -> None:
 HEAVY = {name: build_tokenizer(task(name)) for name in NAMES}
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.sampled_from(NAMES), st.data())
 def test_the_driver_s_tokenizer_does_what_the_library_s_does(name: str, data: st.DataObject) -> None:
     """Over the task's symbols, the special tokens and text that it has no tokens for."""
