@@ -108,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """An undisturbed run."""
-    finish(start(recipe(folder, "whole"), forks=True))
+    finish(start(recipe(folder, "whole")))
     return folder / "runs" / "whole"
 
 
