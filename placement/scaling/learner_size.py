@@ -35,9 +35,8 @@ class LearnerSize:
 
         Takes fewer slots on a tie. value_per_s: worth of a second of the step (`resize_policy.time_value`).
         """
-        for count in reversed(self.counts):
-            if self.tried[count] < MIN_TRIALS:
-                return _to(count, current, f"trying {count}: not measured yet", self.terms[count].predict(tokens))
+        if (trial := self.trial(current, tokens)) is not None:
+            return trial
         seconds = {count: self.terms[count].predict(tokens) for count in self.counts}
         worth = {count: (count + value_per_s) * seconds[count] for count in self.counts}
         best = min(self.counts, key=lambda count: (worth[count], count))
@@ -48,7 +47,19 @@ class LearnerSize:
                 return _to(count, current, reason, seconds[count])
         others = ", ".join(f"{count}: {seconds[count]:.3g} s" for count in self.counts if count != best)
         reason = f"{best} slots: {seconds[best]:.3g} s for {best * seconds[best]:.3g} slot-s" + (f" ({others})" if others else "")
-        return _to(best, current, reason, seconds[best])
+        return decision_for(best, current, reason, seconds[best])
+
+    def trial(self, current: int, tokens: float) -> Decision | None:
+        """Return the next count to try, or None if all of them are measured."""
+        for count in reversed(self.counts):
+            if self.tried[count] < MIN_TRIALS:
+                return decision_for(count, current, f"trying {count}: not measured yet", self.terms[count].predict(tokens))
+        return None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any update was measured."""
+        return any(self.tried.values())
 
     def predict(self, slots: int, tokens: float) -> float:
         """Return the seconds of an update, from the nearest count that was tried."""
@@ -80,6 +91,7 @@ class LearnerSize:
                 self.updates_since[int(key)] = since[0] if since else 0  # of runs before 2026-11-26 not known
 
 
-def _to(count: int, current: int, reason: str, seconds: float) -> Decision:
+def decision_for(count: int, current: int, reason: str, seconds: float) -> Decision:
+    """Return the decision to give each rank `count` slots instead of `current`."""
     kind = Hold if count == current else Grow if count > current else Shrink
     return kind(count, reason, seconds, count * seconds)

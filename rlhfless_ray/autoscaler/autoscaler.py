@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,9 +19,10 @@ from placement.planning.bounds import rollout_bounds
 from placement.planning.frontier import frontier
 from placement.planning.objective import Objective, choose_nearest
 from placement.planning.plan import Plan, Pool
-from placement.scaling.engine_width import WidthDecision, best_width, decide_width
+from placement.scaling.engine_width import WidthDecision, best_width, decide_width, slots
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
-from placement.scaling.learner_size import LearnerSize
+from placement.scaling.learner_size import LearnerSize, decision_for
+from placement.scaling.overlapped_step import Sizes, Update, beside, size_together
 from placement.scaling.phase_delay import Delay
 from placement.scaling.resize_policy import (
     Decision,
@@ -70,6 +72,8 @@ class Autoscaler:
         self.terms, self.around, self.outside = Terms(), Term(OVERHEAD_S), Term(OUTSIDE_S)
         self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
         self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the next update, as far as known
+        self.update_tokens = 0.0  # tokens of the newest update
+        self.sizes: Sizes | None = None  # of the next update and the rollout beside it, with a lag
         self.learner_delay = Delay(0.0, self.learner_slots, "")  # of the next update, for slots that another run gives back
         self.history = ResizeHistory()
         self.value_per_s = 1.0  # value of a second of the step, in slot-seconds
@@ -130,14 +134,21 @@ class Autoscaler:
         step: int,
         warm: int,
         others: Mapping[int, tuple[int, int]] | None = None,
+        learner_slots: int = 0,
+        rooms: Mapping[int, Mapping[int, int]] | None = None,
     ) -> RolloutPlan:
-        """Plan the number of engines and each engine's sequences. `warm`: number of processes without a cold start.
+        """Plan the number of engines and each engine's sequences.
 
-        `others`: (max_actors, warm) of further widths that engines may have.
+        Args:
+            warm: number of processes without a cold start.
+            others: (max_actors, warm) of further widths that engines may have.
+            learner_slots: slots that the learner holds, for a rollout beside an update.
+            rooms: most engines beside the next update, by the learner's slots per rank and the engines' width.
         """
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
         self.learn()
+        update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths), lambda: None)
         min_actors, limits = self.recipe.rollout.min_actors, {self.engines.width: (max_actors, warm), **(others or {})}
         plans: list[Plan] = []
 
@@ -146,17 +157,17 @@ class Autoscaler:
             frontiers, note = self._shared(frontiers)
             if not others:
                 plans.extend(frontiers[self.engines.width])
-                decision = self._decide(plans, step, warm)
+                decision = self._decide(plans, step, warm, update)
                 return replace(decision, reason=f"{note}; {decision.reason}") if note else decision
-            chosen = self._decide_width(frontiers, {width: count for width, (_, count) in limits.items()}, step)
+            chosen = self._decide_width(frontiers, {width: count for width, (_, count) in limits.items()}, step, update)
             plans.extend(frontiers[chosen.width])
             reason = f"{note}; {chosen.reason}" if note else chosen.reason
             if chosen.width == self.engines.width:
-                decision = self._decide(plans, step, warm)
+                decision = self._decide(plans, step, warm, update)
                 return replace(decision, reason=f"{reason}; {decision.reason}")
             self.engines.use(chosen.width)
             self.actors = 0
-            return self._decide(plans, step, limits[chosen.width][1], urgent=reason)
+            return self._decide(plans, step, limits[chosen.width][1], update, urgent=reason)
 
         decision = safe_decide(self.last, make, fallback=min(max(self.actors, min_actors), max_actors))
         if not failed(decision) and self.tokens_per_step > DRAFTS_MATTER:
@@ -168,9 +179,13 @@ class Autoscaler:
             decision, self.width_note = replace(decision, reason=f"{self.width_note}; {decision.reason}"), ""
         predicted = self.safely(
             "predicting the step",
-            lambda: self._predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1]),
+            lambda: self._predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1], update),
             lambda: (0.0, 0.0, 0.0),
         )
+        if rooms:
+            self.sizes = self.safely(
+                "sizing learner and engines", lambda: self._size_together(scenarios.lengths, prompts, rooms), lambda: None
+            )
         width = self.engines.width if self.engines.expected else None
         return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=width)
 
@@ -206,29 +221,67 @@ class Autoscaler:
             lambda: max_actors,
         )
 
-    def _predict_step(self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int) -> tuple[float, float, float]:
+    def _update_beside(self, learner_slots: int, lengths: np.ndarray) -> Update | None:
+        """Return the update beside a rollout of these lengths, or None if there is none or no update was measured yet."""
+        if not learner_slots or not self.learner.is_measured:
+            return None
+        return self._update(self.learner_slots, learner_slots, self.update_tokens, lengths)
+
+    def _update(self, per_rank: int, learner_slots: int, tokens: float, lengths: np.ndarray) -> Update:
+        apart_s = self.apart_s(float(lengths.mean(1).sum()), len(lengths))
+        return Update(learner_slots, self.learner.predict(per_rank, tokens), apart_s)
+
+    def apart_s(self, tokens: float, samples: int) -> float:
+        """Return the seconds of a step besides its rollout and its update."""
+        parts = lambda: self._passes_s(tokens) + self.terms.score.predict(samples) + self.outside.predict()  # noqa: E731
+        return self.safely("predicting the step", parts, lambda: 0.0)
+
+    def _passes_s(self, tokens: float) -> float:
+        return self.terms.passes.predict(tokens) if self.terms.passes.records else 0.0
+
+    def _size_together(self, lengths: np.ndarray, prompts: list[Prompt], rooms: Mapping[int, Mapping[int, int]]) -> Sizes | None:
+        """Choose the learner's slots for the update on the planned step's responses, and the engines beside it.
+
+        The rollout beside that update has other prompts, which are not known yet. Its responses are taken to be as long as those of
+        the planned step. Returns None if there is no choice, or until every number of slots is measured.
+        """
+        if len(rooms) < 2 or self.learner.trial(self.learner_slots, 0.0) is not None:
+            return None
+        tokens, ranks = float(lengths.mean(1).sum()), self.recipe.learner.ranks
+        plans: dict[Update, list[Plan]] = {}
+        for per_rank, by_width in rooms.items():
+            update, found = self._update(per_rank, per_rank * ranks, tokens, lengths), list[Plan]()
+            for width, most in by_width.items():
+                if self.bids is not None:
+                    most = min(most, (self.bids.room - update.slots) // width)
+                if most >= self.recipe.rollout.min_actors:
+                    found += self._with_overhead(self._frontier(lengths, prompts, most, width), width)
+            plans[update] = found
+        return size_together(plans, self.objective, self.learner_slots * ranks) if any(plans.values()) else None
+
+    def _predict_step(
+        self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int, update: Update | None
+    ) -> tuple[float, float, float]:
         """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
         start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
-        phase_s, slot_s = self._predict(decision, lengths, self._prompt_tokens(prompts), start_s)
-        learn_s = self.predict_learn_s(float(lengths.mean(1).sum()))
-        score_s, outside_s = self.terms.score.predict(len(lengths)), self.outside.predict()
-        if self.recipe.rollout.rolls_out_ahead:
-            return phase_s, slot_s, max(phase_s, learn_s) + score_s + outside_s
-        return phase_s, slot_s, phase_s + score_s + learn_s + outside_s
+        phase_s, slot_s = self._predict(decision, lengths, self._prompt_tokens(prompts), start_s, update)
+        tokens = float(lengths.mean(1).sum())
+        apart_s, update_s = self.apart_s(tokens, len(lengths)), self.learner.predict(self.learner_slots, tokens)
+        return phase_s, slot_s, apart_s + (max(phase_s, update_s) if self.recipe.rollout.rolls_out_ahead else phase_s + update_s)
 
     def predict_learn_s(self, tokens: float) -> float:
         """Return the seconds of the learn phase for so many generated tokens."""
-        passes = self.terms.passes
-        return self.learner.predict(self.learner_slots, tokens) + (passes.predict(tokens) if passes.records else 0.0)
+        return self.learner.predict(self.learner_slots, tokens) + self._passes_s(tokens)
 
-    def size_learner(self, samples: list[Sample]) -> Decision:
-        """Decide the number of slots per rank for the update on `samples`."""
+    def size_learner(self, samples: list[Sample], beside: bool = False) -> Decision:
+        """Decide the number of slots per rank for the update on `samples`. `beside`: the next step's rollout works beside it."""
         if not self.recipe.functions.elastic:
             return Hold(self.recipe.learner.max_slots_per_rank, "functions.elastic is off: all slots, always")
-        tokens = float(response_tokens(samples).sum())
+        tokens = self.update_tokens = float(response_tokens(samples).sum())
+        alone = partial(self.learner.decide, self.learner_slots, tokens, value_per_s=self.value_per_s)
         decision = self.safely(
             "sizing the learner",
-            lambda: self.learner.decide(self.learner_slots, tokens, value_per_s=self.value_per_s),
+            (lambda: self._size_beside(tokens)) if beside else alone,
             lambda: Hold(self.learner_slots, "as before: sizing the learner failed"),
         )
         self.learner_slots, self.learner_delay = decision.actors, Delay(0.0, decision.actors, "")
@@ -237,6 +290,26 @@ class Autoscaler:
             self.learner_delay = delay
             return replace(decision, actors=delay.slots, reason="; ".join(filter(None, (delay.reason, fewer, decision.reason))))
         return decision
+
+    def _size_beside(self, tokens: float) -> Decision:
+        """Decide the number of slots per rank for an update beside a rollout: it was sized together with the engines."""
+        now = self.learner_slots
+        if (trial := self.learner.trial(now, tokens)) is not None:
+            return trial
+        if len(self.learner.counts) == 1:
+            reason = f"{slots(now)} a rank, as learner.max_slots_per_rank says; engines are sized for an update on them"
+            return decision_for(now, now, reason, self.learner.predict(now, tokens))
+        if self.sizes is None:
+            return Hold(now, "as before: learner and engines were not sized together yet")
+        per_rank = self.sizes.update.slots // self.recipe.learner.ranks
+        return decision_for(per_rank, now, self.sizes.reason, self.learner.predict(per_rank, tokens))
+
+    @property
+    def expected_update_s(self) -> float:
+        """Predicted seconds of the newest update; 0 before the first measurement."""
+        if not self.learner.is_measured:
+            return 0.0
+        return self.safely("predicting the update", lambda: self.learner.predict(self.learner_slots, self.update_tokens), lambda: 0.0)
 
     def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:
         """Record an update's duration. `slots`: per rank."""
@@ -248,10 +321,12 @@ class Autoscaler:
         self.passes_s = seconds
         self.terms.passes.observe(float(response_tokens(samples).sum()), seconds)
 
-    def _predict(self, decision: Decision, lengths: np.ndarray, prompt_tokens: np.ndarray, before_s: float) -> tuple[float, float]:
+    def _predict(
+        self, decision: Decision, lengths: np.ndarray, prompt_tokens: np.ndarray, before_s: float, update: Update | None
+    ) -> tuple[float, float]:
         """Return seconds of the rollout phase and slot-seconds of its leases, including overhead besides decoding.
 
-        Slots are counted as held for the learner if that is cheaper than releasing and requesting them again.
+        Slots are counted as held for whoever needs them next if that is cheaper than releasing and requesting them again.
         """
         overhead_s, slowdown = self.around.predict() + before_s, 1 + self.engines.fit.overhead
         phase_s = decision.time_s * slowdown + overhead_s
@@ -262,17 +337,22 @@ class Autoscaler:
         for group in decision.plan.groups:
             own_s = speed.rollout_s(lengths[group].astype(float), prompt_tokens[group]) * slowdown + overhead_s
             tail_s = max(0.0, phase_s - own_s)
-            held = self.drained(tail_s, needed_next).action == "Hold"
+            if update is None:
+                held = self.drained(tail_s, needed_next).action == "Hold"
+            else:
+                held = self.hold_idle(max(phase_s, update.seconds) - own_s + update.apart_s).action == "Hold"
             slot_s += self.engines.width * (phase_s if held else min(own_s, phase_s))
         return phase_s, slot_s
 
     def drained(self, tail_s: float, needed_next: bool) -> Decision:
         """Decide about the lease of an idle engine while others work for `tail_s` more seconds."""
-        if not needed_next:
-            return Release(0, "the next phase does not need the slot")
+        return self.hold_idle(tail_s) if needed_next else Release(0, "the next phase does not need the slot")
+
+    def hold_idle(self, seconds: float) -> Decision:
+        """Decide whether to hold a lease that is needed again in so many seconds."""
         return self.safely(
             "weighing an idle slot",
-            lambda: hold_slot(tail_s, 1.0, start_cost(REGRANT_S, 1.0, self.value_per_s)),
+            lambda: hold_slot(seconds, 1.0, start_cost(REGRANT_S, 1.0, self.value_per_s)),
             lambda: Release(0, "weighing the idle slot failed"),
         )
 
@@ -320,9 +400,9 @@ class Autoscaler:
     def _speed(self, width: int) -> Speed:
         return replace(self.engines.fit_of(width).speed, prefill_s=self.terms.prefill.per_unit_s)
 
-    def _decide_width(self, frontiers: dict[int, list[Plan]], warm: dict[int, int], step: int) -> WidthDecision:
+    def _decide_width(self, frontiers: dict[int, list[Plan]], warm: dict[int, int], step: int, update: Update | None) -> WidthDecision:
         """Decide about the engines' width. `warm`: processes of each width without a cold start."""
-        adjusted = {width: self._with_overhead(plans, width) for width, plans in frontiers.items()}
+        adjusted = {width: self._compared(plans, width, update) for width, plans in frontiers.items()}
         width, best = best_width(adjusted, self.objective)
         now = choose_nearest(adjusted[self.engines.width], self.objective)
         self.width_history = self.width_history.record(step, width)
@@ -342,14 +422,15 @@ class Autoscaler:
         """Return (samples,) prompt tokens of every response."""
         return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
 
-    def _decide(self, plans: list[Plan], step: int, warm: int, urgent: str = "") -> Decision:
-        adjusted = self._with_overhead(plans, self.engines.width)
+    def _decide(self, plans: list[Plan], step: int, warm: int, update: Update | None, urgent: str = "") -> Decision:
+        adjusted = self._compared(plans, self.engines.width, update)
         choice = choose_nearest(adjusted, self.objective)
-        chosen = plans[choice.index]
+        figures = plans if update is None else adjusted  # beside an update, a resize must pay back in the step's time and cost
+        chosen = figures[choice.index]
         self.value_per_s = max(time_value(self.objective, adjusted), MIN_SECOND_VALUE)
         self.history = self.history.record(step, chosen.actors)
         best = best_held_plan(adjusted, self.actors, self.objective) if self.actors else None
-        stay = next((plan for plan, adjusted_plan in zip(plans, adjusted, strict=True) if adjusted_plan is best), None)
+        stay = next((plan for plan, adjusted_plan in zip(figures, adjusted, strict=True) if adjusted_plan is best), None)
         start = self.terms.warm_start if chosen.actors <= warm else self.terms.cold_start
         decision = decide(
             self.actors,
@@ -365,13 +446,24 @@ class Autoscaler:
             urgent=urgent,
         )
         if decision.plan is chosen:
-            return replace(decision, reason=f"{choice.reason}; {decision.reason}")
-        return decision
+            decision = replace(decision, reason=f"{choice.reason}; {decision.reason}")
+        if update is None:
+            return decision
+        own = next(plan for plan, figure in zip(plans, figures, strict=True) if figure is decision.plan)
+        reason = f"beside an update of {update.seconds:.3g} s on {slots(update.slots)}: {decision.reason}"
+        return replace(decision, reason=reason, plan=own, time_s=own.time_s, cost=own.cost)
+
+    def _compared(self, plans: list[Plan], width: int, update: Update | None) -> list[Plan]:
+        """Return the plans with the time and cost by which the objective compares them.
+
+        Beside an update these are the step's. Objectives with a deadline or budget cover the overhead besides decoding too.
+        """
+        if update is not None:
+            return [beside(plan, update, self.objective) for plan in self._with_overhead(plans, width)]
+        return plans if self.objective.deadline_s is None and self.objective.budget is None else self._with_overhead(plans, width)
 
     def _with_overhead(self, plans: list[Plan], width: int) -> list[Plan]:
-        """Add the overhead besides decoding to plans, for objectives with a deadline or budget, which cover it too."""
-        if self.objective.deadline_s is None and self.objective.budget is None:
-            return plans
+        """Add the overhead besides decoding to plans."""
         overhead_s, slowdown = self.around.predict(), 1 + self.engines.fit.overhead
         return [
             replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * width)

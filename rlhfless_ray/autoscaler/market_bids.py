@@ -30,6 +30,7 @@ class MarketBids:
         self.running: Bid | None = None  # for the rollout that runs
         self.begun_s, self.paid_slot_s = 0.0, 0.0  # when it began, and what the run had paid until then
         self.points: list[tuple[int, float]] = []  # slots and seconds of its engines
+        self.room = 0  # slots that the pool would have for the run in the planned rollout
         self.besides = 0  # slots that the run holds beside its engines during that rollout
 
     def divide(self, frontiers: Mapping[int, Sequence[Plan]], besides: int) -> tuple[dict[int, list[Plan]], str]:
@@ -40,7 +41,8 @@ class MarketBids:
         self.points = _quickest((plan.actors * width, plan.time_s) for width, plans in frontiers.items() for plan in plans)
         self.rollout, self.besides = self._bid([(slots + besides, seconds) for slots, seconds in self.points]), besides
         cleared = self.pool.what_if(self.rollout)
-        room = cleared.slots[self.rollout.run] - besides
+        self.room = cleared.slots[self.rollout.run]
+        room = self.room - besides
         left = {width: [plan for plan in plans if plan.actors * width <= room] for width, plans in frontiers.items()}
         kept = {width: plans or [min(frontiers[width], key=lambda plan: plan.actors)] for width, plans in left.items()}
         fewer = any(len(kept[width]) < len(plans) for width, plans in frontiers.items())

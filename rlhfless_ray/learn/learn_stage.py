@@ -167,7 +167,8 @@ class LearnStage:
         """Run the learn phase of step `number` inside the block. Rollout engines hold no lease in it."""
         context, self.number, self.passes_s = self.context, number, 0.0
         with context.phases.phase("learn"):
-            self.plan = context.autoscaler.size_learner(samples)
+            beside = self.worker_groups.shares_slots and context.recipe.rollout.partial == "off"
+            self.plan = context.autoscaler.size_learner(samples, beside)
             context.broker.put(self.done_ahead(wait=True))
             if context.leases.resource == "cpu":  # every slot is a thread; on GPU a rank has one device
                 for worker_group in self.worker_groups.all:

@@ -69,6 +69,7 @@ class RolloutStage:
         self.context, self.pool, self.publisher, self.on_end_near = context, pool, publisher, on_end_near
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
+        self.idle_s: Callable[[float], float] | None = None  # beside an update, see `phase`
         self.prefix, self.agents, self.drafter, self.kept = prefix, agents, drafter, kept
         self.traffic = WeightTraffic()
         self.drafts = SharedDrafts() if context.recipe.rollout.speculation != "off" else None
@@ -136,14 +137,23 @@ class RolloutStage:
 
     @contextmanager
     def phase(
-        self, plan: RolloutPlan, weights: WeightVersion, name: str = "rollout", wait_s: float = 0.0, ends: Callable[[], bool] | None = None
+        self,
+        plan: RolloutPlan,
+        weights: WeightVersion,
+        name: str = "rollout",
+        wait_s: float = 0.0,
+        ends: Callable[[], bool] | None = None,
+        idle_s: Callable[[float], float] | None = None,
     ) -> Iterator[None]:
         """Hold the plan's engines inside the block. They load the weights as soon as they have leases.
 
-        `name`: the phase's name. `wait_s`: longest wait for slots that another run gives back. `ends`: for work beside an update, whether
-        it has ended. There may be no engine then, see `_staff`.
+        Args:
+            name: the phase's name.
+            wait_s: longest wait for slots that another run gives back.
+            ends: for work beside an update, whether it has ended. There may be no engine then, see `_staff`.
+            idle_s: for the same, seconds until the slot of an idle engine is needed again, from the seconds until the rollout ends.
         """
-        context = self.context
+        context, self.idle_s = self.context, idle_s
         with context.phases.phase(name):
             context.broker.keep_idle()
             self.pool.set_width(plan.width or self.pool.width)
@@ -152,7 +162,17 @@ class RolloutStage:
             context.broker.release()
             context.autoscaler.actors = len(self.pool.working)
             yield
-            context.broker.put(self._park())
+            leases = self._park()
+            if idle_s is not None and context.recipe.functions.elastic and self.decide_lease(0.0, True).action == "Release":
+                context.leases.release(leases)  # the update goes on for long
+            else:
+                context.broker.put(leases)
+            self.idle_s = None
+
+    def decide_lease(self, tail_s: float, needed_next: bool) -> Decision:
+        """Decide about the lease of an idle engine while others work for `tail_s` more seconds."""
+        autoscaler = self.context.autoscaler
+        return autoscaler.drained(tail_s, needed_next) if self.idle_s is None else autoscaler.hold_idle(self.idle_s(tail_s))
 
     def _staff(self, actors: int, begin: Callable[[Instance], None], wait_s: float, ends: Callable[[], bool] | None) -> None:
         """Take slots for engines. `ends`: for work beside an update, whether it has ended.
@@ -279,7 +299,7 @@ class RolloutStage:
             interval_s=recipe.rollout.stream_interval_s,
             silence_s=recipe.rollout.silence_s,
             needed_next=self.publisher.learner_slots,
-            drained=autoscaler.drained,
+            drained=self.decide_lease,
             give_back=self.give_back,
             on_progress=self._on_progress,
             listener=listener,

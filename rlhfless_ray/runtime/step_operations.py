@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.functions.lease import LeaseManager, most_instances
+from rlhfless_ray.functions.lease import Lease, LeaseManager, most_instances
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
@@ -75,6 +76,7 @@ class StepOperations(CheckpointedRun):
     ahead: Sequence[Sample] = ()  # responses of the next step, without rewards, once they are generated
     begun_ahead: list[Group] | None = None  # groups of the next step, if a partial rollout was beside the update
     update: Pending[Any] = Pending(lambda: None)
+    update_ends_s = 0.0  # when the update will end by its prediction, on the clock of time.monotonic
     in_update = False  # whether the learner makes an update
     unrecorded = False  # whether the learner has made an update that is not recorded yet
     finished = False
@@ -114,15 +116,24 @@ class StepOperations(CheckpointedRun):
     def plan(self, step: Step) -> RolloutPlan:
         now = self.autoscaler.engines.width
         limits = {width: self.context.most_engines(width) for width in {now: 0, **self.context.most_by_width}}
+        beside: dict[str, Any] = {}
         if self.in_update and self.rolls_out_ahead:  # engines get the slots that the learner leaves
-            nodes, ranks = self.leases.nodes.slots(self.recipe.rollout.nodes), self.worker_group.by_rank
-            learner = [lease for rank in ranks for lease in rank.leases]
-            limits = {width: min(n, most_instances(nodes, width, learner)) for width, n in limits.items()}
+            nodes, learner = self.leases.nodes.slots(self.recipe.rollout.nodes), [rank.leases for rank in self.worker_group.by_rank]
+
+            def room(learner: list[list[Lease]]) -> dict[int, int]:
+                held = [lease for leases in learner for lease in leases]
+                return {width: min(n, most_instances(nodes, width, held)) for width, n in limits.items()}
+
+            if self.recipe.rollout.partial == "off":  # otherwise the rollout ends with the update, and goes on after it
+                sizes = self.autoscaler.learner.counts if self.leases.resource == "cpu" else []
+                rooms = {size: room([leases[:1] * size for leases in learner]) for size in sizes}
+                beside = {"learner_slots": sum(map(len, learner)), "rooms": rooms}
+            limits = room(learner)
         least, warm = self.recipe.rollout.min_actors, self.rollout_stage.warm
         others = {width: (n, warm(width)) for width, n in limits.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
         most = max(least, limits[now])  # the rollout waits for the fewest
-        plan = self.autoscaler.plan(scenarios, step.prompts, most, step=step.number, warm=warm(now), others=others)
+        plan = self.autoscaler.plan(scenarios, step.prompts, most, step=step.number, warm=warm(now), others=others, **beside)
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")
         return plan
@@ -186,8 +197,19 @@ class StepOperations(CheckpointedRun):
         if delay.seconds:
             self.step.metrics["pool/wait_reason"] = delay.reason
             self.record.progress.message(f"step {self.step.number}: the rollout {delay.reason}")
-        ends = self.update.is_ready if self.in_update else None
-        return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name, delay.seconds, ends))
+        ends, idle_s = (self.update.is_ready, self._idle_beside_s) if self.in_update else (None, None)
+        return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name, delay.seconds, ends, idle_s))
+
+    def _idle_beside_s(self, tail_s: float) -> float:
+        """Return the seconds until the slot of an idle engine beside the update is needed again. `tail_s`: until the rollout ends.
+
+        The learner has slots of its own. So the next rollout needs it, which begins after the passes of the next learn phase. A partial
+        rollout goes on as soon as the update ends.
+        """
+        left_s = max(tail_s, self.update_ends_s - time.monotonic())
+        if self.recipe.rollout.partial != "off":
+            return left_s
+        return left_s + self.autoscaler.apart_s(self.autoscaler.update_tokens, len(self.step.samples))
 
     def generate(self, step: Step) -> list[Sample]:
         assert self.weights is not None
@@ -278,6 +300,7 @@ class StepOperations(CheckpointedRun):
         if self.weights is not None and not self.rolls_out_ahead:  # engines no longer need it: free its space for the next version
             self.weights = replace(self.weights, ref=None, copy=None)
         update = self.learn_stage.start_update(batch, self.step.samples)
+        self.update_ends_s = time.monotonic() + self.autoscaler.expected_update_s
         self.update = Pending(lambda: self._updated(update), update.is_ready)
         return self.update
 

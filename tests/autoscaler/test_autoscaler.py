@@ -330,23 +330,78 @@ def test_a_rollout_bids_for_as_many_engines_as_what_is_left_has_work_for():
 
 
 def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_their_own_nodes():
-    spot, most = {"market": "spot"}, list[int]()
+    spot, most, told = {"market": "spot"}, list[int](), list[object]()
     run = Runtime.__new__(Runtime)
     run.recipe = recipe(rollout={"max_lag_steps": 1, "nodes": spot})
     nodes = SimpleNamespace(slots=lambda labels: {"spot": 4} if labels == spot else {"spot": 4, "other": 4})
-    run.leases, run.in_update = SimpleNamespace(nodes=nodes), True  # type: ignore[assignment]
+    run.leases, run.in_update = SimpleNamespace(nodes=nodes, resource="cpu"), True  # type: ignore[assignment]
     run.context = SimpleNamespace(most_engines=lambda width: 4, most_by_width={})  # type: ignore[assignment]
     ranks = [SimpleNamespace(leases=[Lease("a", Slot("spot", 0)), Lease("b", Slot("spot", 1))])]
     run.worker_group, run.rollout_stage = SimpleNamespace(by_rank=ranks), SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
 
-    def plan(scenarios, prompts, max_actors, **_):
+    def plan(scenarios, prompts, max_actors, *, learner_slots, rooms, **_):
         most.append(max_actors)
+        told.append((learner_slots, rooms))
         return SimpleNamespace(decision=Hold(1, ""))
 
-    run.autoscaler = SimpleNamespace(engines=SimpleNamespace(width=1), plan=plan)  # type: ignore[assignment]
+    learner = SimpleNamespace(counts=[1, 2, 4])
+    run.autoscaler = SimpleNamespace(engines=SimpleNamespace(width=1), plan=plan, learner=learner)  # type: ignore[assignment]
     step = Step(1)
     step.prompts, step.forecast = prompts(), None  # type: ignore[assignment]
     run.plan(step)
     ranks[0].leases += [Lease("c", Slot("spot", 2)), Lease("d", Slot("spot", 3))]
     run.plan(step)
     assert most == [2, 1], "it waits for rollout.min_actors in any case"
+    assert told == [(2, {1: {1: 3}, 2: {1: 2}, 4: {1: 0}}), (4, {1: {1: 3}, 2: {1: 2}, 4: {1: 0}})]
+
+
+def lagging(prefer: float, update_s: dict[int, float]) -> Autoscaler:
+    """One step off, after updates of so many seconds on one, two and four slots."""
+    auto = trained(Autoscaler(recipe(objective={"prefer": prefer}, rollout={"max_lag_steps": 1}, learner={"max_slots_per_rank": 4}), SPEED))
+    for slots, seconds in update_s.items():
+        for seed in range(3):
+            samples = answers(prompts(), seed)
+            auto.observe_update(slots, samples, seconds * float(response_tokens(samples).sum()) / 2000)
+    return auto
+
+
+ROOMS = {1: {1: 7}, 2: {1: 6}, 4: {1: 4}}  # engines on eight slots
+
+
+def test_engines_beside_an_update_are_sized_with_it() -> None:
+    found = {}
+    for update_s in (0.01, 60.0):
+        auto = lagging(1.0, dict.fromkeys((1, 2, 4), update_s))
+        auto.size_learner(answers(prompts()), beside=True)
+        scenarios = auto.forecast(prompts(), 7)
+        alone = auto.plan(scenarios, prompts(), 7, step=7, warm=7)
+        auto.actors = 0
+        plan = auto.plan(scenarios, prompts(), 7, step=7, warm=7, learner_slots=1)
+        found[update_s] = plan.actors
+        assert "beside an update of " in plan.reason and " s on 1 slot: " in plan.reason and "beside" not in alone.reason
+        assert plan.predicted_s == pytest.approx(plan.decision.time_s * (1 + auto.engines.fit.overhead) + auto.around.predict())
+        assert plan.predicted_step_s > max(plan.predicted_s, 0.8 * auto.expected_update_s)
+    assert found[60.0] == 1 < found[0.01], "a rollout that ends long before the update needs one engine"
+
+
+def test_the_learners_slots_are_chosen_together_with_the_engines() -> None:
+    auto = lagging(0.5, {1: 60.0, 2: 30.0, 4: 15.0})
+    assert "as before: learner and engines were not sized together yet" in auto.size_learner(answers(prompts()), beside=True).reason
+    auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
+    decision = auto.size_learner(answers(prompts()), beside=True)
+    assert decision.actors == 4 == auto.learner_slots and "4 slots for an update of " in decision.reason
+    assert " s beside 1 engine for a rollout of " in decision.reason and "1 slot beside " in decision.reason
+    short = lagging(0.9, {1: 0.02, 2: 0.019, 4: 0.018})
+    short.plan(short.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
+    assert short.size_learner(answers(prompts()), beside=True).actors == 1
+    untried = lagging(0.5, {4: 1.0})
+    untried.plan(untried.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
+    assert untried.size_learner(answers(prompts()), beside=True).reason == "trying 2: not measured yet"
+
+
+def test_a_fixed_learner_says_that_engines_are_sized_for_it() -> None:
+    auto = Autoscaler(recipe(rollout={"max_lag_steps": 1}), SPEED)
+    for _ in range(2):
+        auto.observe_update(1, answers(prompts()), 1.0)
+    reason = auto.size_learner(answers(prompts()), beside=True).reason
+    assert reason == "1 slot a rank, as learner.max_slots_per_rank says; engines are sized for an update on them"

@@ -1,0 +1,94 @@
+"""Size a rollout and the update that it works beside, together.
+
+With a lag of one step, the next step's rollout works beside this step's update. Both hold their slots at once, and the step waits for the
+slower one. A rollout that ends before the update needs no more engines, and an update that ends before the rollout no more slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from placement.planning.objective import Objective, choose_nearest
+from placement.planning.plan import Plan
+from placement.scaling.engine_width import slots
+from placement.scaling.resize_policy import MIN_SAVING, time_value
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update beside a rollout: the learner's slots, its seconds on them, and seconds of the step's other work (apart_s)."""
+
+    slots: int
+    seconds: float
+    apart_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The update and the rollout that were chosen together, and why. `plan` has the rollout's own time and cost."""
+
+    update: Update
+    plan: Plan
+    reason: str
+
+
+def beside(plan: Plan, update: Update, objective: Objective) -> Plan:
+    """Return a rollout's plan with the seconds and slot-seconds of a step in which it works beside the update.
+
+    The learner holds its slots throughout the step. An engine is billed until its own last response, as in every plan. An objective's
+    deadline or budget is one of the rollout alone: that axis keeps the rollout's own figure.
+    """
+    step_s = max(plan.time_s, update.seconds) + update.apart_s
+    return replace(
+        plan,
+        time_s=step_s if objective.deadline_s is None else plan.time_s,
+        cost=plan.cost + update.slots * step_s if objective.budget is None else plan.cost,
+    )
+
+
+def size_together(plans: Mapping[Update, Sequence[Plan]], objective: Objective, current: int = 0) -> Sizes:
+    """Choose an update and a rollout for the slots that it leaves.
+
+    Every pair is tried. Pairs are compared by the whole step: the longer of update and rollout and what overlaps with neither, and the
+    slot-seconds of both.
+
+    Parameters
+    ----------
+    plans : mapping
+        For each update that is possible, the frontier of rollouts on the slots that it leaves.
+    objective : Objective
+        Which pair to choose.
+    current : int
+        Slots of the learner now. They are kept unless another pair saves `MIN_SAVING` of a step's cost.
+
+    Raises
+    ------
+    ValueError
+        If there are no plans.
+    """
+    pairs = [(update, plan, beside(plan, update, objective)) for update, some in plans.items() for plan in some]
+    choice = choose_nearest([step for *_, step in pairs], objective)
+    update, plan, step = pairs[choice.index]
+    held = [pair for pair in pairs if pair[0].slots == current]
+    if held and update.slots != current:
+        stay = choose_nearest([step for *_, step in held], objective)
+        worth = time_value(objective, [step for *_, step in pairs])
+        before, after = (one.cost + worth * one.time_s for one in (stay.plan, step))
+        if stay.met == choice.met and before - after <= MIN_SAVING * before:
+            update, plan, step = held[stay.index]
+    others = [
+        f"{slots(one.slots)} beside {count(best.plan.actors)}: {best.plan.time_s:.3g} s for {best.plan.cost:.3g}"
+        for one, some in plans.items()
+        if some and one != update
+        for best in [choose_nearest([beside(plan, one, objective) for plan in some], objective)]
+    ]
+    reason = (
+        f"{slots(update.slots)} for an update of {update.seconds:.3g} s beside {count(plan.actors)} for a rollout of {plan.time_s:.3g} s: "
+        f"step of {step.time_s:.3g} s for {step.cost:.3g}" + f" ({'; '.join(others)})" * bool(others)
+    )
+    return Sizes(update, plan, reason)
+
+
+def count(engines: int) -> str:
+    return f"{engines} engine" + "s" * (engines != 1)
