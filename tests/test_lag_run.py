@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
+from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.types import Sample, Step
 from tests.compat.test_runs import AGENT
 from tests.conftest import command_here, samples, small_recipe, write_recipe
@@ -22,15 +23,16 @@ from tests.run_files import CheckpointPolicy, rows, watched_phases
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
-LAG = {"rollout__max_lag_steps": 1, "rollout__stream_interval_s": 0.02, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
-
+EVERY_STEP = {"rollout__stream_interval_s": 0.02, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
+LAG = {"rollout__max_lag_steps": 1, **EVERY_STEP}
+NO_LAG = {"max_lag_steps": 0, "partial": "off", "oversample": "auto", "partial_kv": "recompute", "ahead": False}
 
 Ran = tuple[Recipe, list[Step], Path]
 
 
-def ran(folder: Path, lag: int) -> Ran:
-    """Run four steps with a lag, or two without. Returns the recipe, the steps and the run's folder."""
-    recipe = Recipe.parse(small_recipe(folder, **LAG | {"rollout__max_lag_steps": lag, "run__steps": 4 if lag else 2}))
+def ran(folder: Path, **settings: Any) -> Ran:
+    """Return the recipe, the steps and the folder of a run."""
+    recipe = Recipe.parse(small_recipe(folder, **settings))
     with Runtime(recipe) as run:
         return recipe, list(run), folder / "runs" / "small"
 
@@ -38,13 +40,31 @@ def ran(folder: Path, lag: int) -> Ran:
 @pytest.fixture(scope="module")
 def lagging(private_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """An undisturbed run with a lag, which several tests look at."""
-    return ran(tmp_path_factory.mktemp("lagging"), 1)
+    return ran(tmp_path_factory.mktemp("lagging"), **LAG)
+
+
+@pytest.fixture(scope="module")
+def synchronous(private_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Two steps without a lag, whose recipe names none of the keys of asynchrony."""
+    return ran(tmp_path_factory.mktemp("synchronous"), **EVERY_STEP, run__steps=2)
+
+
+def test_a_lag_of_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, synchronous: Ran) -> None:
+    """With every key of asynchrony at the value that means none. Both runs are of this machine."""
+    explicit = {f"rollout__{key}": value for key, value in NO_LAG.items()}
+    _, steps, folder = ran(tmp_path, **EVERY_STEP, **explicit, run__steps=2)
+    for mine, theirs in zip(steps, synchronous[1], strict=True):
+        for one, other in zip(mine.samples, theirs.samples, strict=True):
+            np.testing.assert_array_equal(one.completion.token_ids, other.completion.token_ids)
+            np.testing.assert_array_equal(one.completion.logprobs, other.completion.logprobs)
+            assert (one.prompt, one.reward, one.advantage) == (other.prompt, other.reward, other.advantage)
+    assert_same(folder, synchronous[2], steps=(1, 2))
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(tmp_path: Path, lagging: Ran, lag: int) -> None:
+def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(lagging: Ran, synchronous: Ran, lag: int) -> None:
     """Checkpoints hold the weights of each version, under which every response is computed again."""
-    recipe, steps, folder = lagging if lag else ran(tmp_path, 0)
+    recipe, steps, folder = lagging if lag else synchronous
     drawn_by = {step.number: {version for s in step.samples for version, _ in s.completion.versions} for step in steps}
     assert drawn_by == {1: {0}, **{number: {number - 1 - lag} for number in ((2, 3, 4) if lag else (2,))}}
     policy, told = CheckpointPolicy(recipe, folder), rows(folder, 1)
@@ -83,11 +103,11 @@ def test_engines_and_learner_hold_slots_at_once_and_the_run_resumes(tmp_path: Pa
     assert overlap_s(one / "ledger.csv") > 0
 
 
-def assert_same(run: Path, other: Path) -> None:
+def assert_same(run: Path, other: Path, steps: tuple[int, ...] = (1, 2, 3, 4)) -> None:
     """The same samples in every step, and the same weights at the end."""
-    for step in (1, 2, 3, 4):
+    for step in steps:
         assert samples(run, step) == samples(other, step)
-    mine, theirs = (load_file(of / "checkpoints" / "step_4" / "model.safetensors") for of in (run, other))
+    mine, theirs = (load_file(of / "checkpoints" / f"step_{steps[-1]}" / "model.safetensors") for of in (run, other))
     assert mine.keys() == theirs.keys()
     for name, weights in mine.items():
         np.testing.assert_array_equal(weights, theirs[name])
@@ -129,6 +149,22 @@ def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path, lagging
     assert_same(folder, lagging[2])
 
 
+class Watched(Runtime):
+    """Keeps the log-probabilities that the learner computed beside the rollout, by step and sample. Updates end before rollouts."""
+
+    proximal: dict[int, dict[int, np.ndarray]]
+
+    def generate(self, step: Step) -> list[Sample]:
+        if self.in_update:
+            self.learn_stage.update.result()
+        return super().generate(step)
+
+    def advantages(self, samples: list[Sample]) -> Batch:
+        passes = self.learn_stage.passes.logprobs
+        self.proximal[self.step.number] = {} if passes is None else {key: found["old"] for key, found in passes.known.items()}
+        return super().advantages(samples)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -148,7 +184,8 @@ def test_other_features_work_with_a_lag(tmp_path: Path, settings: dict[str, Any]
     if "reward" in settings:
         (tmp_path / "agent.py").write_text(AGENT)
         tree |= {"reward": {}, "agent": {"path": str(tmp_path / "agent.py"), "max_tokens": 96, "turn_tokens": 8}}
-    with Runtime(Recipe.parse(tree)) as run:
+    with Watched(recipe := Recipe.parse(tree)) as run:
+        run.proximal = {}
         steps = list(run)
     assert [step.metrics["lag/max"] for step in steps] == [0, 1, 1]
     assert all(step.stats is not None and step.stats.applied for step in steps)
@@ -156,6 +193,21 @@ def test_other_features_work_with_a_lag(tmp_path: Path, settings: dict[str, Any]
         versions = {step.number: {version for s in step.samples for version, _ in s.completion.versions} for step in steps}
         assert all(found <= {number - 2, number - 1} for number, found in versions.items() if number > 1), versions
         assert any(len(found) == 2 for found in versions.values()), "refilled groups are of the newest version"
+    if "algorithm__epochs" in settings:
+        check_proximal(recipe, tmp_path / "runs" / "small", steps, run.proximal)
+
+
+def check_proximal(recipe: Recipe, folder: Path, steps: list[Step], proximal: dict[int, dict[int, np.ndarray]]) -> None:
+    """They are those of the version before the update, which is newer than the one that drew the tokens, and are in the ledger."""
+    policy = CheckpointPolicy(recipe, folder)
+    for step in steps[1:]:
+        assert proximal[step.number] and step.metrics["overlap/logprobs"] == len(proximal[step.number])
+        policy.load(step.number - 1)
+        for key, found in proximal[step.number].items():
+            (sample,) = (s for s in step.samples if s.completion.key == key)
+            np.testing.assert_allclose(found, policy.logprobs(sample), atol=1e-4)
+    told = [row for row in read_ledger(folder / "ledger.csv") if row.what == "log-probabilities" and row.step < len(steps)]
+    assert told and all(row.kind == "learn" and row.lease and row.activity == "work" for row in told)
 
 
 def overlap_s(path: Path) -> float:

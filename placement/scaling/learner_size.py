@@ -44,7 +44,7 @@ class LearnerSize:
             since, added = self.updates_since[count], worth[count] - worth[best]
             if count != best and since >= INTERVAL * self.tried[count] and TRIED_AGAIN * since * worth[best] >= added:
                 reason = f"trying {count} again: {seconds[count]:.3g} s {since} updates ago, {best}: {seconds[best]:.3g} s"
-                return _to(count, current, reason, seconds[count])
+                return decision_for(count, current, reason, seconds[count])
         others = ", ".join(f"{count}: {seconds[count]:.3g} s" for count in self.counts if count != best)
         reason = f"{best} slots: {seconds[best]:.3g} s for {best * seconds[best]:.3g} slot-s" + (f" ({others})" if others else "")
         return decision_for(best, current, reason, seconds[best])

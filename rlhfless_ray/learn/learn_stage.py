@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class LearnStage:
         self.obstacle = obstacle(context.recipe)
         self.learned: set[int] = set()  # keys of the step's samples whose gradients have been requested
         self.refs: list[Any] = []  # references to pending gradients
+        self.update: Pending[UpdateStats] = Pending(UpdateStats)  # of the learner, the newest one
         self._stop_waits = ExitStack()  # holds the deferral of stop signals while an update is under way
         section = context.recipe.algorithm.kl
         self.controller: FixedKL | AdaptiveKL = FixedKL(section.coefficient)
@@ -96,6 +98,25 @@ class LearnStage:
         self.worker_group.wait_for_gradients(self.refs)
         self.refs = []
         return [*leases, *(self.worker_group.park() if self.context.leases.resource == "cpu" else [])]
+
+    def pass_beside(self, seconds: float) -> None:
+        """Once the update under way has ended, compute log-probabilities of finished samples of the rollout that works beside it.
+
+        They are those of the proximal policy, which is the version that the update has made. The learner still holds its slots, because
+        the step waits for the rollout, which continues for `seconds`.
+        """
+        passes = self.passes.logprobs
+        if passes is not None and (passes.waiting or passes.refs) and self.update.is_ready():
+            self.update.result()  # replaces lost ranks before they are asked for more
+            passes.collect(parks=False)
+            passes.start_ahead([], seconds)
+
+    def end_passes_beside(self) -> None:
+        """Wait for the last of these passes, and replace the learner if it was lost in one of them."""
+        if self.passes.logprobs is not None:
+            self.passes.logprobs.collect(wait=True, parks=False)
+            if not self.worker_group.working:
+                self.worker_groups.turn(self.worker_group)
 
     # ---- the phase --------------------------------------------------------------------------------------------
 
@@ -205,14 +226,18 @@ class LearnStage:
             self.worker_groups.turn(self.worker_group)
         if self.passes.each:
             self.context.autoscaler.observe_passes(samples, self.passes_s + time.monotonic() - began_s)
-        stats = Pending(UpdateStats) if frozen else self._started(batch, samples)
-        return Pending(lambda: self._updated(stats, samples, metrics, left), stats.is_ready)
+        self.update = update = Pending(UpdateStats) if frozen else self._started(batch, samples)
+        return Pending(lambda: self._updated(update, samples, metrics, left), update.is_ready)
 
     def _started(self, batch: Batch, samples: list[Sample]) -> Pending[UpdateStats]:
-        """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it."""
+        """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it.
+
+        Its result may be asked for more than once.
+        """
         began_s, restarts = time.monotonic(), self.worker_group.recovery.restarts
         update = self.worker_group.start_update(batch, publishes=True)
 
+        @cache
         def result() -> UpdateStats:
             stats: UpdateStats = update.result()
             if restarts == self.worker_group.recovery.restarts:

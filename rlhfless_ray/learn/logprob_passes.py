@@ -90,8 +90,11 @@ class Passes:
     def pending(self) -> list[Any]:
         return self.worker_group.pending(self.refs)
 
-    def collect(self, wait: bool = False) -> list[Lease]:
-        """Collect a finished pass, and return its leases. On GPU the worker group keeps them, because it needs its devices soon."""
+    def collect(self, wait: bool = False, parks: bool = True) -> list[Lease]:
+        """Collect a finished pass, and return its leases.
+
+        On GPU the worker group keeps them, because it needs its devices soon. `parks=False`: also on CPU.
+        """
         if not self.refs or (self.pending() and not wait):
             return []
         refs, self.refs = self.refs, []
@@ -101,7 +104,7 @@ class Passes:
             for sample, span in zip(self.in_pass, spans([sample.written_tokens for sample in self.in_pass]), strict=True):
                 self.known[sample.completion.key] = {name: results[name][span] for name in self.names}
         self.in_pass = []
-        return self.worker_group.park() if self.context.leases.resource == "cpu" else []
+        return self.worker_group.park() if parks and self.context.leases.resource == "cpu" else []
 
     def _batch(self, samples: list[Sample]) -> Batch:
         return batch_of(samples, self.context.recipe.rollout.samples_per_prompt)
@@ -141,17 +144,19 @@ class StepPasses:
         """`with_gradients`: gradients are computed ahead too, and with them the log-probabilities that they need."""
         recipe = context.recipe
         self.obstacle = passes_obstacle(recipe)
+        beside_updates = recipe.rollout.rolls_out_ahead  # engines and learner hold all slots then, so no other worker group gets one
+        others_ahead = self.obstacle is None and not beside_updates
         self.reference: Passes | None = None
         self.logprobs: Passes | None = None
         self.values: Passes | None = None
         if reference is not None:
-            self.reference = Passes(context, reference, "reference", ("reference",), self.obstacle is None)
+            self.reference = Passes(context, reference, "reference", ("reference",), others_ahead)
         samples = recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt
         names = () if with_gradients else passes(recipe.algorithm, recipe.lora, samples, apart=recipe.has_reference)
         if names:
             self.logprobs = Passes(context, worker_group, "logprobs", names, self.obstacle is None)
         if critic is not None:
-            self.values = Passes(context, critic, "values", ("values",), self.obstacle is None)
+            self.values = Passes(context, critic, "values", ("values",), others_ahead)
 
     @property
     def each(self) -> list[Passes]:

@@ -43,11 +43,14 @@ def passes(algorithm: AlgorithmConfig, lora: LoraConfig, samples: int, apart: bo
 
 
 def passes_obstacle(recipe: Recipe) -> str | None:
-    """Return why a run makes no passes ahead, or None if it does."""
+    """Return why a run makes no passes ahead, or None if it does.
+
+    One step off, the learner makes its own while it waits for the rollout beside its update. The others' are not made ahead.
+    """
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
-    if recipe.rollout.max_lag_steps:
-        return LAGS if recipe.rollout.rolls_out_ahead else PARTIAL
+    if recipe.rollout.partial != "off":
+        return PARTIAL
     if recipe.algorithm.filter_range is not None:
         return "algorithm.filter_range: the trained groups are known only when all are scored"
     return None

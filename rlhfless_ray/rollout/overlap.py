@@ -90,3 +90,29 @@ class OverlapScheduler:
     def metrics(self) -> dict[str, Any]:
         counts = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
         return counts | self.learning.passes.metrics() | (self.drafter.metrics() if self.drafter is not None else {})
+
+
+class BesideUpdate(OverlapScheduler):
+    """In a rollout beside an update: passes of the learner over finished samples, on its own slots, once the update has ended.
+
+    Engines' slots stay with them, and nothing is scored ahead.
+    """
+
+    def __init__(self, learning: EarlyLearning, broker: SlotBroker, samples: int) -> None:
+        self.learning, self.broker, self.scored, self.learned, self.drafter = learning, broker, 0, 0, None
+        learning.begin(samples)
+
+    def add_samples(self, samples: list[Sample]) -> None:
+        self.learning.passes.add_samples(samples)
+
+    def wants_slot(self) -> bool:
+        return False
+
+    def refs(self) -> list[Any]:
+        return self.learning.pending()
+
+    def poll(self, seconds: float) -> None:
+        self.learning.pass_beside(seconds)
+
+    def finish(self) -> None:
+        self.learning.end_passes_beside()

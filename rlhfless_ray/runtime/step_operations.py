@@ -26,7 +26,7 @@ from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
@@ -217,10 +217,13 @@ class StepOperations(CheckpointedRun):
             self.record.progress.message(f"step {step.number}: other runs hold all slots beside the update, so its rollout begins after it")
             return []
         count = self.recipe.rollout.samples_per_prompt
-        overlap = None
-        if not self.in_update and step.partial_batch is None:
-            drafter = self.rollout_stage.drafter
-            overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count, drafter)
+        overlap: OverlapScheduler | None = None
+        if step.partial_batch is None:
+            prompts, drafter = len(step.prompts), self.rollout_stage.drafter
+            if self.in_update:
+                overlap = BesideUpdate(self.learn_stage, self.broker, prompts * count)
+            else:
+                overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, prompts, count, drafter)
         samples = self.rollout_stage.generate(step, self.weights, overlap, lambda: self.in_update and self.update.is_ready())
         if step.partial_batch is not None:
             return self._take_groups(step, step.partial_batch, samples)

@@ -11,9 +11,10 @@ import pytest
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
+from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.overlap import OverlapScheduler
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler
+from rlhfless_ray.types import Completion, Prompt, Sample, UpdateStats
 
 COUNT = 2
 
@@ -104,12 +105,13 @@ def parts(
     critic: Gang | None = None,
     reference: Gang | None = None,
     lora: int = 0,
+    lag: int = 0,
     **learner: Any,
 ) -> tuple[OverlapScheduler, Scoring, Gang, LearnStage]:
     tree = {
         "prompts": {"task": "chain", "batch_prompts": 3},
         "reward": {"function": "task"},
-        "rollout": {"samples_per_prompt": COUNT},
+        "rollout": {"samples_per_prompt": COUNT, "max_lag_steps": lag},
         "learner": {"micro_batch_tokens": 10, **learner},
         "algorithm": algorithm or {},
         "lora": {"rank": lora},
@@ -387,3 +389,52 @@ def test_groups_that_may_be_dropped_are_not_passed_over_ahead() -> None:
     tail, *_ = parts(algorithm={"updates_per_step": 2, "filter_range": [0.1, 0.9]})
     ended(tail, range(4))
     assert not tail.wants_slot() and "filter_range" in tail.metrics()["overlap/passes_obstacle"]
+
+
+def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_has_ended() -> None:
+    """They take the learner's own slots, and never an engine's. Other worker groups wait for the learn phase."""
+    critic, reference, ended_updates = Gang(), Gang(), list[str]()
+    _, _, learner, learning = parts(algorithm=PPO, critic=critic, reference=reference, lag=1)
+    learner.assign_leases(["learner's"])
+    ready = False
+
+    def result() -> UpdateStats:
+        ended_updates.append("result")
+        return UpdateStats()
+
+    learning.update = Pending(result, lambda: ready)
+    tail = BesideUpdate(learning, learning.context.broker, samples=6)
+    samples = [sample(key) for key in range(6)]
+    tail.poll(1.0)
+    tail.add_samples(samples[:4])
+    tail.broker.put(["engine's"])
+    tail.poll(1.0)
+    assert not tail.wants_slot() and learner.passes == [] == ended_updates
+    ready = True
+    tail.poll(0.0)
+    assert learner.passes == [] and tail.refs() == [], "engines end before the pass would"
+    tail.poll(1.0)
+    assert learner.passes == [("logprobs", [0, 0])] and tail.refs() == ["logprobs"] and set(ended_updates) == {"result"}
+    learner.done = True
+    tail.finish()
+    assert learner.working and tail.broker.free == ("engine's",) and critic.passes == reference.passes == []
+    assert tail.metrics()["overlap/logprobs"] == 2 and tail.metrics()["overlap/passes_obstacle"] == ""
+    for one in samples:
+        one.reward = 1.0
+    batch = learning.advantages(samples)
+    assert learner.passes[1:] == [("logprobs", [1, 1, 2, 2])]
+    np.testing.assert_array_equal(batch.old, -np.concatenate([one.completion.logprobs for one in samples]))
+
+
+def test_a_learner_lost_in_such_a_pass_is_replaced_before_it_publishes() -> None:
+    _, _, learner, learning = parts(algorithm={"epochs": 2}, lag=1)
+    learner.assign_leases(["learner's"])
+    tail = BesideUpdate(learning, learning.context.broker, samples=2)
+    tail.add_samples([sample(0), sample(1)])
+    tail.poll(1.0)
+    assert learner.passes == [("logprobs", [0, 0])]
+    learner.dies, staffed = True, list[Any]()
+    tail.broker.put(learner.park())
+    learning.worker_groups.turn = staffed.append  # type: ignore[method-assign]
+    tail.finish()
+    assert staffed == [learner] and not learning.passes.logprobs.known
