@@ -154,7 +154,7 @@ class Autoscaler:
 
         def make() -> Decision:
             frontiers = {width: self._frontier(scenarios.lengths, prompts, count, width) for width, (count, _) in limits.items()}
-            frontiers, note = self._shared(frontiers)
+            frontiers, note = self._shared(frontiers, update)
             if not others:
                 plans.extend(frontiers[self.engines.width])
                 decision = self._decide(plans, step, warm, update)
@@ -189,12 +189,21 @@ class Autoscaler:
         width = self.engines.width if self.engines.expected else None
         return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=width)
 
-    def _shared(self, frontiers: dict[int, list[Plan]]) -> tuple[dict[int, list[Plan]], str]:
-        """Return the plans that a pool shared with other runs has slots for, by width, and why others were left out."""
+    def _shared(self, frontiers: dict[int, list[Plan]], update: Update | None) -> tuple[dict[int, list[Plan]], str]:
+        """Return the plans that a pool shared with other runs has slots for, by width, and why others were left out.
+
+        Beside an update, slots are worth what they save of the step.
+        """
         if self.bids is None:
             return frontiers, ""
         learner = self.recipe.learner.ranks * self.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
-        return self.bids.divide(frontiers, learner)
+        if update is None:
+            return self.bids.divide(frontiers, learner)
+        compared = {width: self._compared(plans, width, update) for width, plans in frontiers.items()}
+        kept, note = self.bids.divide(compared, learner)
+        left = {id(plan) for plans in kept.values() for plan in plans}
+        pairs = {width: zip(plans, compared[width], strict=True) for width, plans in frontiers.items()}
+        return {width: [plan for plan, figures in both if id(figures) in left] for width, both in pairs.items()}, note
 
     def begin_rollout(self, plan: RolloutPlan, grows: bool) -> tuple[RolloutPlan, Delay]:
         """Begin a rollout on a pool that the run shares with others. `grows`: whether it takes and gives slots while it runs.

@@ -399,6 +399,18 @@ def test_the_learners_slots_are_chosen_together_with_the_engines() -> None:
     assert untried.size_learner(answers(prompts()), beside=True).reason == "trying 2: not measured yet"
 
 
+def test_a_run_bids_for_the_slots_that_its_step_needs_beside_an_update() -> None:
+    wanted = {}
+    for update_s in (0.01, 60.0):
+        auto = lagging(0.9, dict.fromkeys((1, 2, 4), update_s))
+        bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
+        auto.size_learner(answers(prompts()), beside=True)
+        plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1)
+        wanted[update_s] = bids.most
+        assert plan.actors <= bids.most and not plan.decision.reason.startswith("the planner failed")
+    assert wanted[60.0] == 1 < wanted[0.01]
+
+
 def test_a_fixed_learner_says_that_engines_are_sized_for_it() -> None:
     auto = Autoscaler(recipe(rollout={"max_lag_steps": 1}), SPEED)
     for _ in range(2):
