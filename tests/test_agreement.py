@@ -116,6 +116,14 @@ def test_samples_that_no_update_compares_are_checked() -> None:
     assert len(learner.asked) == 3
 
 
+@pytest.mark.parametrize(("algorithm", "warned"), [({}, [1, None, 1, 1]), ({"remainder": "carry", "batch_samples": 9}, [1, None, None, 1])])
+def test_tokens_of_older_weights_are_no_disagreement(algorithm: dict[str, Any], warned: list[int | None]) -> None:
+    """Filtered groups that are left over are trained a step later, and then some of them may be carried over to the next step."""
+    checks, _ = agreement(Learner(0.0), algorithm=algorithm)
+    stats = UpdateStats(trained_tokens=9, mismatch_mean=1.0)
+    assert [checks.compare(stats, old).get("learn/mismatch_warning") for old in (False, True, False, False)] == warned
+
+
 @pytest.mark.parametrize("apart", [0.002, float("nan"), float("inf")])
 def test_too_large_a_difference_ends_the_run_or_is_told(apart: float) -> None:
     checks, said = agreement(Learner(apart))

@@ -61,6 +61,7 @@ class Agreement:
     def __init__(self, context: RunContext, worker_groups: ColocatedGroups, engines: WorkerPool) -> None:
         self.context, self.worker_groups, self.engines = context, worker_groups, engines
         self.is_due, self.has_updated = True, False
+        self.had_old_tokens = False  # whether older weights drew some of the previous step's tokens
         self.tolerance = tolerance(context.recipe.policy.dtype, context.recipe.rollout.quantization)
 
     def updated(self, stats: UpdateStats) -> None:
@@ -69,6 +70,18 @@ class Agreement:
             self.is_due = self.has_updated = True
         elif not stats.trained_tokens:
             self.is_due = True
+
+    def compare(self, stats: UpdateStats, has_old_tokens: bool) -> dict[str, Any]:
+        """Return the result of `compare_mismatch` for a step's update.
+
+        Empty if older weights drew some of its tokens: the difference is then that between two versions. The step before may have carried
+        such samples over to this one.
+        """
+        recipe, had_old_tokens = self.context.recipe, self.had_old_tokens and self.context.recipe.algorithm.remainder == "carry"
+        self.had_old_tokens = has_old_tokens
+        if has_old_tokens or had_old_tokens:
+            return {}
+        return compare_mismatch(stats, self.tolerance, recipe.rollout.top_p, recipe.rollout.min_tokens)
 
     def check(self, samples: Sequence[Sample], weights: WeightVersion, temperature: float, *, parks: bool) -> None:
         """Compare some of the samples' log-probabilities with the learner's, which holds `weights`, if a check is due.

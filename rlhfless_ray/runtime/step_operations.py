@@ -32,7 +32,7 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.memory_fit import Fit
-from rlhfless_ray.runtime.agreement import Agreement, compare_mismatch
+from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
 from rlhfless_ray.runtime.evaluation import evaluate
 from rlhfless_ray.runtime.export import write_models
@@ -79,6 +79,7 @@ class StepOperations(CheckpointedRun):
     update_ends_s = 0.0  # when the update will end by its prediction, on the clock of time.monotonic
     in_update = False  # whether the learner makes an update
     unrecorded = False  # whether the learner has made an update that is not recorded yet
+    has_old_tokens = False  # whether older weights drew some of the step's tokens
     finished = False
 
     @property
@@ -291,6 +292,7 @@ class StepOperations(CheckpointedRun):
         lag = check_lag(samples, self.step.number - 1, max_lag)
         if self.recipe.rollout.max_lag_steps:
             self.step.metrics |= lag
+        self.has_old_tokens = lag["lag/max"] > 0
         return self.learn_stage.advantages(samples)
 
     def learn_phase(self) -> AbstractContextManager[None]:
@@ -313,10 +315,7 @@ class StepOperations(CheckpointedRun):
         self.step.metrics |= sized
         if self.agreement is not None:
             self.agreement.updated(stats)
-            if not self.step.metrics.get("lag/max"):  # with a lag, the difference is that between two versions
-                self.step.metrics |= compare_mismatch(
-                    stats, self.agreement.tolerance, self.recipe.rollout.top_p, self.recipe.rollout.min_tokens
-                )
+            self.step.metrics |= self.agreement.compare(stats, self.has_old_tokens)
         return stats
 
     def observe_samples(self, step: Step) -> None:
