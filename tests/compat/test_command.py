@@ -213,6 +213,8 @@ def test_words_are_those_of_bash(words):
         'Y="a  b"; X=$Y Z=$(echo c d); export W=$(echo "$Y" e) V=f; A=(1 "2 3"); B=${A[@]}; set -- "$X" "$Z" "$W" $V "$B"',
         'if [[ -n "$NONE" && a != b || ! ( 3 -gt 4 || a == b* ) ]]; then V=1; else V=2; fi; if [ a = a -a b = c ]; then W=1; else W=2; fi; '
         "[[ x-1 =~ ^(x|y)-[0-9]+$ && 5 -lt 7 ]] && X=1 || X=2; set -- $V $W $X",
+        "[ a = b ] && { V=1; W=1; } || { V=2; X=2; }; true || { V=3; X=3; }; false && ( V=4; true ); "
+        "case x in (x) Y=5 ;; esac; if true; then { Z=6; }; fi; set -- $V ${W:-n} $X $Y $Z",
         'V=$([ 1 = 1 ] && echo yes || echo no); W=/a/b.c/; set -- $V $([[ $V == n* ]] && echo --n) $(basename $W) $(dirname "$W")',
         "f() { A=1; local B=2 C; C=$B; local -a L=(x y); export D=$C; }; B=0; L=(z); f; V=1; V=2 W=3 true; "
         'set -- $A $B ${C:-n} $D "${L[@]}" $V ${W:-n}',

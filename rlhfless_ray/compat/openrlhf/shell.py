@@ -396,9 +396,15 @@ def _end_at_operator(r: Reader) -> None:
         _assign_array(r, match[1], append=bool(match[3]))
         return
     name = next((two for two in ("&&", "||", ";;") if r.text.startswith(two, r.at)), r.text[r.at])
-    at = r.at
+    at, guarded = r.at, r.flow.guarded
     _end_command(r, name)
-    r.flow.end_at(name)
+    if name == "(" and not (r.flow.frames and r.flow.frames[-1].wants_pattern):
+        r.flow.guarded = guarded
+        r.flow.open_group(")")
+    elif name == ")":
+        r.flow.close_group(")")
+    else:
+        r.flow.end_at(name)
     if r.at == at:  # else a loop goes on with its next iteration
         r.at += len(name)
 

@@ -16,7 +16,7 @@ UNSET = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 
 @dataclass
 class _Frame:
-    """An open `if`, `case` or loop."""
+    """An open `if`, `case`, loop, `{` or `(`."""
 
     kind: str
     active: bool = True
@@ -27,7 +27,7 @@ class _Frame:
     wants_pattern: bool = False
     hit: bool = False
     ends_on: bool | None = None
-    """The status of its test that ends a loop."""
+    """The status of its test that ends a loop, or the status in front of a group."""
     unknown: bool = False
     """Whether one of its tests has no known result."""
     text: str = ""
@@ -36,7 +36,7 @@ class _Frame:
     arguments: int = 0
     """Length of the script's arguments at its head."""
     name: str = ""
-    """The variable of a `for` loop over the script's arguments."""
+    """The variable of a `for` loop over the script's arguments, or what closes a group."""
     rest: list[str] = field(default_factory=list)
     """The arguments of its other iterations."""
 
@@ -71,6 +71,17 @@ class Flow:
             scope.variables[frame.name] = [frame.rest.pop(0)]
             return frame.head
         return self.frames.pop().head if _length(scope.arguments) < frame.arguments and not frame.name else None  # a test decides
+
+    def open_group(self, closes: str) -> None:
+        """Begin a group of commands, all of which `&&` or `||` may skip."""
+        self.frames.append(_Frame("group", active=not self.guarded, name=closes, ends_on=self.status))
+        self.guarded, self.joined = False, ""
+
+    def close_group(self, closes: str) -> None:
+        top = self.frames[-1] if self.frames else None
+        if top is not None and top.kind == "group" and top.name == closes:
+            self.frames.pop()
+            self.status = self.status if top.active else top.ends_on
 
     def end_at(self, name: str) -> None:
         """Handle the operator after a command."""
@@ -115,7 +126,11 @@ class Flow:
             elif word == "do" and top is not None and top.kind == "loop":
                 top.active = top.ends_on is None or self.status is not top.ends_on
                 self.guarded, self.status = False, None
-            elif word not in ("do", "{", "}"):
+            elif word == "{":
+                self.open_group("}")
+            elif word == "}":
+                self.close_group("}")
+            elif word != "do":
                 return words
             words = rest
         return words
