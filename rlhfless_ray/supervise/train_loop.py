@@ -121,7 +121,10 @@ class _Loop:
         """Report a step to the driver. Returns whether the ranks should stop."""
         end_s = time.time()
         seconds = end_s - begin_s
-        self._span("work", "update", begin_s, end_s)
+        posted = self._span("work", "update", begin_s, end_s)
+        if self.ranks > 1:  # the spans of all ranks reach the ledger before their step
+            self._fetch(posted, INBOX)
+            self._sum(0.0)
         stops = False
         if self.rank == 0:
             row = {
@@ -192,6 +195,7 @@ class _Loop:
                 files = {**files, "config.json": self.work.config()}
             write_folder(folder, files)
 
-    def _span(self, activity: str, what: str, begin_s: float, end_s: float | None = None) -> None:
+    def _span(self, activity: str, what: str, begin_s: float, end_s: float | None = None) -> Any:
+        """Post a span, and return a reference to the answer."""
         span = Span(activity, what, begin_s, time.time() if end_s is None else end_s)
-        self.start.inbox.post.remote("spans", (self.rank, [span]))
+        return self.start.inbox.post.remote("spans", (self.rank, [span]))

@@ -259,6 +259,22 @@ def test_references_of_other_rows_are_computed_again(tmp_path: Path, monkeypatch
     assert known[0] is None and known[1][0].tolist() == [0, 1] and known[2] is None
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_spans_of_all_ranks_are_in_the_ledger_before_their_step(rank: int) -> None:
+    from rlhfless_ray.supervise.supervised_rank import StepResult
+    from rlhfless_ray.supervise.train_loop import _Loop
+
+    done: list[str] = []
+    loop: Any = _Loop.__new__(_Loop)
+    loop.rank, loop.ranks = rank, 2
+    loop._span = lambda *_: "span"
+    loop._fetch = lambda answer, _: done.append(answer)
+    loop._sum = lambda number: done.append("all ranks") or number
+    loop.post = lambda kind, _: bool(done.append(kind))
+    assert not loop._report_step(1, StepResult({"loss": 0.5}, 8), 0.0)
+    assert done == ["span", "all ranks", *(["step"] if rank == 0 else []), "all ranks"]
+
+
 def test_checkpoints_elsewhere_outlive_the_run_folder(tmp_path: Path) -> None:
     """The newest run with a checkpoint goes on in a folder of its name. A new run of such a name is refused."""
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
