@@ -64,6 +64,9 @@ class Completion:
     versions: tuple[tuple[int, int], ...] = ()  # (version, tokens) in order; () means a single version
     # of an agent's unfinished episode: context, number of tokens and finish reason of each turn of the policy so far
     turns: tuple[tuple[tuple[int, ...], int, str], ...] = ()
+    # (tokens of prompt and response, less the last one, routers, experts per token) uint8: the experts that the routers of the last engine
+    # chose for each token; None if they are not recorded
+    experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.versions = self.versions or ((self.version, len(self.token_ids)),)

@@ -13,6 +13,8 @@ from rlhfless_ray.types import Sample
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig
 
+UNKNOWN_EXPERT = 255  # stands in `Batch.experts` for a choice that is not known
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -30,6 +32,8 @@ class Batch:
         values, returns: (Σ response length,) float32, the critic's values and its targets. None: as above.
         lags: (Σ response length,) int8, updates since the version that drew the token, in runs with a lag.
         kl_coefficient: of this step, if it is not the recipe's.
+        experts: (Σ length, routers, experts per token) uint8, the experts that the sampler's routers chose for each token. None: the
+            learner's routers choose.
         steps: sequence indices of each optimizer step, if they do not follow from the recipe's section `algorithm` alone (see
             `carry.py`). An index may occur in several steps.
     """
@@ -47,6 +51,7 @@ class Batch:
     lags: np.ndarray | None = None
     kl_coefficient: float | None = None
     mask: np.ndarray | None = None
+    experts: np.ndarray | None = None
     steps: tuple[np.ndarray, ...] | None = None
 
     def __len__(self) -> int:
@@ -64,10 +69,12 @@ class Batch:
         cls,
         sequences: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]],
         masks: list[np.ndarray | None] | None = None,
+        experts: Sequence[np.ndarray | None] = (),
     ) -> Batch:
         """Build a batch from (prompt ids, response ids, response log-probabilities, advantage, group) of each sequence.
 
         The advantage is one value per token, or one for all of them. `masks`: of the response tokens, if some are not the policy's.
+        `experts`: `Completion.experts` of each sequence, if some have them.
         """
         prompts = {id(s[0]): np.asarray(s[0], np.int64) for s in sequences}  # one for all responses to it
         parts = [piece for prompt, response, *_ in sequences for piece in (prompts[id(prompt)], response)]
@@ -77,14 +84,16 @@ class Batch:
         if mask is not None and masks is not None:
             chosen = [slice(None) if one is None else one for one in masks]
             logprobs, advantages = ([x[one] for x, one in zip(xs, chosen, strict=True)] for xs in (logprobs, advantages))
+        lengths = [len(s[0]) + len(s[1]) for s in sequences]
         return cls(
             tokens=np.concatenate(parts or [np.empty(0)]).astype(np.int64),
             prompt_lengths=np.array([len(s[0]) for s in sequences], np.int64),
-            lengths=np.array([len(s[0]) + len(s[1]) for s in sequences], np.int64),
+            lengths=np.array(lengths, np.int64),
             groups=np.array([s[4] for s in sequences], np.int64),
             logprobs=np.concatenate(logprobs or [np.empty(0)]).astype(np.float32),
             advantages=np.concatenate(advantages or [np.empty(0)]).astype(np.float32),
             mask=mask,
+            experts=experts_of(experts, lengths),
         )
 
     def take(self, indices: np.ndarray) -> Batch:
@@ -105,6 +114,7 @@ class Batch:
             steps=None,
             **taken,
             mask=None if self.mask is None else pieces(self.mask, self.lengths - self.prompt_lengths),
+            experts=None if self.experts is None else pieces(self.experts, self.lengths),
         )
 
 
@@ -113,6 +123,7 @@ def batch_of(samples: Sequence[Sample], per_prompt: int) -> Batch:
     return Batch.of(
         [(s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, s.completion.key // per_prompt) for s in samples],
         [s.action_mask for s in samples],
+        [s.completion.experts for s in samples],
     )
 
 
@@ -129,6 +140,22 @@ def mask_of(masks: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.nd
         return None
     parts = [np.ones(n, bool) if mask is None else np.asarray(mask, bool) for mask, n in zip(masks, lengths, strict=True)]
     return np.concatenate(parts)
+
+
+def experts_of(experts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
+    """Join the experts of all sequences to (Σ length, routers, experts per token). Returns None if no sequence has any.
+
+    Tokens beyond those of a sequence's array are unknown: its last one, which no engine computes, and all of a sequence without an array.
+    """
+    shape = next((one.shape[1:] for one in experts if one is not None), None)
+    if shape is None:
+        return None
+    whole = np.full((sum(lengths), *shape), UNKNOWN_EXPERT, np.uint8)
+    for one, length, end in zip(experts, lengths, np.cumsum(lengths), strict=True):
+        if one is not None:
+            known = one[:length]
+            whole[end - length : end - length + len(known)] = known
+    return whole
 
 
 def counts_of(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -60,7 +60,8 @@ class LearnerRank:
             model = load_model(folder, policy.dtype, policy.trust_remote_code)
             check_head(model)
         self.sharing = PromptSharing.of(model, self.learner.share_prompts, self.settings.lora.dropout)
-        self.trainer.open(TokenLogprobs(model, balances=bool(self.algorithm.loss.router_aux)), state, "CAUSAL_LM")
+        loss = self.algorithm.loss
+        self.trainer.open(TokenLogprobs(model, balances=bool(loss.router_aux), replays=loss.router_replay), state, "CAUSAL_LM")
         if self.trainer.lora is not None:
             self.base = BaseModel(self.trainer.engine, self.trainer.lora)
 
@@ -144,6 +145,8 @@ class LearnerRank:
         return passed(lambda tensors: self._forward(module, tensors)[0], share.batch, share.passes, self.device)
 
     def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        if module is self.base:  # the reference's routers choose by themselves
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "experts"}
         return module(self.settings.temperature, **tensors)
 
     def _step(self, share: Share, step: ShareStep, old: Tensor | None) -> UpdateStats:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch
 from rlhfless_ray.learn.micro_batches import MicroBatch
 from rlhfless_ray.learn.packing import row_tokens
 
@@ -26,6 +26,7 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
         sequence: (response tokens,) index of the token's sequence in the batch.
         positions, segments: (rows, longest), only if a row has several responses: each token's position in its own sequence, and its
             response's number in the row, 0 for the prompt and -1 for padding.
+        experts: (rows, longest, routers, experts per token), only if the batch has them. A shared prompt has those of its first response.
 
         Response tokens are those that the policy wrote. All others are in `ids` only.
     """
@@ -36,15 +37,20 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
     longest = max(row_tokens(batch.prompt_lengths, batch.lengths, row) for row in rows)
     ids, positions = np.zeros((2, len(rows), longest), np.int64)
     segments = np.full((len(rows), longest), -1, np.int64)
+    experts = None if batch.experts is None else np.full((len(rows), longest, *batch.experts.shape[1:]), UNKNOWN_EXPERT, np.uint8)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in ("rows", "columns", "targets", "flat", "sequence")}
     for number, row in enumerate(rows):
         end = prompt = int(batch.prompt_lengths[row[0]])
         ids[number, :prompt] = batch.tokens[starts[row[0]] : starts[row[0]] + prompt]
         positions[number, :prompt], segments[number, :prompt] = np.arange(prompt), 0
+        if batch.experts is not None and experts is not None:
+            experts[number, :prompt] = batch.experts[starts[row[0]] : starts[row[0]] + prompt]
         for segment, i in enumerate(row, start=1):
             response = batch.tokens[starts[i] + prompt : starts[i + 1]]
             here = slice(end, end + len(response))
             ids[number, here], positions[number, here], segments[number, here] = response, prompt + np.arange(len(response)), segment
+            if batch.experts is not None and experts is not None:
+                experts[number, here] = batch.experts[starts[i] + prompt : starts[i + 1]]
             before = np.arange(end - 1, end + len(response) - 1)
             before[:1] = prompt - 1  # the prompt's last token predicts the first one
             if batch.mask is not None:
@@ -59,6 +65,8 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
     arrays = {name: np.concatenate(pieces) for name, pieces in parts.items()} | {"ids": ids, "seen": segments >= 0}
     if any(len(row) > 1 for row in rows):
         arrays |= {"positions": positions, "segments": segments}
+    if experts is not None:
+        arrays["experts"] = experts
     return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 

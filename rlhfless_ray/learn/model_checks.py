@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prefix.supported_models import unsupported
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 # Tested. Others have fused matrices, norms over all heads or experts, which would be cut in other places.
 DIVIDED = ("gemma3_text", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 WITH_ROUTERS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+MOST_EXPERTS = 255  # whose numbers `Completion.experts` can hold beside `batch.UNKNOWN_EXPERT`
 
 
 def refusal(config: Mapping[str, Any], width: int) -> str | None:
@@ -50,10 +52,17 @@ def check_width(section: str, width: int, config: Mapping[str, Any], whose: str 
 
 
 def check_routers(recipe: Recipe, config: Mapping[str, Any]) -> None:
-    """Raise UserError if the loss has the routers' auxiliary loss and the policy with this config.json has no routers."""
-    kind = str((config.get("text_config") or config).get("model_type"))
-    if recipe.algorithm.loss.router_aux and kind not in WITH_ROUTERS:
-        raise UserError(
-            f"algorithm.loss.router_aux: models of type {kind} have no routers that are known here; leave it out, or take one of "
-            + ", ".join(WITH_ROUTERS)
-        )
+    """Raise UserError if the loss has a setting of routers that the policy with this config.json cannot follow."""
+    text, loss = config.get("text_config") or config, recipe.algorithm.loss
+    kind = str(text.get("model_type"))
+    for key in ("router_aux", "router_replay"):
+        if getattr(loss, key) and kind not in WITH_ROUTERS:
+            raise UserError(
+                f"algorithm.loss.{key}: models of type {kind} have no routers that are known here; leave it out, or take one of "
+                + ", ".join(WITH_ROUTERS)
+            )
+    if loss.router_replay and (why := unsupported(dict(config))):
+        raise UserError(f"algorithm.loss.router_replay: engines keep choices beside the KV of a token, but {why}; set it to false")
+    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    if loss.router_replay and experts > MOST_EXPERTS:
+        raise UserError(f"algorithm.loss.router_replay: {experts} experts are more than {MOST_EXPERTS}; set it to false")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.logprobs import chunked_distillation, chunked_logprobs, nucleus_logprobs, tokens_per_chunk
 from rlhfless_ray.learn.micro_batch_tensors import attention_mask
+from rlhfless_ray.learn.router_replay import RouterReplay
 
 
 class TokenLogprobs(nn.Module):
@@ -23,16 +24,20 @@ class TokenLogprobs(nn.Module):
     The head runs on the response positions only, a few at a time: with a large vocabulary the logits would be the largest tensor.
     """
 
-    def __init__(self, model: nn.Module, balances: bool = False) -> None:
-        """`balances`: whether training passes return the routers' auxiliary loss too, see `router_loss`."""
+    def __init__(self, model: nn.Module, balances: bool = False, replays: bool = False) -> None:
+        """`balances`: whether training passes return the routers' auxiliary loss too, see `router_loss`. `replays`: whether routers choose
+        the experts of `tensors`."""
         super().__init__()
         self.model: Any = model
         self.balances = balances
+        self.replay = RouterReplay(model) if replays else None
 
     def forward(self, temperature: float, top_p: float = 1.0, **tensors: Tensor) -> tuple[Tensor, ...]:
         """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 log-probabilities are those of the
         nucleus, without gradient, and there are no entropies (0). `tensors`: see `micro_batch_tensors.padded`."""
         balances = self.balances and torch.is_grad_enabled()
+        if self.replay is not None:
+            self.replay.experts = tensors.get("experts")
         outputs = base_outputs(self.model, tensors, **({"output_router_logits": True} if balances else {}))
         hidden, head, targets = at_tokens(outputs, tensors), output_head(self.model), tensors["targets"]
         if top_p < 1:

@@ -104,6 +104,7 @@ class Recipe(RecipeFile):
             self._mistakes_in_batches,
             self._mistakes_in_slots,
             self._mistakes_in_corrections,
+            self._mistakes_in_router_replay,
             self._mistakes_in_drafter,
             self._mistakes_in_partial_rollouts,
             self._mistakes_in_training,
@@ -190,6 +191,17 @@ class Recipe(RecipeFile):
                 "rollout.max_lag_steps: samples that algorithm.remainder=carry keeps for later steps would be older than this bound; set "
                 "remainder to `short` or `drop`, or max_lag_steps to 0"
             )
+
+    def _mistakes_in_router_replay(self) -> Iterator[str]:
+        """Check that engines know the routers' choices for every token."""
+        if not self.algorithm.loss.router_replay:
+            return
+        key, rollout = "algorithm.loss.router_replay", self.rollout
+        if rollout.prefix_kv != "off" or rollout.partial_kv == "keep":
+            wrong = "rollout.prefix_kv to off" if rollout.prefix_kv != "off" else "rollout.partial_kv to recompute"
+            yield f"{key}: KV pages that an engine gets come without the routers' choices; set {wrong}"
+        if self.agent.path:
+            yield f"{key}: it is not there for the turns of an agent; set it to false"
 
     def _mistakes_in_drafter(self) -> Iterator[str]:
         """Check the model that drafts."""

@@ -72,6 +72,9 @@ class LossConfig(Section):
     router_aux: float = Field(0.0, ge=0)
     """Weight of the routers' auxiliary loss, which keeps the experts of a mixture equally busy. It is computed for each micro-batch,
     so it depends on which samples share one. Computing ahead of the learn phase is off with it."""
+    router_replay: bool = False
+    """The policy's routers choose for each token the experts that they chose in the engine (R3, arXiv 2510.11370). Without it rounding may
+    send a token to other experts than those it was drawn with. Needs `rollout.prefix_kv` off."""
     correction_level: Literal["off", "token", "seq"] = "off"
     """Use importance weights learner / sampler with a band instead of `importance_cap`, judged per token or per sequence."""
     correction_mode: Literal["mask", "clip"] = "mask"

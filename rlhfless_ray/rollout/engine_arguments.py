@@ -49,7 +49,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | 
         speculative_config=_speculative_config(settings.speculation),
         kv_transfer_config=_transfer_config(pages),
         quantization=_quantization_method(settings.quantization),
-        **_states_arguments(drafter),
+        **_worker_arguments(drafter, settings.records_experts),
         **memory,
         **_adapter_arguments(settings),
     )
@@ -97,15 +97,15 @@ def _speculative_config(kind: str) -> dict[str, Any] | None:
     return {"method": "custom_class", "model": f"{Drafter.__module__}.{Drafter.__qualname__}", "num_speculative_tokens": MOST_TOKENS}
 
 
-def _states_arguments(drafter: Path | None) -> dict[str, Any]:
-    """Return the arguments with which a policy returns the hidden states that a head reads."""
+def _worker_arguments(drafter: Path | None, records_experts: bool) -> dict[str, Any]:
+    """Return the arguments with which a policy returns the hidden states that a head reads, or records its routers' choices."""
     config = json.loads((drafter / "config.json").read_bytes()) if drafter is not None else {}
-    if not is_head(config):
+    if not is_head(config) and not records_experts:
         return {}
-    from rlhfless_ray.rollout.states_worker import LAYERS, StatesWorker
+    from rlhfless_ray.rollout.states_worker import EXPERTS, LAYERS, StatesWorker
 
-    name = f"{StatesWorker.__module__}.{StatesWorker.__qualname__}"
-    return {"worker_cls": name, "additional_config": {LAYERS: layers_read(config)}}
+    name, additional = f"{StatesWorker.__module__}.{StatesWorker.__qualname__}", {EXPERTS: True} if records_experts else {}
+    return {"worker_cls": name, "additional_config": additional | ({LAYERS: layers_read(config)} if is_head(config) else {})}
 
 
 def engine_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path:

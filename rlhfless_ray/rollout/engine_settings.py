@@ -41,6 +41,7 @@ class EngineSettings:
     speculation: Literal["off", "auto", "on"] = "off"
     tensor_parallel: int = 1  # members that share the weights, one process and one slot each
     adapter: ServedAdapter | None = None  # None: engines get whole weights
+    records_experts: bool = False  # whether completions have the experts that routers chose
     end_token_id: int | None = None  # the tokenizer's. It ends a response as well as those of the model's configuration do.
 
 
@@ -69,6 +70,7 @@ def engine_settings(
         speculation=rollout.speculation,
         tensor_parallel=rollout.least_width,
         adapter=served_adapter(recipe),
+        records_experts=recipe.algorithm.loss.router_replay and recipe.learns,
         end_token_id=end_token_id,
     )
 

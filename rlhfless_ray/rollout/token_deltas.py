@@ -30,6 +30,7 @@ class TokenDeltas:
         computed: context tokens that this engine computed, by key, for moved sequences with their first token here. Only engines that
             keep KV pages report it.
         observed: accepted and rejected drafts, for `Acceptance.merge`.
+        experts: `Completion.experts` of the responses that ended here, by key, if the engine records them.
     """
 
     version: int
@@ -41,6 +42,7 @@ class TokenDeltas:
     logprobs: np.ndarray
     computed: dict[int, int] = field(default_factory=dict)
     observed: Sequence[News] = ()
+    experts: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, version: int, news: Sequence[tuple[int, int, int, int]], token_ids: Sequence[int], logprobs: np.ndarray) -> TokenDeltas:

@@ -109,7 +109,7 @@ class TokenLog:
         self.owner[cut] = NO_ENGINE
         ended = (deltas.ends != GOES_ON) & (deltas.ends != CUT)
         for i, end in zip(keys[ended].tolist(), deltas.ends[ended].tolist(), strict=True):
-            self._complete(i, ENDS[end], deltas.version)
+            self._complete(i, ENDS[end], deltas.version, deltas.experts.get(i))
         return keys[ended], cut
 
     def _check(self, engine: int, name: str, deltas: TokenDeltas) -> None:
@@ -153,8 +153,8 @@ class TokenLog:
         self._pieces[i] = [whole]
         return whole
 
-    def _complete(self, i: int, reason: str, version: int) -> None:
+    def _complete(self, i: int, reason: str, version: int, experts: np.ndarray | None) -> None:
         tokens, logprobs = self._joined(i)
-        self.completions[i] = Completion(i, tokens, logprobs, reason, version, tuple(self._versions[i]))
+        self.completions[i] = Completion(i, tokens, logprobs, reason, version, tuple(self._versions[i]), experts=experts)
         self.finished[i] = True
         self._pieces[i] = []

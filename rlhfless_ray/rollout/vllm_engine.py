@@ -24,7 +24,7 @@ from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.prepare_vllm import install_sampler, prepare
 from rlhfless_ray.rollout.running_requests import RunningRequests
 from rlhfless_ray.rollout.stop_strings import StopStrings
-from rlhfless_ray.rollout.token_deltas import ENDS, TokenDeltas
+from rlhfless_ray.rollout.token_deltas import CUT, ENDS, TokenDeltas
 from rlhfless_ray.rollout.worker_weights import drop_memory, fingerprint, fused_modules, reload_weights
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.compare import differing
@@ -33,6 +33,7 @@ from rlhfless_ray.weights.tensor_file import Files, as_numpy
 
 if TYPE_CHECKING:
     from rlhfless_ray.rollout.drafts import Drafter
+    from rlhfless_ray.rollout.router_choices import RouterChoices
 
 LARGE_BYTES = 100e6  # of weights; from here on memory that a load leaves on the heap is worth the milliseconds to release it
 
@@ -82,6 +83,8 @@ class VllmEngine:
         self.core = core
         self.sampler = install_sampler(core.model_executor.driver_worker)
         self.drafter = _attach_drafter(core.model_executor.driver_worker, settings.speculation, drafter)
+        self.choices: RouterChoices | None = core.model_executor.driver_worker.choices if settings.records_experts else None
+        self.experts: dict[int, np.ndarray] = {}  # by key: what routers chose in responses whose end was not reported yet
         # Otherwise vLLM fills up requests whose prompt is cached with drafts of -1, for CUDA graphs. A step that reads none would fail.
         core.scheduler.num_spec_tokens = 0
         self.live = RunningRequests(self.sampler)
@@ -205,6 +208,7 @@ class VllmEngine:
             self.engine.abort_request([str(number) for number in self.live.rows])
             self.live.forget(self.live.rows)
             self.sampler.take()
+            self.experts.clear()
             if self.pages is not None:
                 self.pages.computed.clear()
                 self.pages.copied.clear()
@@ -239,6 +243,8 @@ class VllmEngine:
         deltas = self.live.take_deltas(version)
         if self.drafter is not None:
             deltas = replace(deltas, observed=self.drafter.learned.acceptance.take_news())
+        if self.choices is not None:
+            deltas, self.experts = replace(deltas, experts=self.experts), {}
         if self.pages is None or not self.pages.computed:
             return deltas
         begun = zip(deltas.keys.tolist(), deltas.counts.tolist(), strict=True)
@@ -326,7 +332,17 @@ class VllmEngine:
             if self.drafter is not None:
                 self.drafter.finish(number, answer.token_ids)
             awaited |= self.live.rows[number].request.awaited
+        if self.choices is not None:
+            self._record_experts(self.choices)
         return awaited
+
+    def _record_experts(self, choices: RouterChoices) -> None:
+        """Keep the experts of the responses that ended in a step. vLLM has not computed their last tokens."""
+        for name, known in self.sampler.runner.requests.items():  # with those that ended, until the next step
+            row = self.live.rows.get(known.sampling_params.extra_args["key"])
+            if row is not None and row.ended is not None and row.ended[1] != CUT:
+                request, (response, _) = row.request, row.ended
+                self.experts[request.key] = choices.of(name, len(request.token_ids) + len(request.generated) + len(response) - 1)
 
     def _end_at_stop_words(self, lengths: dict[int, int]) -> bool:
         """End the requests that have generated a stop word, and return whether one of them is awaited.

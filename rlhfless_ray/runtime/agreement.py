@@ -170,12 +170,14 @@ def select_batch(samples: Sequence[Sample], min_tokens: int = 0) -> Batch | None
         return None
     chosen = [known[i] for i in np.unique(np.linspace(0, len(known) - 1, min(SAMPLES, len(known))).astype(int))]
     masks: list[np.ndarray | None] = []
+    experts: list[np.ndarray | None] = []
     rows: list[Any] = []
     for sample, mask in chosen:
         end, done = int(np.flatnonzero(mask)[:TOKENS][-1]) + 1, sample.completion
         masks.append(None if mask[:end].all() else mask[:end])
+        experts.append(done.experts)
         rows.append((sample.prompt.token_ids, done.token_ids[:end], done.logprobs[:end], 0.0, 0))
-    return Batch.of(rows, masks)
+    return Batch.of(rows, masks, experts)
 
 
 def _comparable(sample: Sample, min_tokens: int) -> np.ndarray:

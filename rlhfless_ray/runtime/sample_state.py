@@ -15,6 +15,7 @@ PLAIN = ("sample", "text", "reward", "error", "score", "extra_logs", "turns")  #
 def as_json(sample: Sample) -> dict[str, Any]:
     completion = asdict(sample.completion)
     completion |= {name: completion[name].tolist() for name in ("token_ids", "logprobs")}
+    del completion["experts"]  # large; after a resume the learner's routers choose for these samples
     mask = None if sample.action_mask is None else sample.action_mask.tolist()
     of_agent = {"observation": [sample.prompt.text, list(sample.prompt.token_ids)]} if sample.turns else {}
     values = {name: getattr(sample, name) for name in PLAIN}

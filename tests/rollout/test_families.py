@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import ray
 from families import DENSE, EOS, ORDER, VOCABULARY, EngineHost, LearnerHost, policy
 from families_table import TOLERANCE, read_table, write_table
 
-from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch
+from rlhfless_ray.learn.model_checks import WITH_ROUTERS
+from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.types import Request
 from rlhfless_ray.weights.checksum import digests
@@ -44,12 +47,13 @@ def requests(count: int = 16, seed: int = 0) -> list[Request]:
     return [Request(k, prompt, 100 * seed + k, 40, 1.0) for k, prompt in enumerate(prompts)]
 
 
-def batch_of(asked: list[Request], answers: dict[int, Any]) -> Batch:
-    """Of whole responses; short ones were good."""
+def batch_of(asked: list[Request], answers: dict[int, Any], replays: bool = False) -> Batch:
+    """Of whole responses; short ones were good. `replays`: with the experts that the engine chose."""
     lengths = [len(answers[one.key].token_ids) for one in asked]
     good = (np.mean(lengths) - np.array(lengths)) / (np.std(lengths) + 1)
     return Batch.of(
-        [(one.token_ids, answers[one.key].token_ids, answers[one.key].logprobs, float(good[one.key]) + 0.3, one.key // 4) for one in asked]
+        [(one.token_ids, answers[one.key].token_ids, answers[one.key].logprobs, float(good[one.key]) + 0.3, one.key // 4) for one in asked],
+        experts=[answers[one.key].experts for one in asked] if replays else (),
     )
 
 
@@ -60,6 +64,11 @@ def hosts(ray_cluster: None) -> Iterator[tuple[Any, Any]]:
     yield made[0], made[1]
     for actor in made:
         ray.kill(actor)
+
+
+def replaying(settings: RankSettings) -> RankSettings:
+    algorithm = settings.algorithm
+    return replace(settings, algorithm=algorithm.model_copy(update={"loss": algorithm.loss.model_copy(update={"router_replay": True})}))
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +83,8 @@ def opened(hosts: tuple[Any, Any], files: dict[str, dict[str, bytes]]) -> dict[s
 
     engines, learners = hosts
     settings = learner_settings(learner={"micro_batch_tokens": 400})
-    built = [engines.open.remote(name, files[name], ENGINE) for name in files]
-    opened = [learners.open.remote(name, files[name], settings) for name in files]
+    built = [engines.open.remote(name, files[name], replace(ENGINE, records_experts=name in WITH_ROUTERS)) for name in files]
+    opened = [learners.open.remote(name, files[name], replaying(settings) if name in WITH_ROUTERS else settings) for name in files]
     ray.get(built, timeout=300)
     return dict(zip(files, ray.get(opened, timeout=300), strict=True))
 
@@ -98,6 +107,28 @@ def test_engine_and_learner_agree_for_two_steps(hosts: tuple[Any, Any], opened: 
         assert stats.applied == 1 and stats.mismatch_max < TOLERANCE
     WORST[family] = max(worst)
     assert WORST[family] < TOLERANCE
+
+
+@pytest.mark.parametrize("family", WITH_ROUTERS)
+def test_an_engine_tells_the_experts_of_every_token(hosts: tuple[Any, Any], opened: dict[str, Any], family: str) -> None:
+    """In float32 the learner chooses the same ones by itself. Prompts of a group are computed once, and their KV is cached."""
+    engines, learners = hosts
+    weights = ray.get(learners.weights.remote(family), timeout=S)
+    asked = [replace(one, token_ids=(*range(2, 40), *one.token_ids)) for one in requests(seed=5)]  # a block of KV that all share
+    answers = ray.get(engines.answer.remote(family, 5, weights, digests(weights), asked), timeout=S)
+    batch = batch_of(asked, answers, replays=True)
+    assert batch.experts is not None
+    unknown = (batch.experts == UNKNOWN_EXPERT).all((1, 2))
+    assert np.array_equal(np.flatnonzero(unknown), np.cumsum(batch.lengths) - 1) and batch.experts[~unknown].max() < 4
+    free, replayed, wrong = (
+        np.abs(ray.get(learners.logprobs.remote(family, one), timeout=S) - batch.logprobs).max()
+        for one in (
+            batch_of(asked, answers),
+            batch,
+            replace(batch, experts=np.where(unknown[:, None, None], UNKNOWN_EXPERT, batch.experts ^ 1)),
+        )
+    )
+    assert max(free, replayed) < TOLERANCE < 1e-2 < wrong
 
 
 def test_the_page_lists_these_families() -> None:
