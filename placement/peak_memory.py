@@ -25,7 +25,7 @@ USED_SHARE = 0.85  # share of the memory that chosen settings may take: predicti
 
 ADDED_BYTES = 3  # bytes per parameter while the gradients of a micro-batch are added to those of the ones before it
 ADAPTER_SLACK = 1.5  # heap of adapters' activations over the size of the kept tensors: short-lived tensors lie between them
-STAGE_1_COPIES = 2.5  # copies of float32 gradients in an optimizer step of DeepSpeed's stage 1; bfloat16 weights use its stage 2
+STAGE_1_COPIES = 2.5  # copies of the gradients of float32 weights in an optimizer step of DeepSpeed's stage 1
 
 DEFAULT_TOKENS = 8192
 LEAST_WHOLE_TOKENS = 1024  # tokens: smaller micro-batches cost more time than recomputing activations
@@ -89,11 +89,14 @@ def trainer_parts(
         is_one = ties_ends(config) and training.zero_stage < 3 and training.tensor_parallel == 1 and not on_gpu
         ends = _number(text_part(config), "vocab_size") * _width(config) * training.value_bytes
         working += ends if is_one and batch.targets <= _width(config) else 2 * ends
-    if training.zero_stage and not batch.is_only:
+    # DeepSpeed (0.19) adds narrow gradients to one float32 tensor as each comes, and its optimizer steps on that tensor
+    # (GradPartitionBufferGroup in stage_1_and_2.py); others it holds until the end of a pass, and copies for the optimizer
+    has_one_sum = training.zero_stage in (1, 2) and training.value_bytes < GRADIENT_BYTES and not training.offload
+    if training.zero_stage and not batch.is_only and not has_one_sum:
         working += ADDED_BYTES * trained // training.ranks
     stepping = 0.0
-    if training.zero_stage and not training.offload:  # DeepSpeed puts the gradients into one tensor for the optimizer
-        copies = STAGE_1_COPIES if training.zero_stage == 1 and training.value_bytes == GRADIENT_BYTES else 1
+    if training.zero_stage and not training.offload and not has_one_sum:
+        copies = STAGE_1_COPIES if training.zero_stage == 1 else 1
         stepping = copies * trained * GRADIENT_BYTES / training.ranks
     rank = rank_memory(parameters, training, max(working, int(stepping)))
     adapters = trained * (training.value_bytes + MASTER_BYTES + MOMENT_BYTES + GRADIENT_BYTES) if training.adapters else 0

@@ -15,9 +15,10 @@ from placement import memory, peak_memory
 from placement.peak_memory import Choice, MicroBatch
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
+from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence
-from rlhfless_ray.run.memory_needs import Lengths, Model, Need, gb, models_of, policy_models, training_groups
+from rlhfless_ray.run.memory_needs import Lengths, Model, Need, TrainingGroup, gb, models_of, policy_models, training_groups
 
 AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
     "micro_batch_tokens": "micro_batch_tokens",
@@ -87,7 +88,8 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
             on_gpu=on_gpu,
         )
         needs.append(Need(f"a {name} rank", group.model.key, parts, True, predicted=True, function=name, processes=ranks, of_update=True))
-        idle[name], updates[name] = ranks * peak_memory.idle_bytes(group.rank), needs[-1]
+        in_store = 0 if on_gpu else _bytes_in_store(group)
+        idle[name], updates[name] = ranks * peak_memory.idle_bytes(group.rank) - in_store, (needs[-1], in_store)
     if on_gpu:
         return needs
     members, drafter = recipe.rollout.least_width, models.get("drafter")
@@ -105,14 +107,28 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
         others.append(("in the parked reference", ranks * peak_memory.PASS_BYTES))
     at_work = _engines_beside_update(recipe, engines, room.slots)
     waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (engines - at_work) * members * peak_memory.ENGINE_BYTES))
-    for name, rank in updates.items():
+    for name, (rank, in_store) in updates.items():
         beside = [(f"in the {other}", kept) for other, kept in idle.items() if other != name]
-        parts = (*((what, rank.processes * size) for what, size in rank.parts), *beside, *waiting, *others)
+        own = ((what, rank.processes * size - (in_store if what == "weights" else 0)) for what, size in rank.parts)
+        parts = (*own, *beside, *waiting, *others)
         needs.append(Need(f"the {name}'s update", rank.key, parts, predicted=True, of_update=True))
     count = recipe.rollout.min_actors
     parts = (("in engines", count * engine_bytes), *((f"in the {n}", s) for n, s in idle.items()), *others)
     needs.append(Need("the rollout", policy.key, tuple(parts), predicted=True))
     return needs
+
+
+def _bytes_in_store(group: TrainingGroup) -> int:
+    """Return the bytes of the weights that the learner's first rank reads from their published version, see `TrainerRank.read_published`.
+
+    The optimizer step writes the rank's own again once it has freed the gradients, which take more.
+    """
+    training = group.training
+    is_large = group.parameters >= LARGE_PARAMETERS
+    reads = (
+        group.name == "learner" and is_large and training.zero_stage in (1, 2) and not training.adapters and training.tensor_parallel == 1
+    )
+    return group.rank.weights if reads else 0
 
 
 def _engines_beside_update(recipe: Recipe, engines: int, slots: int) -> int:

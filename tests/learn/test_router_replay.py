@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch
+from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch, batch_of
 from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.model_checks import WITH_ROUTERS, check_routers
 from rlhfless_ray.learn.policy_model import TokenLogprobs
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.runtime.agreement import select_batch
+from rlhfless_ray.runtime.sample_state import as_json, from_json
+from rlhfless_ray.types import Completion, Prompt, Sample
 from tests.rollout.families import config
 
 PROMPT, RESPONSES = (5, 6, 7), ([8, 9], [10], [11, 12, 13])
@@ -100,6 +104,22 @@ def test_a_shared_prompt_has_the_experts_of_its_first_response() -> None:
     taken = batch.take(np.array([1, 0]))
     assert taken.experts is not None and np.array_equal(taken.experts[: LENGTHS[1] - 1], experts[1])
     assert batch_with([None] * 3).experts is None and "experts" not in padded(batch_with([None] * 3), np.arange(3), torch.device("cpu"))
+
+
+def test_samples_bring_their_experts_to_the_learner_and_not_into_a_checkpoint() -> None:
+    experts = random_experts(4)
+    prompt = Prompt(0, "", PROMPT, {})
+    samples = [
+        Sample(prompt, i, Completion(i, np.array(one, np.int32), np.zeros(len(one), np.float32), "stop", 1, experts=experts[i]))
+        for i, one in enumerate(RESPONSES)
+    ]
+    wanted = batch_with(list(experts)).experts
+    for batch in (batch_of(samples, len(samples)), select_batch(samples)):
+        assert batch is not None and batch.experts is not None and np.array_equal(batch.experts, wanted)
+    restored = [from_json(json.loads(json.dumps(as_json(sample))), [prompt]) for sample in samples[:1]]
+    assert restored[0].completion.experts is None
+    mixed = batch_of([*restored, *samples[1:]], len(samples)).experts
+    assert mixed is not None and (mixed[: LENGTHS[0]] == UNKNOWN_EXPERT).all() and np.array_equal(mixed[LENGTHS[0] :], wanted[LENGTHS[0] :])
 
 
 @pytest.mark.parametrize(
