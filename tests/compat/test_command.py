@@ -215,6 +215,8 @@ def test_words_are_those_of_bash(words):
         "[[ x-1 =~ ^(x|y)-[0-9]+$ && 5 -lt 7 ]] && X=1 || X=2; set -- $V $W $X",
         "[ a = b ] && { V=1; W=1; } || { V=2; X=2; }; true || { V=3; X=3; }; false && ( V=4; true ); "
         "case x in (x) Y=5 ;; esac; if true; then { Z=6; }; fi; set -- $V ${W:-n} $X $Y $Z",
+        'L="1e-6,5e-7,"; IFS=, read -ra A <<< "$L"; IFS=- read -r B C <<< a-b-c; read D E F <<< "x  y"; read -r G <<< " p q "; '
+        'read -a H <<< $L; read -ra I <<<"s t"; set -- "${A[@]}" $B $C $D $E "<$F>" "$G" ${H[@]} "${I[@]}" "${A[*]}"',
         'V=$([ 1 = 1 ] && echo yes || echo no); W=/a/b.c/; set -- $V $([[ $V == n* ]] && echo --n) $(basename $W) $(dirname "$W")',
         "f() { A=1; local B=2 C; C=$B; local -a L=(x y); export D=$C; }; B=0; L=(z); f; V=1; V=2 W=3 true; "
         'set -- $A $B ${C:-n} $D "${L[@]}" $V ${W:-n}',

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +54,8 @@ class Reader:
     flow: Flow = field(default_factory=Flow)
     begin: int = 0
     """Position of the current command."""
+    given: str | None = None
+    """What follows `<<<` in the current command."""
 
 
 def simple_commands(text: str, environment: Mapping[str, str] = os.environ, arguments: Sequence[str] | None = None) -> list[Command]:
@@ -240,6 +242,7 @@ def _end_command(r: Reader, ends: str = "\n") -> None:
         return
     words, r.words = _strip_keywords(r, ends), []
     inner, r.inner = r.inner, []
+    given, r.given = r.given, None
     if r.flow.runs:
         r.commands += inner
     if not words or not r.flow.runs:
@@ -251,6 +254,8 @@ def _end_command(r: Reader, ends: str = "\n") -> None:
         result = True if words[0] == "echo" else is_success(words)
         if words[0] == "getopts" and len(words) == 3:
             result = _take_option(r.scope, words[1], words[2])
+        elif words[0] == "read" and given is not None:
+            _read_text(r.scope, words[1:], given)
         _run_command(r, words, environment)
         r.scope.restore(kept)
     r.flow.record_status(result if result is None else result != negated)
@@ -360,6 +365,26 @@ def _take_option(scope: Scope, letters: str, name: str) -> bool | None:
     return True
 
 
+def _read_text(scope: Scope, words: list[str], text: str) -> None:
+    """Assign the fields of a text as `read` does, without options or with `-r` and `-a`. A text that is not known assigns nothing."""
+    options = "".join(word for word in words if word.startswith("-"))
+    names = [word for word in words if NAME.fullmatch(word)]
+    if not names or set(options) - set("-ra") or re.search("[$`]", text):
+        return
+    separators, most = "".join(scope.variables.get("IFS", [" "])), 0 if "a" in options else len(names) - 1
+    line = text.partition("\n")[0]
+    if separators.isspace():
+        fields = line.strip().split(None, most or -1) if most or "a" in options else [line.strip()]
+    elif separators and (most or "a" in options):
+        fields = re.split(f"[{re.escape(separators)}]", line, maxsplit=most)
+    else:
+        fields = [line]
+    if "a" in options:
+        scope.variables[names[0]] = fields[:-1] if fields[-1:] == [""] else fields
+    else:
+        scope.variables |= {name: [value] for name, value in zip_longest(names, fields, fillvalue="")}
+
+
 def _run_command(r: Reader, words: list[str], environment: dict[str, str]) -> None:
     scope = r.scope
     if words[0] == "shift" and scope.arguments is not None:
@@ -456,6 +481,8 @@ def _skip_redirection(r: Reader) -> None:
         return
     target = re.match(r"(<<<|>>|[<>])&?\s*(\"[^\"]*\"|'[^']*'|[^\s;&|()]*)", r.text[r.at :])
     assert target is not None
+    if target[1] == "<<<":
+        r.given = " ".join(words_of(target[2], r.scope))
     r.at += target.end()
 
 
