@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ class RolloutResult:
     loads: list[tuple[str, float]] = field(default_factory=list)  # (node, seconds) of each load of weights
     moved: list[MigrationStats] = field(default_factory=list)
     decisions: list[str] = field(default_factory=list)  # about moves, each with its reason
+    exchanged: Counter[str] = field(default_factory=Counter)  # slots taken from other runs and given to them, by metric
     replaced: int = 0
     cut_tokens: int = 0  # tokens of agents' turns that the rollout's end cut, and that begin again
     orphans: int = 0  # requests whose engine died
@@ -48,6 +50,7 @@ class RolloutResult:
             "rollout/engine_steps": len(self.steps),
             "rollout/orphans": self.orphans,
             "rollout/lost_s": self.silent_s,
+            **self.exchanged,
         }
         return {
             **{name: value + (before or {}).get(name, 0) for name, value in sums.items()},

@@ -115,10 +115,13 @@ class SharedSlots:
         got = self.leases.without_lost(self.leases.collect([request], driver.pool.kind, 0.0))
         if got:
             driver.pool.assign_leases(got)  # the next moves send requests to it
+            driver.result.exchanged["shared/slots_taken"] += len(got)
             fetch_weights(driver.pool, driver.weights)
 
     def _give(self, driver: Rollout) -> None:
         working = {driver.calls.number(instance): instance for instance in driver.pool.working}
+        if gone := len(self.leaving - set(working)):
+            driver.result.exchanged["shared/slots_given"] += gone
         self.leaving &= set(working)
         now, spare = time.monotonic(), len(working) - len(self.leaving) - 1
         if (surplus := min(self.source.surplus, spare)) > 0 and now > self.look_again_s and not driver.migrations.leaving:

@@ -10,6 +10,7 @@ import ray
 
 from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.rollout import shared_slots as module
+from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.shared_slots import GIVEN, SharedSlots
 
 
@@ -56,7 +57,7 @@ class Driver:
         self.calls = SimpleNamespace(number=lambda instance: instance, available=lambda: self.pool.working)
         self.token_log = SimpleNamespace(owed=lambda number: range(self.owed[number]))
         self.migrations = SimpleNamespace(leaving={})
-        self.result = SimpleNamespace(decisions=[])
+        self.result = RolloutResult()
         self.evacuated: list[tuple[list[int], list[int], str]] = []
 
     def join(self, leases: list[str]) -> None:
@@ -90,6 +91,7 @@ def test_a_granted_slot_becomes_an_engine(shared):
     shared.poll(driver)
     assert driver.pool.working == [0, 1, 2]
     assert shared.refs() == [] and not shared.leases.pending  # no fourth engine would have work
+    assert driver.result.metrics()["shared/slots_taken"] == 1
 
 
 def test_no_slot_is_requested_if_too_little_work_is_left(shared):
@@ -134,6 +136,7 @@ def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_st
     shared.source.surplus = 0
     shared.poll(driver)
     assert not shared.leaving and len(driver.evacuated) == 1
+    assert driver.result.metrics({"shared/slots_given": 2})["shared/slots_given"] == 3
     shared.look_again_s, shared.source.surplus = 0.0, 5
     shared.poll(driver)
     assert driver.evacuated[-1][:2] == ([2], [0])
