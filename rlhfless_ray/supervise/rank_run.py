@@ -90,7 +90,7 @@ class RankRun:
         try:
             RankTrainer(
                 partial(train_rank, start),
-                backend_config=RankConfig(start.device, start.devices),
+                torch_config=RankConfig(device=start.device, devices=start.devices),
                 has_dashboard=not private and has_dashboard(),
                 has_autoscaler=not private,
                 scaling_config=ScalingConfig(

@@ -1,7 +1,4 @@
-"""Ray Train's trainer of the ranks: what its `TorchTrainer` does, without torch in the driver and in Ray Train's controller.
-
-Importing torch takes 0.12 GB in each process, and only ranks compute. Each rank sees its own device only, as engines and learners do.
-"""
+"""Ray Train's `TorchTrainer` of the ranks. Each rank sees its own device only, as engines and learners do."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ from typing import Any
 import ray
 import ray.train
 from ray.train._internal.utils import get_address_and_port
-from ray.train.backend import Backend, BackendConfig
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from rlhfless_ray.supervise.rank_start import VISIBLE, RankStart
 
 
 @dataclass
-class RankConfig(BackendConfig):
+class RankConfig(TorchConfig):
     """How the ranks are connected. `device`: "cpu" or "gpu". `devices`: names of those that are leased on each node, by its id."""
 
     device: str = "cpu"
@@ -78,7 +75,7 @@ class WithoutAutoscaler(FixedScalingPolicy):
         pass
 
 
-class RankTrainer(DataParallelTrainer):
+class RankTrainer(TorchTrainer):
     """Without Ray Train's manager of Ray Data's sets, which are none here."""
 
     def __init__(self, *arguments: Any, has_dashboard: bool, has_autoscaler: bool, **settings: Any) -> None:
@@ -95,4 +92,4 @@ class RankTrainer(DataParallelTrainer):
         policy = settings["scaling_policy"]
         if not self.has_autoscaler and isinstance(policy, FixedScalingPolicy):
             settings["scaling_policy"] = WithoutAutoscaler(policy.scaling_config)
-        return super()._initialize_and_run_controller(**settings)
+        return super()._initialize_and_run_controller(**settings)  # type: ignore[misc]
