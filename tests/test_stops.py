@@ -141,7 +141,12 @@ class Ended:
         run.least_mb, run.memory_fit = {}, Fit(run.recipe, [])
         run.ledger = SimpleNamespace(step=3, begin_step=lambda step: None)
         run.autoscaler = SimpleNamespace(
-            state=lambda: {}, observe_update=lambda *_: None, observe_step=lambda *_: None, settle=lambda: None, bids=None
+            state=lambda: {},
+            observe_update=lambda *_: None,
+            observe_step=lambda *_: None,
+            settle=lambda: None,
+            bids=None,
+            expected_update_s=0.0,
         )
         run.phases = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replacements=0)
