@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from placement.scaling.resize_policy import Decision, Grow, Hold, Shrink
@@ -30,21 +31,19 @@ class LearnerSize:
         self.tried = dict.fromkeys(self.counts, 0)
         self.updates_since = dict.fromkeys(self.counts, 0)  # its last trial
 
-    def decide(self, current: int, tokens: float, *, value_per_s: float) -> Decision:
+    def decide(self, current: int, tokens: float, *, value_per_s: float, retries: bool = True) -> Decision:
         """Choose the slots for an update of this many tokens: least slots · seconds + value_per_s · seconds.
 
-        Takes fewer slots on a tie. value_per_s: worth of a second of the step (`resize_policy.time_value`).
+        Takes fewer slots on a tie. value_per_s: worth of a second of the step (`resize_policy.time_value`). retries: whether a count
+        that seems worse may be tried again now.
         """
         if (trial := self.trial(current, tokens)) is not None:
             return trial
         seconds = {count: self.terms[count].predict(tokens) for count in self.counts}
         worth = {count: (count + value_per_s) * seconds[count] for count in self.counts}
         best = min(self.counts, key=lambda count: (worth[count], count))
-        for count in self.counts:
-            since, added = self.updates_since[count], worth[count] - worth[best]
-            if count != best and since >= INTERVAL * self.tried[count] and TRIED_AGAIN * since * worth[best] >= added:
-                reason = f"trying {count} again: {seconds[count]:.3g} s {since} updates ago, {best}: {seconds[best]:.3g} s"
-                return decision_for(count, current, reason, seconds[count])
+        if retries and (retrial := self.retrial(best, current, tokens, worth)) is not None:
+            return retrial
         others = ", ".join(f"{count}: {seconds[count]:.3g} s" for count in self.counts if count != best)
         reason = f"{best} slots: {seconds[best]:.3g} s for {best * seconds[best]:.3g} slot-s" + (f" ({others})" if others else "")
         return decision_for(best, current, reason, seconds[best])
@@ -54,6 +53,16 @@ class LearnerSize:
         for count in reversed(self.counts):
             if self.tried[count] < MIN_TRIALS:
                 return decision_for(count, current, f"trying {count}: not measured yet", self.terms[count].predict(tokens))
+        return None
+
+    def retrial(self, best: int, current: int, tokens: float, costs: Mapping[int, float]) -> Decision | None:
+        """Return the decision to try a count again that seems worse than `best`, or None if none is due. `costs`: by possible count."""
+        for count, cost in costs.items():
+            since, added = self.updates_since[count], cost - costs[best]
+            if count != best and since >= INTERVAL * self.tried[count] and TRIED_AGAIN * since * costs[best] >= added:
+                seconds, best_s = self.predict(count, tokens), self.predict(best, tokens)
+                reason = f"trying {count} again: {seconds:.3g} s {since} updates ago, {best}: {best_s:.3g} s"
+                return decision_for(count, current, reason, seconds)
         return None
 
     @property

@@ -26,14 +26,18 @@ class Update:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The update and the rollout that were chosen together, and why. `plan` has the rollout's own time and cost."""
+    """The update and the rollout that were chosen together, and why. `plan` has the rollout's own time and cost.
+
+    `costs`: of a step with the best rollout beside each update, in slot-seconds with its seconds at their worth, by the learner's slots.
+    """
 
     update: Update
     plan: Plan
     reason: str
+    costs: Mapping[int, float]
 
 
-def beside(plan: Plan, update: Update, objective: Objective) -> Plan:
+def step_plan(plan: Plan, update: Update, objective: Objective) -> Plan:
     """Return a rollout's plan with the seconds and slot-seconds of a step in which it works beside the update.
 
     The learner holds its slots throughout the step. An engine is billed until its own last response, as in every plan. An objective's
@@ -67,28 +71,27 @@ def size_together(plans: Mapping[Update, Sequence[Plan]], objective: Objective, 
     ValueError
         If there are no plans.
     """
-    pairs = [(update, plan, beside(plan, update, objective)) for update, some in plans.items() for plan in some]
+    pairs = [(update, plan, step_plan(plan, update, objective)) for update, some in plans.items() for plan in some]
     choice = choose_nearest([step for *_, step in pairs], objective)
     update, plan, step = pairs[choice.index]
+    worth = time_value(objective, [step for *_, step in pairs])
+    best = {one: choose_nearest([step for other, _, step in pairs if other is one], objective).plan for one, some in plans.items() if some}
     held = [pair for pair in pairs if pair[0].slots == current]
     if held and update.slots != current:
         stay = choose_nearest([step for *_, step in held], objective)
-        worth = time_value(objective, [step for *_, step in pairs])
         before, after = (one.cost + worth * one.time_s for one in (stay.plan, step))
         if stay.met == choice.met and before - after <= MIN_SAVING * before:
             update, plan, step = held[stay.index]
     others = [
-        f"{slots(one.slots)} beside {count(best.plan.actors)}: {best.plan.time_s:.3g} s for {best.plan.cost:.3g}"
-        for one, some in plans.items()
-        if some and one != update
-        for best in [choose_nearest([beside(plan, one, objective) for plan in some], objective)]
+        f"{slots(one.slots)} beside {_engines_in_words(other.actors)}: {other.time_s:.3g} s for {other.cost:.3g}"
+        for one, other in best.items()
+        if one != update
     ]
-    reason = (
-        f"{slots(update.slots)} for an update of {update.seconds:.3g} s beside {count(plan.actors)} for a rollout of {plan.time_s:.3g} s: "
-        f"step of {step.time_s:.3g} s for {step.cost:.3g}" + f" ({'; '.join(others)})" * bool(others)
-    )
-    return Sizes(update, plan, reason)
+    pair = f"{slots(update.slots)} for an update of {update.seconds:.3g} s beside {_engines_in_words(plan.actors)}"
+    reason = f"{pair} for a rollout of {plan.time_s:.3g} s: step of {step.time_s:.3g} s for {step.cost:.3g}"
+    reason += f" ({'; '.join(others)})" * bool(others)
+    return Sizes(update, plan, reason, {one.slots: other.cost + worth * other.time_s for one, other in best.items()})
 
 
-def count(engines: int) -> str:
+def _engines_in_words(engines: int) -> str:
     return f"{engines} engine" + "s" * (engines != 1)

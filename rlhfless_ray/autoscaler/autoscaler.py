@@ -7,6 +7,7 @@ plan's size is kept, and the reason says so.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +23,7 @@ from placement.planning.plan import Plan, Pool
 from placement.scaling.engine_width import WidthDecision, best_width, decide_width, slots
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.learner_size import LearnerSize, decision_for
-from placement.scaling.overlapped_step import Sizes, Update, beside, size_together
+from placement.scaling.overlapped_step import Sizes, Update, size_together, step_plan
 from placement.scaling.phase_delay import Delay
 from placement.scaling.resize_policy import (
     Decision,
@@ -71,7 +72,7 @@ class Autoscaler:
         self.objective = _objective(recipe)
         self.terms, self.around, self.outside = Terms(), Term(OVERHEAD_S), Term(OUTSIDE_S)
         self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
-        self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the next update, as far as known
+        self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the newest update, or the next one if it is sized
         self.update_tokens = 0.0  # tokens of the newest update
         self.sizes: Sizes | None = None  # of the next update and the rollout beside it, with a lag
         self.learner_delay = Delay(0.0, self.learner_slots, "")  # of the next update, for slots that another run gives back
@@ -85,6 +86,8 @@ class Autoscaler:
         self.pending_steps: list[list[EngineStep]] = []  # step records that the speed is not fitted to yet
         self.troubles: list[str] = []  # failures since the last report
         self.bids: MarketBids | None = None  # on a pool that the run shares with others
+        self.running_update: Update | None = None  # beside the rollout that runs, on such a pool
+        self.update_ends_s = 0.0  # when it will end by its prediction, on the clock of time.monotonic
 
     def expect(self, engines: dict[int, ExpectedEngine], note: str) -> None:
         """Set what is expected of an engine by width before one has run, the narrowest first. `note`: why there is one width only."""
@@ -148,6 +151,8 @@ class Autoscaler:
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
         self.learn()
+        if learner_slots:  # the pool may have granted fewer than were wanted
+            self.learner_slots = max(1, learner_slots // self.recipe.learner.ranks)
         update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths), lambda: None)
         min_actors, limits = self.recipe.rollout.min_actors, {self.engines.width: (max_actors, warm), **(others or {})}
         plans: list[Plan] = []
@@ -187,7 +192,7 @@ class Autoscaler:
                 "sizing learner and engines", lambda: self._size_together(scenarios.lengths, prompts, rooms), lambda: None
             )
         width = self.engines.width if self.engines.expected else None
-        return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=width)
+        return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=width, update=update)
 
     def _shared(self, frontiers: dict[int, list[Plan]], update: Update | None) -> tuple[dict[int, list[Plan]], str]:
         """Return the plans that a pool shared with other runs has slots for, by width, and why others were left out.
@@ -213,6 +218,7 @@ class Autoscaler:
         width = plan.width or self.engines.width
         if self.bids is None:
             return plan, Delay(0.0, plan.actors * width, "")
+        self.running_update, self.update_ends_s = plan.update, time.monotonic() + (plan.update.seconds if plan.update else 0.0)
         delay = self.bids.begin_rollout(plan.actors * width, plan.predicted_s, grows, self.value_per_s)
         return replace(plan, actors=max(self.recipe.rollout.min_actors, delay.slots // width)) if delay.seconds else plan, delay
 
@@ -224,11 +230,15 @@ class Autoscaler:
         if self.bids is None or not len(left):
             return max_actors
         bids, speed, tokens = self.bids, self.engines.fit_of(1).speed, np.maximum(left, 1.0)
-        return self.safely(
-            "renewing the bid",
-            lambda: bids.renew_rollout(self._plans(tokens, context.astype(float), max_actors, 1, speed)),
-            lambda: max_actors,
-        )
+
+        def renew() -> int:
+            plans = self._plans(tokens, context.astype(float), max_actors, 1, speed)
+            if self.running_update is not None:
+                left_s = max(0.0, self.update_ends_s - time.monotonic())
+                plans = self._compared(plans, 1, replace(self.running_update, seconds=left_s))
+            return bids.renew_rollout(plans)
+
+        return self.safely("renewing the bid", renew, lambda: max_actors)
 
     def _update_beside(self, learner_slots: int, lengths: np.ndarray) -> Update | None:
         """Return the update beside a rollout of these lengths, or None if there is none or no update was measured yet."""
@@ -257,16 +267,20 @@ class Autoscaler:
         if len(rooms) < 2 or self.learner.trial(self.learner_slots, 0.0) is not None:
             return None
         tokens, ranks = float(lengths.mean(1).sum()), self.recipe.learner.ranks
-        plans: dict[Update, list[Plan]] = {}
+        pairs: list[tuple[Update, int, Plan]] = []  # with the slots of both
         for per_rank, by_width in rooms.items():
-            update, found = self._update(per_rank, per_rank * ranks, tokens, lengths), list[Plan]()
+            update = self._update(per_rank, per_rank * ranks, tokens, lengths)
             for width, most in by_width.items():
-                if self.bids is not None:
-                    most = min(most, (self.bids.room - update.slots) // width)
                 if most >= self.recipe.rollout.min_actors:
-                    found += self._with_overhead(self._frontier(lengths, prompts, most, width), width)
-            plans[update] = found
-        return size_together(plans, self.objective, self.learner_slots * ranks) if any(plans.values()) else None
+                    found = self._with_overhead(self._frontier(lengths, prompts, most, width), width)
+                    pairs += [(update, update.slots + plan.actors * width, plan) for plan in found]
+        if self.bids is not None and pairs:
+            room = self.bids.room_for_pairs([(count, step_plan(plan, update, self.objective)) for update, count, plan in pairs])
+            pairs = [pair for pair in pairs if pair[1] <= room]
+        plans: dict[Update, list[Plan]] = {}
+        for update, _, plan in pairs:
+            plans.setdefault(update, []).append(plan)
+        return size_together(plans, self.objective, self.learner_slots * ranks) if plans else None
 
     def _predict_step(
         self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int, update: Update | None
@@ -282,25 +296,35 @@ class Autoscaler:
         """Return the seconds of the learn phase for so many generated tokens."""
         return self.learner.predict(self.learner_slots, tokens) + self._passes_s(tokens)
 
-    def size_learner(self, samples: list[Sample], beside: bool = False) -> Decision:
-        """Decide the number of slots per rank for the update on `samples`. `beside`: the next step's rollout works beside it."""
+    def size_learner(self, samples: list[Sample], is_beside_rollout: bool = False) -> Decision:
+        """Decide the number of slots per rank for the update on `samples`. `is_beside_rollout`: the next step's works beside it."""
         if not self.recipe.functions.elastic:
             return Hold(self.recipe.learner.max_slots_per_rank, "functions.elastic is off: all slots, always")
         tokens = self.update_tokens = float(response_tokens(samples).sum())
-        alone = partial(self.learner.decide, self.learner_slots, tokens, value_per_s=self.value_per_s)
+        alone = partial(self.learner.decide, self.learner_slots, tokens, value_per_s=self.value_per_s, retries=self._may_retry)
         decision = self.safely(
             "sizing the learner",
-            (lambda: self._size_beside(tokens)) if beside else alone,
+            (lambda: self._size_beside_rollout(tokens)) if is_beside_rollout else alone,
             lambda: Hold(self.learner_slots, "as before: sizing the learner failed"),
         )
         self.learner_slots, self.learner_delay = decision.actors, Delay(0.0, decision.actors, "")
         if self.bids is not None and not self.recipe.rollout.rolls_out_ahead:
             delay, fewer = self.bids.begin_update(self.learner, decision.actors, tokens, self.value_per_s)
-            self.learner_delay = delay
+            self.learner_delay, self.learner_slots = delay, delay.slots
             return replace(decision, actors=delay.slots, reason="; ".join(filter(None, (delay.reason, fewer, decision.reason))))
+        if self.bids is not None and is_beside_rollout:
+            self.bids.begin_pair(self.expected_update_s)
         return decision
 
-    def _size_beside(self, tokens: float) -> Decision:
+    @property
+    def _may_retry(self) -> bool:
+        """Whether a number of the learner's slots that seems worse may be tried again now.
+
+        Beside other runs it may not: the pool would not grant slots that no bid asks for, and the trial would be due in every step.
+        """
+        return self.bids is None or self.bids.alone
+
+    def _size_beside_rollout(self, tokens: float) -> Decision:
         """Decide the number of slots per rank for an update beside a rollout: it was sized together with the engines."""
         now = self.learner_slots
         if (trial := self.learner.trial(now, tokens)) is not None:
@@ -310,7 +334,10 @@ class Autoscaler:
             return decision_for(now, now, reason, self.learner.predict(now, tokens))
         if self.sizes is None:
             return Hold(now, "as before: learner and engines were not sized together yet")
-        per_rank = self.sizes.update.slots // self.recipe.learner.ranks
+        ranks = self.recipe.learner.ranks
+        per_rank, costs = self.sizes.update.slots // ranks, {count // ranks: cost for count, cost in self.sizes.costs.items()}
+        if self._may_retry and (retrial := self.learner.retrial(per_rank, now, tokens, costs)) is not None:
+            return retrial
         return decision_for(per_rank, now, self.sizes.reason, self.learner.predict(per_rank, tokens))
 
     @property
@@ -322,7 +349,7 @@ class Autoscaler:
 
     def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:
         """Record an update's duration. `slots`: per rank."""
-        self.update_s = seconds
+        self.update_s, self.learner_slots = seconds, slots
         self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
 
     def observe_passes(self, samples: list[Sample], seconds: float) -> None:
@@ -468,7 +495,7 @@ class Autoscaler:
         Beside an update these are the step's. Objectives with a deadline or budget cover the overhead besides decoding too.
         """
         if update is not None:
-            return [beside(plan, update, self.objective) for plan in self._with_overhead(plans, width)]
+            return [step_plan(plan, update, self.objective) for plan in self._with_overhead(plans, width)]
         return plans if self.objective.deadline_s is None and self.objective.budget is None else self._with_overhead(plans, width)
 
     def _with_overhead(self, plans: list[Plan], width: int) -> list[Plan]:

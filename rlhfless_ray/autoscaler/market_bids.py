@@ -30,7 +30,7 @@ class MarketBids:
         self.running: Bid | None = None  # for the rollout that runs
         self.begun_s, self.paid_slot_s = 0.0, 0.0  # when it began, and what the run had paid until then
         self.points: list[tuple[int, float]] = []  # slots and seconds of its engines
-        self.room = 0  # slots that the pool would have for the run in the planned rollout
+        self.pair: Bid | None = None  # for an update and the rollout beside it, where they are sized together
         self.besides = 0  # slots that the run holds beside its engines during that rollout
 
     def divide(self, frontiers: Mapping[int, Sequence[Plan]], besides: int) -> tuple[dict[int, list[Plan]], str]:
@@ -39,14 +39,29 @@ class MarketBids:
         The smallest plan of each width always stays. `besides`: slots that the run holds beside its engines.
         """
         self.points = _quickest((plan.actors * width, plan.time_s) for width, plans in frontiers.items() for plan in plans)
-        self.rollout, self.besides = self._bid([(slots + besides, seconds) for slots, seconds in self.points]), besides
+        self.rollout, self.besides = self._bid(self.points, besides), besides
         cleared = self.pool.what_if(self.rollout)
-        self.room = cleared.slots[self.rollout.run]
-        room = self.room - besides
+        room = cleared.slots[self.rollout.run] - besides
         left = {width: [plan for plan in plans if plan.actors * width <= room] for width, plans in frontiers.items()}
         kept = {width: plans or [min(frontiers[width], key=lambda plan: plan.actors)] for width, plans in left.items()}
         fewer = any(len(kept[width]) < len(plans) for width, plans in frontiers.items())
         return kept, cleared.reasons[self.rollout.run] if fewer else ""
+
+    def room_for_pairs(self, pairs: Sequence[tuple[int, Plan]]) -> int:
+        """Return the slots that the pool would have for an update and the rollout beside it.
+
+        `pairs`: slots of both together, and the time and cost by which the objective compares them.
+        """
+        objective = self.objective
+        if objective.budget is not None:  # of the rollout alone, as its costs are
+            pairs, objective = [pair for pair in pairs if pair[1].cost <= objective.budget] or pairs, Objective(prefer=1.0)
+        self.pair = self._bid(_quickest((slots, plan.time_s) for slots, plan in pairs), objective=objective)
+        return self.pool.view.slots if self.alone else self.pool.what_if(self.pair).slots[self.pair.run]
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other run is on the pool."""
+        return self.pool.view.runs <= 1
 
     @property
     def most(self) -> int:
@@ -69,10 +84,10 @@ class MarketBids:
     def renew_rollout(self, plans: Sequence[Plan]) -> int:
         """Bid for the rest of the running rollout, and return how many engines, of one slot each, have work.
 
-        `plans`: frontier of the rest. Others learn of the bid with the next heartbeat, if it has changed much.
+        `plans`: frontier of the rest, beside an update with the time and cost of the step. Others learn of the bid with the next heartbeat,
+        if it has changed much.
         """
-        points = _quickest((plan.actors, plan.time_s) for plan in plans)
-        bid = self._bid([(slots + self.besides, seconds) for slots, seconds in points], self._rest_of_objective())
+        bid = self._bid(_quickest((plan.actors, plan.time_s) for plan in plans), self.besides, self._rest_of_objective())
         before = self.running
         if before is None or bid.slots != before.slots or abs(bid.worth[-1] - before.worth[-1]) > RENEWED * before.worth[-1]:
             self.running = bid
@@ -84,8 +99,14 @@ class MarketBids:
         if self.objective.deadline_s is not None:
             return Objective(deadline_s=max(EPS, self.objective.deadline_s - (time.monotonic() - self.begun_s)))
         if self.objective.budget is not None:
-            return Objective(budget=max(EPS, self.objective.budget - (self.pool.view.slot_s - self.paid_slot_s)))
+            paid = self.pool.view.slot_s - self.paid_slot_s - self.besides * (self.pool.viewed_s - self.begun_s)
+            return Objective(budget=max(EPS, self.objective.budget - max(0.0, paid)))
         return self.objective
+
+    def begin_pair(self, seconds: float) -> None:
+        """Bid for the update and the rollout that were sized together last. `seconds`: of the update."""
+        if self.pair is not None:
+            self.pool.bid(self.pair, seconds)
 
     def begin_update(self, sizes: LearnerSize, slots_per_rank: int, tokens: float, value_per_s: float) -> tuple[Delay, str]:
         """Bid for an update on `slots_per_rank` slots per rank, valued by the durations of earlier updates.
@@ -101,7 +122,7 @@ class MarketBids:
         self.pool.bid(self._bid([*points, *untried]), points[-1][1])
         view = self.pool.view
         room = min(slots_per_rank, max(1, view.target // self.learner_ranks))
-        if view.runs <= 1:  # a number that seems worse is tried again while that costs no other run
+        if self.alone:  # a number that seems worse is tried again while that costs no other run
             room = slots_per_rank
         found = self._delay(points, room * self.learner_ranks, 0, value_per_s)
         return replace(found, slots=found.slots // self.learner_ranks), view.reason if room < slots_per_rank else ""
@@ -118,8 +139,13 @@ class MarketBids:
     def metrics(self) -> dict[str, Any]:
         return self.pool.view.metrics()
 
-    def _bid(self, points: Sequence[tuple[int, float]], objective: Objective | None = None) -> Bid:
-        return bid_of(self.pool.info.run, points, objective or self.objective)
+    def _bid(self, points: Sequence[tuple[int, float]], besides: int = 0, objective: Objective | None = None) -> Bid:
+        """Return the bid for a phase's slots and those that the run holds beside them. A budget does not cover the latter."""
+        run, objective = self.pool.info.run, objective or self.objective
+        if objective.budget is None:
+            return bid_of(run, [(slots + besides, seconds) for slots, seconds in points], objective)
+        bid = bid_of(run, points, objective)
+        return replace(bid, slots=tuple(slots + besides for slots in bid.slots))
 
 
 def _quickest(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:

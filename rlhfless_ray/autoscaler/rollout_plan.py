@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from placement.planning.plan import Plan
+from placement.scaling.overlapped_step import Update
 from placement.scaling.resize_policy import Decision, assign_groups, failed
 
 MAX_SHOWN_POINTS = 24  # points of the frontier in metrics and report
@@ -24,6 +25,7 @@ class RolloutPlan:
     predicted_slot_s: float = 0.0  # slot-seconds of its leases, including those that wait for the next phase
     predicted_step_s: float = 0.0  # the whole step, with scoring, learning and everything else
     width: int | None = None  # slots of an engine, where the planner chooses it
+    update: Update | None = None  # beside the rollout, as predicted
 
     @property
     def reason(self) -> str:

@@ -188,8 +188,8 @@ class LearnStage:
         """Run the learn phase of step `number` inside the block. Rollout engines hold no lease in it."""
         context, self.number, self.passes_s = self.context, number, 0.0
         with context.phases.phase("learn"):
-            beside = self.worker_groups.shares_slots and context.recipe.rollout.partial == "off"
-            self.plan = context.autoscaler.size_learner(samples, beside)
+            is_beside_rollout = self.worker_groups.shares_slots and context.recipe.rollout.partial == "off"
+            self.plan = context.autoscaler.size_learner(samples, is_beside_rollout)
             context.broker.put(self.done_ahead(wait=True))
             if context.leases.resource == "cpu":  # every slot is a thread; on GPU a rank has one device
                 for worker_group in self.worker_groups.all:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from placement.market import Bid
 from placement.planning.objective import Objective
-from placement.scaling.resize_policy import Hold
+from placement.scaling.resize_policy import Decision, Hold
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray import Recipe
@@ -372,7 +373,7 @@ def test_engines_beside_an_update_are_sized_with_it() -> None:
     found = {}
     for update_s in (0.01, 60.0):
         auto = lagging(1.0, dict.fromkeys((1, 2, 4), update_s))
-        auto.size_learner(answers(prompts()), beside=True)
+        auto.size_learner(answers(prompts()), is_beside_rollout=True)
         scenarios = auto.forecast(prompts(), 7)
         alone = auto.plan(scenarios, prompts(), 7, step=7, warm=7)
         auto.actors = 0
@@ -386,34 +387,112 @@ def test_engines_beside_an_update_are_sized_with_it() -> None:
 
 def test_the_learners_slots_are_chosen_together_with_the_engines() -> None:
     auto = lagging(0.5, {1: 60.0, 2: 30.0, 4: 15.0})
-    assert "as before: learner and engines were not sized together yet" in auto.size_learner(answers(prompts()), beside=True).reason
+    reason = auto.size_learner(answers(prompts()), is_beside_rollout=True).reason
+    assert reason == "as before: learner and engines were not sized together yet"
     auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
-    decision = auto.size_learner(answers(prompts()), beside=True)
+    decision = auto.size_learner(answers(prompts()), is_beside_rollout=True)
     assert decision.actors == 4 == auto.learner_slots and "4 slots for an update of " in decision.reason
     assert " s beside 1 engine for a rollout of " in decision.reason and "1 slot beside " in decision.reason
     short = lagging(0.9, {1: 0.02, 2: 0.019, 4: 0.018})
     short.plan(short.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
-    assert short.size_learner(answers(prompts()), beside=True).actors == 1
+    assert short.size_learner(answers(prompts()), is_beside_rollout=True).actors == 1
     untried = lagging(0.5, {4: 1.0})
     untried.plan(untried.forecast(prompts(), 7), prompts(), 4, step=7, warm=4, learner_slots=4, rooms=ROOMS)
-    assert untried.size_learner(answers(prompts()), beside=True).reason == "trying 2: not measured yet"
+    assert untried.size_learner(answers(prompts()), is_beside_rollout=True).reason == "trying 2: not measured yet"
 
 
 def test_a_run_bids_for_the_slots_that_its_step_needs_beside_an_update() -> None:
     wanted = {}
     for update_s in (0.01, 60.0):
-        auto = lagging(0.9, dict.fromkeys((1, 2, 4), update_s))
+        auto = lagging(0.95, dict.fromkeys((1, 2, 4), update_s))
         bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
-        auto.size_learner(answers(prompts()), beside=True)
+        auto.size_learner(answers(prompts()), is_beside_rollout=True)
         plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1)
         wanted[update_s] = bids.most
         assert plan.actors <= bids.most and not plan.decision.reason.startswith("the planner failed")
     assert wanted[60.0] == 1 < wanted[0.01]
 
 
+def sized(auto: Autoscaler) -> Decision:
+    """Plan a rollout beside an update on one slot, and size the next update."""
+    auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1, rooms=ROOMS)
+    assert not auto.troubles
+    return auto.size_learner(answers(prompts()), is_beside_rollout=True)
+
+
+def test_the_learner_grows_on_a_shared_pool_if_the_step_waits_for_its_update() -> None:
+    """Its room was what the engines beside the present update could use."""
+    auto = lagging(0.9, {1: 20.0, 2: 10.0, 4: 5.0})
+    state = pool(8)
+    bids = auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
+    assert sized(auto).actors == 4, "alone"
+    assert state.view("x", 0.0).target == 5, "the bid for the update and an engine beside it stands"
+    other = Pool(state, "y")
+    other.bid(Bid("y", (1, 4), (0.0, 1e6)))
+    bids.pool.view = state.view("x", 0.0)
+    assert sized(auto).actors == 2, "its share is 4, of which an engine needs one"
+    other.bid(Bid("y", (1,), (0.0,)))
+    bids.pool.view = state.view("x", 0.0)
+    assert sized(auto).actors == 4
+
+
+def test_a_budget_of_the_rollout_does_not_keep_the_learner_small() -> None:
+    auto = lagging(0.9, {1: 20.0, 2: 10.0, 4: 5.0})
+    auto.set_objective(recipe(objective={"budget": 15.0}).objective)
+    state = pool(8)
+    bids = auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
+    Pool(state, "y").bid(Bid("y", (1,), (0.0,)))
+    bids.pool.view = state.view("x", 0.0)
+    assert sized(auto).actors == 4 and bids.pair is not None and bids.pair.most == 5
+
+
+def test_a_rollout_beside_an_update_bids_for_no_engine_that_the_step_would_not_gain_from() -> None:
+    auto = lagging(0.9, dict.fromkeys((1, 2, 4), 60.0))
+    bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
+    auto.size_learner(answers(prompts()), is_beside_rollout=True)
+    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1)
+    auto.begin_rollout(plan, True)
+    left, context = np.full(64, 150.0), np.full(64, 20)
+    assert (plan.actors, auto.renew_rollout(left, context, 7)) == (1, 1)
+    auto.update_ends_s = 0.0
+    assert auto.renew_rollout(left, context, 7) > 1, "the update should have ended"
+    auto.begin_rollout(RolloutPlan(Hold(1, ""), 1), True)
+    assert auto.renew_rollout(left, context, 7) > 1 and bids.besides == 1 and not auto.troubles
+
+
+def test_counts_that_seem_worse_are_tried_again_beside_a_rollout_too_but_only_where_no_other_run_is() -> None:
+    auto = lagging(0.9, {4: 20.0, 2: 20.2, 1: 19.9})
+    for seed in range(12):
+        auto.observe_update(1, answers(prompts(), seed), 19.9 * float(response_tokens(answers(prompts(), seed)).sum()) / 2000)
+    assert auto.learner_slots == 1 and sized(auto).reason.startswith("trying ")
+    bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
+    assert sized(auto).reason.startswith("trying ")
+    Pool(bids.pool.state, "y")
+    bids.pool.view = bids.pool.state.view("x", 0.0)
+    assert sized(auto).reason.startswith("1 slot for an update")
+    auto.recipe = recipe()
+    auto.value_per_s = 100.0
+    assert " again" not in auto.size_learner(answers(prompts())).reason
+    auto.bids = None
+    assert auto.size_learner(answers(prompts())).reason.startswith("trying ")
+
+
+def test_predictions_are_for_the_slots_that_the_update_got() -> None:
+    auto = lagging(0.9, {1: 20.0, 2: 10.0, 4: 5.0})
+    state = pool(4)
+    auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
+    Pool(state, "y").bid(Bid("y", (1, 4), (0.0, 1e6)))
+    auto.recipe = recipe(learner={"max_slots_per_rank": 4})
+    assert auto.size_learner(answers(prompts())).actors == 2 == auto.learner_slots
+    auto.plan(auto.forecast(prompts(), 7), prompts(), 3, step=7, warm=3, learner_slots=1)
+    assert auto.learner_slots == 1
+    auto.observe_update(4, answers(prompts()), 5.0)
+    assert auto.learner_slots == 4
+
+
 def test_a_fixed_learner_says_that_engines_are_sized_for_it() -> None:
     auto = Autoscaler(recipe(rollout={"max_lag_steps": 1}), SPEED)
     for _ in range(2):
         auto.observe_update(1, answers(prompts()), 1.0)
-    reason = auto.size_learner(answers(prompts()), beside=True).reason
+    reason = auto.size_learner(answers(prompts()), is_beside_rollout=True).reason
     assert reason == "1 slot a rank, as learner.max_slots_per_rank says; engines are sized for an update on them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,10 @@ class Pool:
         self.state, self.info = state, RunInfo(run, share, folder=run)
         assert state.join(self.info, 0.0) == []
         self.view = state.view(run, 0.0)
+
+    @property
+    def viewed_s(self) -> float:
+        return time.monotonic()
 
     def bid(self, bid, gives_s=None) -> None:
         self.state.bid(bid, 0.0)
@@ -194,15 +199,16 @@ def test_a_bid_is_renewed_only_if_it_has_changed_much(runs, monkeypatch):
 
 def test_the_rest_of_a_rollout_has_the_rest_of_its_deadline_or_budget(runs, monkeypatch):
     x, _ = runs
-    for objective, rest, most in (
-        (Objective(deadline_s=15.0), plans((1, 14.0), (2, 9.0), (3, 7.0)), 1),
-        (Objective(budget=30.0), plans((1, 12.0), (2, 7.0), (3, 5.0)), 3),
+    for objective, rest, most, learner in (
+        (Objective(deadline_s=15.0), plans((1, 14.0), (2, 9.0), (3, 7.0)), 1, 0),
+        (Objective(budget=30.0), plans((1, 12.0), (2, 7.0), (3, 5.0)), 3, 0),
+        (Objective(budget=30.0), plans((1, 12.0), (2, 7.0), (3, 5.0)), 3, 2),
     ):
         x.objective = objective
-        x.divide({1: FRONTIER}, 0)
+        x.divide({1: FRONTIER}, learner)
         begin(x)
         assert x.renew_rollout(rest) == most
         x.begun_s -= 7.0
-        monkeypatch.setattr(x.pool, "view", SimpleNamespace(slot_s=x.paid_slot_s + 15.5))
+        monkeypatch.setattr(x.pool, "view", SimpleNamespace(slot_s=x.paid_slot_s + 15.5 + 7.0 * learner))
         assert x.renew_rollout(rest) == {1: 3, 3: 2}[most]
         monkeypatch.undo()

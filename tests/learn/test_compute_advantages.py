@@ -208,7 +208,7 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
         leases=SimpleNamespace(resource="cpu"),
         record=SimpleNamespace(progress=SimpleNamespace(message=print)),
         autoscaler=SimpleNamespace(
-            size_learner=lambda samples, beside: SimpleNamespace(actors=1, reason=""),
+            size_learner=lambda samples, is_beside_rollout: SimpleNamespace(actors=1, reason=""),
             learner_delay=Delay(0.0, 1, ""),
             observe_update=lambda *a: log.append("measured"),
             observe_passes=lambda samples, seconds: log.append("all before it too"),

@@ -11,7 +11,7 @@ import pytest
 from placement.planning.frontier import frontier
 from placement.planning.objective import Objective
 from placement.planning.plan import Plan
-from placement.scaling.overlapped_step import Update, beside, size_together
+from placement.scaling.overlapped_step import Update, size_together, step_plan
 from placement.speed.decode_speed import Speed
 
 SPEED = Speed(0.01, 2e-3, 1e-6)
@@ -59,7 +59,7 @@ def test_no_pair_of_sizes_is_better_than_the_chosen_one(seed: int) -> None:
 
 
 def step_of(sizes) -> Plan:
-    return beside(sizes.plan, sizes.update, MIDDLE)
+    return step_plan(sizes.plan, sizes.update, MIDDLE)
 
 
 def test_the_part_that_ends_first_gets_no_further_slots() -> None:
