@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -104,17 +103,23 @@ class LearnStage:
 
         They are those of the proximal policy, which is the version that the update has made. The learner still holds its slots, because
         the step waits for the rollout, which continues for `seconds`.
+
+        Does nothing after a rank was lost. New ranks need leases, and engines may hold all of them, so `_updated` replaces the lost ones
+        after the rollout.
         """
         passes = self.passes.logprobs
-        if passes is not None and (passes.waiting or passes.refs) and self.update.is_ready():
-            self.update.result()  # replaces lost ranks before they are asked for more
+        if passes is None or not (passes.waiting or passes.refs) or not self.update.is_ready() or self.update.has_failed():
+            return
+        if not self.worker_group.have_failed(passes.refs):
+            self.update.result()  # records it first: a learner that is lost in a pass repeats the update
             passes.collect(parks=False)
             passes.start_ahead([], seconds)
 
-    def end_passes_beside(self) -> None:
-        """Wait for the last of these passes, and replace the learner if it was lost in one of them."""
-        if self.passes.logprobs is not None:
-            self.passes.logprobs.collect(wait=True, parks=False)
+    def _end_passes_beside(self) -> None:
+        """Wait for the last of these passes, and replace the learner if it was lost in it. Engines hold no lease."""
+        passes = self.passes.logprobs
+        if passes is not None and passes.refs:
+            passes.collect(wait=True, parks=False)
             if not self.worker_group.working:
                 self.worker_groups.turn(self.worker_group)
 
@@ -227,17 +232,13 @@ class LearnStage:
         if self.passes.each:
             self.context.autoscaler.observe_passes(samples, self.passes_s + time.monotonic() - began_s)
         self.update = update = Pending(UpdateStats) if frozen else self._started(batch, samples)
-        return Pending(lambda: self._updated(update, samples, metrics, left), update.is_ready)
+        return Pending(lambda: self._updated(update, samples, metrics, left), update.is_ready, update.has_failed)
 
     def _started(self, batch: Batch, samples: list[Sample]) -> Pending[UpdateStats]:
-        """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it.
-
-        Its result may be asked for more than once.
-        """
+        """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it."""
         began_s, restarts = time.monotonic(), self.worker_group.recovery.restarts
         update = self.worker_group.start_update(batch, publishes=True)
 
-        @cache
         def result() -> UpdateStats:
             stats: UpdateStats = update.result()
             if restarts == self.worker_group.recovery.restarts:
@@ -246,7 +247,7 @@ class LearnStage:
                 self.context.autoscaler.observe_update(self._slots(), samples, took_s)
             return stats
 
-        return Pending(result, update.is_ready)
+        return Pending(result, update.is_ready, update.has_failed)
 
     def _updated(
         self, update: Pending[UpdateStats], samples: list[Sample], metrics: dict[str, Any], left: Batch | None
@@ -255,6 +256,7 @@ class LearnStage:
         coefficient = self.controller.coefficient
         with self._stop_waits:
             stats = update.result()
+            self._end_passes_beside()
             if self.kl_in_reward:
                 stats = replace(stats, kl=self.kl)
             if stats.applied:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -11,10 +12,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pending(Generic[T]):
-    """A result that processes still compute. Call `result` once: it waits, replaces lost processes, and returns or raises.
+    """A result that processes still compute.
 
-    `is_ready`: returns whether the processes have replied or were lost. `result` then returns soon, or replaces them.
+    Attributes:
+        result: waits, replaces lost processes, and returns or raises. Further calls return the same value at once.
+        is_ready: returns whether the processes have replied or were lost. `result` then returns soon, or replaces them.
+        has_failed: returns whether they have ended and one of them raised or was lost. Replaces nothing. If it is ready and has not
+            failed, `result` needs no leases.
     """
 
     result: Callable[[], T]
     is_ready: Callable[[], bool] = lambda: True
+    has_failed: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "result", cache(self.result))

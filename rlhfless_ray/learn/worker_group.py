@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from rlhfless_ray.common.deadlines import get
-from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, State, is_loss, reason_of
@@ -221,7 +221,7 @@ class WorkerGroup:
                     self.handle_loss(lost)
                     self._assign_free_leases()
 
-        return Pending(result, lambda: not self.pending(refs))
+        return Pending(result, lambda: not self.pending(refs), lambda: self.have_failed(refs))
 
     # ---- work -------------------------------------------------------------------------------------------------
 
@@ -366,6 +366,16 @@ class WorkerGroup:
     def pending(self, refs: list[Any]) -> list[Any]:
         """Return the references that are not ready yet."""
         return ray.wait(refs, num_returns=len(refs), timeout=0)[1] if refs else []
+
+    def have_failed(self, refs: list[Any]) -> bool:
+        """Return whether all of these calls have ended and one of them raised or lost its process. Handles no loss."""
+        if self.pending(refs):
+            return False
+        try:
+            self._wait_for(refs, f"the {self.name}'s finished calls")
+        except (RunError, UserError):
+            return True
+        return False
 
     def wait_for_gradients(self, refs: list[Any]) -> None:
         """Wait for gradients. The ranks keep their leases. The successor of a lost rank accumulates again when it gets leases."""

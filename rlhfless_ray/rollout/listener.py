@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from placement.scaling.resize_policy import Decision
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.common.deadlines import wait_any
+from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
-from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.types import Sample
 
@@ -20,11 +20,30 @@ LOOK_S = 1.0  # longest time between two looks at work: its own deadlines need t
 OnSamples = Callable[[list[Sample]], None]
 
 
+class WorkBeside(Protocol):
+    """Work on finished samples while engines still generate others, see `OverlapScheduler` and `BesideUpdate`."""
+
+    @property
+    def broker(self) -> SlotBroker: ...
+
+    def add_samples(self, samples: list[Sample]) -> None: ...
+
+    def wants_slot(self) -> bool: ...
+
+    def refs(self) -> list[Any]: ...
+
+    def poll(self, seconds: float) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def metrics(self) -> dict[str, Any]: ...
+
+
 class RolloutListener:
     def __init__(
         self,
         samples: ResponseSamples | EpisodeSamples,
-        overlap: OverlapScheduler | None,
+        overlap: WorkBeside | None,
         park: Callable[[Instance], list[Lease]],
         handover_s: float,
         on_samples: OnSamples = lambda new: None,

@@ -92,14 +92,14 @@ class OverlapScheduler:
         return counts | self.learning.passes.metrics() | (self.drafter.metrics() if self.drafter is not None else {})
 
 
-class BesideUpdate(OverlapScheduler):
+class BesideUpdate:
     """In a rollout beside an update: passes of the learner over finished samples, on its own slots, once the update has ended.
 
-    Engines' slots stay with them, and nothing is scored ahead.
+    Engines' slots stay with them, and nothing is scored ahead. The last pass may outlive the rollout: the update's result waits for it.
     """
 
     def __init__(self, learning: EarlyLearning, broker: SlotBroker, samples: int) -> None:
-        self.learning, self.broker, self.scored, self.learned, self.drafter = learning, broker, 0, 0, None
+        self.learning, self.broker = learning, broker
         learning.begin(samples)
 
     def add_samples(self, samples: list[Sample]) -> None:
@@ -115,4 +115,12 @@ class BesideUpdate(OverlapScheduler):
         self.learning.pass_beside(seconds)
 
     def finish(self) -> None:
-        self.learning.end_passes_beside()
+        """Do nothing: waiting for the last pass could replace a lost learner, and engines still hold their leases."""
+
+    def metrics(self) -> dict[str, Any]:
+        return {
+            "overlap/scored": 0,
+            "overlap/learned": 0,
+            "overlap/obstacle": self.learning.obstacle or "",
+            **self.learning.passes.metrics(),
+        }

@@ -21,11 +21,10 @@ from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.kept_pages import KeptPages
-from rlhfless_ray.rollout.listener import OnSamples, RolloutListener
+from rlhfless_ray.rollout.listener import OnSamples, RolloutListener, WorkBeside
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.rollout.neighbours import PrefixPages, WeightPublisher
-from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_requests
 from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into
@@ -195,7 +194,7 @@ class RolloutStage:
         self,
         step: Step,
         weights: WeightVersion,
-        overlap: OverlapScheduler | None,
+        overlap: WorkBeside | None,
         until: Callable[[], bool] = lambda: False,
         on_samples: OnSamples = lambda new: None,
     ) -> list[Sample]:
@@ -265,7 +264,7 @@ class RolloutStage:
         return partial(MultiTurnRollout, self.agents, labels)
 
     def _listener(
-        self, samples: ResponseSamples | EpisodeSamples, overlap: OverlapScheduler | None, on_samples: OnSamples = lambda new: None
+        self, samples: ResponseSamples | EpisodeSamples, overlap: WorkBeside | None, on_samples: OnSamples = lambda new: None
     ) -> RolloutListener:
         return RolloutListener(samples, overlap, self._leave, 2 * self.context.autoscaler.terms.warm_start.predict(), on_samples)
 

@@ -26,6 +26,7 @@ from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.reward.score_stage import ScoreStage
+from rlhfless_ray.rollout.listener import WorkBeside
 from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.rollout_result import RolloutResult
@@ -220,7 +221,7 @@ class StepOperations(CheckpointedRun):
             self.record.progress.message(f"step {step.number}: other runs hold all slots beside the update, so its rollout begins after it")
             return []
         count = self.recipe.rollout.samples_per_prompt
-        overlap: OverlapScheduler | None = None
+        overlap: WorkBeside | None = None
         if step.partial_batch is None:
             prompts, drafter = len(step.prompts), self.rollout_stage.drafter
             if self.in_update:
@@ -308,7 +309,7 @@ class StepOperations(CheckpointedRun):
             self.weights = replace(self.weights, ref=None, copy=None)
         update = self.learn_stage.start_update(batch, self.step.samples)
         self.update_ends_s = time.monotonic() + self.autoscaler.expected_update_s
-        self.update = Pending(lambda: self._updated(update), update.is_ready)
+        self.update = Pending(lambda: self._updated(update), update.is_ready, update.has_failed)
         return self.update
 
     def _updated(self, update: Pending[tuple[UpdateStats, dict[str, Any]]]) -> UpdateStats:

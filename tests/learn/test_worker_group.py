@@ -259,7 +259,13 @@ def test_an_update_is_asked_at_once_and_again_when_a_rank_was_lost(monkeypatch):
     monkeypatch.setattr(worker_group, "_wait_for", all_of)
     update = worker_group.start_update(None)  # type: ignore[arg-type]
     assert asked == ["update"] and len(replies) == 3, "nobody waits yet"
-    assert update.result() is stats
+    monkeypatch.setattr(worker_group, "pending", lambda refs: refs)
+    assert not update.is_ready() and not update.has_failed()
+    monkeypatch.setattr(worker_group, "pending", lambda refs: [])
+    replies.insert(0, replies[0])
+    assert update.is_ready() and update.has_failed()
+    assert asked == ["update"] and not free and worker_group.recovery.restarts == 0, "whoever only looks replaces nothing"
+    assert update.result() is update.result() is stats
     assert asked == ["update"] * 3 and free == [[lease], []] and worker_group.recovery.restarts == 2
     assert [what for what, _ in worker_group.recovery.since] == ["update"], "recorded once"
 

@@ -63,6 +63,9 @@ class Gang:
         self.by_rank: list[Any] = []
         self.passes: list[tuple[str, list[int]]] = []  # of which groups, in their order
         self.dies = False
+        self.update = Pending(UpdateStats)
+        self.update_s = 1.0
+        self.recovery = SimpleNamespace(restarts=0)
 
     def fits(self, leases: list[Any]) -> bool:
         return self.working or len(leases) >= self.ranks
@@ -84,6 +87,12 @@ class Gang:
     def ask(self, what: str, batch: Any, *names: Any) -> list[Any]:
         self.answer = self.compute(what, batch, *names)
         return [what]
+
+    def have_failed(self, refs: list[Any]) -> bool:
+        return bool(refs) and self.done and self.dies
+
+    def start_update(self, batch: Any, publishes: bool) -> Pending[UpdateStats]:
+        return self.update
 
     def wait_for_values(self, refs: list[Any], what: str) -> Any:
         self.done = False
@@ -414,8 +423,9 @@ def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_ha
     tail.poll(0.0)
     assert learner.passes == [] and tail.refs() == [], "engines end before the pass would"
     tail.poll(1.0)
-    assert learner.passes == [("logprobs", [0, 0])] and tail.refs() == ["logprobs"] and set(ended_updates) == {"result"}
+    assert learner.passes == [("logprobs", [0, 0])] and tail.refs() == ["logprobs"] and ended_updates == ["result"]
     learner.done = True
+    tail.poll(0.0)
     tail.finish()
     assert learner.working and tail.broker.free == ("engine's",) and critic.passes == reference.passes == []
     assert tail.metrics()["overlap/logprobs"] == 2 and tail.metrics()["overlap/passes_obstacle"] == ""
@@ -426,15 +436,46 @@ def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_ha
     np.testing.assert_array_equal(batch.old, -np.concatenate([one.completion.logprobs for one in samples]))
 
 
-def test_a_learner_lost_in_such_a_pass_is_replaced_before_it_publishes() -> None:
+@pytest.mark.parametrize("lost_in", ["update", "pass"])
+def test_a_learner_lost_beside_the_rollout_is_replaced_after_it(lost_in: str) -> None:
+    """Engines may hold every other slot, so new ranks would wait for them while nobody polls the engines."""
     _, _, learner, learning = parts(algorithm={"epochs": 2}, lag=1)
+    log: list[str] = []
+
+    def replaced(group: Any) -> None:
+        log.append("the learner is replaced")
+        group.working = True
+
+    def result() -> UpdateStats:
+        if lost_in == "update":
+            replaced(learner)
+        log.append("updated")
+        return UpdateStats(applied=1)
+
+    def lost(refs: list[Any], what: str) -> None:
+        log.append("the loss is handled")
+        learning.context.broker.put(learner.park())
+
+    learning.worker_groups.turn = replaced  # type: ignore[method-assign]
+    learning.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
+    learning.context.autoscaler.observe_passes = learning.context.autoscaler.observe_update = lambda *_: None
+    learning.context.record = SimpleNamespace(progress=SimpleNamespace(message=log.append))  # type: ignore[misc, assignment]
     learner.assign_leases(["learner's"])
+    learner.by_rank = [SimpleNamespace(leases=learner.lease)]
+    learner.wait_for_values = lost  # type: ignore[method-assign]
+    learner.update = Pending(result, lambda: True, lambda: lost_in == "update")
+    samples = [sample(0), sample(1)]
+    update = learning.start_update(None, samples)  # type: ignore[arg-type]
     tail = BesideUpdate(learning, learning.context.broker, samples=2)
-    tail.add_samples([sample(0), sample(1)])
+    tail.add_samples(samples)
     tail.poll(1.0)
-    assert learner.passes == [("logprobs", [0, 0])]
-    learner.dies, staffed = True, list[Any]()
-    tail.broker.put(learner.park())
-    learning.worker_groups.turn = staffed.append  # type: ignore[method-assign]
+    learner.done, learner.dies = True, lost_in == "pass"
+    tail.add_samples([sample(2), sample(3)])
+    tail.poll(1.0)
     tail.finish()
-    assert staffed == [learner] and not learning.passes.logprobs.known
+    before = [] if lost_in == "update" else ["updated"]
+    assert log == before and learner.passes == [("logprobs", [0, 0])] * len(before) and learner.lease == ["learner's"] and tail.refs() == []
+    stats, _ = update.result()
+    after = ["the learner is replaced", "updated"] if lost_in == "update" else ["the loss is handled", "the learner is replaced"]
+    assert log == before + after and stats.applied == 1 and update.result()[0] is stats and log == before + after
+    assert learner.working and not learning.passes.logprobs.known
