@@ -44,7 +44,7 @@ class Passes:
         """
         self.context, self.worker_group, self.what, self.names, self.ahead = context, worker_group, what, names, ahead
         self.arguments = (names,) if what == "logprobs" else ()
-        self.per_token_s: float | None = None  # seconds per token, measured with one lease per rank
+        self.per_token_s: float | None = None  # seconds per token of the newest pass, under the leases that its ranks held
         self.begin(0)
 
     def begin(self, samples: int) -> None:
@@ -70,8 +70,10 @@ class Passes:
         if not count:
             return leases
         self.in_pass, self.waiting = self.waiting[:count], self.waiting[count:]
-        self.worker_group.slots = self.worker_group.ranks
-        left = self.worker_group.assign_leases(leases) if not self.worker_group.working else leases
+        left = leases
+        if not self.worker_group.working:
+            self.worker_group.slots = self.worker_group.ranks
+            left = self.worker_group.assign_leases(leases)
         self.tokens = tokens
         self.refs = self.worker_group.ask(self.what, self._batch(self.in_pass), *self.arguments)
         return left
@@ -84,8 +86,11 @@ class Passes:
         return (count, tokens) if worth and self._takes_s(tokens) <= seconds else (0, 0)
 
     def _takes_s(self, tokens: int) -> float:
-        """Predict the seconds of a pass: from measurements, or before the first one as those of a whole update."""
-        return self.context.autoscaler.learner.predict(1, tokens) if self.per_token_s is None else self.per_token_s * tokens
+        """Predict the seconds of a pass: from the newest one, or before the first one as those of a whole update."""
+        if self.per_token_s is not None:
+            return self.per_token_s * tokens
+        held = min((len(instance.leases) for instance in self.worker_group.by_rank), default=0)
+        return self.context.autoscaler.learner.predict(held or 1, tokens)  # `start_ahead` gives a parked rank one lease
 
     def pending(self) -> list[Any]:
         return self.worker_group.pending(self.refs)

@@ -479,3 +479,15 @@ def test_a_learner_lost_beside_the_rollout_is_replaced_after_it(lost_in: str) ->
     after = ["the learner is replaced", "updated"] if lost_in == "update" else ["the loss is handled", "the learner is replaced"]
     assert log == before + after and stats.applied == 1 and update.result()[0] is stats and log == before + after
     assert learner.working and not learning.passes.logprobs.known
+
+
+@pytest.mark.parametrize(("leases", "fit"), [(1, 0), (4, 1)])
+def test_before_the_first_pass_its_seconds_are_those_of_an_update_under_the_same_leases(leases: int, fit: int) -> None:
+    _, _, learner, learning = parts(algorithm={"epochs": 2}, lag=1)
+    learning.context.autoscaler.learner.predict = lambda slots, tokens: 2.0 / slots
+    learner.by_rank = [SimpleNamespace(leases=["learner's"] * leases)]
+    learner.assign_leases(["learner's"] * leases)
+    tail = BesideUpdate(learning, learning.context.broker, samples=2)
+    tail.add_samples([sample(0), sample(1)])
+    tail.poll(1.0)
+    assert len(learner.passes) == fit
