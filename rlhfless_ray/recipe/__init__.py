@@ -201,7 +201,7 @@ class Recipe(RecipeFile):
             wrong = "rollout.prefix_kv to off" if rollout.prefix_kv != "off" else "rollout.partial_kv to recompute"
             yield f"{key}: KV pages that an engine gets come without the routers' choices; set {wrong}"
         if self.agent.path:
-            yield f"{key}: it is not there for the turns of an agent; set it to false"
+            yield f"{key}: not available with agents; set it to false, or leave agent.path out"
 
     def _mistakes_in_drafter(self) -> Iterator[str]:
         """Check the model that drafts."""

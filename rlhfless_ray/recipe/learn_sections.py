@@ -73,8 +73,9 @@ class LossConfig(Section):
     """Weight of the routers' auxiliary loss, which keeps the experts of a mixture equally busy. It is computed for each micro-batch,
     so it depends on which samples share one. Computing ahead of the learn phase is off with it."""
     router_replay: bool = False
-    """The policy's routers choose for each token the experts that they chose in the engine (R3, arXiv 2510.11370). Without it rounding may
-    send a token to other experts than those it was drawn with. Needs `rollout.prefix_kv` off."""
+    """In the learner, the policy's routers choose the experts that the engine's routers chose for each token (R3, arXiv 2510.11370).
+    Without it, rounding may send a token to other experts than those that drew it. For Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE. Needs
+    `rollout.prefix_kv: off` and `rollout.partial_kv: recompute`, and no agent."""
     correction_level: Literal["off", "token", "seq"] = "off"
     """Use importance weights learner / sampler with a band instead of `importance_cap`, judged per token or per sequence."""
     correction_mode: Literal["mask", "clip"] = "mask"
@@ -113,8 +114,9 @@ class AlgorithmConfig(Section):
     importance_cap: float = Field(2.0, ge=0)
     """Cap of the truncated importance weight learner / sampler. 0: no correction."""
     uncorrected_lag: bool = False
-    """Allow `rollout.max_lag_steps` without importance weights. Responses of older weights are then trained on as if the current ones had
-    drawn them, which is biased. OpenRLHF does so by default."""
+    """Allow `rollout.max_lag_steps` with `importance_cap: 0` and `loss.correction_level: off`. Responses of older weights are then trained
+    on as if the current weights had drawn them, which biases the gradient. OpenRLHF's asynchronous mode trains this way by default. No
+    effect while a correction is on."""
     loss_mean: Literal["token", "sequence"] = "token"
     """Mean over all tokens of the optimizer step, or over sequences of each sequence's token mean."""
     regularization_mean: Literal["token", "sequence"] | None = None
@@ -270,8 +272,9 @@ class LearnerConfig(Section):
     overlap: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
     """Score samples and accumulate gradients of complete groups on released slots while other responses still decode. Gradients go
     ahead only if the update is then the same to rounding: one per step, ZeRO 0, 1 or 2. Passes for finished samples also go ahead:
-    the reference's log-probabilities, and if gradients cannot, the old log-probabilities and the critic's values. A run sets it to
-    `off` if an update beside engines is predicted not to fit the memory. `off`: the learner waits for the rollout."""
+    the reference's log-probabilities, and if gradients cannot, the old log-probabilities and the critic's values. One step
+    off, the learner makes only its own passes, on its own slots after its update has ended. A run sets it to `off` if an update beside
+    engines is predicted not to fit the memory. `off`: the learner waits for the rollout."""
     gradient_checkpointing: SwitchOrAuto = "auto"
     """Recompute activations in the backward pass instead of keeping them: less memory, more time. `auto`: only if no micro-batch
     of 1024 tokens or more fits the memory otherwise."""

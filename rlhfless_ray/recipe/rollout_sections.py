@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     """Maximum number of weight versions that a trained token may be behind. 0: a step trains on responses of its own weights. 1: the
     next step's responses are generated while the learner works, so that engines and learner hold slots at once. With `partial`: the
     number of steps, up to 8, that a response may continue after the one in which it began. Importance weights correct for the older
-    weights, so they must be on."""
+    weights. Without them a recipe is refused unless its estimator trains on pairs or `algorithm.uncorrected_lag` is on."""
     partial: Annotated[Literal["off", "continue", "restart"], OffIsAWord] = "off"
     """End a step's rollout as soon as `prompts.batch_prompts` groups are complete. `continue`: unfinished responses of other groups
     continue in the next step from their last token, under the new weights (see `partial_kv`). An agent plays its episode again and

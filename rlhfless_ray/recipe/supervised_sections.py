@@ -140,8 +140,8 @@ class SupervisedReference(Section):
 
 class SupervisedTeacher(Section):
     path: str = ""
-    """kd: a Hugging Face folder of the teacher, whose tokenizer must have the policy's vocabulary. Every rank holds all of it, or its slice
-    with `learner.tensor_parallel`."""
+    """kd: a Hugging Face folder of the teacher, whose tokenizer must have the policy's vocabulary. Every rank holds the whole
+    teacher, or one slice of it with `learner.tensor_parallel`."""
 
 
 class SupervisedCheckpoints(Section):

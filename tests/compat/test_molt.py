@@ -98,7 +98,7 @@ def test_what_becomes_of_each_is_told() -> None:
     assert set(status) == {token for token in (*LEAST, *more) if token.startswith("--")}
     assert status["--fsdp.tp_size"] == HINT and status["--train.routing_replay"] == REFUSED
     assert status["--actor.model_name_or_path"] == status["--train.agent_path"] == HONOURED
-    assert str(found.refusal()) == "--train.routing_replay: replay of routers' choices has no counterpart here yet"
+    assert str(found.refusal()) == "--train.routing_replay: replay of routers' choices is not available with agents"
 
 
 def test_what_molt_would_not_accept_is_named() -> None:

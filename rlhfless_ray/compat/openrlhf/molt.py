@@ -93,7 +93,7 @@ REFUSES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "--train.force_on_policy": (bool, "one update for each rollout; set --train.batch_size to all samples of a rollout instead"),
     "--train.rollout_dump_dir": (bool, "samples are in the run folder's samples/; leave it out"),
     "--train.rollout_replay_dir": (bool, "replayed rollouts have no counterpart here yet"),
-    "--train.routing_replay": (bool, "replay of routers' choices " + NOT_HERE),
+    "--train.routing_replay": (bool, "replay of routers' choices is not available with agents"),
     "--vllm.mtp_num_speculative_tokens": (lambda x: x > 0, "drafts from a model have no counterpart here yet"),
     "--vllm.dtype": (lambda x: x not in ("bfloat16", "auto"), "engines take the learner's type"),
 }
