@@ -23,7 +23,7 @@ from placement.scaling.resize_policy import MAX_PREFER
 CREDIT_S = 600.0  # seconds of the whole pool that a run's credit or debt is limited to
 CREDIT_WEIGHT = 0.5  # share by which a full credit raises what a run's slots above its share count, and a full debt lowers it
 PAYBACK = 0.5  # largest share of what a change gains that its hand-overs may cost, as for one run
-TURN_SLOT_S = 120.0  # what a run has lent of a slot of which each of several runs owns a part, before it gets that slot
+TURN_SLOT_S = 60.0  # what a run has lent of a slot of which each of several runs owns a part, before it gets that slot
 EVEN = 1e-9  # relative difference of worths that counts as none
 
 
@@ -140,8 +140,8 @@ class Credits:
         return self.balance.get(run, 0.0)
 
     def turns(self, run: str) -> int:
-        """Return how many times TURN_SLOT_S a run has lent more than it borrowed."""
-        return round(self.of(run) / TURN_SLOT_S)
+        """Return how many whole times TURN_SLOT_S a run has lent more than it borrowed, negative for a borrower."""
+        return int(self.of(run) / TURN_SLOT_S)
 
     def after(self, seconds: float, held: Mapping[str, int], entitled: Mapping[str, float], pool_slots: int) -> Credits:
         """Return the credits after `seconds` in which runs held these slots. Slots that nobody borrowed do not count as lent."""
@@ -195,8 +195,8 @@ def entitled_slots(
 ) -> dict[str, int]:
     """Return each run's share in whole slots, by largest remainders. Raises ValueError as `exact_slots` does.
 
-    With `held` and `credits`, which count against the exact shares, runs take turns with the slots of which each owns a part: one that has
-    lent TURN_SLOT_S more than another comes first. Between equal ones the run keeps such a slot that holds it.
+    With `held` and `credits`, which count against the exact shares, runs take turns with the slots of which each owns a part: the more
+    whole times a run has lent TURN_SLOT_S, the earlier it comes. Between equal ones the run keeps such a slot that holds it.
 
     Examples
     --------
@@ -211,10 +211,12 @@ def entitled_slots(
     whole = {run: int(x + EVEN) for run, x in exact.items()}
     spare = int(sum(exact.values()) + EVEN) - sum(whole.values())
 
+    owners = [run for run in exact if exact[run] > whole[run] + EVEN]
+
     def order(run: str) -> tuple[float, bool, str]:
         return whole[run] - exact[run] - credits.turns(run), held.get(run, 0) <= whole[run], run
 
-    for run in sorted(exact, key=order)[:spare]:
+    for run in sorted(owners, key=order)[:spare]:
         whole[run] += 1
     return whole
 

@@ -18,7 +18,7 @@ class Market:
     """Clears `placement.market` at every event: bids are what the run expects of the rest of its stage.
 
     Runs are let in in the order of their arrival, as long as the pool has the devices without which they cannot work. Every change of
-    work loads state or wakes engines. Devices of which several runs own a part do not take turns, as slots of a real pool do.
+    work loads state or wakes engines. Unlike in a real pool, runs do not take turns with devices of which several own a part.
     """
 
     devices: int

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.learn.batch import Batch, experts_of
 
 FILE = "carried.npz"  # in a checkpoint
 NOT_ARRAYS = ("steps", "kl_coefficient")
@@ -44,7 +44,7 @@ def joined(first: Batch, second: Batch) -> Batch:
     Raises:
         UserError: One of them lacks an array that the other one has, after a resume with other settings.
     """
-    names = [field.name for field in fields(Batch) if field.name not in (*NOT_ARRAYS, "mask")]
+    names = [field.name for field in fields(Batch) if field.name not in (*NOT_ARRAYS, "mask", "experts")]
     arrays: dict[str, np.ndarray | None] = {}
     for name in names:
         pair = getattr(first, name), getattr(second, name)
@@ -60,6 +60,7 @@ def joined(first: Batch, second: Batch) -> Batch:
         arrays["mask"] = np.concatenate([
             np.ones(int((one.lengths - one.prompt_lengths).sum()), bool) if one.mask is None else one.mask for one in (first, second)
         ])  # fmt: skip
+    arrays["experts"] = experts_of([first.experts, second.experts], [int(one.lengths.sum()) for one in (first, second)])
     return replace(second, **arrays)  # type: ignore[arg-type]
 
 

@@ -223,7 +223,7 @@ class LearnStage:
         began_s = time.monotonic()
         if self.critic is not None:
             self.worker_groups.turn(self.critic)
-            of_critic = self.critic.update(batch)
+            of_critic = self.critic.update(replace(batch, experts=None))
             if of_critic.skipped:
                 progress.message(f"optimizer step of the critic skipped: {of_critic.reason}")
             metrics |= {f"critic/{name}": value for name, value in asdict(of_critic).items() if name not in ("reason", "skipped_last")}

@@ -37,7 +37,7 @@ class TokenLogprobs(nn.Module):
         nucleus, without gradient, and there are no entropies (0). `tensors`: see `micro_batch_tensors.padded`."""
         balances = self.balances and torch.is_grad_enabled()
         if self.replay is not None:
-            self.replay.experts = tensors.get("experts")
+            self.replay.begin_pass(tensors.get("experts"))
         outputs = base_outputs(self.model, tensors, **({"output_router_logits": True} if balances else {}))
         hidden, head, targets = at_tokens(outputs, tensors), output_head(self.model), tensors["targets"]
         if top_p < 1:

@@ -23,10 +23,19 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Register with the model's routers. Raises ValueError if it has none."""
         self.experts: Tensor | None = None  # (rows, length, routers, experts per token) uint8, of the running pass. None: free choices
-        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
-        for number, router in enumerate(routers):
+        self.routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        if not self.routers:
+            raise ValueError(f"{type(model).__name__} has no routers whose choices could be replayed")
+        for number, router in enumerate(self.routers):
             router.register_forward_hook(partial(self._choose, number))
+
+    def begin_pass(self, experts: Tensor | None) -> None:
+        """Set the experts of the next passes, see `experts`. Raises ValueError if they are of another number of routers."""
+        if experts is not None and experts.shape[2] != len(self.routers):
+            raise ValueError(f"the engine recorded {experts.shape[2]} routers, and the learner's model has {len(self.routers)}")
+        self.experts = experts
 
     def _choose(self, number: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return a router's (logits, weights, experts), each (tokens, …), with the engine's experts where they are known."""

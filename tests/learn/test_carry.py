@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.learn.batch import Batch, optimizer_steps
+from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch, optimizer_steps
 from rlhfless_ray.learn.carry import as_bytes, carried, joined, of_bytes
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.pending import Pending
@@ -162,6 +162,15 @@ def test_samples_of_frozen_steps_are_not_carried_to_the_policy() -> None:
     stage, given = stage_of([], critic={"freeze_policy_steps": 2})
     learn(stage, [1, 2, 3])
     assert [set(names(batch) // 1000) for batch in given] == [{3}] and stage.obstacle is not None
+
+
+def test_samples_whose_experts_are_not_known_join_those_whose_are() -> None:
+    """A checkpoint keeps the experts of carried samples, and not those of samples that no step has trained yet."""
+    first, second = rollout(1, 3), rollout(2, 4)
+    known = replace(first, experts=np.ones((int(first.lengths.sum()), 2, 1), np.uint8))
+    experts = joined(known, second).experts
+    assert experts is not None and (experts[: len(known.tokens)] == 1).all() and (experts[len(known.tokens) :] == UNKNOWN_EXPERT).all()
+    assert joined(first, second).experts is None
 
 
 def test_carried_samples_are_told_of_where_they_are_not_wanted_any_more() -> None:

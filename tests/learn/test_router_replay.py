@@ -14,6 +14,7 @@ from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch, batch_of
 from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.model_checks import WITH_ROUTERS, check_routers
 from rlhfless_ray.learn.policy_model import TokenLogprobs
+from rlhfless_ray.learn.router_replay import RouterReplay
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.agreement import select_batch
 from rlhfless_ray.runtime.sample_state import as_json, from_json
@@ -145,10 +146,18 @@ def test_policies_whose_routers_cannot_be_replayed_are_refused(model: dict[str, 
     [
         ({}, "KV pages that an engine gets come without the routers' choices; set rollout.prefix_kv to off"),
         ({"rollout": {"prefix_kv": "off", "partial": "continue", "max_lag_steps": 1, "partial_kv": "keep"}}, "set rollout.partial_kv to"),
-        ({"rollout": {"prefix_kv": "off"}, "agent": {"path": "agent.py"}, "reward": {}}, "it is not there for the turns of an agent"),
+        ({"rollout": {"prefix_kv": "off"}, "agent": {"path": "agent.py"}, "reward": {}}, "not available with agents"),
     ],
 )
 def test_recipes_in_which_choices_would_be_missing_are_refused(more: dict[str, Any], message: str) -> None:
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "algorithm": {"loss": {"router_replay": True}}}
     with pytest.raises(UserError, match=f"algorithm.loss.router_replay: .*{message}"):
         Recipe.parse({**tree, **more})
+
+
+def test_a_model_without_as_many_routers_as_the_engine_recorded_does_not_learn_without_replay(model: TokenLogprobs) -> None:
+    with pytest.raises(ValueError, match="Linear has no routers whose choices could be replayed"):
+        RouterReplay(torch.nn.Linear(1, 1))
+    assert model.replay is not None
+    with pytest.raises(ValueError, match="the engine recorded 3 routers, and the learner's model has 2"):
+        model.replay.begin_pass(torch.zeros(1, 4, 3, 2, dtype=torch.uint8))

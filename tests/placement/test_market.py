@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.market import CREDIT_S, Bid, Credits, bid_of, clear, entitled_slots
+from placement.market import CREDIT_S, TURN_SLOT_S, Bid, Credits, bid_of, clear, entitled_slots
 from placement.planning.objective import Objective
 
 
@@ -123,6 +123,15 @@ def test_where_shares_take_all_slots_the_price_is_the_worth_of_one_more() -> Non
     found = clear(2, [Bid("a", (1, 2), (0.0, 9.0)), Bid("b", (1, 2), (0.0, 7.0))])
     assert found.price == pytest.approx(9.0, abs=1e-3) and found.reasons["a"].endswith("its share is 1, and other runs use theirs")
     assert clear(0, [Bid("a", (0, 1), (0.0, 9.0))]).price == pytest.approx(9.0, abs=1e-3)
+
+
+def test_a_run_that_owns_no_part_of_a_slot_gets_no_turn_with_it() -> None:
+    """Of 5 slots a share of 0.4 is exactly 2. What its run has lent of these comes back as credit, not as a third."""
+    runs = [Bid("a", (1, 5), (0.0, 9.0), share=0.4), Bid("b", (1, 5), (0.0, 9.0)), Bid("c", (1, 5), (0.0, 9.0))]
+    found = entitled_slots(5, runs, {}, Credits({"a": 6 * TURN_SLOT_S}))
+    assert found == {"a": 2, "b": 2, "c": 1}
+    assert entitled_slots(5, runs, {}, Credits({"c": TURN_SLOT_S})) == {"a": 2, "b": 1, "c": 2}
+    assert entitled_slots(5, runs, {}, Credits({"c": TURN_SLOT_S - 1})) == found
 
 
 def test_bids_follow_the_objective() -> None:
