@@ -9,7 +9,6 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
@@ -35,7 +34,7 @@ class ConnectedRanks(Backend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Connect the ranks by torch.distributed, once each has its device and has imported what it needs."""
         worker_group.execute(prepare_rank, backend_config.devices)
-        address, port = worker_group.execute_single(0, get_address_and_port)
+        address, port = worker_group.execute_single(0, free_address)
         worker_group.execute(join_ranks, address, port, "cuda" if backend_config.device == "gpu" else "cpu")
 
 
@@ -45,6 +44,13 @@ def prepare_rank(devices: Mapping[str, tuple[str, ...]]) -> None:
         node, number = ray.get_runtime_context().get_node_id(), ray.train.get_context().get_local_rank()
         os.environ[VISIBLE] = devices[node][number]
     import rlhfless_ray.supervise.train_loop  # noqa: F401
+
+
+def free_address() -> tuple[str, int]:
+    """In a rank: return the address of its node, and a free port."""
+    from rlhfless_ray.learn.process_group import free_port
+
+    return ray.util.get_node_ip_address(), free_port()
 
 
 def join_ranks(address: str, port: int, device: str) -> None:
