@@ -143,7 +143,8 @@ def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path, lagging
     folder = tmp_path / "runs" / "small"
     assert run.struck == {"2", "3"}
     told = rows(folder, 1)
-    assert sum(row["rollout/orphans"] for row in told) > 0 and sum(row["faults/learner_restarts"] for row in told) == 1
+    # the engine may have had nothing to lose yet
+    assert sum(row["faults/replaced"] for row in told) > 0 and sum(row["faults/learner_restarts"] for row in told) == 1
     tokens, same_tokens = ([[s.completion.token_ids.tolist() for s in step.samples] for step in of] for of in (lagging[1], steps))
     assert len(tokens) == 4 and tokens == same_tokens
     assert_same(folder, lagging[2])

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.exceptions import ActorUnavailableError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from placement.market import Bid
@@ -84,8 +85,12 @@ def status(resource: str = "cpu") -> dict:
 
 
 def eventually(what: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until it holds. An actor that Ray restarts is asked again."""
     end = time.monotonic() + seconds
-    while not what():
+    while True:
+        with suppress(ActorUnavailableError):
+            if what():
+                return
         assert time.monotonic() < end
         time.sleep(0.05)
 
