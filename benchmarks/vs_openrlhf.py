@@ -1,9 +1,9 @@
 """OpenRLHF 0.11.2 and this project on one command line, in turn: `python -m benchmarks.vs_openrlhf [--case NAME] [--size SIZE]`.
 
 OpenRLHF runs on CPU cores after small changes (`peers/openrlhf_port.py`), in an environment that is made at the first run. Cases: GRPO
-with a reward file; the same in its asynchronous mode, without and with partial rollouts; PPO with a critic and a reward model; an agent file
-with two turns. At 0.7 M parameters the policy is the quickstart's, and both results are evaluated on the same held-out prompts. At 11 M and
-494 M it is random, and only times and memory count; at 11 M responses end by chance, on average after 70 tokens. Both write
+with a reward file; the same in its asynchronous mode, without and with partial rollouts; PPO with a critic and a reward model; an agent
+file with two turns. At 0.7 M parameters the policy is the quickstart's, and both results are evaluated on the same held-out prompts. At
+11 M and 494 M it is random, and only times and memory count; at 11 M responses end by chance, on average after 70 tokens. Both write
 TensorBoard logs under the same names, which are what is compared.
 """
 
