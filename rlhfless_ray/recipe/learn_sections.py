@@ -114,7 +114,7 @@ class AlgorithmConfig(Section):
     importance_cap: float = Field(2.0, ge=0)
     """Cap of the truncated importance weight learner / sampler. 0: no correction."""
     uncorrected_lag: bool = False
-    """Allow `rollout.max_lag_steps` with `importance_cap: 0` and `loss.correction_level: off`. Responses of older weights are then trained
+    """Allow `rollout.max_lag_steps` with `importance_cap: 0` and no `loss` correction. Responses of older weights are then trained
     on as if the current weights had drawn them, which biases the gradient. OpenRLHF's asynchronous mode trains this way by default. No
     effect while a correction is on."""
     loss_mean: Literal["token", "sequence"] = "token"
