@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from placement import memory, peak_memory
 from placement.peak_memory import Choice, MicroBatch
@@ -17,9 +17,11 @@ from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence
 from rlhfless_ray.run.memory_needs import Lengths, Model, Need, TrainingGroup, gb, models_of, policy_models, training_groups
 
+AnyRecipe = TypeVar("AnyRecipe", Recipe, SupervisedRecipe)
 AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
     "micro_batch_tokens": "micro_batch_tokens",
     "gradient_checkpointing": "checkpointing",
@@ -165,7 +167,7 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     `find_room` is called unless everything is small. Raises DoesNotFit if a setting is `auto` and no value of it fits.
     """
     auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
-    whole = _with_choice(recipe, auto, Choice())
+    whole = with_choice(recipe, auto, Choice())
     slots = recipe.rollout.max_actors * recipe.rollout.least_width + recipe.learner.ranks
     needs = predicted_needs(whole, models, lengths, Room(CPU, slots, None))
     if all(need.bytes <= SMALL_BYTES for need in needs):
@@ -208,7 +210,7 @@ def _fits(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths
 def _tried(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room, auto: list[str]) -> Iterator[tuple[Recipe, list[Need]]]:
     """Yield the recipe with each choice of the settings that are `auto`, and its predicted needs."""
     for choice in peak_memory.choices(may_offload=room.resource == GPU and recipe.learner.zero_stage > 0):
-        changed = _with_choice(recipe, auto, choice)
+        changed = with_choice(recipe, auto, choice)
         yield changed, predicted_needs(changed, models, lengths, room)
 
 
@@ -217,7 +219,8 @@ def _of_updates(needs: list[Need]) -> list[Need]:
     return [need for need in needs if need.of_update]
 
 
-def _with_choice(recipe: Recipe, auto: list[str], choice: Choice) -> Recipe:
+def with_choice(recipe: AnyRecipe, auto: list[str], choice: Choice) -> AnyRecipe:
+    """Return the recipe with a choice of the settings of section `learner` that are `auto`."""
     return recipe.with_settings({f"learner.{key}": getattr(choice, AUTO_KEYS[key]) for key in auto})
 
 

@@ -12,18 +12,16 @@ from placement import peak_memory
 from placement.peak_memory import Choice, MicroBatch
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, Room, sentence
+from rlhfless_ray.run.memory_fit import AUTO_KEYS, with_choice
 from rlhfless_ray.run.memory_needs import Model, Need
 from rlhfless_ray.supervise.memory_check import models_of_stage, stage_training, teacher_bytes
-
-AUTO_KEYS = {"micro_batch_tokens": "micro_batch_tokens", "gradient_checkpointing": "checkpointing", "optimizer_offload": "offload"}
-"""Keys of section `learner` that may be `auto`, with the field of `Choice` that each takes."""
 
 
 def fit_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], row_tokens: int) -> tuple[SupervisedRecipe, str]:
     """Return the recipe without `auto` settings of updates, and why they are not the defaults. `find_room`, `row_tokens`: see
     `check_stage`."""
-    auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
-    whole, models = _with_choice(recipe, auto, Choice()), models_of_stage(recipe)
+    auto = [key for key in AUTO_KEYS if key != "overlap" and getattr(recipe.learner, key) == "auto"]
+    whole, models = with_choice(recipe, auto, Choice()), models_of_stage(recipe)
     if not auto or "policy" not in models:
         return whole, ""
     if all(_peak(whole, models, row_tokens, Room(kind, 1, None)).bytes <= SMALL_BYTES for kind in (CPU, GPU)):
@@ -43,11 +41,7 @@ def fit_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], row_token
 
 def _tried(recipe: SupervisedRecipe, auto: list[str], room: Room) -> Iterator[SupervisedRecipe]:
     choices = peak_memory.choices(may_offload=room.resource == GPU and recipe.learner.zero_stage > 0)
-    return (_with_choice(recipe, auto, choice) for choice in choices if choice.overlap == "auto")
-
-
-def _with_choice(recipe: SupervisedRecipe, auto: list[str], choice: Choice) -> SupervisedRecipe:
-    return recipe.with_settings({f"learner.{key}": getattr(choice, AUTO_KEYS[key]) for key in auto})
+    return (with_choice(recipe, auto, choice) for choice in choices if choice.overlap == "auto")
 
 
 def _peak(recipe: SupervisedRecipe, models: dict[str, Model], row_tokens: int, room: Room) -> Need:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -80,28 +80,27 @@ def check_files(files: Files, setting: str = "policy.path") -> None:
 
 def check_family(files: Files) -> None:
     """Raise UserError for a model type that neither transformers nor the folder's own code has."""
-    config = config_of(files)
     with transformers_without_torch():
-        from transformers import __version__
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    if not config.get("auto_map") and config["model_type"] not in CONFIG_MAPPING_NAMES:
-        raise UserError(
-            f"policy.path: transformers {__version__} has no models of the type `{config['model_type']}`, so it cannot be trained; take "
-            "another model, or a version that has it"
-        )
+    consequence = "so it cannot be trained; take another model, or a version that has it"
+    _check_type(files, CONFIG_MAPPING_NAMES, "policy.path", "models of the type", consequence)
 
 
 def check_classifier(files: Files, setting: str = "policy.path") -> None:
     """Raise UserError for a model type without a sequence classifier, which critics and reward models are."""
-    config = config_of(files)
     with transformers_without_torch():
-        from transformers import __version__
         from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    if not config.get("auto_map") and config["model_type"] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-        raise UserError(
-            f"{setting}: transformers {__version__} has no sequence classifier for models of the type `{config['model_type']}`, so it "
-            "cannot be a critic or reward model; take another model"
-        )
+    consequence = "so it cannot be a critic or reward model; take another model"
+    _check_type(files, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, setting, "sequence classifier for models of the type", consequence)
+
+
+def _check_type(files: Files, known: Container[str], setting: str, what: str, consequence: str) -> None:
+    """Raise UserError unless the model type is one of `known`, or the folder has code of its own."""
+    config = config_of(files)
+    if not config.get("auto_map") and config["model_type"] not in known:
+        from transformers import __version__
+
+        raise UserError(f"{setting}: transformers {__version__} has no {what} `{config['model_type']}`, {consequence}")
 
 
 def small_files(name: str, setting: str) -> Path:
