@@ -210,7 +210,6 @@ def entitled_slots(
     exact = exact_slots(pool_slots, bids)
     whole = {run: int(x + EVEN) for run, x in exact.items()}
     spare = int(sum(exact.values()) + EVEN) - sum(whole.values())
-
     owners = [run for run in exact if exact[run] > whole[run] + EVEN]
 
     def order(run: str) -> tuple[float, bool, str]:

@@ -212,7 +212,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
     if typer := sys.modules.get("typer.main"):
-        typer.get_command = functools.cache(typer.get_command)  # made anew, the command line takes as long as a small plan
+        typer.get_command = functools.cache(typer.get_command)  # building the command line takes as long as a small plan
     session.config.stash[ONLY_PURE] = only_pure = all(item.get_closest_marker("pure") for item in session.items)
     if only_pure:
         gc.set_threshold(100_000, 20, 20)

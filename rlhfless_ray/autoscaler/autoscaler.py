@@ -362,7 +362,7 @@ class Autoscaler:
     ) -> tuple[float, float]:
         """Return seconds of the rollout phase and slot-seconds of its leases, including overhead besides decoding.
 
-        Slots are counted as held for whoever needs them next if that is cheaper than releasing and requesting them again.
+        Slots are counted as held for the next phase that needs them if that is cheaper than releasing and requesting them again.
         """
         overhead_s, slowdown = self.around.predict() + before_s, 1 + self.engines.fit.overhead
         phase_s = decision.time_s * slowdown + overhead_s

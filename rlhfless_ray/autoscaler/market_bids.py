@@ -18,7 +18,7 @@ from rlhfless_ray.functions.pool_client import PoolClient
 # the rollout looks for runs that wait several times a second.
 GIVE_S = 0.5
 EPS = 1e-6  # of a deadline or budget that is used up
-RENEWED = 0.25  # share by which the worth of a running rollout's slots must change before others are told
+RENEWED = 0.25  # relative change of the worth of a running rollout's slots from which the bid is sent again
 
 
 class MarketBids:
@@ -121,9 +121,8 @@ class MarketBids:
             untried = [(self.learner_ranks * slots_per_rank, points[-1][1] * known[-1] / slots_per_rank)]
         self.pool.bid(self._bid([*points, *untried]), points[-1][1])
         view = self.pool.view
-        room = min(slots_per_rank, max(1, view.target // self.learner_ranks))
-        if self.alone:  # a number that seems worse is tried again while that costs no other run
-            room = slots_per_rank
+        # alone, a run also tries numbers again that seem worse: that costs no other run
+        room = slots_per_rank if self.alone else min(slots_per_rank, max(1, view.target // self.learner_ranks))
         found = self._delay(points, room * self.learner_ranks, 0, value_per_s)
         return replace(found, slots=found.slots // self.learner_ranks), view.reason if room < slots_per_rank else ""
 

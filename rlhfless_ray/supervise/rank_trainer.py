@@ -69,7 +69,7 @@ def train_rank(start: RankStart) -> None:
 
 
 class WithoutAutoscaler(FixedScalingPolicy):
-    """A fixed number of ranks on a cluster that does not grow: nobody is asked for nodes, so the actor that asks is not started."""
+    """A fixed number of ranks on a cluster that does not grow. It requests no nodes, so Ray Train starts no actor for requests."""
 
     def _maybe_send_resource_request(self) -> None:
         pass
