@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,13 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.run.find_model import find_model
-from rlhfless_ray.run.responses import RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
-from rlhfless_ray.runtime.evaluate_models import best_of_k, with_own_folder
+from rlhfless_ray.run.responses import NO_REWARD, RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
+from rlhfless_ray.runtime.evaluate_models import _check_same_rows, _labels, best_of_k, with_own_folder
 from rlhfless_ray.runtime.generation import Generation
 from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.weights.model_folder import AVERAGE
 from tests.conftest import command_here, small_recipe
 
 
@@ -156,7 +159,9 @@ def test_rewards_of_two_functions_are_not_mixed_and_one_may_be_added_later(tmp_p
         opened(function="b.py:score")
     opened()
     lines = rows_of(tmp_path / RECORD)
-    assert len(lines) == 3 and all("settings" in line for line in lines)
+    assert len(lines) == 2 and all("settings" in line for line in lines)
+    opened(function="a.py:score", contract="openrlhf")
+    assert len(rows_of(tmp_path / RECORD)) == 3, "the function is called with other arguments"
 
 
 def test_a_corrected_reward_function_scores_again(tmp_path: Path) -> None:
@@ -174,6 +179,45 @@ def test_a_corrected_reward_function_scores_again(tmp_path: Path) -> None:
     record = ResponseRecord(tmp_path, {**settings, "scored_by": "second"}, "answer")
     record.write(tmp_path / RESPONSES, [prompt], 1)
     assert [(row["reward"], row["answer"]) for row in rows_of(tmp_path / RESPONSES)] == [(1.0, "right")]
+
+
+def test_a_resume_without_the_reward_keeps_scores(tmp_path: Path) -> None:
+    """Also for a later resume with it, and beside responses that have none."""
+    prompt, settings = Prompt(0, "p", (1,)), {"run.seed": 0, "scored_by": "first"}
+    record = ResponseRecord(tmp_path, settings)
+    record.add([sample(prompt, 0)])
+    record.add_scores([sample(prompt, 0, 0.5)])
+    record = ResponseRecord(tmp_path, {"run.seed": 0})
+    record.add([sample(prompt, 1)])
+    record.write(tmp_path / RESPONSES, [prompt], 2)
+    assert [(row["reward"], row["error"]) for row in rows_of(tmp_path / RESPONSES)] == [(0.5, None), (None, NO_REWARD)]
+    assert [row["sample"] for row in best_responses(tmp_path / RESPONSES)] == [0]
+    again = ResponseRecord(tmp_path, settings)
+    assert not again.missing([prompt], 1, scored=True) and again.missing([prompt], 2, scored=True)
+
+
+def test_scores_depend_on_every_column_that_a_function_reads(tmp_path: Path) -> None:
+    run = Generation.__new__(Generation)
+    run.recipe = GenerationRecipe.of({"prompts": {"path": "a.jsonl"}, "policy": {"path": "m"}})
+    run.reward_source = RewardSource("file", "score")
+
+    def digest(**row: Any) -> str:
+        run.prompts = SimpleNamespace(train=[Prompt(0, "p", (1,), row)])  # type: ignore[assignment]
+        return run._digest_of_scoring()
+
+    assert digest(answer="a", tests=["b"]) == digest(answer="a", tests=["b"]) != digest(answer="a", tests=["c"])
+
+
+def test_models_of_an_evaluation_have_names_of_their_own() -> None:
+    assert _labels(["runs/sft", "other/sft/model", "runs/sft-2"]) == ["sft", "sft-2", "sft-2-2"]
+    assert _labels(["runs/sft-2", "runs/sft", "other/sft"]) == ["sft-2", "sft", "sft-3"]
+
+
+def test_models_whose_tokenizers_leave_out_other_rows_are_not_compared() -> None:
+    long, short = Prompt(0, "long", (1,), {"n": 0}), Prompt(0, "short", (1,), {"n": 1})
+    _check_same_rows({"a": [long], "b": [Prompt(0, "long", (5, 6), {"n": 0})]})
+    with pytest.raises(UserError, match="a answers 1 prompts and b answers 1, because their tokenizers leave out others"):
+        _check_same_rows({"a": [long], "b": [short]})
 
 
 def test_a_run_that_goes_on_after_its_end_is_not_its_old_model(tmp_path: Path) -> None:
@@ -261,3 +305,15 @@ def test_the_newest_checkpoint_of_a_run_is_its_model(uninterrupted: Path, tmp_pa
     mine, final = (load_file(folder / "model.safetensors") for folder in (found, uninterrupted / "model"))
     assert mine.keys() == final.keys() and all(np.array_equal(mine[name], final[name]) for name in mine)
     assert {file.name for file in found.iterdir()} == {file.name for file in (uninterrupted / "model").iterdir()}
+
+
+def test_an_average_of_the_weights_is_the_model_of_an_unfinished_run(uninterrupted: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    run = tmp_path / "average"
+    shutil.copytree(uninterrupted, run, ignore=shutil.ignore_patterns("model"))
+    checkpoint = run / "checkpoints" / "step_4"
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({name: 2 * array for name, array in weights.items()}, checkpoint / AVERAGE, {"format": "pt"})
+    found = load_file(find_model(run, "--model", tmp_path / "found") / "model.safetensors")
+    assert found.keys() == weights.keys() and all(np.array_equal(found[name], 2 * weights[name]) for name in found)

@@ -51,7 +51,7 @@ def test_responses_without_a_reward_are_the_result_themselves() -> None:
 def test_a_reward_of_all_stages_makes_pairs() -> None:
     drawn = {"name": "g", "generate": {"prompts": {"task": "chain"}}}
     after = {"name": "e", "generate": {"prompts": {"path": "${g}"}, "policy": {"path": "m"}, "reward": {"function": "math"}}}
-    for reward, result in (({"function": "task"}, "pairs.jsonl"), ({"normalize": True}, "responses.jsonl")):
+    for reward, result in (({"function": "task"}, "pairs.jsonl"), ({"timeout_s": 5}, "responses.jsonl")):
         planned = parse(drawn, after, settings={"reward": reward}).plan()
         assert planned[0].makes_pairs == (result == "pairs.jsonl")
         assert planned[1].tree["prompts"]["path"] == f"runs/w/g/{result}"

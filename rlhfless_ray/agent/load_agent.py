@@ -104,7 +104,8 @@ class Player:
         """Play one prompt. Returns the episode, or an error message."""
         _GENERATE.set(generate)
         try:
-            return Episode.of(await self._result(prompt, label, deepcopy(sampling_params), AgentEngine(generate)))
+            # the episodes of a prompt have the same label, which an agent may change
+            return Episode.of(await self._result(prompt, deepcopy(label), deepcopy(sampling_params), AgentEngine(generate)))
         except (AgentError, BadEpisode) as error:
             return str(error)
         except (Exception, SystemExit, asyncio.CancelledError) as error:

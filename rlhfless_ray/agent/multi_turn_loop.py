@@ -160,7 +160,7 @@ def _check_result(result: Any, turn: str) -> tuple[str, bool]:
 
 def _number(value: Any, name: str, turn: str) -> float:
     value = unwrap(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)):
         raise AgentError(f"{turn}: `{name}` is {type(value).__name__} {value!r:.100}, not a number")
     return float(value)
 

@@ -61,8 +61,10 @@ def parameter_groups(model: nn.Module, decay_all: bool) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: trained parameters with weight decay, and those without."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
+    # by their class too: GPT-2 calls norms `ln_1`, Falcon `ln_attn`
+    norms = {id(p) for module in model.modules() if "norm" in type(module).__name__.lower() for p in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
-        spared = not decay_all and any(part in name for part in UNDECAYED)
+        spared = not decay_all and (id(parameter) in norms or any(part in name for part in UNDECAYED))
         if parameter.requires_grad:
             (others if spared else decayed).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]

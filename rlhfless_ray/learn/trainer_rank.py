@@ -31,7 +31,7 @@ from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_hea
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
 from rlhfless_ray.weights.layout import whole_tensors
-from rlhfless_ray.weights.model_folder import split_files
+from rlhfless_ray.weights.model_folder import AVERAGE, split_files
 from rlhfless_ray.weights.saved_names import saved_state
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, iterate_tensors, load_tensors, save_tensors
@@ -372,7 +372,7 @@ class TrainerRank:
         if self.rank == 0:
             files["learner.json"] = json.dumps({"optimizer_steps": state["optimizer_steps"]}).encode()
             if state["average"]:
-                files["ema.safetensors"] = save_tensors(state["average"], {"format": "pt"})
+                files[AVERAGE] = save_tensors(state["average"], {"format": "pt"})
         return files
 
     # ---- between updates --------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def _whole_shape(parameter: Tensor) -> torch.Size:
 def read_state(files: Files) -> dict[str, Any]:
     """Read the files that `TrainerRank.state_files` returned on all ranks. Tensors are views of the files, which may be read-only."""
     moments = Shards(content for name, content in sorted(files.items()) if name.startswith("optimizer"))
-    average = load_tensors(files["ema.safetensors"]) if "ema.safetensors" in files else {}
+    average = load_tensors(files[AVERAGE]) if AVERAGE in files else {}
     if ADAPTER in files:
         weights = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()}
     else:

@@ -9,7 +9,12 @@ import numpy as np
 
 from rlhfless_ray.common.errors import UserError
 
-TITLES = {"n_rows": "the number of training rows", "shuffle": "prompts.shuffle", "seed": "run.seed"}  # of what orders the rows
+TITLES = {  # of what orders the rows
+    "n_rows": "the number of training rows",
+    "shuffle": "prompts.shuffle",
+    "seed": "run.seed",
+    "checksum": "the checksum of the training prompts",  # last, because a built-in task's rows follow from the others
+}
 
 
 def check_unchanged(state: Mapping[str, Any], now: object, titles: Mapping[str, str]) -> None:
@@ -30,8 +35,9 @@ class Cursor:
     `stops_at_epoch_end` the last batch of an epoch holds only the rows that are left.
     """
 
-    def __init__(self, n_rows: int, batch: int, shuffle: bool, seed: int, *, stops_at_epoch_end: bool = False) -> None:
-        self.stops_at_epoch_end = stops_at_epoch_end
+    def __init__(self, n_rows: int, batch: int, shuffle: bool, seed: int, *, stops_at_epoch_end: bool = False, checksum: str = "") -> None:
+        """`checksum`: of the rows' prompts in their order."""
+        self.stops_at_epoch_end, self.checksum = stops_at_epoch_end, checksum
         self.n_rows, self.batch, self.shuffle, self.seed = n_rows, batch, shuffle, seed
         self._rows_taken = 0  # rows returned since the start
         self._permuted_epoch, self._order = -1, np.empty(0, dtype=np.int64)
@@ -70,7 +76,7 @@ class Cursor:
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, ready for JSON."""
-        return {"taken": self._rows_taken, "n_rows": self.n_rows, "shuffle": self.shuffle, "seed": self.seed}
+        return {"taken": self._rows_taken, **{name: getattr(self, name) for name in TITLES}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`. The batch size may have changed.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, printed_content, turn_problem
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, printed_content, turn_problem, without_nulls
 from rlhfless_ray.prompts.sources import read_sources, split_paths
 from rlhfless_ray.types import Prompt
 
@@ -24,6 +26,13 @@ class PromptSet:
     train: list[Prompt]
     heldout: list[Prompt]
     notes: tuple[str, ...] = ()  # messages for the user about rows that were left out or cut
+
+    def checksum(self, column: str) -> str:
+        """Return a checksum of the training rows' prompts, in their order and without a template. `column`: where rows have them."""
+        digest = xxhash.xxh3_64()
+        for prompt in self.train:
+            digest.update(repr(prompt.row.get(column)).encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
 
 def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None) -> PromptSet:
@@ -203,7 +212,7 @@ def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe,
         if wrong := turn_problem(turns, str(tokenizer.chat_template)):
             raise UserError(f"{where}, {name}: {wrong}; fix or remove the row")
         try:
-            texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
+            texts.append(str(tokenizer.apply_chat_template(without_nulls(turns), tokenize=False, add_generation_prompt=True)))
         except Exception as error:  # a template may raise anything; its message says what it rejects
             raise UserError(
                 f"{where}, {name}: the chat template failed ({one_line_with_type(error)}); change prompts.system or use "

@@ -74,6 +74,8 @@ def _csv(file: Path, where: str) -> list[NamedRow]:
         reader = csv.reader(lines, strict=True)
         try:
             header = next(reader, [])
+            if twice := next((name for name in header if header.count(name) > 1), None):
+                raise UserError(f"{where}: two columns are called `{twice}`; rename or remove one")
             for cells in reader:
                 if not cells:
                     continue
@@ -155,6 +157,14 @@ def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
                     "" if key in turn else f", only {', '.join(f'`{name}`' for name in turn) or 'an empty turn'}"
                 )
     return ""
+
+
+def without_nulls(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the turns without keys that are null, except content: in Arrow's tables every turn has the keys of all turns.
+
+    A chat template would take a null `name` or `tool_calls` for one that is there.
+    """
+    return [{key: value for key, value in turn.items() if value is not None or key == "content"} for turn in turns]
 
 
 def printed_content(turns: Sequence[dict[str, Any]], text: str) -> str:

@@ -146,8 +146,9 @@ class Recipe(RecipeFile):
         buffer, limit = self.reward.overlong_buffer_tokens, self.reward.overlong_limit_tokens
         if buffer is not None and buffer > (limit or self.rollout.max_tokens):
             yield f"reward.overlong_buffer_tokens: must not exceed {'reward.overlong_limit_tokens' if limit else 'rollout.max_tokens'}"
-        if buffer is None and (limit is not None or self.reward.overlong_feedback):
-            yield "reward.overlong_buffer_tokens: overlong_limit_tokens or overlong_feedback needs it; set it, or leave them out"
+        for name in ("limit_tokens", "feedback", "penalty"):
+            if buffer is None and getattr(self.reward, f"overlong_{name}") != RewardConfig.model_fields[f"overlong_{name}"].default:
+                yield f"reward.overlong_buffer_tokens: reward.overlong_{name} needs it; set it, or leave that out"
 
     def _mistakes_in_batches(self) -> Iterator[str]:
         """Check the samples of an optimizer step."""
@@ -270,6 +271,10 @@ class Recipe(RecipeFile):
             yield "reward.function: name one: `task`, `math` or `path/to/file.py:name`; or set reward.url or model_path"
         if len(sources) > 1:
             yield f"reward.{sources[1]}: rewards have one source; set it or reward.{sources[0]}"
+        if self.reward.normalize and not self.reward.model_path:
+            yield "reward.normalize: only a reward model has a mean and std to normalize by; set reward.model_path, or leave it out"
+        if self.reward.batch_samples > 1 and not self.reward.url and self.reward.contract != "openrlhf":
+            yield "reward.batch_samples: only reward.url and reward.contract openrlhf score several samples at once; leave it out"
 
     @property
     def answer_column(self) -> str:

@@ -94,6 +94,9 @@ class LossConfig(Section):
     def _check_band(self) -> LossConfig:
         name = "algorithm.loss.correction"
         if self.correction_level == "off":
+            for part in ("mode", "gating", "low", "high"):
+                if getattr(self, f"correction_{part}") != LossConfig.model_fields[f"correction_{part}"].default:
+                    raise ValueError(f"{name}_{part}: applies to a correction, and {name}_level is off; set it, or leave this out")
             return self
         if self.correction_mode == "clip" and (self.correction_level, self.correction_gating) != ("token", "ratio"):
             raise ValueError(f"{name}_mode: only a token's ratio can be cut, so `clip` needs {name}_level token and {name}_gating ratio")
@@ -289,6 +292,11 @@ class LearnerConfig(Section):
             raise ValueError(f"learner.warmup_steps: applies to the schedule `constant`; with {self.schedule} set learner.warmup_share")
         if self.warmup_share and self.schedule == "constant":
             raise ValueError("learner.warmup_share: the schedule `constant` has no warm-up; set learner.schedule to `constant_with_warmup`")
+        if self.min_rate_share and self.schedule != "cosine_with_min_lr":
+            raise ValueError(
+                f"learner.min_rate_share: applies to the schedule `cosine_with_min_lr`, and learner.schedule is {self.schedule}; set it, "
+                "or leave this out"
+            )
         if self.optimizer_offload is True and self.zero_stage == 0:
             raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
         if self.tensor_parallel > 1 and self.zero_stage == 3:

@@ -10,6 +10,7 @@ import difflib
 import math
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +97,7 @@ class QueryWorker(Worker):
     def _score(self, batch: list[Query]) -> list[Score] | str:
         """Return the scores, or an error message for the whole call."""
         keys, queries, prompts, labels = (list(part) for part in zip(*batch, strict=True))
+        labels = [deepcopy(label) for label in labels]  # all responses to a prompt have the same one, which the function may change
         try:
             value = self.limit.call(self.timeout_s * len(batch), self.function, queries, prompts, labels)
             return scores_of(value, keys, f"`{self.source.name}`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -75,8 +76,9 @@ class RewardWorker(Worker):
         return scores
 
     def _score_one(self, key: int, prompt: str, response: str, row: dict[str, Any]) -> Score:
+        row = deepcopy(row)  # all responses to a prompt have the same one, which the function may change
         try:
-            value = self.limit.call(self.timeout_s, self.function, prompt, response, dict(row))
+            value = self.limit.call(self.timeout_s, self.function, prompt, response, row)
         except TimeLimitExceeded:
             return Score(key, None, timeout_message(self.timeout_s))
         except (Exception, SystemExit) as error:

@@ -15,6 +15,7 @@ from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.weights.adapter import CONFIG, Adapter, merge_folder
 from rlhfless_ray.weights.load_policy import initial_policy, model_folder
 from rlhfless_ray.weights.model_folder import (
+    AVERAGE,
     WEIGHTS,
     as_folder,
     read_content,
@@ -76,14 +77,18 @@ def _merge(run: Path, checkpoint: Path, target: Path) -> None:
 
 
 def _model_files(run: Path, checkpoint: Path) -> Files:
-    """Return a model folder's files: weights of a checkpoint, by the names of `save_pretrained`, and the rest of the run's first model."""
+    """Return a model folder's files: weights of a checkpoint, by the names of `save_pretrained`, and the rest of the run's first model.
+
+    With `ema.beta` the weights are their moving average, as in the model at the run's end.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlhfless_ray.weights.saved_names import saved_state
 
     others = without_weights(_first_model(run))
-    live = {name: tensor for file in sorted(checkpoint.glob(f"model*{WEIGHTS}")) for name, tensor in iterate_tensors(read_content(file))}
+    stored = [checkpoint / AVERAGE] if (checkpoint / AVERAGE).is_file() else sorted(checkpoint.glob(f"model*{WEIGHTS}"))
+    live = {name: tensor for file in stored for name, tensor in iterate_tensors(read_content(file))}
     with as_folder(others) as folder, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     files = split_files(saved_state(model, live))

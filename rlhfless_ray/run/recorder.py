@@ -162,7 +162,8 @@ class RunRecorder:
             return {}
         rewards = np.array([_learned_reward(s) for s in scored])
         metrics = {"reward/penalized_mean": float(rewards.mean()), "reward/penalized_std": _deviation(rewards)}
-        return metrics | ({"reward/group_std": _group_std(scored)} if self.recipe.rollout.samples_per_prompt > 1 else {})
+        count = self.recipe.rollout.samples_per_prompt
+        return metrics | ({"reward/group_std": _group_std(scored, count)} if count > 1 else {})
 
     def _longest_total(self) -> int:
         """Return the maximum number of tokens of prompt and response together."""
@@ -252,11 +253,14 @@ def _learned_reward(sample: Sample) -> float:
     return sample.reward if sample.penalized is None else sample.penalized
 
 
-def _group_std(samples: list[Sample]) -> float:
-    """Return the mean over prompts of the deviation of their responses' rewards after length penalties. All are scored."""
+def _group_std(samples: list[Sample], count: int) -> float:
+    """Return the mean over groups of `count` responses of the deviation of their rewards after length penalties. All are scored.
+
+    A prompt that is twice in a step, at the border of two epochs, has two groups.
+    """
     groups: dict[int, list[float]] = {}
     for sample in samples:
-        groups.setdefault(sample.prompt.index, []).append(_learned_reward(sample))
+        groups.setdefault(sample.completion.key // count, []).append(_learned_reward(sample))
     return float(np.mean([_deviation(np.array(group)) for group in groups.values()]))
 
 

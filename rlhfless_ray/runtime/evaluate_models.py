@@ -168,6 +168,7 @@ def evaluate(
         for label, model in zip(labels or _labels(models), models, strict=True)
     }
     loaded = {label: _load(of_model, data) for label, of_model in recipes.items()}  # before Ray starts, which takes longer
+    _check_same_rows({label: prompts for label, (prompts, _) in loaded.items()})
     ks = ks or sorted({1, recipe.evaluate.samples_per_prompt})
     scores: list[ModelScore] = []
     costs: dict[str, dict[str, float]] = {}
@@ -200,6 +201,17 @@ def _check(recipe: GenerationRecipe, ks: Sequence[int], resume: bool) -> Path:
     return root
 
 
+def _check_same_rows(prompts: dict[str, list[Prompt]]) -> None:
+    """Raise UserError if the models would answer other rows, because a model's tokenizer decides which prompts are too long."""
+    (first, rows), *others = ((label, [prompt.row for prompt in of_model]) for label, of_model in prompts.items())
+    for label, other in others:
+        if other != rows:
+            raise UserError(
+                f"prompts.max_prompt_tokens: {first} answers {len(rows)} prompts and {label} answers {len(other)}, because their "
+                "tokenizers leave out others as too long, so the models cannot be compared; raise it, or leave out rows yourself"
+            )
+
+
 def _generate(recipe: GenerationRecipe, prompts: list[Prompt], folder: Path) -> list[list[dict[str, Any]]]:
     """Generate a model's missing responses, and return the rows of all of them by prompt."""
     with Generation(recipe, prompts=prompts, resume=(folder / RECORD).is_file()) as run:
@@ -214,8 +226,8 @@ def _labels(models: Sequence[str | Path]) -> list[str]:
     for model in models:
         path = Path(model)
         name = re.sub(r"[^\w.-]+", "-", path.parent.name if path.name == "model" and path.parent.name else path.name).strip("-.") or "model"
-        same = sum(label == name or label.startswith(f"{name}-") for label in labels)
-        labels.append(f"{name}-{same + 1}" if same else name)
+        names = (name, *(f"{name}-{number}" for number in range(2, len(labels) + 2)))
+        labels.append(next(label for label in names if label not in labels))
     return labels
 
 

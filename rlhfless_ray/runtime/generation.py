@@ -18,6 +18,7 @@ from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.report.metrics import read_jsonl
+from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.run.folder import RunFolder, check_file, folders_of
@@ -122,11 +123,18 @@ class Generation(Runtime):
         return {"model": model, "prompts": prompts.hexdigest(), **of_rollout, **rest, **(reward if self.recipe.scores else {})}
 
     def _digest_of_scoring(self) -> str:
-        """Return a digest of the reward function's file and of the reference answers, either of which may be corrected before a resume."""
+        """Return a digest of the reward function's file, of what it reads of the rows, and of settings that change scores.
+
+        Each of them may be corrected before a resume.
+        """
         digest, file = hashlib.blake2b(digest_size=16), getattr(self.reward_source, "file", None)
         digest.update(b"" if file is None else file.text.encode())
+        changed = self.recipe.reward.model_dump(include={"contract", "normalize", "value_head"}, exclude_defaults=True)
+        digest.update(repr(changed).encode() if changed else b"")
+        reads_row = isinstance(self.reward_source, RewardSource)
         for prompt in self.prompts.train:
-            digest.update(repr(prompt.row.get(self.recipe.answer_column)).encode(errors="surrogatepass"))
+            read = prompt.row if reads_row else prompt.row.get(self.recipe.answer_column)
+            digest.update(repr(read).encode(errors="surrogatepass"))
         return digest.hexdigest()
 
     def _start(self, checkpoint: Checkpoint | None) -> None:

@@ -145,7 +145,14 @@ class Runtime(StepOperations):
             check_writable(Path(recipe.save.path), "save.path")
         rows, batch, episodes = len(self.prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes
         mixes = recipe.rollout.partial != "off"  # groups outlive the end of an episode, and only the last step has fewer prompts
-        self.cursor = Cursor(rows, batch, recipe.prompts.shuffle, recipe.run.seed, stops_at_epoch_end=episodes is not None and not mixes)
+        self.cursor = Cursor(
+            rows,
+            batch,
+            recipe.prompts.shuffle,
+            recipe.run.seed,
+            stops_at_epoch_end=episodes is not None and not mixes,
+            checksum=self.prompts.checksum("prompt" if recipe.prompts.task else recipe.prompts.prompt_column),
+        )
         if episodes is not None:
             steps = -(-episodes * rows // batch) if mixes else episodes * self.cursor.batches_per_epoch
             recipe = recipe.with_settings({"run.steps": steps})

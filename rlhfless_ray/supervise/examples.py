@@ -22,6 +22,7 @@ TITLES = {  # of what determines the rows of a step
     "shuffle": "data.shuffle",
     "drops": "data.remainder=drop",
     "carries": "data.remainder=carry",
+    "checksum": "the checksum of the training rows' tokens",
 }
 
 
@@ -178,6 +179,7 @@ class RowOrder:
     drops: bool = False  # whether an epoch's last rows that do not fill a batch are dropped
     most_steps: int | None = None  # number of steps, instead of that of the epochs
     carries: bool = False  # whether these rows begin the next epoch's first batch instead
+    checksum: str = ""  # of the rows
 
     @property
     def steps_per_epoch(self) -> int:

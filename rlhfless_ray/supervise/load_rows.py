@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,27 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
     if len(train) <= evaluate.rows:
         raise UserError(f"evaluate.rows: {evaluate.rows} held-out rows leave none of the {len(train)} of {where} to train on; lower it")
     split = len(train) - evaluate.rows
-    return reader.collect(train[:split], train[split:] or _first(train, evaluate.train_share))
+    kept, heldout = train[:split], train[split:]
+    if data.probabilities is None or not heldout:
+        return reader.collect(kept, heldout or _first(train, evaluate.train_share))
+    others = _without_repeats(kept, heldout)
+    if not others:
+        raise UserError(f"evaluate.rows: the mix of {where} repeats the held-out rows only, so none is left to train on; lower it")
+    collected = reader.collect(others, heldout)
+    if len(others) == len(kept):
+        return collected
+    note = f"{len(kept) - len(others)} repetitions of held-out rows (evaluate.rows) in the mix are left out of training"
+    return replace(collected, notes=(*collected.notes, note))
+
+
+def _without_repeats(train: list[Rendered], heldout: list[Rendered]) -> list[Rendered]:
+    """Leave out rows that are also held out: a mix repeats the rows of smaller data sets."""
+
+    def tokens(row: Rendered) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(example.tokens) for example in row[0])
+
+    held = set(map(tokens, heldout))
+    return [row for row in train if tokens(row) not in held]
 
 
 def _first(rows: list[Rendered], share: float) -> list[Rendered]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, turn_problem
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, printed_content, turn_problem, without_nulls
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Example, Examples
 
@@ -389,10 +389,13 @@ class RowReader:
         if wrong := turn_problem(turns, str(self.tokenizer.chat_template)):
             raise UserError(f"{self.name}: {wrong}; fix or remove the row")
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
+            text = str(self.tokenizer.apply_chat_template(without_nulls(turns), tokenize=False, add_generation_prompt=prompts))
         except Exception as error:  # a template may raise anything
             whose = "data.chat_template" if self.data.chat_template else "the chat template of policy.path"
             raise UserError(f"{self.name}: {whose} refuses the conversation: {one_line(error, 200)}") from None
+        if wrong := printed_content(turns, text):
+            raise UserError(f"{self.name}: {wrong}")
+        return text
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Example:
         """Tokenize a rendered conversation; the tokens that begin within `spans` of characters are trained."""

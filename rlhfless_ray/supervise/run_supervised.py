@@ -112,6 +112,7 @@ class SupervisedStage:
             drops=data.remainder == "drop",
             most_steps=recipe.run.steps,
             carries=data.remainder == "carry",
+            checksum=self.rows.train.checksum,
         )
         if not self.order.steps_per_epoch or not self.order.steps:
             raise UserError(

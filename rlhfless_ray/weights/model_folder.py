@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 KEPT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
 WEIGHTS = ".safetensors"
+AVERAGE = "ema.safetensors"  # in a checkpoint: the moving average of the weights
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9  # limit of a weights file, as in `save_pretrained`; a tenth of the hub's limit
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit

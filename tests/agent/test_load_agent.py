@@ -187,6 +187,7 @@ def test_an_episode_becomes_a_sample_for_the_learner(tmp_path: Path) -> None:
     sample = one(tmp_path, changed).sample(prompt, 0, 0, 0, "")
     assert "".join(map(chr, sample.prompt.token_ids)) == "ask: ask" and sample.prompt.index == 7
     assert one(tmp_path, GAMES["0.9.1"].replace("turn == 2", "turn == 1")).sample(prompt, 0, 0, 0, "").action_mask is None
+    assert one(tmp_path, GAMES["0.9.1"].replace("torch.tensor([float(self.turn)])", "self.turn == 2")).reward == 1.0, "a truth value"
 
 
 @pytest.mark.parametrize(

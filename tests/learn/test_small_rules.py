@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, import_muon
+from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, import_muon, parameter_groups
 from rlhfless_ray.learn.group_filter import kept_groups
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.recipe import LearnerConfig
@@ -69,6 +69,17 @@ def test_zero_1_of_bfloat16_is_zero_2() -> None:
     one, two = (LearnerConfig(zero_stage=stage) for stage in (1, 2))
     assert deepspeed_config(one, "bfloat16", "cpu") == deepspeed_config(two, "bfloat16", "cpu")
     assert deepspeed_config(one, "float32", "cpu") != deepspeed_config(two, "float32", "cpu")
+
+
+def test_norms_are_not_decayed_whatever_their_name() -> None:
+    from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    falcon = FalconConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, new_decoder_architecture=True)
+    for model in (GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=4, n_layer=1, n_head=2)), FalconForCausalLM(falcon)):
+        decayed, spared = parameter_groups(model, decay_all=False)
+        assert all(p.ndim == 2 for p in decayed["params"]) and all(p.ndim == 1 for p in spared["params"])
+        assert "weight_decay" not in decayed and spared["weight_decay"] == 0
+        assert len(parameter_groups(model, decay_all=True)) == 1
 
 
 def test_kernels_of_an_optimizer_that_is_never_used_are_not_compiled() -> None:

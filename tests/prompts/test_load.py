@@ -203,6 +203,7 @@ def test_mistakes_in_files_name_file_and_line(tmp_path: Path) -> None:
     assert "line 2: not valid JSON" in say("bad.json", '[{"question": "a"},\n {"question" 3}]')
     assert "row 2: expected an object with columns, found a string" in say("mixed.json", '[{"question": "a"}, "b"]')
     assert "line 3: 3 cells, but the header names 2 columns" in say("wide.csv", "question,answer\na,1\nb,2,3\n")
+    assert "two columns are called `answer`; rename or remove one" in say("twice.csv", "question,answer,answer\na,1,2\n")
     assert "line 3: 1 cells" in say("narrow.csv", "question,answer\na,1\nb\n")
     assert "not valid UTF-8 at byte" in say("latin.jsonl", '{"question": "é"}'.encode("latin-1"))
     assert "not a readable parquet file" in say("bad.parquet", "nothing")

@@ -163,9 +163,9 @@ def test_samples_are_a_growing_table_in_wandb() -> None:
 
 
 def test_what_a_reward_function_logs_is_averaged_over_the_samples_that_have_it() -> None:
-    def sample(index: int, reward: float | None, **logs: float) -> Sample:
-        done = Completion(0, np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", 0)
-        return Sample(Prompt(index, "p", (1, 2)), 0, done, reward=reward, score=reward, extra_logs=logs, earned=reward and reward - 0.5)
+    def sample(place: int, reward: float | None, **logs: float) -> Sample:
+        done = Completion(8 * place, np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", 0)
+        return Sample(Prompt(0, "p", (1, 2)), 0, done, reward=reward, score=reward, extra_logs=logs, earned=reward and reward - 0.5)
 
     record = RunRecorder.__new__(RunRecorder)
     record.recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})

@@ -138,6 +138,8 @@ def test_each_source_is_found_by_its_setting(tmp_path: Path) -> None:
         ({"url": ["http://host/r"], "model_path": "folder"}, "reward.model_path: rewards have one source; set it or reward.url"),
         ({"function": "math", "contract": "other"}, "`reward.contract`"),
         ({"function": "math", "batch_samples": 0}, "`reward.batch_samples`"),
+        ({"function": "math", "batch_samples": 4}, "reward.batch_samples: only reward.url and reward.contract openrlhf score several"),
+        ({"url": ["http://host/r"], "normalize": True}, "reward.normalize: only a reward model has a mean and std"),
     ],
 )
 def test_a_recipe_names_one_source(reward: dict[str, object], words: str) -> None:

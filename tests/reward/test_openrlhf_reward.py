@@ -165,3 +165,10 @@ def test_mistakes_are_named_when_the_file_is_loaded(tmp_path: Path) -> None:
         QuerySource.load(str(tmp_path / "none.py"), "reward_func", "answer", 1)
     file.write_text(FORMS["dict"])
     assert QuerySource.load(str(file), "reward_func", "answer", 1).worker(30.0).score(items("abc"))[0].reward == 3.0
+
+
+def test_responses_to_a_prompt_do_not_share_a_label_that_the_function_changes() -> None:
+    label = ["a", "b"]
+    text = "def reward_func(queries, prompts, labels, **kwargs):\n    return [len(label.pop()) + len(label) for label in labels]"
+    scores = worker(text, batch_samples=2).score([(k, "q", "p", label) for k in range(2)])
+    assert [score.reward for score in scores] == [2, 2]

@@ -139,3 +139,10 @@ def test_source_lines_in_messages_are_those_of_the_users_file(tmp_path: Path) ->
     text = "def deep(x):\n    return {}[x]\n\ndef score(prompt, response, row):\n    return deep(response)\n"
     score = RewardWorker(RewardSource("file", "score", file=UserFile("other.py", text)), LONG_S).score([(0, "", "k", {})])[0]
     assert score.error == "KeyError: 'k' (other.py, line 2)"
+
+
+def test_responses_to_a_prompt_do_not_share_what_the_function_changes() -> None:
+    text = "def score(p, response, row):\n    row['turns'].append(response)\n    return len(row['turns'])"
+    mine, row = RewardWorker(RewardSource("file", "score", file=UserFile("mine.py", text)), LONG_S), {"turns": ["question"]}
+    scores = mine.score([(key, "p", "r", row) for key in range(3)])
+    assert [score.reward for score in scores] == [2, 2, 2] and row == {"turns": ["question"]}

@@ -252,6 +252,34 @@ def test_held_out_rows_are_the_last(tmp_path: Path, tokenizer: Any) -> None:
 PAIR = {"prompt": "a=", "chosen": "b", "rejected": "c"}
 
 
+def test_a_mix_trains_on_no_held_out_row(tmp_path: Path, tokenizer: Any) -> None:
+    """`interleave_datasets` repeats the rows of the smaller data set until the larger one is used up."""
+    files = [tmp_path / "few.jsonl", tmp_path / "many.jsonl"]
+    for file, letters in zip(files, ("abc", "defghijklmnopqrstuv"), strict=True):
+        file.write_text("".join(json.dumps({"prompt": f"{letter}=", "response": letter}) + "\n" for letter in letters))
+    data = {"paths": [str(file) for file in files], "probabilities": [0.5, 0.5]}
+    tree = {"task": "sft", "policy": {"path": "x"}, "data": data, "evaluate": {"rows": 6}, "run": {"name": "a"}}
+    loaded = load_rows(SupervisedRecipe.parse(tree), tokenizer)
+    train, heldout = shown(loaded.train, tokenizer), shown(loaded.heldout, tokenizer)
+    assert not set(train) & set(heldout) and len(heldout) == 6
+    assert "repetitions of held-out rows (evaluate.rows) in the mix are left out of training" in loaded.notes[-1]
+
+
+def test_null_keys_of_a_turn_are_no_keys(tmp_path: Path, tokenizer: Any) -> None:
+    """Parquet gives every turn the keys of all turns."""
+    named = deepcopy(tokenizer)
+    named.chat_template = "{% for m in messages %}{% if m.name is defined %}{{ m.name }};{% endif %}{{ m.content }};{% endfor %}"
+    turns = [{"role": "user", "name": "a", "content": "b"}, {"role": "assistant", "name": None, "content": "c"}]
+    found, _ = read(tmp_path, named, [{"prompt": turns[:1], "response": turns[1:]}], template="chat")
+    assert found == ["a;b;[c][;]"]
+
+
+def test_a_list_of_parts_that_a_template_prints_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    turns = [{"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    with pytest.raises(UserError, match="line 1: turn 1 has a list as `content`, which the chat template writes as Python code"):
+        read(tmp_path, tokenizer, [{"prompt": turns, "response": "c"}], template="chat")
+
+
 def test_openrlhfs_contract_trains_equal_pairs_and_names_them(tmp_path: Path, tokenizer: Any) -> None:
     same = {**PAIR, "rejected": "b"}
     _, loaded = read(tmp_path, tokenizer, [PAIR, same], "dpo", contract="openrlhf")

@@ -70,11 +70,11 @@ def translate_supervised(
     _, started = process_place(environment)
     ranks = started or ranks
     settings: dict[str, Any] = {**ALWAYS, "learner.ranks": ranks, "run.name": launcher}
-    if "min_lr_ratio" not in values:  # the launchers' own floor before it was a flag
-        settings["learner.min_rate_share"] = 0.1
-    if "lr_scheduler" not in values:  # likewise
+    if "lr_scheduler" not in values:  # the launchers' own before it was a flag
         settings["learner.schedule"] = "cosine_with_min_lr"
         values["lr_scheduler"] = None
+    if "min_lr_ratio" not in values and values["lr_scheduler"] in (None, "cosine_with_min_lr"):  # likewise
+        settings["learner.min_rate_share"] = 0.1
     translation = SupervisedTranslation(
         launcher, version, settings=settings, load_flag=spelled["ckpt.load_enable"], resumes=bool(values["ckpt.load_enable"])
     )
