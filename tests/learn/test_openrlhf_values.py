@@ -46,9 +46,8 @@ def test_policy_losses_and_their_gradients() -> None:
     for row in RECORDED["policy_loss"]:
         new = tokens("new").requires_grad_()
         level, mode, gating, (low, high) = row["correction"]
-        section = LossConfig(
-            correction_level=level, correction_mode=mode, correction_gating=gating, correction_low=low, correction_high=high
-        )
+        band = {"correction_mode": mode, "correction_gating": gating, "correction_low": low, "correction_high": high}
+        section = LossConfig(correction_level=level, **(band if level != "off" else {}))
         if row["kind"] == "gspo":  # which takes its ratio to the sampler where a correction is on, and corrects nothing
             ratios = sequence_ratios(new, old if level == "off" else sampler, SEQUENCE, len(LENGTHS))
         else:
