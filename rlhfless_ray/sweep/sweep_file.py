@@ -23,6 +23,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 POLICY_METRICS = ("reward/mean", "eval/accuracy_sampled", "eval/accuracy_greedy", "learn/kl", "length/mean")
 SUPERVISED_METRICS = ("learn/loss", "learn/accuracy", "eval/loss", "eval/accuracy")
+WITHOUT_ACCURACY = ("sft", "kd")
 OF_THE_SWEEP = ("run.name", "run.root", "cluster.address", "cluster.cpus", "cluster.object_store_mb", "checkpoint.path")
 
 
@@ -84,6 +85,9 @@ class SweepFile(Section):
         for key in [*self.set, *self.grid, *(key for run in self.runs for key in run.set)]:
             if key in OF_THE_SWEEP:
                 raise ValueError(f"`{key}`: the sweep decides it for its runs; leave it out")
+        for key in ("pool", "share", "priority"):
+            if key in self.cluster.model_fields_set:
+                raise ValueError(f"`cluster.{key}` is a setting of runs; put it under `set` as cluster.{key}")
         known = (*POLICY_METRICS, *SUPERVISED_METRICS)
         if self.metric not in known:
             near = difflib.get_close_matches(self.metric, known, n=1, cutoff=0.5)
@@ -191,10 +195,13 @@ def _lacks_metric(recipe: Recipe | SupervisedRecipe, metric: str) -> str:
     supervised = isinstance(recipe, SupervisedRecipe)
     if metric not in (SUPERVISED_METRICS if supervised else POLICY_METRICS):
         return f"{'supervised stages' if supervised else 'runs of a policy'} have no metric {metric}"
+    if isinstance(recipe, SupervisedRecipe) and recipe.task in WITHOUT_ACCURACY and metric.endswith("/accuracy"):
+        return f"a stage of the task {recipe.task} has no metric {metric}"
     if not metric.startswith("eval/"):
         return ""
     if isinstance(recipe, SupervisedRecipe):
-        return "" if recipe.evaluate.rows or recipe.evaluate.path else f"evaluate.rows is 0, so it has no {metric}"
+        section = recipe.evaluate
+        return "" if section.rows or section.path or section.train_share else f"evaluate.rows is 0, so it has no {metric}"
     return "" if recipe.evaluate.prompts else f"evaluate.prompts is 0, so it has no {metric}"
 
 

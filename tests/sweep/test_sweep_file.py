@@ -86,6 +86,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "evaluate.rows is 0, so it has no eval/loss, which early_stopping needs",
     ),
+    "metric of other stages": (
+        {"recipe": str(ROOT / "recipes" / "sft.yaml"), "metric": "eval/accuracy"},
+        "a stage of the task sft has no metric eval/accuracy, and no other run has it",
+    ),
     "the largest loss as the best": (
         {"recipe": str(ROOT / "recipes" / "sft.yaml"), "metric": "learn/loss", "early_stopping": {"first_step": 2}},
         "direction: smaller values of learn/loss are better; set it to min",
@@ -97,6 +101,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "compared after the end": ({"early_stopping": {"first_step": 4}}, "early_stopping.first_step: 4 is not before the end"),
     "not its own": ({"set": {"run.name": "x"}}, "`run.name`: the sweep decides it"),
     "cluster of a run": ({"runs": [{"set": {"cluster.address": "auto"}}]}, "`cluster.address`: the sweep decides it"),
+    "share of no run": ({"cluster": {"share": 0.5}}, "`cluster.share` is a setting of runs; put it under `set` as cluster.share"),
     "no recipe": ({"recipe": ""}, "no recipe; name one in `recipe`"),
     "more than the pool": (
         {"set": {"cluster.pool": True, "cluster.share": 0.6}, "grid": {"run.seed": [0, 1, 2]}},
