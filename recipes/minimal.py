@@ -148,7 +148,7 @@ def update(policy: TokenLogprobs, optimizer: torch.optim.Optimizer, batch: Batch
         loss = (weights[x["sequence"]] * token_loss).sum()
         loss.backward()
         total += loss.item()
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), recipe.learner.grad_clip)
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), recipe.learner.grad_clip or float("inf"))
     optimizer.step()
     return total
 

@@ -149,7 +149,7 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("prompts.task", "", "exactly one of"),
         ("policy.dtype", "bfloat16", "learner.zero_stage: with policy.dtype bfloat16"),
         ("reward.max_failed_share", 2, "`reward.max_failed_share`"),
-        ("algorithm.clip_low", 0, "`algorithm.clip_low`"),
+        ("algorithm.clip_low", -0.1, "`algorithm.clip_low`"),
         ("functions.keep_alive_s", float("nan"), "`functions.keep_alive_s`"),
         ("evaluate.prompts", 10**12, "`evaluate.prompts`: input should be less than or equal to 1000000"),
         ("prompts.rows", 10**12, "`prompts.rows`: input should be less than or equal to 1000000"),

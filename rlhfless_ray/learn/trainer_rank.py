@@ -225,10 +225,11 @@ class TrainerRank:
 
     def _clip(self) -> float:
         """Clip the gradients at stage 0, and return their norm before clipping."""
+        most = self.section.grad_clip or math.inf
         if self.slices is None:
-            return float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.section.grad_clip))
+            return float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), most))
         norm = self.slices.norm(self.engine.module.model.named_parameters())
-        torch.nn.utils.clip_grads_with_norm_(self.engine.module.parameters(), self.section.grad_clip, torch.tensor(norm))
+        torch.nn.utils.clip_grads_with_norm_(self.engine.module.parameters(), most, torch.tensor(norm))
         return norm
 
     @contextmanager

@@ -110,9 +110,9 @@ class LossConfig(Section):
 class AlgorithmConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages."""
-    clip_low: float = Field(0.2, gt=0)
+    clip_low: float = Field(0.2, ge=0)
     """Clip the ratio to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, ge=0)
     """Upper side of that range."""
     importance_cap: float = Field(2.0, ge=0)
     """Cap of the truncated importance weight learner / sampler. 0: no correction."""
@@ -264,8 +264,8 @@ class LearnerConfig(Section):
     """Keep AdamW's moments and the float32 weights in host memory and update there, for policy and critic (DeepSpeed's
     ZeRO-Offload; needs `zero_stage` 1, 2 or 3). This frees device memory and slows the update, which is the same to rounding. On
     CPU slots it saves nothing. `auto`: only if nothing else fits the device."""
-    grad_clip: float = Field(1.0, gt=0)
-    """Largest gradient norm (Euclidean, over all weights). A longer gradient is scaled down to it."""
+    grad_clip: float = Field(1.0, ge=0)
+    """Largest gradient norm (Euclidean, over all weights). A longer gradient is scaled down to it. 0: no gradient is scaled."""
     micro_batch_tokens: CountOrAuto = "auto"
     """Padded tokens of one micro-batch. `auto`: 8192, or less where a predicted update would not fit the memory."""
     share_prompts: Annotated[Literal["auto", "off"], OffIsAWord] = "auto"
@@ -344,7 +344,7 @@ class CriticConfig(Section):
     normalize: bool = False
     """Normalize values as `reward.normalize` does rewards: with the mean and std in the config.json of the critic's folder, in
     passes and in the loss. The saved critic has both numbers in its config, and its head is not scaled."""
-    value_clip: float | None = Field(0.5, gt=0)
+    value_clip: float | None = Field(0.5, ge=0)
     """Largest distance of values from the old ones before the loss clips them. None: no clipping."""
     freeze_policy_steps: int = Field(0, ge=0)
     """Steps at the start in which the policy is not trained, only the critic, if there is one."""
@@ -366,7 +366,7 @@ class CriticConfig(Section):
     """As learner.betas."""
     adam_eps: float = Field(1e-8, gt=0)
     """As learner.adam_eps."""
-    grad_clip: float = Field(1.0, gt=0)
+    grad_clip: float = Field(1.0, ge=0)
     """As learner.grad_clip."""
 
     @model_validator(mode="after")

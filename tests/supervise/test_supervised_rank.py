@@ -56,7 +56,7 @@ def parsed(name: str) -> SupervisedRecipe:
     else:
         tree["data"] = {"task": "chain", "rows": ROWS}
     tree["data"]["batch_rows"] = 8
-    learner = {"learning_rate": 1e-2, "micro_batch_tokens": 300, "grad_clip": 1e9, "adam_eps": 1e-4, **tree.pop("learner", {})}
+    learner = {"learning_rate": 1e-2, "micro_batch_tokens": 300, "grad_clip": 0, "adam_eps": 1e-4, **tree.pop("learner", {})}
     return SupervisedRecipe.parse({**tree, "learner": learner, "run": {"seed": 7}})
 
 
