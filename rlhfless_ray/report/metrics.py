@@ -16,6 +16,8 @@ from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report.openrlhf_names import SAMPLE, Shown, renamed, step_line
 from rlhfless_ray.report.sinks import MAX_ERROR_CHARS, Sink, SinkRun
 
+RENAMED = ("TensorBoard", "Weights & Biases")  # destinations that get OpenRLHF's names; the dashboard for Prometheus asks for ours
+
 
 class Metrics:
     """Write the row of every step. Open it once per process on the run folder.
@@ -62,7 +64,7 @@ class Metrics:
     def keep(self, row: dict[str, Any], sample: Shown | None = None) -> dict[str, Any]:
         """Append one row (`step` and flat keys). NaN and infinities become null and are listed under `nonfinite`.
 
-        Returns the argument of `copy`. With OpenRLHF's names it contains the sample, which is not in the file.
+        Returns the argument of `copy`. Where OpenRLHF's names are wanted it contains the sample, which is not in the file.
         """
         row, bad = _clean(row)
         if bad:
@@ -73,7 +75,11 @@ class Metrics:
         self._owed += json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
         self._append()
         copied = self._for_sinks(row)
-        return {**copied, SAMPLE: sample} if sample is not None and "train/policy_loss" in copied else copied
+        return {**copied, SAMPLE: sample} if sample is not None and self._renames and "learn/policy_loss" in copied else copied
+
+    @property
+    def _renames(self) -> bool:
+        return self._watch.metric_names == "openrlhf"
 
     def _append(self) -> None:
         """Write the rows that are not in the file yet, or keep them for the end of the run. Raises DiskFull."""
@@ -82,20 +88,26 @@ class Metrics:
 
     def copy(self, copied: dict[str, Any]) -> None:
         """Send a row to the other destinations that are on."""
-        for label in list(self._sinks) if copied else ():
-            self._guard(label, lambda sink: sink.write(copied))
+        if not copied:
+            return
+        theirs = {"step": copied.get("step"), **renamed(copied)} if self._renames else copied
+        for label in list(self._sinks):
+            self._send(label, theirs if label in RENAMED else copied)
+
+    def _send(self, label: str, row: dict[str, Any]) -> None:
+        self._guard(label, lambda sink: sink.write(row))
 
     def _for_sinks(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a row for other destinations under their names; empty if there is none."""
-        step, ours = row.get("step"), self._watch.metric_names == "own"
-        if not ours and "learn/policy_loss" in row:
+        """Return the part of a row for other destinations; empty if there is none."""
+        step = row.get("step")
+        if self._renames and "learn/policy_loss" in row:
             self._say(step_line(row))
         if isinstance(step, int) and step % self._watch.every_steps:
             row = {name: value for name, value in row.items() if name.startswith("eval/")}
             if not row:
                 return {}
             row["step"] = step
-        return row if ours else {"step": step, **renamed(row)}
+        return row
 
     def amend(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append the row, or merge it into the last row of the same step, whose values stay. Returns the complete row."""

@@ -90,7 +90,8 @@ def test_names_under_train_and_eval() -> None:
 
 def test_supervised_stages_have_the_names_of_their_launchers() -> None:
     row = {"step": 3, "learn/loss": 0.5, "learn/accuracy": 0.75, "learn/rejected_reward": -1.0, "eval/loss": 0.25, "eval/accuracy": 1.0}
-    found = renamed(row)
+    found = renamed({**row, "learn/learning_rate": 0.2, "learn/next_learning_rate": 0.1})
+    assert found["train/lr"] == 0.1, "OpenRLHF logs it after the scheduler's step"
     assert found["train/global_step"] == found["eval/global_step"] == 3 and found["train/loss_mean"] == 0.5
     assert (found["train/acc_mean"], found["train/reject_reward"], found["eval/eval_loss"], found["eval/acc_mean"]) == (
         0.75,
@@ -121,11 +122,14 @@ def test_sinks_get_other_names_and_the_file_its_own(tmp_path: Path) -> None:
     watch = WatchConfig(wandb="off", metric_names="openrlhf", every_steps=2, run_name="mine", tensorboard_path=str(tmp_path / "tb"))
     with Metrics(tmp_path, watch, say=said.append) as metrics:
         got: list[dict] = []
-        metrics._sinks = {"test": type("Sink", (), {"write": lambda self, row: got.append(row), "close": lambda self: None})()}
+        own: list[dict] = []
+        for label, rows in (("TensorBoard", got), ("Prometheus", own)):
+            metrics._sinks[label] = SimpleNamespace(write=rows.append, close=lambda: None)
         for step in (1, 2, 3):
             row = {"step": step, "learn/policy_loss": 0.5, **({"eval/samples": 4.0} if step == 3 else {})}
             metrics.copy(metrics.keep(row, Shown(f"2+{step}=", 0.5)))
-    assert [row["step"] for row in got] == [2, 3]
+    assert [row["step"] for row in got] == [row["step"] for row in own] == [2, 3]
+    assert own[0]["learn/policy_loss"] == 0.5 and own[1] == {"step": 3, "eval/samples": 4.0}, "the dashboard asks for these names"
     assert got[0][SAMPLE] == ("2+2=", 0.5) and SAMPLE not in got[1]
     assert got[0]["train/policy_loss"] == 0.5 and "train/policy_loss" not in got[1] and got[1]["eval/eval_num_samples"] == 4.0
     assert [line.split(":")[0] for line in said] == ["Global step 1", "Global step 2", "Global step 3"]
