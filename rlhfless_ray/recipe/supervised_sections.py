@@ -32,6 +32,9 @@ class SupervisedRun(Section):
     """Passes over the rows. They determine the number of optimizer steps unless `steps` is set."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps in total. None: `epochs` decides."""
+    schedule_end: Literal["last_step", "whole_batches"] = "last_step"
+    """End of `learner.schedule`. `whole_batches`: only the batches that an epoch fills by itself count, as in OpenRLHF. With
+    `data.remainder: carry` there may be more steps, in which the rate follows the schedule's formula beyond its end."""
     seed: int = 0
     """Seed of the order of rows and of weights that are drawn."""
     min_ranks: int | None = Field(None, ge=1)
@@ -151,6 +154,19 @@ class SupervisedCheckpoints(Section):
     """Steps between two checkpoints. 0: only when the run ends or is stopped."""
     keep: int = Field(2, ge=1)
     """Number of checkpoints to keep: the newest."""
+    save_hf: bool = False
+    """With `path`: every `every_steps` steps also write a Hugging Face model folder, `global_step<n>_hf`, with adapters the adapter. These
+    are never removed."""
+    resumable: bool = True
+    """Off, with `save_hf`: write model folders only, and a checkpoint when the run ends or is stopped. A lost rank then begins again."""
+
+    @model_validator(mode="after")
+    def _check_folders(self) -> SupervisedCheckpoints:
+        if self.save_hf and not (self.path and self.every_steps):
+            raise ValueError("checkpoint.save_hf: needs a folder in checkpoint.path, and checkpoint.every_steps")
+        if not self.resumable and not self.save_hf:
+            raise ValueError("checkpoint.resumable: without checkpoint.save_hf nothing would be written; leave checkpoint.every_steps out")
+        return self
 
 
 class SupervisedFunctions(Section):

@@ -2,7 +2,7 @@
 
 Only metrics with the meaning of OpenRLHF 0.11.2 are renamed; the others keep their names. In that version rewards include length
 penalties. `response_clip_ratio` is the share of samples whose prompt and response together reach `--data.max_len`. After several
-optimizer steps `actor_grad_norm` is that of the last one, and `actor_lr` the rate of the next one.
+optimizer steps `actor_grad_norm` is that of the last one. `actor_lr`, and `lr` of a supervised stage, is the rate of the next one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OF_STAGE: dict[str, tuple[str, ...]] = {
     "learn/chosen_reward": ("train/chosen_reward",),
     "learn/rejected_reward": ("train/reject_reward",),
     "learn/grad_norm": ("train/grad_norm",),
-    "learn/learning_rate": ("train/lr",),
+    "learn/next_learning_rate": ("train/lr",),
     "eval/accuracy": ("eval/acc_mean",),
 }
 """Metrics of supervised stages. All are means over an optimizer step; OpenRLHF's rewards are means over its last micro-batch."""

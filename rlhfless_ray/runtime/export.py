@@ -41,9 +41,10 @@ def trained_policy(recipe: Recipe, folder: RunFolder, files: Files, learner: Wor
     def weights(target: Path) -> dict[str, str]:
         sums = learner.save_model(target, trained=True)
         if recipe.lora.rank:
-            base = Path(recipe.policy.path) if recipe.policy.path else folder.path / "reference"
+            name = recipe.policy.path or str(folder.path / "reference")
+            is_folder = Path(name).is_dir()  # else a name on the hub
             config = target / ADAPTER_CONFIG
-            config.write_bytes(with_base(config.read_bytes(), str(base.resolve())))
+            config.write_bytes(with_base(config.read_bytes(), str(Path(name).resolve()) if is_folder else name))
         return sums
 
     return model_folder(weights, without_weights(files))

@@ -180,6 +180,7 @@ class RowOrder:
     most_steps: int | None = None  # number of steps, instead of that of the epochs
     carries: bool = False  # whether these rows begin the next epoch's first batch instead
     checksum: str = ""  # of the rows
+    whole_batches: bool = False  # whether the schedule of the learning rate counts no batch that `carries` adds
 
     @property
     def steps_per_epoch(self) -> int:
@@ -192,6 +193,12 @@ class RowOrder:
         if self.most_steps:
             return self.most_steps
         return self.epochs * self.rows // self.batch_rows if self.carries else self.epochs * self.steps_per_epoch
+
+    @property
+    def schedule_steps(self) -> int:
+        """Number of steps of the learning rate's schedule."""
+        is_whole = self.steps == self.epochs * self.rows // self.batch_rows  # not cut or extended by `most_steps`
+        return self.epochs * self.steps_per_epoch if self.whole_batches and is_whole else self.steps
 
     def state(self) -> dict[str, Any]:
         """Return what determines the rows of a step, ready for JSON."""

@@ -113,6 +113,7 @@ class SupervisedStage:
             most_steps=recipe.run.steps,
             carries=data.remainder == "carry",
             checksum=self.rows.train.checksum,
+            whole_batches=recipe.run.schedule_end == "whole_batches",
         )
         if not self.order.steps_per_epoch or not self.order.steps:
             raise UserError(
@@ -222,6 +223,7 @@ class SupervisedStage:
             order=self.order,
             data=ray.put([self.rows.train, self.rows.heldout]),
             model=self.model_path or ray.put(self.files),
+            others=ray.put(without_weights(self.files)) if self.recipe.checkpoint.save_hf else None,
             second=self.second,
             reward_tokens=self.rows.reward_tokens,
             storage=self.storage,

@@ -57,6 +57,7 @@ class StepResult:
     tokens: int = 0  # tokens of the sequences, context included
     grad_norm: float = 0.0
     learning_rate: float = 0.0
+    next_learning_rate: float = 0.0
     skipped: str = ""  # why the step was not applied
 
 
@@ -188,7 +189,7 @@ class SupervisedRank:
         rate = self.trainer.rate()
         norm, applied, reason = self.trainer.step(math.isfinite(sums["loss"]))
         counted = batch.lengths[::2] if self.task == "kto" else batch.lengths - (self.task in WITH_NEXT)
-        return StepResult(sums, tokens, int(counted.sum()), norm, rate, "" if applied else reason)
+        return StepResult(sums, tokens, int(counted.sum()), norm, rate, self.trainer.rate(), "" if applied else reason)
 
     def evaluate(self, examples: Examples, data: int = 1) -> StepResult:
         """Return the loss and the other metrics over a whole data set, without training."""

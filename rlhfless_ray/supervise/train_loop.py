@@ -8,8 +8,8 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,16 @@ from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE
+from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.supervise.examples import Examples
 from rlhfless_ray.supervise.find_checkpoints import PROGRESS, newest_checkpoint
 from rlhfless_ray.supervise.inbox import INBOX
 from rlhfless_ray.supervise.rank_start import MODEL, VISIBLE, RankStart
 from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
-from rlhfless_ray.weights.model_folder import read_content, write_folder
+from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
+from rlhfless_ray.weights.adapter import with_base
+from rlhfless_ray.weights.model_folder import WEIGHTS, read_content, with_dtype, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 REFERENCES = "reference_logprobs.npz"
@@ -54,7 +57,8 @@ class _Loop:
         device = os.environ[VISIBLE] if start.devices else str(context.get_local_rank())
         self.post("began", (self.rank, self.ranks, node, device, os.getpid(), psutil.Process().create_time()))
         torch.set_num_threads(start.threads)
-        self.work = SupervisedRank(self.recipe, self.order.steps, self.rank, self.ranks, start.device, lambda: self.post("alive", None))
+        alive = partial(self.post, "alive", None)
+        self.work = SupervisedRank(self.recipe, self.order.schedule_steps, self.rank, self.ranks, start.device, alive)
         self.saved = -1
 
     def post(self, kind: str, content: Any) -> bool:
@@ -81,9 +85,12 @@ class _Loop:
             stops = self._report_step(done, result, begin)
             if len(heldout) and self._evaluates_after(done):
                 self._evaluate(heldout, done)
-            every = self.recipe.checkpoint.every_steps
-            if every and done % every == 0 and done < steps:
-                self._save(done)
+            section = self.recipe.checkpoint
+            if section.every_steps and done % section.every_steps == 0:
+                if section.save_hf:
+                    self._save_folder(done)
+                if section.resumable and done < steps:
+                    self._save(done)
         self._save(done, model=done == steps)
 
     def _evaluates_after(self, done: int) -> bool:
@@ -131,6 +138,7 @@ class _Loop:
                 **{f"learn/{name}": value for name, value in result.metrics.items()},
                 "learn/grad_norm": result.grad_norm,
                 "learn/learning_rate": result.learning_rate,
+                "learn/next_learning_rate": result.next_learning_rate,
                 "learn/skipped": float(bool(result.skipped)),
                 "tokens/trained": float(result.trained_tokens),
                 "tokens/per_s": result.tokens / seconds,
@@ -152,14 +160,13 @@ class _Loop:
         if self.saved == done:
             return
         begin = time.time()
-        trainer = self.work.trainer
         with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as name:
             folder = Path(name)
-            write_folder(folder, trainer.state_files())
+            write_folder(folder, self.work.trainer.state_files())
             if model:
-                self._write(trainer.model_files, folder / MODEL)
+                self._write(self._model(), folder / MODEL)
                 if self.recipe.lora.rank:
-                    self._write(lambda: trainer.model_files(trained=True), folder / "adapter")
+                    self._write(self._model(adapter=True), folder / "adapter")
             if self.rank == 0:
                 (folder / PROGRESS).write_text(json.dumps({"steps": done, "order": self.order.state()}))
             self._check_space(folder)
@@ -168,6 +175,17 @@ class _Loop:
         self._span("work", "checkpoint", begin)
         if self.rank == 0:
             self.post("saved", done)
+
+    def _save_folder(self, done: int) -> None:
+        """Write the model, or the adapter, as a Hugging Face folder beside the checkpoints."""
+        begin, has_adapter = time.time(), bool(self.recipe.lora.rank)
+        files = self._model(adapter=has_adapter)
+        if self.rank == 0:
+            others = {**self._fetch(self.start.others, "the tokenizer's files"), **files}
+            if not has_adapter:
+                others = with_dtype(others, [content for name, content in files.items() if name.endswith(WEIGHTS)])
+            swap_folder(self.start.storage.with_name(f"global_step{done}_hf"), lambda target: write_folder(target, others))
+        self._span("work", "checkpoint", begin)
 
     def _check_space(self, folder: Path) -> None:
         """Raise DiskFull on all ranks if the files of a checkpoint have no space at its place.
@@ -187,12 +205,17 @@ class _Loop:
             torch.distributed.all_reduce(total)
         return float(total.item())
 
-    def _write(self, files_of: Callable[[], Files], folder: Path) -> None:
-        """Write the files that rank 0 gets. Every rank takes part in gathering them."""
-        files = files_of()
+    def _model(self, adapter: bool = False) -> Files:
+        """Return the files of the model or of the adapter on rank 0. Every rank takes part in gathering them."""
+        files = self.work.trainer.model_files(trained=adapter)
+        if self.rank:
+            return files
+        if adapter and isinstance(self.start.model, Path):
+            return {**files, ADAPTER_CONFIG: with_base(bytes(files[ADAPTER_CONFIG]), str(self.start.model))}
+        return {**files, "config.json": self.work.config()} if self.recipe.task == "rm" and not adapter else files
+
+    def _write(self, files: Files, folder: Path) -> None:
         if self.rank == 0:
-            if self.recipe.task == "rm" and folder.name == MODEL:
-                files = {**files, "config.json": self.work.config()}
             write_folder(folder, files)
 
     def _span(self, activity: str, what: str, begin_s: float, end_s: float | None = None) -> Any:

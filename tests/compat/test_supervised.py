@@ -66,6 +66,7 @@ def test_defaults_of_every_version_make_a_recipe(launcher: str) -> None:
         assert recipe.task == TASKS[launcher] and recipe.policy.dtype == "bfloat16" and recipe.learner.zero_stage == 2
         assert recipe.data.batch_rows == 128 and recipe.data.contract == "openrlhf" and recipe.data.remainder == "carry"
         assert recipe.learner.betas == (0.9, 0.95) and recipe.learner.schedule == "cosine_with_min_lr"
+        assert recipe.run.schedule_end == ("last_step" if (launcher, version) == ("train_sft", "0.11.2") else "whole_batches")
         assert recipe.learner.min_rate_share == 0.1 and recipe.learner.warmup_share == 0.03 and recipe.save.path == "./ckpt"
         expected = {
             "train_sft": (5e-6, 2, 2048),
@@ -94,6 +95,15 @@ def settings(launcher: str, *more: str) -> dict[str, Any]:
         ("train_sft", ["--input_template", "Q: {}\nA:"], {"data.input_template": "Q: {}\nA:"}),
         ("train_sft", ["--dataset", "a,b@c", "--dataset_probs", "0.2,0.8"], {"data.paths": ["a", "b@c"], "data.probabilities": [0.2, 0.8]}),
         ("train_sft", ["--save_steps", "50", "--ckpt_path", "c"], {"checkpoint.every_steps": 50, "checkpoint.path": "c"}),
+        ("train_sft", ["--save_hf_ckpt"], {"checkpoint.every_steps": 0, "checkpoint.save_hf": None}),
+        ("train_dpo", ["--save_steps", "5", "--save_hf_ckpt"], {"checkpoint.every_steps": 5, "checkpoint.save_hf": True}),
+        ("train_rm", ["--save_steps", "5", "--disable_ds_ckpt"], {"checkpoint.every_steps": 0, "checkpoint.resumable": None}),
+        (
+            "train_sft",
+            ["--save_steps", "5", "--disable_ds_ckpt", "--save_hf_ckpt"],
+            {"checkpoint.every_steps": 5, "checkpoint.save_hf": True, "checkpoint.resumable": False},
+        ),
+        ("train_sft", ["--max_norm", "0"], {"learner.grad_clip": 0, "run.schedule_end": "whole_batches"}),
         ("train_sft", ["--eval_steps", "7", "--eval_dataset", "e"], {"evaluate.every_steps": 7, "evaluate.path": "e"}),
         ("train_rm", ["--margin_loss"], {"data.margin_column": "margin"}),
         ("train_rm", ["--eval_steps", "9"], {"evaluate.every_steps": 9, "evaluate.each_epoch": True, "evaluate.train_share": 0.01}),
@@ -143,11 +153,9 @@ def test_flags_become_settings(launcher: str, flags: list[str], expected: dict[s
     [
         ("train_sft", [*LEAST, "--load_in_4bit"], "--load_in_4bit: 4-bit weights"),
         ("train_sft", [*LEAST, "--aux_loss_coef", "0.01"], "--aux_loss_coef: the router's auxiliary loss"),
-        ("train_sft", [*LEAST, "--save_steps", "5", "--save_hf_ckpt"], "--save_hf_ckpt: model folders beside checkpoints"),
         ("train_sft", ["--pretrain", "x", "--bf16"], "--dataset: name the data set"),
         ("train_sft", [*LEAST, "--dataset_probs", "0.5,x"], "--dataset_probs: expected numbers separated by commas"),
         ("train_sft", [*LEAST, "--dataset", "a,b", "--dataset_probs", "1"], "--dataset_probs: 1 probabilities for 2 data sets"),
-        ("train_sft", [*LEAST, "--save_steps", "5", "--disable_ds_ckpt"], "--disable_ds_ckpt: a run that writes model folders only"),
         ("train_sft", [*LEAST, "--ring_attn_size", "2"], "--ring_attn_size: OpenRLHF requires --packing_samples with it"),
         ("train_kd", LEAST, "--teacher_model: name the teacher"),
         ("train_prm", LEAST, "--placeholder_token: name the token that ends each step"),

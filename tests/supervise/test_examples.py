@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +40,14 @@ def test_rows_that_are_carried_begin_the_next_epoch(rows: int, batch: int, epoch
     trained = np.concatenate([np.empty(0, int), *steps])
     whole = RowOrder(rows, rows, epochs, 3, shuffles)
     assert trained.tolist() == np.concatenate([whole.step(epoch) for epoch in range(epochs)])[: len(trained)].tolist()
+
+
+def test_the_schedule_may_count_whole_batches_only() -> None:
+    order = RowOrder(rows=190, batch_rows=100, epochs=10, seed=0, carries=True)
+    assert (order.steps, order.schedule_steps) == (19, 19)
+    assert replace(order, whole_batches=True).schedule_steps == 10
+    assert replace(order, whole_batches=True, most_steps=19).schedule_steps == 10, "the recipe in a run's folder names its steps"
+    assert replace(order, whole_batches=True, most_steps=7).schedule_steps == 7
 
 
 @given(st.integers(0, 2**30), st.integers(1, 12), st.integers(1, 3), st.booleans())

@@ -275,6 +275,35 @@ def test_the_spans_of_all_ranks_are_in_the_ledger_before_their_step(rank: int) -
     assert done == ["span", "all ranks", *(["step"] if rank == 0 else []), "all ranks"]
 
 
+@pytest.mark.parametrize("adapters", [0, 4])
+def test_a_model_folder_beside_a_checkpoint_is_whole(tmp_path: Path, adapters: int) -> None:
+    """With adapters it is the adapter, which names the folder of its base."""
+    import torch
+
+    from rlhfless_ray.supervise.train_loop import _Loop
+    from rlhfless_ray.weights.tensor_file import save_tensors
+
+    weights = save_tensors({"w": torch.zeros(2, dtype=torch.bfloat16)}, {"format": "pt"})
+    of_adapter = {"adapter_model.safetensors": weights, "adapter_config.json": b'{"r": 4}'}
+    loop: Any = _Loop.__new__(_Loop)
+    loop.rank, loop.recipe = 0, SimpleNamespace(task="sft", lora=SimpleNamespace(rank=adapters))
+    loop.work = SimpleNamespace(
+        trainer=SimpleNamespace(model_files=lambda trained: of_adapter if trained else {"model.safetensors": weights})
+    )
+    loop.start = SimpleNamespace(others={"config.json": b'{"dtype": "float32"}', "tokenizer.json": b"{}"}, model=tmp_path / "base")
+    loop.start.storage = tmp_path / "checkpoints" / "run"
+    loop._fetch, loop._span = lambda files, _: files, lambda *_: None
+    loop._save_folder(7)
+    folder = tmp_path / "checkpoints" / "global_step7_hf"
+    own = sorted(of_adapter) if adapters else ["model.safetensors"]
+    assert sorted(os.listdir(folder)) == sorted([*own, "config.json", "tokenizer.json"])
+    if adapters:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config == {"r": 4, "base_model_name_or_path": str(tmp_path / "base")}
+    else:
+        assert json.loads((folder / "config.json").read_text()) == {"dtype": "bfloat16"}
+
+
 def test_checkpoints_elsewhere_outlive_the_run_folder(tmp_path: Path) -> None:
     """The newest run with a checkpoint goes on in a folder of its name. A new run of such a name is refused."""
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe

@@ -21,6 +21,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 EVALUATED_SHARE = 0.01  # of the training rows, by train_rm without an evaluation data set
 MEAN_OF_BATCH_SINCE = "0.10.4"  # before, the loss of train_sft was a mean of the means of micro-batches
+ALL_STEPS_SINCE = "0.11.2"  # before, the schedule of train_sft counted whole batches of each epoch, as the others do
 MASKED_SINCE = "0.8.6"  # before, packed samples were one sequence to transformers if there was no flash attention
 NO_DTYPE_UNTIL = "0.9.1"  # without --bf16 these versions keep the dtype of the model's folder
 
@@ -70,6 +71,8 @@ def translate_supervised(
     _, started = process_place(environment)
     ranks = started or ranks
     settings: dict[str, Any] = {**ALWAYS, "learner.ranks": ranks, "run.name": launcher}
+    if launcher != SFT or place(version) < place(ALL_STEPS_SINCE):
+        settings["run.schedule_end"] = "whole_batches"
     if "lr_scheduler" not in values:  # the launchers' own before it was a flag
         settings["learner.schedule"] = "cosine_with_min_lr"
         values["lr_scheduler"] = None

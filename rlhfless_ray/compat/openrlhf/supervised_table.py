@@ -46,7 +46,19 @@ def _turns(x: bool, v: Values) -> dict[str, Any]:
 
 
 def _checkpoints(x: int, v: Values) -> dict[str, Any]:
-    return {"checkpoint.every_steps": max(0, x)}
+    """Return the interval of checkpoints. With --ckpt.disable_ds alone OpenRLHF writes nothing at them."""
+    writes = v.get("ckpt.save_hf") or not v.get("ckpt.disable_ds")
+    return {"checkpoint.every_steps": max(0, x) if writes else 0}
+
+
+def _models(x: bool, v: Values) -> dict[str, Any]:
+    return {"checkpoint.save_hf": True} if x and v["ckpt.save_steps"] > 0 else {}
+
+
+def _models_only(x: bool, v: Values) -> dict[str, Any]:
+    if not x or v["ckpt.save_steps"] <= 0:
+        return {}
+    return {"checkpoint.resumable": False} if v.get("ckpt.save_hf") else {"checkpoint.every_steps": 0}
 
 
 def _lora(key: str) -> Callable[[Any, Values], dict[str, Any]]:
@@ -76,20 +88,8 @@ RULES: tuple[FlagRule, ...] = (
     ),
     row("ckpt.max_num", "max_ckpt_num", "exact", "checkpoint.keep"),
     row("ckpt.max_mem", "max_ckpt_mem", "hint", reading="checkpoints are limited by their number"),
-    row(
-        "ckpt.save_hf",
-        "save_hf_ckpt",
-        "noop",
-        refuses=lambda x, v: "model folders beside checkpoints have no counterpart here yet" if x and v["ckpt.save_steps"] > 0 else "",
-        reading="no checkpoints are requested",
-    ),
-    row(
-        "ckpt.disable_ds",
-        "disable_ds_ckpt",
-        "noop",
-        refuses=lambda x, v: f"a run that writes model folders only {NOT_HERE}; leave it out" if x and v["ckpt.save_steps"] > 0 else "",
-        reading="no checkpoints are requested",
-    ),
+    row("ckpt.save_hf", "save_hf_ckpt", "exact", "checkpoint.save_hf", _models),
+    row("ckpt.disable_ds", "disable_ds_ckpt", "exact", "checkpoint.resumable", _models_only),
     row("ckpt.load_enable", "load_checkpoint", "hint", reading="continue the newest run of this name with a checkpoint there, if any"),
     row("ds.use_universal_ckpt", "use_ds_universal_ckpt", "noop", reading="every checkpoint is read at any number of ranks"),
     row("eval.steps", "eval_steps", "exact", "evaluate.every_steps evaluate.each_epoch", lambda x, v: _evaluations(x)),
