@@ -392,6 +392,12 @@ def test_the_overlong_penalty_has_their_limit(flags, limit, feedback):
     assert found.recipe().reward.overlong_buffer_tokens == 16
 
 
+def test_what_becomes_of_long_prompts_is_said_unless_the_line_says_it():
+    told = "tokens end the run before it starts"
+    assert any(told in note for note in of(BASE).notes)
+    assert not any(told in note for note in of(BASE + " --elastic.prompts.overlong cut_left").notes)
+
+
 def test_the_first_token_ends_nothing_in_any_version():
     assert of(BASE).recipe().rollout.min_tokens == of(DOTTED).recipe().rollout.min_tokens == 1
     assert of(BASE + " --elastic.rollout.min_tokens 0").recipe().rollout.min_tokens == 0

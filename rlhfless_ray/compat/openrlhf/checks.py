@@ -143,11 +143,6 @@ def _check_sampling(v: Values, notes: list[str]) -> None:
         f"{v.spelled('reward.overlong_buffer_len')}: must not exceed the longest response, {longest} tokens",
     )
     _check_template(v, notes)
-    prompt = min(total - (response or 1), v[PROMPT_LIMIT] or total)
-    notes.append(
-        f"prompts longer than {prompt} tokens end the run before it starts; OpenRLHF cuts tokens off their left, which "
-        "--elastic.prompts.overlong cut_left does here"
-    )
 
 
 def _check_template(v: Values, notes: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ from rlhfless_ray.compat.openrlhf.flags import flags_of, span_text
 from rlhfless_ray.compat.openrlhf.normalise import LEVEL, Values, targets
 
 
-def departures(v: Values) -> list[str]:
-    """Return a sentence for each difference from OpenRLHF, and for lag that nothing corrects for."""
-    return [*_frozen(v), *_remainder(v), *_asynchronous(v), *_uncorrected(v)]
+def departures(v: Values, own: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each difference from OpenRLHF, and for lag that nothing corrects for. `own`: settings of this project."""
+    return [*_long_prompts(v, own), *_frozen(v), *_remainder(v), *_asynchronous(v), *_uncorrected(v)]
 
 
 def other_meanings(line: CommandLine, v: Values) -> list[str]:
@@ -36,6 +37,16 @@ def other_meanings(line: CommandLine, v: Values) -> list[str]:
 def _changed(here: dict[str, Any], there: dict[str, Any]) -> str:
     keys = [key for key in {**here, **there} if (key in here, here.get(key)) != (key in there, there.get(key))]
     return ", ".join(f"{key} {there[key]}" if key in there else f"no {key}" for key in keys)
+
+
+def _long_prompts(v: Values, own: Mapping[str, Any]) -> list[str]:
+    if "prompts.overlong" in own:
+        return []
+    longest = m.lengths(None, v)["prompts.max_prompt_tokens"]
+    return [
+        f"prompts longer than {longest} tokens end the run before it starts; OpenRLHF cuts tokens off their left, which "
+        "--elastic.prompts.overlong cut_left does here"
+    ]
 
 
 def _uncorrected(v: Values) -> list[str]:

@@ -76,8 +76,8 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     notes = check(values)
     installed = Installed()
     about = [*_about_dialect(line), *_other_defaults(line, values), *other_meanings(line, values)]
-    translation = Translation(line, values, notes=[*about, *notes, *departures(values)])
-    translation.own = own_settings(ours, installed.keys, owned_keys())
+    own = own_settings(ours, installed.keys, owned_keys())
+    translation = Translation(line, values, own=own, notes=[*about, *notes, *departures(values, own)])
     outcomes = {rule.name: _apply_rule(rule, values, installed, translation) for rule in RULES}
     for flag, decided in values.given.items():
         translation.flags.append(_combined(flag, [outcomes.get(name) or Outcome(flag, HONOURED) for name in decided]))
