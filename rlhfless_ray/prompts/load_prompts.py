@@ -9,7 +9,15 @@ import xxhash
 
 from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, printed_content, turn_problem, without_nulls
+from rlhfless_ray.prompts.read_rows import (
+    NamedRow,
+    check_characters,
+    missing_column,
+    printed_content,
+    tools_of,
+    turn_problem,
+    without_nulls,
+)
 from rlhfless_ray.prompts.sources import read_sources, split_paths
 from rlhfless_ray.types import Prompt
 
@@ -212,7 +220,11 @@ def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe,
         if wrong := turn_problem(turns, str(tokenizer.chat_template)):
             raise UserError(f"{where}, {name}: {wrong}; fix or remove the row")
         try:
-            texts.append(str(tokenizer.apply_chat_template(without_nulls(turns), tokenize=False, add_generation_prompt=True)))
+            tools = tools_of(row, section.tools_column, str(tokenizer.chat_template))
+        except ValueError as error:
+            raise UserError(f"{where}, {name}: {error}; fix or remove the row, or set prompts.tools_column to nothing") from None
+        try:
+            texts.append(str(tokenizer.apply_chat_template(without_nulls(turns), tools=tools, tokenize=False, add_generation_prompt=True)))
         except Exception as error:  # a template may raise anything; its message says what it rejects
             raise UserError(
                 f"{where}, {name}: the chat template failed ({one_line_with_type(error)}); change prompts.system or use "

@@ -140,6 +140,23 @@ def missing_column(row: dict[str, Any], column: str, key: str) -> str:
     return f"no column `{column}`, only {', '.join(f'`{c}`' for c in row) or 'an empty row'}; {hint} {key}"
 
 
+def tools_of(row: dict[str, Any], column: str, template: str) -> list[dict[str, Any]] | None:
+    """Return the tools of a row for a chat template, None if it has none. Raises ValueError with what is wrong."""
+    tools = row.get(column) if column else None
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise ValueError(f"column `{column}` is not JSON") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"column `{column}` is not a list of tools (JSON schemas)")
+    if "tools" not in template:
+        raise ValueError(f"the row has tools in column `{column}`, and the chat template reads none")
+    return tools
+
+
 def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
     """Return which turn of a conversation lacks what a chat template reads or has what is not read here, or an empty string.
 

@@ -37,6 +37,9 @@ class DataSources(Section):
     """Split of data sets that have several."""
     max_rows: int | None = Field(None, ge=1)
     """Keep only the first rows of each data set, and of their mix. None: all."""
+    tools_column: str = "tools"
+    """With `template: chat`: column with the tools that the chat template gets, a list of JSON schemas or its text. Rows may lack it.
+    Empty: none."""
 
     @model_validator(mode="after")
     def _check_mix(self) -> Self:

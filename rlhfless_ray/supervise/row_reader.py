@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, printed_content, turn_problem, without_nulls
+from rlhfless_ray.prompts.read_rows import (
+    NamedRow,
+    check_characters,
+    missing_column,
+    printed_content,
+    tools_of,
+    turn_problem,
+    without_nulls,
+)
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise.examples import Example, Examples
 
@@ -42,6 +50,7 @@ class RowReader:
         self.cut: list[str] = []
         self.same: list[str] = []
         self.name = self.row = ""  # of the row that is read, with and without the data set's
+        self.tools: list[dict[str, Any]] | None = None  # of that row
         self.bos: list[int] = []
         self.reward_tokens: list[int] = []
         if self.data.add_bos and getattr(tokenizer, "bos_token_id", None) is not None:
@@ -135,6 +144,11 @@ class RowReader:
 
     def _row(self, row: dict[str, Any]) -> Rendered:
         data = self.data
+        if data.template == "chat":
+            try:
+                self.tools = tools_of(row, data.tools_column, str(self.tokenizer.chat_template))
+            except ValueError as error:
+                raise UserError(f"{self.name}: {error}; fix or remove the row, or set data.tools_column to nothing") from None
         if self.task in PAIRED:
             chosen, rejected = (self._pair_side(row, column) for column in (data.chosen_column, data.rejected_column))
             if list(chosen.tokens) == list(rejected.tokens):
@@ -389,7 +403,9 @@ class RowReader:
         if wrong := turn_problem(turns, str(self.tokenizer.chat_template)):
             raise UserError(f"{self.name}: {wrong}; fix or remove the row")
         try:
-            text = str(self.tokenizer.apply_chat_template(without_nulls(turns), tokenize=False, add_generation_prompt=prompts))
+            text = str(
+                self.tokenizer.apply_chat_template(without_nulls(turns), tools=self.tools, tokenize=False, add_generation_prompt=prompts)
+            )
         except Exception as error:  # a template may raise anything
             whose = "data.chat_template" if self.data.chat_template else "the chat template of policy.path"
             raise UserError(f"{self.name}: {whose} refuses the conversation: {one_line(error, 200)}") from None

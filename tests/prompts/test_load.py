@@ -156,6 +156,23 @@ def test_turns_and_characters_that_no_model_reads_name_the_row(tmp_path: Path) -
     assert load_prompts(called_rows, letters(chat=CHAT + "{# reads tool_calls #}")).train
 
 
+def test_a_chat_template_gets_the_tools_of_a_row(tmp_path: Path) -> None:
+    chat = CHAT + "{% for tool in tools or [] %}({{ tool['name'] }}){% endfor %}"
+    asked = [{"role": "user", "content": "a"}]
+    cells = [[{"name": "f"}], '[{"name": "f"}, {"name": "g"}]', None, *[[] for _ in ROWS[3:]]]
+    rows = [{**row, "question": asked, "tools": cell} for row, cell in zip(ROWS, cells, strict=True)]
+    file = write(tmp_path, "rows.jsonl", rows)
+    found = load_prompts(recipe(file, template="chat"), letters(chat=chat)).train
+    assert [prompt.text.partition("[assistant]")[2] for prompt in found[:4]] == ["(f)", "(f)(g)", "", ""]
+    assert "line 1: the row has tools in column `tools`, and the chat template reads none; fix or remove the row, or set" in refused(
+        recipe(file, template="chat"), letters(chat=CHAT)
+    )
+    assert load_prompts(recipe(file, template="chat", tools_column=""), letters(chat=CHAT)).train[0].text.endswith("[assistant]")
+    for wrong, says in (("f,g", "line 1: column `tools` is not JSON"), (["f"], "line 1: column `tools` is not a list of tools")):
+        bad = write(tmp_path, "rows.jsonl", [{**row, "question": asked, "tools": wrong} for row in ROWS])
+        assert says in refused(recipe(bad, template="chat"), letters(chat=chat))
+
+
 def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
     tokenizer = letters()
     size = len(tokenizer)

@@ -67,6 +67,20 @@ def test_pretraining_counts_every_token_but_the_first(tmp_path: Path, tokenizer:
     assert found == ["a[b][c]"]
 
 
+def test_a_chat_template_gets_the_tools_of_a_row_and_no_python_code(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool['name'] }}={% endfor %}" + TEMPLATE
+    rows = [{"prompt": "b", "response": "c", "tools": tools} for tools in ([{"name": "d"}], '[{"name": "e"}]', None)]
+    found, _ = read(tmp_path, tokenizer, rows, template="chat")
+    assert [text.partition("ub;a")[0] for text in found] == ["d=", "e=", ""]
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(UserError, match="line 1: the row has tools in column `tools`, and the chat template reads none; fix or remove"):
+        read(tmp_path, tokenizer, rows, template="chat")
+    parts = {"prompt": "b", "response": [{"role": "assistant", "content": [{"type": "text", "text": "c"}]}]}
+    with pytest.raises(UserError, match="line 1: turn 2 has a list as `content`, which the chat template writes as Python code"):
+        read(tmp_path, tokenizer, [parts], template="chat")
+
+
 def test_chat_marks_the_last_turn_or_all_of_the_assistant(tmp_path: Path, tokenizer: Any) -> None:
     turns = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
     row = {"prompt": turns, "response": [{"role": "assistant", "content": "e"}]}

@@ -59,6 +59,7 @@ def _reader(translation: InferenceTranslation) -> RowReader:
                 "input_template": settings.get("prompts.input_template"),
                 "max_tokens": settings.get("batch_inference.max_tokens", 2048),
                 "add_bos": False,
+                "tools_column": "",
             },
         }
     )

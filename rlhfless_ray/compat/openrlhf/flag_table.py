@@ -411,6 +411,7 @@ RULES: tuple[Rule, ...] = (
 ALWAYS: dict[str, Any] = {
     "watch.metric_names": "openrlhf",
     "prompts.add_bos": False,
+    "prompts.tools_column": "",
     "reward.timeout_s": 180.0,  # of OpenRLHF's HTTP client; its reward functions have no limit
     "rollout.min_tokens": 1,  # as in OpenRLHF's SamplingParams in every version
 }

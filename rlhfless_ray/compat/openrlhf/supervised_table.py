@@ -250,6 +250,7 @@ ALWAYS: dict[str, Any] = {
     "data.overlong": "leave_out",
     "data.remainder": "carry",
     "data.add_bos": False,
+    "data.tools_column": "",
     "learner.decay_all": False,
     "run.min_ranks": 1,
     "watch.metric_names": "openrlhf",
