@@ -8,6 +8,7 @@ import resource
 import shutil
 import tempfile
 import time
+import zlib
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -104,7 +105,8 @@ class _Loop:
         model = self.start.model if isinstance(self.start.model, Path) else self._fetch(self.start.model, "the first model")
         references, names, known = self.start.storage / REFERENCES, [], None
         if self.recipe.task in WITH_REFERENCE:
-            names = [examples.checksum for examples in data]
+            other = f"-{zlib.crc32(bytes(self.start.second)):08x}" if self.start.second else ""
+            names = [examples.checksum + other for examples in data]
             stored = np.load(references) if references.is_file() else {}
             if all(name in stored for name in names):
                 known = [stored[name] for name in names]

@@ -240,7 +240,7 @@ def test_a_resume_does_not_repeat_or_skip_rows(tmp_path: Path, changes: list[str
         SupervisedStage(SupervisedRecipe.load(path, changes), resume=True)
 
 
-def test_references_of_other_rows_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_of_other_rows_or_another_model_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhfless_ray.supervise.train_loop import _Loop
 
     known: list[Any] = []
@@ -254,9 +254,9 @@ def test_references_of_other_rows_are_computed_again(tmp_path: Path, monkeypatch
     loop.rank, loop.recipe, loop.work = 0, SimpleNamespace(task="dpo"), SimpleNamespace(open=opened)
     loop.start = SimpleNamespace(model=tmp_path, storage=tmp_path, second=None, reward_tokens=None)
     rows, others = (Examples.of([[Example([1, 2, last], 1), Example([1, 2, 4], 1)]], [0.0]) for last in (3, 5))
-    for train in (rows, rows, others):
+    for train, loop.start.second in ((rows, None), (rows, None), (rows, tmp_path / "other"), (others, tmp_path / "other")):
         loop._open([train, Examples.of([], [])])
-    assert known[0] is None and known[1][0].tolist() == [0, 1] and known[2] is None
+    assert known[0] is None and known[1][0].tolist() == [0, 1] and known[2:] == [None, None]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
