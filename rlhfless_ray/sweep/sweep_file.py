@@ -67,7 +67,7 @@ class SweepFile(Section):
     at_most: int = Field(2, ge=1)
     """Maximum number of runs at once."""
     metric: str = "eval/accuracy_sampled"
-    """Metric by which runs are compared."""
+    """Metric by which runs are compared. Left out, it is the loss of supervised stages, on held-out rows if all have some."""
     direction: Literal["max", "min"] = "max"
     """Whether larger (`max`) or smaller values of the metric are better."""
     early_stopping: EarlyStopping | None = None
@@ -131,11 +131,21 @@ def load_sweep(path: Path) -> Sweep:
         raise UserError(f"{where}: {describe_mistake(SweepFile, error)}") from None
     runs = tuple(_planned(file, given, point, path.parent, where) for given in file.runs for point in _points(file.grid))
     _check_names([run.name for run in runs], where)
+    file = _with_loss(file, runs)
     _check_metric(file, runs, where)
     if file.metric.endswith("/loss") and file.direction == "max":
         raise UserError(f"{where}: direction: smaller values of {file.metric} are better; set it to min")
     _check_shares(file, runs, where)
     return Sweep(file, runs)
+
+
+def _with_loss(file: SweepFile, runs: Sequence[PlannedRun]) -> SweepFile:
+    """Return the file with a loss as its metric if it names none and every run is a supervised stage."""
+    if "metric" in file.model_fields_set or not all(isinstance(run.recipe, SupervisedRecipe) for run in runs):
+        return file
+    metric = "learn/loss" if any(_lacks_metric(run.recipe, "eval/loss") for run in runs) else "eval/loss"
+    direction = file.direction if "direction" in file.model_fields_set else "min"
+    return file.model_copy(update={"metric": metric, "direction": direction})
 
 
 def _points(grid: Mapping[str, list[Any]]) -> list[dict[str, Any]]:

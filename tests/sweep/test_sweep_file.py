@@ -48,6 +48,14 @@ def test_runs_by_themselves_meet_the_grid_and_win_over_what_is_set_for_all(tmp_p
     ]
 
 
+@pytest.mark.parametrize(("rows", "metric"), [(16, "eval/loss"), (0, "learn/loss")])
+def test_supervised_stages_are_compared_by_their_loss(tmp_path: Path, rows: int, metric: str) -> None:
+    stage = str(ROOT / "recipes" / "sft.yaml")
+    file = sweep_of(tmp_path, recipe=stage, set={"evaluate.rows": rows}, grid={"run.seed": [0, 1]}).file
+    assert (file.metric, file.direction) == (metric, "min")
+    assert sweep_of(tmp_path).file.metric == "eval/accuracy_sampled"
+
+
 def test_values_that_are_no_words_are_numbered(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, grid={"algorithm.filter_range": [[0.1, 0.9], [0.2, 0.8]]})
     assert [run.name for run in sweep.runs] == ["filter_range-1", "filter_range-2"]
