@@ -47,8 +47,7 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
     from rlhfless_ray.supervise.run_supervised import run_supervised
 
     resumes = translation.resumes and has_checkpoint(recipe)
-    section = recipe.checkpoint
-    if resumes and not (section.every_steps and section.resumable):  # OpenRLHF keeps no checkpoint at such a run's end, as there is here
+    if resumes and not recipe.checkpoint.has_regular:  # OpenRLHF keeps no checkpoint at the end of such a run, which would be found here
         resumes = not newest_folder(recipe).is_done
     try:
         with translation.flags_in_errors():

@@ -160,6 +160,11 @@ class SupervisedCheckpoints(Section):
     resumable: bool = True
     """Off, with `save_hf`: write model folders only, and a checkpoint when the run ends or is stopped. A lost rank then begins again."""
 
+    @property
+    def has_regular(self) -> bool:
+        """Whether there are checkpoints before the end of a run."""
+        return self.every_steps > 0 and self.resumable
+
     @model_validator(mode="after")
     def _check_folders(self) -> SupervisedCheckpoints:
         if self.save_hf and not (self.path and self.every_steps):

@@ -96,7 +96,7 @@ class RankRun:
                 scaling_config=ScalingConfig(
                     num_workers=workers,
                     # to grow, Ray Train starts the ranks again from the last checkpoint
-                    elastic_resize_monitor_interval_s=RESIZE_S if recipe.checkpoint.every_steps else float("inf"),  # type: ignore[call-arg]
+                    elastic_resize_monitor_interval_s=RESIZE_S if recipe.checkpoint.has_regular else float("inf"),  # type: ignore[call-arg]
                     use_gpu=start.device == "gpu" and nodes is None,
                     resources_per_worker=resources,
                     label_selector=selectors,
