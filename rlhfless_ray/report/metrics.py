@@ -66,6 +66,11 @@ class Metrics:
 
         Returns the argument of `copy`. Where OpenRLHF's names are wanted it contains the sample, which is not in the file.
         """
+        copied = self._for_sinks(self._record(row))
+        return {**copied, SAMPLE: sample} if sample is not None and self._renames and "learn/policy_loss" in copied else copied
+
+    def _record(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Append one row to the file, and return it as it is there."""
         row, bad = _clean(row)
         if bad:
             row["nonfinite"] = sorted(bad)
@@ -74,8 +79,7 @@ class Metrics:
                 self._say(f"step {row.get('step')}: {key} is {bad[key]}, written as null (reported once per metric)")
         self._owed += json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
         self._append()
-        copied = self._for_sinks(row)
-        return {**copied, SAMPLE: sample} if sample is not None and self._renames and "learn/policy_loss" in copied else copied
+        return row
 
     @property
     def _renames(self) -> bool:
@@ -110,12 +114,19 @@ class Metrics:
         return row
 
     def amend(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Append the row, or merge it into the last row of the same step, whose values stay. Returns the complete row."""
+        """Append the row, or merge it into the last row of the same step, whose values stay. Returns the complete row.
+
+        Other destinations get what is new.
+        """
         last: dict[str, Any] = next(reversed(read_jsonl(self.path)[0]), {})
-        if last.get("step") == row["step"]:
-            row = {**row, **last}
-            _drop_after(self.path, row["step"] - 1)
-        self.write(row)
+        if last.get("step") != row["step"]:
+            self.write(row)
+            return row
+        _drop_after(self.path, row["step"] - 1)
+        new = {name: value for name, value in row.items() if name == "step" or name not in last}
+        row = {**row, **last}
+        self._record(row)
+        self.copy(self._for_sinks(_clean(new)[0]))
         return row
 
     def close(self) -> None:

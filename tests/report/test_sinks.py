@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +46,16 @@ def test_trackio_has_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     pytest.importorskip("trackio")
     assert write(tmp_path, trackio="tests") == []
     assert any((tmp_path / "trackio").rglob("tests*"))
+
+
+def test_an_evaluation_that_joins_a_row_is_all_that_is_sent_again(tmp_path: Path) -> None:
+    got: list[dict[str, object]] = []
+    with Metrics(tmp_path, WatchConfig(tensorboard=False, wandb="off")) as metrics:
+        metrics._sinks["MLflow"] = SimpleNamespace(write=got.append, close=lambda: None)
+        metrics.write({"step": 1, "time_s": 2.0, "learn/loss": 0.5})
+        assert metrics.amend({"step": 1, "time_s": 3.0, "eval/loss": 0.4})["learn/loss"] == 0.5
+    assert got[1] == {"step": 1, "eval/loss": 0.4}
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0] == [{"step": 1, "time_s": 2.0, "eval/loss": 0.4, "learn/loss": 0.5}]
 
 
 def test_a_sink_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
