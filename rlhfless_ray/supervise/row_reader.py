@@ -55,6 +55,10 @@ class RowReader:
         self.reward_tokens: list[int] = []
         if self.data.add_bos and getattr(tokenizer, "bos_token_id", None) is not None:
             self.bos = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
+        further = int(self.task in WITH_NEXT)  # token of a sequence, which data.max_tokens counts and OpenRLHF's limit does not
+        self.limit = self.data.max_tokens - (further if self.data.contract == "own" else 0)
+        if context_tokens is not None:
+            self.limit = min(self.limit, context_tokens - further)
         if context_tokens is not None and self.data.max_tokens > context_tokens:
             self.data = self.data.model_copy(update={"max_tokens": context_tokens})
         if tokenizer.eos_token_id is None:
@@ -82,7 +86,7 @@ class RowReader:
             columns = f"`{self.data.chosen_column}` and `{self.data.rejected_column}`"
             if len(self.cut) > cut_before:
                 raise UserError(
-                    f"{where}: {columns} are the same in all {len(rows)} rows once they are cut at {self.data.max_tokens} tokens; raise "
+                    f"{where}: {columns} are the same in all {len(rows)} rows once they are cut at {self.limit} tokens; raise "
                     "data.max_tokens"
                 )
             raise UserError(f"{where}: {columns} are the same in all {len(rows)} rows, so there is nothing to prefer; name other columns")
@@ -103,7 +107,7 @@ class RowReader:
         return Example(tokens, own_example.context_tokens)
 
     def _notes(self) -> tuple[str, ...]:
-        longer = f"of more than {self.data.max_tokens} tokens (data.max_tokens) are"
+        longer = f"of more than {self.limit} tokens (data.max_tokens) are"
         return tuple(
             f"{len(names)} rows {what}: {', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"
             for names, what in (
@@ -240,7 +244,7 @@ class RowReader:
 
     def _limited(self, tokens: list[int], context: int, mask: np.ndarray | None = None) -> Example:
         """Apply the token limit. `mask` (tokens,) bool: the trained tokens; None: all after `context`."""
-        limit = self.data.max_tokens - (self.task in WITH_NEXT)
+        limit = self.limit
         if len(tokens) > limit:
             if self.data.overlong == "stop":
                 raise UserError(
@@ -282,10 +286,9 @@ class RowReader:
 
     def _cut(self, tokens: list[int]) -> list[int]:
         """Cut tokens at the limit as OpenRLHF does. The last one is the end-of-sequence token in any case."""
-        limit = self.data.max_tokens - (self.task == "rm")
-        if len(tokens) > limit:
+        if len(tokens) > self.limit:
             self.cut.append(self.row)
-        return [*tokens[:limit][:-1], self.tokenizer.eos_token_id]
+        return [*tokens[: self.limit][:-1], self.tokenizer.eos_token_id]
 
     def _steps(self, row: dict[str, Any]) -> Example:
         """Return a text whose steps end with placeholders. The token after a placeholder counts as trained."""
@@ -302,9 +305,9 @@ class RowReader:
             labelled = f"{len(labels)} labels" if isinstance(labels, list) else "no list"
             raise UserError(f"{self.name}: column `{data.label_column}` has {labelled} for {steps} steps; give each step a label")
         values = [self._label(label) for label in labels]
-        if data.contract == "openrlhf" and len(tokens) > data.max_tokens - 1:
+        if data.contract == "openrlhf" and len(tokens) > self.limit:
             self.cut.append(self.row)
-            tokens = tokens[: data.max_tokens - 1]
+            tokens = tokens[: self.limit]
         example = self._limited(tokens, 1, np.array(tokens) == self.placeholder)
         assert example.mask is not None
         if not example.mask.any():

@@ -198,9 +198,19 @@ def test_steps_of_a_process_reward_model_count_the_place_after_their_placeholder
     assert loaded.train.labels.tolist() == [tokenizer(x)["input_ids"][0] for x in "120"] and loaded.reward_tokens is None
 
 
+def test_a_limit_of_openrlhf_does_not_count_the_token_after_a_reward(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "a", "chosen": "bcdefgh", "rejected": "b"}]
+    found, loaded = read(tmp_path, tokenizer, rows, "rm", contract="openrlhf", overlong="leave_out", max_tokens=6)
+    assert found[0] == "abcde<eos>[<eos>]" and loaded.notes == (
+        "1 rows of more than 6 tokens (data.max_tokens) are cut at their end: line 1",
+    )
+    in_context = load_rows(recipe(tmp_path, rows, "rm", contract="openrlhf", overlong="leave_out", max_tokens=6), tokenizer, 6)
+    assert shown(in_context.train, tokenizer)[0] == "abcd<eos>[<eos>]", "there the model takes no more"
+
+
 def test_cut_texts_keep_the_labels_of_their_steps(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": "a;b;cdefgh;", "label": ["1", "0", "1"]}, {"prompt": "abcdefgh;", "label": ["1"]}]
-    found, loaded = read(tmp_path, tokenizer, rows, "prm", contract="openrlhf", overlong="leave_out", max_tokens=7, **STEPS)
+    found, loaded = read(tmp_path, tokenizer, rows, "prm", contract="openrlhf", overlong="leave_out", max_tokens=6, **STEPS)
     assert found == ["a;[b];[c]d<eos>"] and loaded.train.labels.tolist() == [1.0, 0.0]
     assert "line 2" in loaded.notes[0]
 
