@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+from http import HTTPStatus
 from itertools import pairwise
 
 import typer
@@ -15,6 +16,7 @@ from rlhfless_ray.common.errors import UserError, one_line
 
 ADDRESS = re.compile(r"--address(=|$)")
 CONNECT_S = 5.0
+AUTH_MODE = "RAY_AUTH_MODE"  # Ray's variable
 
 
 def run(ctx: typer.Context) -> None:
@@ -57,7 +59,7 @@ def submit(ctx: typer.Context) -> None:
 
 
 def _check_address(options: list[str]) -> None:
-    """Raise UserError if nothing listens at the address of the cluster, about which `ray job submit` prints a traceback.
+    """Raise UserError if nothing listens at the address of the cluster, or asks for a token, on which `ray job submit` prints a traceback.
 
     An address behind a proxy, or one that is no URL of a dashboard, is left to Ray.
     """
@@ -77,6 +79,25 @@ def _check_address(options: list[str]) -> None:
         raise UserError(
             f"{where} {address}: no cluster answers there ({one_line(error)}); give its dashboard's address, such as http://HEAD:8265"
         ) from None
+    if os.environ.get(AUTH_MODE) != "token" and _asks_for_token(address):
+        raise UserError(
+            f"--address {address}: this cluster asks for a token; set {AUTH_MODE}=token, and its token in RAY_AUTH_TOKEN where "
+            "~/.ray/auth_token does not have it"
+        )
+
+
+def _asks_for_token(address: str) -> bool:
+    """Return whether the dashboard at a URL refuses requests without a token, as that of `ray start --head` does from Ray 2.60 on."""
+    from urllib.error import HTTPError
+    from urllib.request import urlopen
+
+    try:
+        urlopen(f"{address.rstrip('/')}/api/version", timeout=CONNECT_S).close()
+    except HTTPError as error:
+        return error.code == HTTPStatus.UNAUTHORIZED
+    except (OSError, ValueError):  # another kind of server, which Ray judges
+        return False
+    return False
 
 
 def _check_flags(argv: list[str]) -> None:

@@ -32,6 +32,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: this Ray is on loopback only
+AUTH_MODE = "RAY_AUTH_MODE"  # Ray's variable; token: this process shows a cluster's token
 PACKAGES = ("rlhfless_ray", "placement")
 MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default
 GREETING_S, HTTP2_SETTINGS = 30.0, 4  # longest wait for a server's first frame, which is of this type
@@ -283,7 +284,8 @@ def connect(address: str, key: str = "cluster.address") -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}") from None
+        hint = "" if os.environ.get(AUTH_MODE) == "token" else f"; if it asks for a token, set {AUTH_MODE}=token"
+        raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}{hint}") from None
 
 
 def has_dashboard() -> bool:

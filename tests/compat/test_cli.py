@@ -5,11 +5,13 @@ import os
 import resource
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 
 import pytest
 import yaml
 
-from rlhfless_ray.common.errors import Stopped
+from rlhfless_ray.common.errors import Stopped, UserError
 from rlhfless_ray.compat.openrlhf.explain_report import DOCUMENT, document
 from tests.conftest import ROOT, command, command_here, environment
 
@@ -191,3 +193,25 @@ def test_the_page_is_current():
     text = DOCUMENT.read_text(encoding="utf-8")
     assert document(text) == text, "run python -m rlhfless_ray.compat.openrlhf.explain_report"
     assert text.count("\n| `--") >= 167
+
+
+def test_a_cluster_that_asks_for_a_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhfless_ray.cli.run_command import _check_address
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(401)
+
+        def log_message(self, *_: object) -> None: ...
+
+    for name in ("http_proxy", "HTTP_PROXY", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(UserError, match=f"^--address {address}: this cluster asks for a token; set RAY_AUTH_MODE=token"):
+            _check_address(["--address", address])
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        _check_address(["--address", address])
+        server.shutdown()
