@@ -17,6 +17,8 @@ from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.overlap import PartialOverlap
 from rlhfless_ray.types import UNFINISHED, Sample, Step, UpdateStats
 from tests.compat.test_runs import AGENT
 from tests.conftest import small_recipe
@@ -156,6 +158,46 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
                     np.testing.assert_allclose(sample.completion.logprobs, same.completion.logprobs, atol=1e-5)
     if recipe.rollout.max_lag_steps == 1:
         assert not any(row["partial/in_flight_groups"] for row in told), "each step trains the groups that were begun for it"
+
+
+class HeldForGradients(Runtime):
+    """Its engine is stopped in the second step as soon as a group will certainly be trained, until gradients of one were asked for."""
+
+    def generate(self, step: Step) -> list[Sample]:
+        poll, stopped, pid = PartialOverlap.poll, list[bool](), pid_of(self.rollout.working[0])
+        assert pid is not None
+
+        def hold(tail: PartialOverlap, seconds: float) -> None:
+            poll(tail, seconds)
+            if tail.learned:
+                os.kill(pid, signal.SIGCONT)
+            elif tail.added and not stopped and step.number == 2:
+                stopped.append(True)
+                os.kill(pid, signal.SIGSTOP)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(PartialOverlap, "poll", hold)
+            return super().generate(step)
+
+
+def test_gradients_of_groups_that_are_certain_to_be_trained_change_nothing_but_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner takes the slot that no engine has. A run that repeats the responses and does all in turn makes the same updates."""
+    monkeypatch.setattr(RolloutDriver, "tail_s", lambda self: 1000.0)
+    tree = small_recipe(tmp_path, **PARTIAL, rollout__max_actors=1, cluster__cpus=2, learner__micro_batch_tokens=64)
+    with HeldForGradients(Recipe.parse(tree)) as run:
+        list(run)
+    folder = tmp_path / "runs" / "small"
+    with Repeated(Recipe.parse(tree | {"run": tree["run"] | {"name": "again"}}), folder) as run:
+        list(run)
+    early, late = rows(folder, 1), rows(tmp_path / "runs" / "again", 1)
+    assert early[1]["overlap/learned"] > 0 and early[1]["overlap/scored"] >= early[1]["overlap/learned"]
+    assert not any(row.get("overlap/learned") for row in late)
+    for one, other in zip(early, late, strict=True):
+        assert one["tokens/trained"] == other["tokens/trained"] and one["lag/max"] == other["lag/max"]
+        for name in ("reward/mean", "learn/loss", "learn/grad_norm", "learn/importance_mean", "learn/effective_share", "lag/kl_0"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
 
 def under_kept_kv(policy: CheckpointPolicy, sample: Sample) -> np.ndarray:

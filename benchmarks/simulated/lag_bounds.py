@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.common.results import Target
 from benchmarks.simulated.fair_baselines import rows_over
-from placement.simulate import Setting, SimulatedRun, simulate
+from placement.simulate import Setting, SimulatedRun, policies_of, simulate
 from placement.simulate.one_step_off import NOT_BUILT
 
 BOUNDS: dict[str, dict[str, Any]] = {
@@ -25,20 +25,27 @@ BOUNDS: dict[str, dict[str, Any]] = {
 OVER_PLAIN, OVER_BEST = (2.0, 50.0), (1.5, 35.0)  # wanted at a bound of one step: speed, and % of the cost saved
 
 
-def measure_lags(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
-    """Each policy at each bound: speed and cost over synchronous `fixed`, plain and at its best width. Means over seeds."""
+def measure_lags(setting: Setting, seeds: Sequence[int], some: Sequence[str] = (), before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Each policy at each bound: speed and cost over synchronous `fixed`, plain and at its best width. Means over seeds.
+
+    some: policies that alone are run, at bounds above 0; the other rows are those of `before`.
+    """
     wide = setting.but(tensor_parallel="auto")
     plain = [simulate(setting, ["fixed"], seed) for seed in seeds]
     found: dict[str, Any] = {"seeds": len(seeds), "steps": setting.epochs * setting.steps_per_epoch}
+    if some and (before is None or any(before[key] != found[key] for key in found)):
+        raise SystemExit(f"lag: {setting.name} is not there, or of other seeds: run it with all policies")
     best: list[SimulatedRun] = []
     for bound, change in BOUNDS.items():
-        runs = [simulate(wide.but(**change), None if change else ["fixed", "ours"], seed) for seed in seeds]
+        changed, synchronous = wide.but(**change), ["fixed"] if some else ["fixed", "ours"]
+        names = [name for name in policies_of(changed) if name in some or not some] if change else synchronous
+        runs = [simulate(changed, names, seed) for seed in seeds]
         best = best or runs
         rows = rows_over(runs, plain, best)
         for name, row in rows.items():
             shares = [step.lag for run in runs for step in run.policies[name].steps]
             row["tokens_by_lag"] = [float(np.mean(share)) for share in zip(*shares, strict=True)]
-        found[bound] = rows
+        found[bound] = {**before[bound], **rows} if some and before else rows
     return found
 
 

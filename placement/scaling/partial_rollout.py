@@ -35,20 +35,44 @@ def choose_groups(
         Ascending numbers of `quota` groups: the first complete ones, except that enough groups with an early last step are among
         them for all others to be trained in time.
     """
+    chosen, is_enough = _choose(last_steps, completed, step, quota, per_step or quota)
+    return np.flatnonzero(chosen).tolist() if is_enough else None
+
+
+def settled_groups(
+    last_steps: Sequence[int] | np.ndarray, completed: Sequence[int] | np.ndarray, step: int, quota: int, per_step: int | None = None
+) -> list[int]:
+    """Return the complete groups that the step trains whichever groups become complete after them, ascending.
+
+    Arguments are those of `choose_groups`. Work on these groups may begin while others are still generated.
+    """
+    return np.flatnonzero(_choose(last_steps, completed, step, quota, per_step or quota)[0]).tolist()
+
+
+def _choose(
+    last_steps: Sequence[int] | np.ndarray, completed: Sequence[int] | np.ndarray, step: int, quota: int, per_step: int
+) -> tuple[np.ndarray, bool]:
+    """Return which groups are chosen by now (a bool for each), and whether these are all that the step trains.
+
+    How many groups the step owes to each last step depends on the groups, not on their completion. So a place that no complete group
+    fills yet stays free, and a group that has a place keeps it.
+    """
     until, complete = np.asarray(last_steps), np.asarray(completed, int)
-    chosen = np.zeros(len(until), bool)
+    chosen, places, is_enough = np.zeros(len(until), bool), 0, True
 
     def choose(candidates: np.ndarray, wanted: int) -> None:
-        chosen[candidates[~chosen[candidates]][: max(0, wanted - int(chosen.sum()))]] = True
+        nonlocal places, is_enough
+        if (free := wanted - places) > 0:
+            taken = candidates[~chosen[candidates]][:free]
+            chosen[taken] = True
+            places, is_enough = wanted, is_enough and len(taken) == free
 
     for last in range(step, int(until.max(initial=step)) + 1):
         # the steps after this one, up to `last`, train the other groups that may not be trained later than that
-        owed = min(quota, int((until <= last).sum()) - (last - step) * (per_step or quota))
+        owed = min(quota, int((until <= last).sum()) - (last - step) * per_step)
         choose(complete[until[complete] <= last], owed)
-        if chosen.sum() < owed:
-            return None
     choose(complete, quota)
-    return np.flatnonzero(chosen).tolist() if chosen.sum() == quota else None
+    return chosen, is_enough
 
 
 def _first_batch(last_steps: np.ndarray, order: np.ndarray, step: int, quota: int) -> tuple[int, list[int]]:

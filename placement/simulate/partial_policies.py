@@ -30,13 +30,19 @@ class Partial:
     """
 
     def __init__(
-        self, name: str, steps: Steps, plans: Callable[[PhaseTimes], list[StepPlanSettings]], ahead: int, in_turn: bool = False
+        self,
+        name: str,
+        steps: Steps,
+        plans: Callable[[PhaseTimes], list[StepPlanSettings]],
+        ahead: int = 0,
+        searched: Callable[[StepPlanSettings], bool] | None = None,
     ) -> None:
-        """ahead: 1 if a rollout works beside the update of the batch before it, which makes every token one version older.
+        """plans: those that a share of groups is chosen for; the best of them is taken, unless a step's plan is searched.
 
-        in_turn: whether learners begin only after the rollout.
+        ahead: 1 if a rollout works beside the update of the batch before it, which makes every token one version older.
+        searched: whether a plan may be taken in a step. None: the same plan is taken in all steps.
         """
-        self.name, self.steps, self.plans, self.ahead, self.in_turn = name, steps, plans, ahead, in_turn
+        self.name, self.steps, self.plans, self.ahead, self.searched = name, steps, plans, ahead, searched
         self.chosen: tuple[StepPlanSettings, float] | None = None
         self.state: InFlight | None = None
         self.learned = 0.0
@@ -49,8 +55,8 @@ class Partial:
         state = self.state.begin(given)
         view = state.step_input(given, times.setting.response_limit)
         plan, generation = self.chosen[0], Generation(state)
-        if self.steps is _ours:
-            plan = self._search(times, view, planner, Generation(state))
+        if self.searched:
+            plan = self._search(times, view, planner, Generation(state), self.searched)
         done = self.steps(times, view, plan, generation, self.learned, "ours")
         return self._commit(done, generation, planner)
 
@@ -58,25 +64,25 @@ class Partial:
         run = generation.last
         assert run is not None and run.trained is not None
         self.state, self.learned = run.after, float(run.trained.tokens.sum())
-        expected = planner.expected if self.steps is _ours else None
+        expected = planner.expected if self.searched else None
         more = f"{self.chosen[1]:.0%} more groups begun; " if self.chosen and self.chosen[1] else ""
         built = "not built: " * (self.name == NOT_BUILT)
         lag = (*[0.0] * self.ahead, *run.lag)
         return replace(done, policy=self.name, lag=lag, reason=f"{built}partial rollouts: {more}{done.reason}", planned=expected)
 
-    def _search(self, times: PhaseTimes, view: StepInput, planner: Planner, generation: Generation) -> StepPlanSettings:
+    def _search(
+        self, times: PhaseTimes, view: StepInput, planner: Planner, generation: Generation, allowed: Callable[[StepPlanSettings], bool]
+    ) -> StepPlanSettings:
         """Return the plan of a step, from scenarios of what is in flight."""
 
         def trial(rollout: str) -> Callable[[StepInput, StepPlanSettings], StepRun]:
-            return lambda seen, plan: _ours(times, seen, plan, generation, 0.0, rollout)
+            return lambda seen, plan: self.steps(times, seen, plan, generation, 0.0, rollout)
+
+        def near(plan: StepPlanSettings) -> list[StepPlanSettings]:
+            return list(filter(allowed, neighbours(times, plan)))
 
         given, planner.given = planner.given, view
-
-        def allowed(plans: list[StepPlanSettings]) -> list[StepPlanSettings]:
-            return [plan for plan in plans if not (self.in_turn and plan.early)]
-
-        near = lambda plan: allowed(neighbours(times, plan))  # noqa: E731
-        plan = planner.search(self.name, trial("ours"), trial(ROUGH_POLICY), allowed(candidates(times)), near)
+        plan = planner.search(self.name, trial("ours"), trial(ROUGH_POLICY), list(filter(allowed, candidates(times))), near)
         planner.given = given
         return plan
 
@@ -88,7 +94,7 @@ class Partial:
         plans = self.plans(times)
         shares = MORE if self._rollouts(times) else (0.0,)
         base = planner.reference(planner.views()[0])
-        prefer = planner.prefer if self.steps is _ours else 1.0
+        prefer = planner.prefer if self.searched else 1.0
 
         def score(option: tuple[StepPlanSettings, float]) -> float:
             _, _, done = self._filled(times, given, *option, more_steps=TRIED)
@@ -154,19 +160,38 @@ def _ours(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate:
     return elastic(times, given, plan, rollout=rollout, generate=generate)
 
 
+def _as_built(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+    """As the runtime does it: gradients of GRPO's groups before the last response, and only forward passes for PPO."""
+    return elastic(times, given, plan, rollout=rollout, generate=generate, gradients=not times.ppo)
+
+
+def _is_built(plan: StepPlanSettings) -> bool:
+    """Return whether the runtime can do this: its ranks do not change their number, and it collects no second set of gradients."""
+    return not plan.early or (plan.late == plan.early and not plan.linear)
+
+
 def _whole(times: PhaseTimes) -> list[StepPlanSettings]:
     """Return engines on all devices and learning on all of them, at every width."""
     return [StepPlanSettings(t.engines, 1.0, 0, t.devices, width=t.width if times.wider else 0) for t in times.widths]
 
 
-def _halves(times: PhaseTimes) -> list[StepPlanSettings]:
-    """Return plans like those that the search finds: a learner on about half of the devices beside engines on the others."""
+def _halves(times: PhaseTimes, grows: bool = True) -> list[StepPlanSettings]:
+    """Return plans like those that the search finds: a learner on about half of the devices beside engines on the others.
+
+    grows: whether it has all devices after the rollout.
+    """
     found = []
     for plan in _whole(times):
         t = times.at(plan.width)
         early = min(t.sizes(t.devices - t.width) or [0], key=lambda m: abs(m - t.devices / 2))
-        found += [replace(plan, prefer=PREFERS[-1], engines=max(1, (t.devices - early) // t.width), early=early, share=SHARES[0])]
-    return [plan for plan in found if fits(times, plan)] or _whole(times)
+        half = replace(plan, prefer=PREFERS[-1], engines=max(1, (t.devices - early) // t.width), early=early, share=SHARES[0])
+        found.append(half if grows else replace(half, late=early))
+    return [plan for plan in found if plan.early and fits(times, plan)]
+
+
+def _either(times: PhaseTimes) -> list[StepPlanSettings]:
+    """Return plans in which engines and learner take turns, and plans in which the learner works beside engines."""
+    return _whole(times) + _halves(times, grows=False)
 
 
 def partial_policies() -> dict[str, Policy]:
@@ -175,11 +200,12 @@ def partial_policies() -> dict[str, Policy]:
     `fixed` has separate pools that both work all the time, and engines that take new weights between two tokens: AReaL
     (arXiv 2505.24298), ROLL Flash (arXiv 2510.11345) and verl's fully asynchronous trainer. `april` holds all devices
     for one phase after the other, and ends the rollout when a batch is complete (arXiv 2509.18521). Ours gives devices
-    back. As the runtime does it, engines and learner work in turn. What is not built lets a learner work beside the tail.
+    back, and lets a learner work on complete groups beside the tail. As the runtime does it, the learner keeps its size,
+    and its gradients wait for the last response with PPO. What is not built lifts both limits.
     """
     return {
         "fixed": Partial("fixed", _separate, splits, ahead=1),
-        "april": Partial("april", _april, _whole, ahead=0),
-        "ours": Partial("ours", _ours, _whole, ahead=0, in_turn=True),
-        NOT_BUILT: Partial(NOT_BUILT, _ours, _halves, ahead=0),
+        "april": Partial("april", _april, _whole),
+        "ours": Partial("ours", _as_built, _either, searched=_is_built),
+        NOT_BUILT: Partial(NOT_BUILT, _ours, lambda times: _whole(times) + _halves(times), searched=lambda plan: True),
     }

@@ -166,8 +166,7 @@ class Generation:
         drawn = np.c_[new, state.drawn[:, :-1]]
         whole = state.lengths.copy()
         whole[live] = state.generated[live] + given.lengths  # a scenario's, if it is one
-        finish = np.zeros(len(state.lengths))
-        finish[live] = result.finish_s
+        finish = all_s[at]  # of its group: before that, it is not certain that the step trains the response
         trained = replace(
             given, lengths=whole[batch], prompts=state.prompts[batch], group=np.unique(state.group[batch], return_inverse=True)[1], cache={}
         )

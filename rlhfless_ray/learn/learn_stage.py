@@ -18,6 +18,7 @@ from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, lags_of, mask_o
 from rlhfless_ray.learn.carry import FILE, as_bytes, carried, of_bytes
 from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.learn.compute_advantages import compute_advantages, penalized
+from rlhfless_ray.learn.gang_scheduling import homes_of
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.kl_estimators import token_kl
 from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
@@ -27,6 +28,8 @@ from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
+
+FREE_S = 0.05  # time in which Ray grants a slot that is free
 
 
 class LearnStage:
@@ -60,10 +63,31 @@ class LearnStage:
         self.learned, self.worker_groups.keeps_gradients = set(), False
         self.passes.begin(samples)
 
+    def rename(self, keys: dict[int, int]) -> None:
+        """Give the samples that the step trains on other keys. `keys`: the new one by the old one."""
+        self.learned = {keys[key] for key in self.learned}
+        self.passes.rename(keys)
+
     @property
     def wants_slot(self) -> bool:
         """Return whether a slot may have work before the learn phase."""
         return self.obstacle is None or self.passes.waiting
+
+    def has_work(self, groups: list[list[Sample]], seconds: float) -> bool:
+        """Return whether slots would be used now: for gradients of these complete groups or for passes, within `seconds`."""
+        gradients = self.obstacle is None and not self.refs and bool(self.choose_samples(groups, seconds))
+        return gradients or self.passes.has_work(seconds)
+
+    def lease_free_slots(self) -> list[Lease]:
+        """Lease a slot for each rank of the learner where its state is, if slots are free there now. Returns the leases.
+
+        A pool that several runs share grants slots for bids, and this work makes none.
+        """
+        context, homes = self.context, homes_of(self.worker_group.by_rank)
+        is_free = bool(homes) and not self.worker_group.working and len(context.leases.with_room(homes)) == len(homes)
+        if not is_free or context.autoscaler.bids is not None:
+            return []
+        return context.leases.collect(context.leases.ask(len(homes), homes), self.worker_group.pool.kind, FREE_S)
 
     def fits(self, leases: list[Lease]) -> bool:
         """Return whether these leases are enough to accumulate gradients."""

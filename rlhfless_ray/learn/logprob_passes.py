@@ -78,6 +78,10 @@ class Passes:
         self.refs = self.worker_group.ask(self.what, self._batch(self.in_pass), *self.arguments)
         return left
 
+    def has_work(self, seconds: float) -> bool:
+        """Return whether a pass over queued samples would be started, if its worker group had leases."""
+        return not self.refs and bool(self.waiting) and self._choose_samples(seconds)[0] > 0
+
     def _choose_samples(self, seconds: float) -> tuple[int, int]:
         """Return the number of samples for a pass and their tokens: about a micro-batch per rank, or (0, 0) if no pass pays or fits."""
         budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
@@ -175,6 +179,11 @@ class StepPasses:
         for kind in self.each:
             kind.begin(samples)
 
+    def rename(self, keys: dict[int, int]) -> None:
+        """Give samples other keys, see `LearnStage.rename`. A pass under way takes them from its samples."""
+        for kind in self.each:
+            kind.known = {keys[key]: values for key, values in kind.known.items()}
+
     def add_samples(self, samples: list[Sample]) -> None:
         for kind in self.each:
             kind.add_samples(samples)
@@ -183,6 +192,9 @@ class StepPasses:
     def waiting(self) -> bool:
         """Whether samples are queued."""
         return any(kind.waiting for kind in self.each)
+
+    def has_work(self, seconds: float) -> bool:
+        return any(kind.has_work(seconds) for kind in self.each)
 
     def start_ahead(self, leases: list[Lease], seconds: float) -> list[Lease]:
         for kind in self.each:

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig, LearnerConfig, LoraConfig, Recipe
 
 LAGS = "rollout.max_lag_steps: while engines decode, the learner works on the step before"
-PARTIAL = "rollout.partial: the trained groups are known only when enough are complete"
+AHEAD = "rollout.ahead: the rollout of a step begins before the update of the step before it"
 
 
 def obstacle(recipe: Recipe) -> str | None:
     """Return why a run computes no gradients ahead, or None if it does."""
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
-    if recipe.rollout.max_lag_steps:
-        return LAGS if recipe.rollout.rolls_out_ahead else PARTIAL
+    if recipe.rollout.rolls_out_ahead:
+        return LAGS
     if recipe.critic.freeze_policy_steps:
         return "critic.freeze_policy_steps: gradients of steps in which the policy is frozen would be left over"
     return inexact(recipe.algorithm, recipe.learner, recipe.lora)
@@ -49,8 +49,8 @@ def passes_obstacle(recipe: Recipe) -> str | None:
     """
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
-    if recipe.rollout.partial != "off":
-        return PARTIAL
+    if recipe.rollout.ahead:
+        return AHEAD
     if recipe.algorithm.filter_range is not None:
         return "algorithm.filter_range: the trained groups are known only when all are scored"
     return None

@@ -7,12 +7,17 @@ that is exact (`learn/overlap_rules.py`).
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from typing import Any
 
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
+from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.types import Sample
+
+ASK_S = 1.0  # pause after asking for free slots in vain: others hold them, and each time waits a little
 
 
 class OverlapScheduler:
@@ -90,6 +95,45 @@ class OverlapScheduler:
     def metrics(self) -> dict[str, Any]:
         counts = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
         return counts | self.learning.passes.metrics() | (self.drafter.metrics() if self.drafter is not None else {})
+
+
+class PartialOverlap(OverlapScheduler):
+    """The same in a step with partial rollouts, for the groups that it will certainly train on (`PartialBatch.settled`).
+
+    Engines are busy until such a rollout ends. So the work also takes slots of the cluster that no engine was planned for.
+    """
+
+    def __init__(self, scoring: EarlyScoring, learning: EarlyLearning, broker: SlotBroker, batch: PartialBatch) -> None:
+        super().__init__(scoring, learning, broker, batch.quota, batch.count)
+        self.batch = batch
+        self.finished = {key: sample for key, sample in batch.samples.items() if not batch.unfinished[key]}
+        self.complete = 0  # number of complete groups at the last look
+        self.added: set[int] = set()  # settled groups that were added
+        self.ask_at_s = 0.0  # earliest time to ask for slots again
+
+    def add_samples(self, samples: list[Sample]) -> None:
+        self.finished |= {sample.completion.key: sample for sample in samples}
+
+    def poll(self, seconds: float) -> None:
+        if len(self.batch.completed) > self.complete:
+            self.complete, new = len(self.batch.completed), [g for g in self.batch.settled() if g not in self.added]
+            self.added.update(new)
+            super().add_samples([self.finished[g * self.count + n] for g in new for n in range(self.count)])
+        self._take_free_slots(seconds)
+        super().poll(seconds)
+
+    def _take_free_slots(self, seconds: float) -> None:
+        """Take free slots of the cluster if the learner has work for them that ends within `seconds`."""
+        if self.broker.free or self.scoring.refs() or time.monotonic() < self.ask_at_s:
+            return
+        groups = defaultdict[int, list[Sample]](list)
+        for sample in [*self.unscored, *(one for group in self.by_group.values() for one in group)]:
+            groups[self.learning.group_of(sample)].append(sample)
+        if self.learning.has_work([group for group in groups.values() if len(group) == self.count], seconds):
+            leases = self.learning.lease_free_slots()
+            self.broker.put(leases)
+            if not leases:
+                self.ask_at_s = time.monotonic() + ASK_S
 
 
 class BesideUpdate:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
 from placement.forecast.forecaster import Scenarios
-from placement.scaling.partial_rollout import choose_groups
+from placement.scaling.partial_rollout import choose_groups, settled_groups
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.requests import make_request
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Request, Sample
@@ -26,6 +27,8 @@ class PartialBatch:
         self.per_step = per_step or self.quota
         self.last_steps = [group.begun + max_lag for group in groups]
         self.chosen: list[int] | None = None
+        self.completed: list[int] = []  # complete groups, in the order of completion
+        self.missing, self.seen = [count] * len(groups), 0  # unfinished responses of each group; finished keys that are counted
         self.forced = 0  # groups whose age forced the step to wait for them although enough others were complete
         self.samples = {
             g * count + n: replace(sample, completion=replace(sample.completion, key=g * count + n))
@@ -50,17 +53,30 @@ class PartialBatch:
         return [sample.completion for sample in self.samples.values()]
 
     def is_enough(self, finished: Collection[int]) -> bool:
-        """Return whether enough groups are complete, and choose them once they are. `finished`: keys in the order of completion."""
-        if self.chosen is None and len(finished) >= self.quota * self.count:
-            missing, completed = [self.count] * len(self.groups), []
-            for key in finished:
-                missing[key // self.count] -= 1
-                if not missing[key // self.count]:
-                    completed.append(key // self.count)
-            self.chosen = choose_groups(self.last_steps, completed, self.step, self.quota, self.per_step)
+        """Return whether enough groups are complete, and choose them once they are.
+
+        `finished`: keys in the order of completion, which later calls may only extend.
+        """
+        new = self._count(finished)
+        if self.chosen is None and new and len(self.completed) >= self.quota:
+            self.chosen = choose_groups(self.last_steps, self.completed, self.step, self.quota, self.per_step)
             if self.chosen is not None:
-                self.forced = len(set(self.chosen) - set(completed[: self.quota]))
+                self.forced = len(set(self.chosen) - set(self.completed[: self.quota]))
         return self.chosen is not None
+
+    def _count(self, finished: Collection[int]) -> bool:
+        """Add the groups that are complete by now. Returns whether there are any new ones."""
+        before = len(self.completed)
+        for key in islice(finished, self.seen, None):
+            self.seen += 1
+            self.missing[key // self.count] -= 1
+            if not self.missing[key // self.count]:
+                self.completed.append(key // self.count)
+        return len(self.completed) > before
+
+    def settled(self) -> list[int]:
+        """Return the complete groups that the step trains on whatever else becomes complete. `is_enough` counts the complete groups."""
+        return settled_groups(self.last_steps, self.completed, self.step, self.quota, self.per_step)
 
     def join(self, new: Iterable[Sample], unfinished: Iterable[Completion]) -> list[Sample]:
         """Return all samples in the order of their keys: earlier ones, `new` finished ones, and `unfinished` ones of this rollout."""

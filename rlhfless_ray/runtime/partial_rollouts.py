@@ -125,8 +125,9 @@ class PartialRollouts:
         for g, group in enumerate(batch.groups):
             mine = samples[g * count : (g + 1) * count]
             if g in batch.chosen:
-                place = len(trained)
-                trained += [replace(s, completion=replace(s.completion, key=place + n)) for n, s in enumerate(mine)]
+                for sample in mine:  # the same objects: they may be in scoring
+                    sample.completion = replace(sample.completion, key=len(trained))
+                    trained.append(sample)
             else:
                 if self.rollout.partial == "restart":
                     mine = [self._without_tokens(s) if s.completion.finish_reason == UNFINISHED else s for s in mine]

@@ -27,7 +27,7 @@ from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.listener import WorkBeside
-from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler
+from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
@@ -165,7 +165,7 @@ class StepOperations(CheckpointedRun):
         if self.ledger.step != step.number:  # otherwise its engines have started already
             self.ledger.begin_step(step.number)
         self.leases.waited_s = 0.0
-        self.step = step
+        self.step, self.learn_stage.number = step, step.number
         self._wait_for_weights()
 
     def _wait_for_weights(self) -> WeightVersion:
@@ -228,6 +228,8 @@ class StepOperations(CheckpointedRun):
                 overlap = BesideUpdate(self.learn_stage, self.broker, prompts * count)
             else:
                 overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, prompts, count, drafter)
+        elif not self.rolls_out_ahead:
+            overlap = PartialOverlap(self.score_stage, self.learn_stage, self.broker, step.partial_batch)
         samples = self.rollout_stage.generate(step, self.weights, overlap, lambda: self.in_update and self.update.is_ready())
         if step.partial_batch is not None:
             return self._take_groups(step, step.partial_batch, samples)
@@ -248,7 +250,9 @@ class StepOperations(CheckpointedRun):
         if batch.chosen is None:
             step.partial_batch = batch.after(samples)
             return []
-        return self.partial_rollouts.train(step, batch, samples, self.autoscaler.terms.prefill.per_unit_s)
+        trained = self.partial_rollouts.train(step, batch, samples, self.autoscaler.terms.prefill.per_unit_s)
+        self.learn_stage.rename({g * batch.count + n: k * batch.count + n for k, g in enumerate(batch.chosen) for n in range(batch.count)})
+        return trained
 
     def score_phase(self) -> AbstractContextManager[None]:
         return self._accounted("score", self.score_stage.phase())

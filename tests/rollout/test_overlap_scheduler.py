@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,8 +14,9 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler
-from rlhfless_ray.types import Completion, Prompt, Sample, UpdateStats
+from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
+from rlhfless_ray.rollout.partial_batch import PartialBatch
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, UpdateStats
 
 COUNT = 2
 
@@ -115,12 +117,13 @@ def parts(
     reference: Gang | None = None,
     lora: int = 0,
     lag: int = 0,
+    partial: str = "off",
     **learner: Any,
 ) -> tuple[OverlapScheduler, Scoring, Gang, LearnStage]:
     tree = {
         "prompts": {"task": "chain", "batch_prompts": 3},
         "reward": {"function": "task"},
-        "rollout": {"samples_per_prompt": COUNT, "max_lag_steps": lag},
+        "rollout": {"samples_per_prompt": COUNT, "max_lag_steps": lag, "partial": partial},
         "learner": {"micro_batch_tokens": 10, **learner},
         "algorithm": algorithm or {},
         "lora": {"rank": lora},
@@ -491,3 +494,49 @@ def test_before_the_first_pass_its_seconds_are_those_of_an_update_under_the_same
     tail.add_samples([sample(0), sample(1)])
     tail.poll(1.0)
     assert len(learner.passes) == fit
+
+
+def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() -> None:
+    """Two of three groups: the first is due now, so the second complete group of the others has to wait for the next step."""
+    _, scoring, learner, learning = parts(lag=1, partial="continue")
+    assert learning.obstacle is None
+    earlier = [replace(sample(key), completion=replace(sample(key).completion, version=0)) for key in (0, 1)]
+    earlier[1].completion.finish_reason = UNFINISHED
+    groups = [Group(earlier[0].prompt, 1, 0, tuple(earlier)), *(Group(Prompt(g, "p", (7,)), 2) for g in (1, 2))]
+    batch, slots = PartialBatch(groups, step=2, quota=2, max_lag=1, count=COUNT), [["slot"], ["slot"]]
+    learning.number, learning.lease_free_slots = 2, lambda: slots.pop() if slots else []  # type: ignore[method-assign]
+    tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
+    finished, asked = [0], list[int]()
+    for key in (4, 5, 2, 3, 1):
+        finished.append(key)
+        tail.add_samples([sample(key)])
+        batch.is_enough(finished)
+        tail.poll(1.0)
+        asked = [one.completion.key for one in scoring.asked]
+        assert asked == {4: [], 5: [4, 5], 2: [4, 5], 3: [4, 5], 1: [4, 5]}[key]
+    scoring.answer()
+    tail.poll(1.0)
+    scoring.answer()
+    tail.poll(1.0)
+    assert batch.chosen == [0, 2] and [one.completion.key for one in scoring.asked] == [4, 5, 0, 1]
+    [gradients] = learner.batches
+    assert gradients.groups.tolist() == [2, 2] and gradients.lags.tolist() == [0] * 6, "of the step that runs"
+    trained = [sample(key) for key in range(4)]  # the same responses under the keys that they have in the update
+    learning.rename({0: 0, 1: 1, 4: 2, 5: 3})
+    for one in trained:
+        one.reward = 1.0
+    assert learning.advantages(trained).groups.tolist() == [0, 0]
+
+
+def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> None:
+    _, scoring, _, learning = parts(lag=1, partial="continue", micro_batch_tokens=100)
+    asked: list[bool] = []
+    learning.lease_free_slots = lambda: asked.append(True) or []  # type: ignore[method-assign, func-returns-value]
+    batch = PartialBatch([Group(Prompt(g, "p", (7,)), 1) for g in range(3)], step=1, quota=3, max_lag=1, count=COUNT)
+    tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
+    for key in range(6):
+        tail.add_samples([sample(key, tokens=12)])
+        batch.is_enough(range(key + 1))
+        tail.poll(2.0)
+        tail.poll(0.0)
+    assert asked == [True], "once: after two of three groups it has half a micro-batch, and the answer was that there are none"

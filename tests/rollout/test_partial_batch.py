@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.forecast.forecaster import Scenarios
-from placement.scaling.partial_rollout import choose_groups, find_late
+from placement.scaling.partial_rollout import choose_groups, find_late, settled_groups
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
@@ -50,6 +50,23 @@ def test_groups_are_chosen_as_early_as_the_rest_stays_feasible(data: st.DataObje
         assert tuple(found) in possible
         first = sorted(completed[:quota])
         assert found == first or not is_feasible(tuple(first))
+
+
+@given(st.data())
+def test_a_settled_group_is_trained_whatever_becomes_complete_later(data: st.DataObject) -> None:
+    step, quota = 5, data.draw(st.integers(1, 3))
+    per_step = data.draw(st.integers(quota, 3))
+    until = data.draw(st.lists(st.integers(5, 8), min_size=quota, max_size=7))
+    order = data.draw(st.permutations(range(len(until))))
+    chosen = next((found for n in range(len(order) + 1) if (found := choose_groups(until, order[:n], step, quota, per_step))), None)
+    if chosen is None:
+        return
+    settled = [set(settled_groups(until, order[:n], step, quota, per_step)) for n in range(len(order) + 1)]
+    assert all(before <= after for before, after in pairwise(settled)) and settled[-1] == set(chosen)
+    first = sum(last == step for last in until)
+    if set(until) <= {step, step + 1} and first <= quota:  # known as soon as it is complete
+        done = [g for g in order if g in chosen]
+        assert all(settled[order.index(g) + 1] >= {g} for g in done)
 
 
 @settings(max_examples=60, deadline=None)
@@ -182,6 +199,16 @@ def test_the_forecast_of_the_work_ends_with_the_quota() -> None:
     batch = PartialBatch(groups, 2, 2, 1, 2)
     work = batch.forecast_work(Scenarios.from_matrix(np.array([[20.0], [30], [40], [50], [300], [5]])))
     assert work.shape == (6, 1) and work[1] == 1 and 0 < work[0] < 60 and work[4] == work.max() < 300
+
+
+def test_the_groups_that_a_step_will_train_on_are_known_before_it_has_enough() -> None:
+    """The first of three has waited for a step already, so one of the two others is trained with it: the first complete one."""
+    groups = [Group(Prompt(i, "", (1,)), 1 if i == 0 else 2) for i in range(3)]
+    batch, finished = PartialBatch(groups, 2, 2, 1, 2), list[int]()
+    for key, settled in ((4, []), (2, []), (5, [2]), (3, [2]), (0, [2]), (1, [0, 2])):
+        finished.append(key)
+        assert batch.is_enough(finished) == (key == 1) and batch.settled() == settled
+    assert batch.chosen == [0, 2] and batch.forced == 1
 
 
 def test_a_prompt_that_occurs_twice_in_a_step_gets_different_samples() -> None:
