@@ -54,6 +54,7 @@ class RolloutDriver:
         start_s: Expected start time of a new engine.
         before: Completions that earlier rollouts generated for some of the requests, finished or not.
         is_enough: Whether the rollout may end, given the finished keys in order. Unfinished requests are cut then.
+        until_enough: Tokens that a sequence gets until then, from those that each request is expected to still get.
         drafts: Data for drafts that engines share.
         kept: KV pages of responses that earlier rollouts began. None: their contexts are computed again.
         shared: Takes slots from other runs of the cluster, and gives slots to them. None: there are no others.
@@ -77,6 +78,7 @@ class RolloutDriver:
         start_s: float = 15.0,
         before: Sequence[Completion] = (),
         is_enough: Callable[[Collection[int]], bool] = lambda finished: False,
+        until_enough: Callable[[np.ndarray], float] = lambda left: float(left.max(initial=0.0)),
         drafts: SharedDrafts | None = None,
         kept: KeptPages | None = None,
         shared: SharedSlots | None = None,
@@ -88,7 +90,7 @@ class RolloutDriver:
         self.token_log, self.kept = TokenLog(requests, before, kept is not None), kept
         if kept is not None:
             kept.begin(self.token_log)
-        self.is_enough, self.stopping = is_enough, False
+        self.is_enough, self.until_enough, self.stopping = is_enough, until_enough, False
         self.calls = EngineCalls(pool, self.token_log, interval_s, drafts, kept)
         if drafts is not None:
             drafts.begin(self.token_log)
@@ -316,8 +318,10 @@ class RolloutDriver:
         return self.drained(self.tail_s(), self.pool.width * len(self.pool.working) + others <= self.needed_next)
 
     def tail_s(self) -> float:
-        """Return the seconds that the longest live response will take, by its forecast."""
-        return float(self.remaining()[0].max(initial=0.0)) * median_step_s(self.result.steps)
+        """Return the seconds until the rollout ends, by the forecasts of its live responses."""
+        left = np.zeros(len(self.token_log.finished))
+        left[~self.token_log.finished] = self.remaining()[0]
+        return self.until_enough(left) * median_step_s(self.result.steps)
 
     def remaining(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens that each unfinished response is expected to still get, and those of its context."""

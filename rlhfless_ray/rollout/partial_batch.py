@@ -78,6 +78,12 @@ class PartialBatch:
         """Return the complete groups that the step trains on whatever else becomes complete. `is_enough` counts the complete groups."""
         return settled_groups(self.last_steps, self.completed, self.step, self.quota, self.per_step)
 
+    def until_enough(self, left: np.ndarray) -> float:
+        """Return the tokens until enough groups are complete if all responses decode at the same speed. `left` (n,): of each response."""
+        ends = left.reshape(len(self.groups), self.count).max(1)
+        due = ends[np.array(self.last_steps) <= self.step]
+        return float(max(np.sort(ends)[self.quota - 1], due.max(initial=0.0)))
+
     def join(self, new: Iterable[Sample], unfinished: Iterable[Completion]) -> list[Sample]:
         """Return all samples in the order of their keys: earlier ones, `new` finished ones, and `unfinished` ones of this rollout."""
         by_key = self.samples | {sample.completion.key: sample for sample in new}

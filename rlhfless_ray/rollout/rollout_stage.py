@@ -286,7 +286,7 @@ class RolloutStage:
         optional: dict[str, Any] = {}
         if partial_batch is not None:
             optional = {"before": partial_batch.before(), "is_enough": lambda finished: partial_batch.is_enough(finished) or until()}
-            optional["kept"] = self.kept
+            optional |= {"until_enough": partial_batch.until_enough, "kept": self.kept}
         if self.drafts is not None and self.drafter is not None:
             self.drafts.weights = self.drafter.version, self.drafter.weights
         shared = optional["shared"] = self._shared_slots() if migration is not None else None

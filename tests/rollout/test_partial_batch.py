@@ -211,6 +211,13 @@ def test_the_groups_that_a_step_will_train_on_are_known_before_it_has_enough() -
     assert batch.chosen == [0, 2] and batch.forced == 1
 
 
+def test_a_rollout_takes_until_its_quota_and_the_groups_that_are_due_are_complete() -> None:
+    left = np.array([10.0, 40, 30, 0, 7, 5])
+    for begun, tokens in ((2, 30.0), (1, 40.0)):
+        groups = [Group(Prompt(i, "", (1,)), begun if i == 0 else 2) for i in range(3)]
+        assert PartialBatch(groups, 2, 2, 1, 2).until_enough(left) == tokens
+
+
 def test_a_prompt_that_occurs_twice_in_a_step_gets_different_samples() -> None:
     run, prompt = PartialRollouts(recipe()), Prompt(7, "", (1, 2))
     requests = run.begin(1, 9, lambda count: [prompt] * count).requests(recipe())
