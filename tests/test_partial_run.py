@@ -164,6 +164,8 @@ class HeldForGradients(Runtime):
     """Its engine is stopped in the second step as soon as a group will certainly be trained, until gradients of one were asked for."""
 
     def generate(self, step: Step) -> list[Sample]:
+        if step.number != 2:
+            return super().generate(step)
         poll, stopped, pid = PartialOverlap.poll, list[bool](), pid_of(self.rollout.working[0])
         assert pid is not None
 
@@ -171,7 +173,7 @@ class HeldForGradients(Runtime):
             poll(tail, seconds)
             if tail.learned:
                 os.kill(pid, signal.SIGCONT)
-            elif tail.added and not stopped and step.number == 2:
+            elif tail.added and not stopped:
                 stopped.append(True)
                 os.kill(pid, signal.SIGSTOP)
 
