@@ -32,9 +32,10 @@ def measure_lags(setting: Setting, seeds: Sequence[int], some: Sequence[str] = (
     """
     wide = setting.but(tensor_parallel="auto")
     plain = [simulate(setting, ["fixed"], seed) for seed in seeds]
-    found: dict[str, Any] = {"seeds": len(seeds), "steps": setting.epochs * setting.steps_per_epoch}
-    if some and (before is None or any(before[key] != found[key] for key in found)):
+    counts = {"seeds": len(seeds), "steps": setting.epochs * setting.steps_per_epoch}
+    if some and (before is None or any(before[key] != counts[key] for key in counts)):
         raise SystemExit(f"lag: {setting.name} is not there, or of other seeds: run it with all policies")
+    found: dict[str, Any] = {**(before or {}), **counts} if some else counts
     best: list[SimulatedRun] = []
     for bound, change in BOUNDS.items():
         changed, synchronous = wide.but(**change), ["fixed"] if some else ["fixed", "ours"]
@@ -45,7 +46,7 @@ def measure_lags(setting: Setting, seeds: Sequence[int], some: Sequence[str] = (
         for name, row in rows.items():
             shares = [step.lag for run in runs for step in run.policies[name].steps]
             row["tokens_by_lag"] = [float(np.mean(share)) for share in zip(*shares, strict=True)]
-        found[bound] = {**before[bound], **rows} if some and before else rows
+        found[bound] = {**found.get(bound, {}), **rows}
     return found
 
 
@@ -61,7 +62,7 @@ def lag_targets(entries: dict[str, Any]) -> list[Target]:
     mine = "ours" if all("ours" in entry[bound] for entry in entries.values()) else NOT_BUILT
     for base, said, (speed, saved) in (("plain", "plain `fixed`", OVER_PLAIN), ("same", "`fixed` at its best width", OVER_BEST)):
         (reached, kept), (faster, cheaper) = (mean_over(entries, bound, policy, base) for policy in (mine, NOT_BUILT))
-        why = f"a learner beside the tail, which is not built, reaches {faster:.2f}× and {100 * cheaper:.0f} %"
+        why = f"PPO's early gradients and a learner that changes its size, not built, reach {faster:.2f}× and {100 * cheaper:.0f} %"
         if mine == NOT_BUILT:
             why = f"responses that end within their step reach {mean_over(entries, '1', NOT_BUILT, base)[0]:.2f}×"
         found.append(Target(f"lag of one step: speed over {said}", reached, speed, unit="×", why=why))
