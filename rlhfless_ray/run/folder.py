@@ -141,7 +141,7 @@ class RunFolder:
             )
         if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
             return cls.create(recipe)
-        folder._check_same_policy(recipe)
+        folder.check_same_policy(recipe)
         if recipe.algorithm.kl.coefficient > 0 and recipe.keeps_start and not (folder.path / "reference").is_dir():
             raise UserError(
                 f"algorithm.kl.coefficient: {folder.path} began with 0 and kept no reference policy, so it must stay 0; start "
@@ -149,14 +149,16 @@ class RunFolder:
             )
         return folder
 
-    def _check_same_policy(self, recipe: Recipe) -> None:
+    def check_same_policy(self, recipe: Recipe | SupervisedRecipe) -> None:
         """Raise UserError if the recipe's policy differs from the checkpoint's."""
         try:
             before = yaml.safe_load((self.path / "recipe.yaml").read_text()) or {}
         except (OSError, yaml.YAMLError):
             return  # the learner reports what does not fit
-        shape = [] if recipe.policy.path else [("policy", "hidden_size"), ("policy", "layers"), ("prompts", "task")]
-        for section, key in [("lora", "rank"), *shape]:
+        data = "prompts" if isinstance(recipe, Recipe) else "data"
+        shape = [] if recipe.policy.path else [("policy", "hidden_size"), ("policy", "layers"), (data, "task")]
+        adapters = [("lora", "alpha"), ("lora", "target_modules")] if recipe.lora.rank else []  # alpha scales what was trained
+        for section, key in [("lora", "rank"), *adapters, *shape]:
             was, is_now = (before.get(section) or {}).get(key), getattr(getattr(recipe, section), key)
             if was is not None and was != is_now:
                 raise UserError(

@@ -87,7 +87,9 @@ class SupervisedStage:
             if path:
                 check_writable(Path(path), setting)
         self.folder = newest_folder(recipe) if resume else RunFolder(Path())
-        if not resume:
+        if resume:
+            self.folder.check_same_policy(recipe)
+        else:
             _check_no_checkpoints(recipe)
         if starts_ray(recipe):
             check_stage(recipe, lambda: local_room(recipe))

@@ -127,6 +127,16 @@ def test_another_policy_cannot_go_on_from_a_checkpoint(tmp_path: Path, section: 
         RunFolder.resumed(changed(tmp_path, section, **{key: value}))
 
 
+@pytest.mark.parametrize(("key", "value"), [("alpha", 32), ("target_modules", ["q_proj"])])
+def test_adapters_go_on_with_the_scale_and_layers_that_they_were_trained_with(tmp_path: Path, key: str, value: Any) -> None:
+    begun(tmp_path)
+    adapted = changed(tmp_path, "lora", rank=4)
+    (tmp_path / "try" / "recipe.yaml").write_text(adapted.to_yaml())
+    assert RunFolder.resumed(adapted).path.name == "try"
+    with pytest.raises(UserError, match=rf"^lora.{key}: .*try was trained with .*, and its checkpoint does not fit"):
+        RunFolder.resumed(changed(tmp_path, "lora", rank=4, **{key: value}))
+
+
 def test_a_kl_term_cannot_come_with_a_resume(tmp_path: Path) -> None:
     folder = begun(tmp_path)
     with_kl = changed(tmp_path, "algorithm", kl={"coefficient": 0.1})

@@ -224,6 +224,7 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         (["run.seed=4"], "run.seed was 3"),
         (["data.shuffle=false"], "data.shuffle was True"),
         (["data.remainder=drop"], "data.remainder=drop was False"),
+        (["lora.rank=4"], "lora.rank: .*a was trained with 0, and its checkpoint does not fit 4"),
         (["run.epochs=2", "learner.learning_rate=1e-4"], ""),
     ],
 )
@@ -236,6 +237,7 @@ def test_a_resume_does_not_repeat_or_skip_rows(tmp_path: Path, changes: list[str
     checkpoint = tmp_path / "runs" / "a" / "checkpoints" / "checkpoint_1"
     checkpoint.mkdir(parents=True)
     (checkpoint / "progress.json").write_text(json.dumps({"steps": 8, "order": order.state()}))
+    (tmp_path / "runs" / "a" / "recipe.yaml").write_text(SupervisedRecipe.load(path).to_yaml())
     with pytest.raises(UserError, match=message) if message else nullcontext():
         SupervisedStage(SupervisedRecipe.load(path, changes), resume=True)
 
