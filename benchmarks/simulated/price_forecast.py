@@ -17,10 +17,10 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.common.results import make_console, save
+from benchmarks.simulated.pool_policies import Market, _expected
 from benchmarks.simulated.shared_pool import CASES, PREFER, runs_of
+from benchmarks.simulated.simulate_pool import PoolOutcome, Progress, simulate_pool
 from placement.market import Bid
-from placement.simulate.pool_policies import Market, _expected
-from placement.simulate.simulate_pool import PoolOutcome, Progress, simulate_pool
 
 USED = ("16 L40S, GRPO", "16 L40S, few arrivals")
 AHEAD = 4  # ends of stages that are looked ahead

@@ -18,11 +18,11 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.common.results import Target, make_console, result_folder, save, show_targets
+from benchmarks.simulated.pool_policies import Interleaved, Market, Partitions
+from benchmarks.simulated.pool_work import PoolRun, pool_run
+from benchmarks.simulated.simulate_pool import PoolOutcome, PoolPolicy, simulate_pool
 from benchmarks.simulator_page import write_page
 from placement.simulate import named, names
-from placement.simulate.pool_policies import Interleaved, Market, Partitions
-from placement.simulate.pool_work import PoolRun, pool_run
-from placement.simulate.simulate_pool import PoolOutcome, PoolPolicy, simulate_pool
 
 TUNED, PREFER = 2, 0.9
 ROLLMUX = {"disaggregated": 1.84, "colocated": 1.38}  # what RollMux (arXiv 2512.11306) reports over each

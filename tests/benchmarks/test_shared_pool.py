@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulated.shared_pool import Case, best, measure, policies, runs_of, targets
-from placement.simulate.simulate_pool import simulate_pool
+from benchmarks.simulated.simulate_pool import simulate_pool
 
 SMALL = Case(6, ["qwen3b-gsm8k-grpo"], runs=3, steps=2, between_s=5.0, parts=(1, 2, 3, 6), slowdowns=(3.0,))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.simulated.pool_work import Stage
+from benchmarks.simulated.simulate_pool import Progress
 from placement.market import Bid, Clearing, Credits, bid_of, clear, entitled_slots
 from placement.planning.objective import Objective
-from placement.simulate.pool_work import Stage
-from placement.simulate.simulate_pool import Progress
 
 SLOW_TAIL = 1.1  # a tail moves to the fewest devices on which it takes at most this times as long
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from placement.simulate.pool_work import PoolRun, Stage
+from benchmarks.simulated.pool_work import PoolRun, Stage
 
 CLOSE = 1e-9  # seconds, or share of a stage, that count as none
 

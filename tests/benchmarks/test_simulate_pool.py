@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulated.pool_policies import Interleaved, Market, Partitions
+from benchmarks.simulated.pool_work import PoolRun, Stage, pool_run, rollout_stages
+from benchmarks.simulated.simulate_pool import PoolOutcome, PoolPolicy, Progress, simulate_pool
 from placement.simulate.phase_times import PhaseTimes
-from placement.simulate.pool_policies import Interleaved, Market, Partitions
-from placement.simulate.pool_work import PoolRun, Stage, pool_run, rollout_stages
 from placement.simulate.setting import named
-from placement.simulate.simulate_pool import PoolOutcome, PoolPolicy, Progress, simulate_pool
 
 SMALL = named("qwen3b-gsm8k-grpo").but(prompts=8)
 
