@@ -290,10 +290,6 @@ def _unsupported_reason(config: Any, cache: Any) -> str:
     width, heads = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     if width > 1 and (heads % width or config.model_config.use_mla):  # latent attention has no heads in its KV
         return f"the engine's {width} members do not divide its KV by heads"
-    if config.scheduler_config.async_scheduling:
-        return "the engine's steps overlap (async_scheduling)"
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        return "the engine scales its KV by observed values (calculate_kv_scales)"
     if cache is None or len(cache.kv_cache_groups) != 1:
         return f"its layers form {len(cache.kv_cache_groups) if cache else 0} KV groups, not one"
     spec = cache.kv_cache_groups[0].kv_cache_spec

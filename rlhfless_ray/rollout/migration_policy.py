@@ -52,8 +52,6 @@ class MigrationPolicy:
             carries: whether engines can copy KV pages.
             safely: see `Autoscaler.safely`; the default lets exceptions pass.
         """
-        if rule not in ("tau", "auto"):
-            raise ValueError(f"unknown migration rule {rule!r}: tau or auto")
         self.rule, self.tau = rule, tau
         self.prefill = Term(0.05, 2e-5)  # seconds of a move by context tokens
         self.pages = Term(0.06, 2e-6) if carries else None

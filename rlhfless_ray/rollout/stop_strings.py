@@ -23,8 +23,6 @@ class StopStrings:
         """
         if self._load is None:
             raise RuntimeError("this engine has no tokenizer to find stop words with")
-        if not token_ids and not before:
-            return False
         if self._tokenizer is None:
             self._tokenizer = self._load()
         max_tokens = max(len(word.encode()) for word in words) + EXTRA_TOKENS

@@ -86,8 +86,6 @@ def test_without_another_engine_the_planner_is_not_called() -> None:
     assert migration.decide(progressed([0] * 4, [9] * 4, []), [0], []).moves == ()
     assert migration.decide(progressed([0, 0, 1, 2], [9] * 4, []), [0, 1], []).moves == ()  # engine 2 is not there yet
     assert migration.decide(progressed([0, 0, 1, 1], [9] * 4, [0, 1, 2, 3]), [0, 1], []).moves == ()
-    with pytest.raises(ValueError, match="unknown migration rule 'best'"):
-        MigrationPolicy("best", 0.7)
 
 
 def test_the_fitted_speed_is_scaled_to_the_newest_steps() -> None:
