@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from placement.memory import FAMILIES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, RankMemory, Training, rank_memory, text_part, ties_ends
+from placement.memory import FAMILIES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, Training, rank_memory, text_part, ties_ends
 
 CHUNK_BYTES = 1 << 28  # float32 logits that a learner computes at once
 CHUNK_COPIES = 3.5  # logits in the model's dtype and in float32, probabilities, and their gradient
@@ -102,11 +102,6 @@ def trainer_parts(
     adapters = trained * (training.value_bytes + MASTER_BYTES + MOMENT_BYTES + GRADIENT_BYTES) if training.adapters else 0
     base = ("context", CUDA_BYTES) if on_gpu else ("imports", LEARNER_BYTES)
     return (*(rank.on_device if on_gpu else rank.training), ("adapters", adapters), base)
-
-
-def idle_bytes(rank: RankMemory) -> int:
-    """Return the bytes that a rank's process on CPU holds between updates."""
-    return rank.idle + LEARNER_BYTES
 
 
 def update_bytes(config: Mapping[str, Any], batch: MicroBatch, value_bytes: int, checkpointing: bool, slack: float = 1.0) -> int:

@@ -9,7 +9,7 @@ and pages, so there is a break-even length of a shared header.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,10 +56,6 @@ class PrefixCosts:
     engine_s: float = 0.0
     instance_s: float = 0.0
     step_s: float = 0.0
-
-    def with_start(self, start_s: float) -> PrefixCosts:
-        """Return the costs if each prefill instance has to be started first."""
-        return replace(self, instance_s=self.instance_s + start_s)
 
 
 @dataclass(frozen=True)

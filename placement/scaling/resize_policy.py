@@ -186,7 +186,7 @@ def decide(
     else:
         once = -more * transition.price * transition.restart_s
     pays, why = pays_back(saving, before, once, min(history.horizon(step), steps_left), gamma, min_saving)
-    return _to(chosen, current, f"{figures} {why}") if pays else _stay(stay, current, f"{figures} {why}")
+    return _to(chosen, current, f"{figures} {why}") if pays else Hold(current, f"{figures} {why}", stay.time_s, stay.cost, stay)
 
 
 def pays_back(saving: float, before: float, once: float, lasts: float, gamma: float, min_saving: float) -> tuple[bool, str]:
@@ -206,10 +206,6 @@ def pays_back(saving: float, before: float, once: float, lasts: float, gamma: fl
 def _to(plan: Plan, current: int, reason: str) -> Decision:
     kind = Hold if plan.actors == current else Grow if plan.actors > current else Shrink
     return kind(plan.actors, reason, plan.time_s, plan.cost, plan)
-
-
-def _stay(plan: Plan, current: int, reason: str) -> Decision:
-    return Hold(current, reason, plan.time_s, plan.cost, plan)
 
 
 def safe_decide(last: Decision | None, make: Callable[..., Decision], *arguments: Any, fallback: int = 1, **named: Any) -> Decision:

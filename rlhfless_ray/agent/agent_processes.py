@@ -192,7 +192,8 @@ class AgentProcesses:
         self.replaced += 1
         if process.is_single and key is None:
             key = next(iter(process.playing), None)
-        left = [self._with_replies(start) for start in process.playing.values() if start.key != key]
+        starts = (start for start in process.playing.values() if start.key != key)
+        left = [replace(start, earlier_replies=tuple(self.replies[start.key])) for start in starts]
         suspects = [] if key is not None else [start for start in left if start.key in process.with_agent]
         fresh = self._start_process()
         fresh.batches = [b for b in ([o for o in left if o not in suspects], *([o] for o in suspects)) if b] + process.batches
@@ -201,9 +202,6 @@ class AgentProcesses:
             yield process.epoch, EpisodeEnd(key, f"the agent's process {cause.value} and was replaced: {why}")
         self.faults.count("the agent's process", cause, why)
         self._play_next_batch(fresh)
-
-    def _with_replies(self, opening: EpisodeStart) -> EpisodeStart:
-        return replace(opening, earlier_replies=tuple(self.replies[opening.key]))
 
 
 def start_agent(cls: Any, *arguments: Any, resource: str = "cpu") -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class PrefixStage:
         costs = self.speed.costs()
         if not any(instance.memory_mb > 0 for instance in self.pool.parked):
             start_s = self.context.autoscaler.terms.cold_start.predict() / max(1, steps_left)
-            costs = costs.with_start(start_s)
+            costs = replace(costs, instance_s=costs.instance_s + start_s)
         return choose_prefix(
             demand, costs, mode=self.mode, time_value=self.context.autoscaler.value_per_s, max_instances=self.max_instances,
             page_bytes=self.page_bytes, cap_bytes=self.cap_bytes,

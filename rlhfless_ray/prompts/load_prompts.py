@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -184,9 +184,9 @@ def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, r
         if turns and isinstance(cell, list) and cell and all(isinstance(turn, dict) for turn in cell):
             continue
         if not isinstance(cell, str):
+            kind = "null" if cell is None else f"of type {type(cell).__name__}"
             raise UserError(
-                f"{where}, {name}: the prompt in column `{prompt_column}` is {_type_name(cell)}, not a string; fix the row or "
-                "set prompts.prompt_column"
+                f"{where}, {name}: the prompt in column `{prompt_column}` is {kind}, not a string; fix the row or set prompts.prompt_column"
             )
         if not cell:
             raise UserError(f"{where}, {name}: the prompt in column `{prompt_column}` is empty; fix or remove the row")
@@ -278,7 +278,3 @@ def _check_lengths(named_rows: list[NamedRow], ids: list[list[int]], where: str,
                 f"{where}, {name}: {len(tokens)} prompt tokens and rollout.{key} = {getattr(rollout, key)} exceed "
                 f"the policy's context of {context_tokens} tokens; lower rollout.{key}, or shorten or remove the row"
             )
-
-
-def _type_name(value: Any) -> str:
-    return "null" if value is None else f"of type {type(value).__name__}"

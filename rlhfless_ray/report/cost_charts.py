@@ -15,10 +15,6 @@ PHASES = ("prefill", "rollout", "score", "learn", "publish", "eval", "driver")  
 MAX_BARS = 80
 
 
-def kind_colour(kind: str) -> str:
-    return f"@{kind}" if kind in KINDS else "@other"
-
-
 def by_kind(ledger: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Sum leased slot-seconds by kind and activity. Parked rows hold no lease and do not count."""
     table: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -63,7 +59,7 @@ def cost(ledger: Sequence[Row]) -> Chart | None:
 def _style(activity: str, kinds: Sequence[str]) -> Row:
     if activity == "idle":
         return {"color": "@idle/0.6", "line": {"width": 0}}
-    colours = [kind_colour(kind) for kind in kinds]
+    colours = [f"@{kind}" if kind in KINDS else "@other" for kind in kinds]
     if activity == "start":
         pale = [colour + "/0.2" for colour in colours]
         pattern = {

@@ -42,7 +42,7 @@ class RunRecord:
         """Read the folder as it is now. Missing or incomplete files become sentences in `problems`."""
         record = cls(folder=Path(folder))
         record._read_status()
-        record._read_recipe()
+        record.recipe = record._text("recipe.yaml", "the recipe is not shown") or ""
         record._read_metrics()
         record._read_ledger()
         record._find_samples()
@@ -107,9 +107,6 @@ class RunRecord:
             return
         if isinstance(status, dict):
             self.status = status
-
-    def _read_recipe(self) -> None:
-        self.recipe = self._text("recipe.yaml", "the recipe is not shown") or ""
 
     def _read_metrics(self) -> None:
         if not (self.folder / "metrics.jsonl").is_file():

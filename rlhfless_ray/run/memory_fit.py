@@ -91,7 +91,7 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
         )
         needs.append(Need(f"a {name} rank", group.model.key, parts, True, predicted=True, function=name, processes=ranks, of_update=True))
         in_store = 0 if on_gpu else _bytes_in_store(group)
-        idle[name], updates[name] = ranks * peak_memory.idle_bytes(group.rank) - in_store, (needs[-1], in_store)
+        idle[name], updates[name] = ranks * (group.rank.idle + peak_memory.LEARNER_BYTES) - in_store, (needs[-1], in_store)
     if on_gpu:
         return needs
     members, drafter = recipe.rollout.least_width, models.get("drafter")

@@ -155,11 +155,12 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = UN
     width, needs = memory.VALUE_BYTES[recipe.policy.dtype], []
     if policy := models.get("policy"):
         slots = recipe.rollout.least_width
-        kv = memory.kv_bytes(policy.config, recipe.longest_tokens(lengths.longest_prompt), width, slots)
-        parts = (("weights", policy.parameters * _engine_width(recipe) // slots), (_of_kv(recipe, lengths), kv))
+        longest = recipe.longest_tokens(lengths.longest_prompt)
+        kv = memory.kv_bytes(policy.config, longest, width, slots)
+        parts = (("weights", policy.parameters * _engine_width(recipe) // slots), (f"KV cache of one sequence of {longest} tokens", kv))
         needs.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share, slots))
         if drafter := models.get("drafter"):
-            kv = MODEL_SEQUENCES * memory.kv_bytes(drafter.config, recipe.longest_tokens(lengths.longest_prompt), width)
+            kv = MODEL_SEQUENCES * memory.kv_bytes(drafter.config, longest, width)
             parts = (("weights", drafter.parameters * width), (f"KV of {MODEL_SEQUENCES} sequences", kv))
             needs.append(Need("the drafter beside an engine", drafter.key, parts, True, 1 - recipe.rollout.gpu_memory_share))
     for group in training_groups(recipe, models, lengths):
@@ -291,7 +292,3 @@ def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) 
         activations = memory.activation_bytes(model.config, lengths.shortest_prompt + 1, width)
         groups.append(TrainingGroup(name, model, parameters, training, memory.rank_memory(parameters, training, activations)))
     return groups
-
-
-def _of_kv(recipe: Recipe, lengths: Lengths) -> str:
-    return f"KV cache of one sequence of {recipe.longest_tokens(lengths.longest_prompt)} tokens"

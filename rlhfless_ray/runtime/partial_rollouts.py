@@ -64,16 +64,15 @@ class PartialRollouts:
         quota = self.quota if missing is None else missing
         late = find_late([group.begun + max_lag for group in self.in_flight], step, self.quota)  # after a resume with a lower bound
         begun = step - self.rollout.ahead  # one version earlier, if the rollout begins beside an update
-        groups = [self._begin_again(group, begun) if g in late else group for g, group in enumerate(self.in_flight)]
+        groups = list(self.in_flight)
+        for g in late:
+            groups[g] = replace(groups[g], begun=begun, samples=tuple(map(self._without_tokens, groups[g].samples)))
         room = quota + self.quota * min(steps_left - 1, begun + max_lag - step)
         for prompt in draw(max(0, min(self.at_work, room) - len(groups))):
             groups.append(Group(prompt, begun, count * self.times[prompt.index]))
             self.times[prompt.index] += 1
         self.counts["begun_groups"] += sum(not group.samples for group in groups)
         return PartialBatch(groups, step, quota, max_lag, count, self.quota)
-
-    def _begin_again(self, group: Group, begun: int) -> Group:
-        return replace(group, begun=begun, samples=tuple(self._without_tokens(sample) for sample in group.samples))
 
     def _without_tokens(self, sample: Sample) -> Sample:
         """Return the sample as it was before its first token."""

@@ -43,12 +43,8 @@ class Rule:
         return {self.keys[0]: v[self.name]} if self.keys else {}
 
 
-def _says(text: str) -> Callable[[Values], str]:
-    return lambda v: text
-
-
 def _row(name: str, kind: Kind, keys: str = "", make: Any = None, *, idle: Any = None, reading: Any = None) -> Rule:
-    reading_of = _says(reading) if isinstance(reading, str) else reading
+    reading_of = (lambda v: reading) if isinstance(reading, str) else reading
     return Rule(name, kind, tuple(keys.split()), make, idle or (lambda v: ""), reading_of)
 
 
