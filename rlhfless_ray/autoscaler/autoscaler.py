@@ -1,4 +1,4 @@
-"""The planner's knowledge of a run, and the plan of each step: forecast → frontier → choice → decision.
+"""The plan of each step: forecast → frontier → choice → decision.
 
 Every decision is a value, on which the runtime acts. Planning never raises in a running loop: after a failure the last good
 plan's size is kept, and the reason says so.
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from placement.forecast.forecaster import LengthForecaster, Scenarios, forecast_quality
+from placement.forecast.forecaster import Scenarios, forecast_quality
 from placement.planning.bounds import rollout_bounds
 from placement.planning.frontier import frontier
 from placement.planning.objective import Objective, choose_nearest
 from placement.planning.plan import Plan, Pool
 from placement.scaling.engine_width import WidthDecision, best_width, decide_width, slots
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
-from placement.scaling.learner_size import LearnerSize, decision_for
+from placement.scaling.learner_size import decision_for
 from placement.scaling.overlapped_step import Sizes, Update, size_together, step_plan
 from placement.scaling.phase_delay import Delay
 from placement.scaling.resize_policy import (
@@ -38,53 +38,34 @@ from placement.scaling.resize_policy import (
     safe_decide,
     time_value,
 )
-from placement.speed.cost_terms import Term, Terms
 from placement.speed.decode_speed import Speed
-from rlhfless_ray.autoscaler.engine_speeds import EngineSpeeds
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
+from rlhfless_ray.autoscaler.predictor import REGRANT_S, Predictor, response_tokens
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
-from rlhfless_ray.common.errors import describe_failure
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
-from rlhfless_ray.types import EngineStep, Prompt, Sample
+from rlhfless_ray.types import Prompt, Sample
 
-T = TypeVar("T")
 MIN_FRONTIER_GAP = 0.005  # relative distance between points of the frontier
-OVERHEAD_S = 0.03  # initial guess of a rollout's time besides decoding (weights, calls, results)
-OUTSIDE_S = 0.03  # initial guess of a step's time outside rollout, scoring and update
-REGRANT_S = 0.8  # time to get a released slot back, at worst (Ray's retry interval)
 MIN_SECOND_VALUE = 1e-3  # slot-seconds per second of the step, for objectives that count cost only
 DRAFTS_MATTER = 1.02  # tokens of a sequence in an engine step from which a plan's reason mentions drafts
 KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, so that a single slow step does not end them
 
 
-class Autoscaler:
-    """Forecast, plan, and fit the models to measurements. Its state survives a resume."""
+class Autoscaler(Predictor):
+    """Plan each step by what is predicted of it. Its state survives a resume."""
 
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
-        self.recipe = recipe
-        self.samples = recipe.rollout.samples_per_prompt
-        self.engines = EngineSpeeds(recipe.rollout.least_width, first_speed)
+        super().__init__(recipe, first_speed)
         self.width_history = ResizeHistory()
         self.width_note = ""  # why `rollout.tensor_parallel: auto` leaves no choice; "" once a plan's reason includes it
-        limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
-        self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
         self.objective = _objective(recipe)
-        self.terms, self.around, self.outside = Terms(), Term(OVERHEAD_S), Term(OUTSIDE_S)
-        self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
-        self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the newest update, or the next one if it is sized
-        self.update_tokens = 0.0  # tokens of the newest update
         self.sizes: Sizes | None = None  # of the next update and the rollout beside it, with a lag
         self.learner_delay = Delay(0.0, self.learner_slots, "")  # of the next update, for slots that another run gives back
         self.history = ResizeHistory()
         self.value_per_s = 1.0  # value of a second of the step, in slot-seconds
         self.actors = 0  # engines of the last step
         self.last: Decision | None = None
-        self.update_s = 0.0  # duration of the last update
-        self.passes_s = 0.0  # duration of the passes before it
-        self.tokens_per_step = 1.0  # tokens of a sequence in an engine step of the last rollout: more than one with drafts
-        self.pending_steps: list[list[EngineStep]] = []  # step records that the speed is not fitted to yet
-        self.troubles: list[str] = []  # failures since the last report
         self.bids: MarketBids | None = None  # on a pool that the run shares with others
         self.running_update: Update | None = None  # beside the rollout that runs, on such a pool
         self.update_ends_s = 0.0  # when it will end by its prediction, on the clock of time.monotonic
@@ -100,33 +81,6 @@ class Autoscaler:
         self.objective = _objective(self.recipe)
         if self.bids is not None:
             self.bids.objective = self.objective
-
-    def forecast(self, prompts: list[Prompt], step: int) -> Scenarios:
-        """Draw joint lengths of all responses to `prompts`; those of one prompt are adjacent."""
-        rows, tokens = _prompt_features(prompts)
-        draws = self.recipe.objective.scenarios
-        return self.safely(
-            "the forecast",
-            lambda: self.forecaster.predict(rows, tokens, self.samples).draw(draws, step),
-            lambda: Scenarios.from_matrix(np.full((len(prompts) * self.samples, draws), self.forecaster.default_tokens)),
-        )
-
-    def expected(self, prompts: list[Prompt]) -> np.ndarray:
-        """Return (prompts,) expected tokens of one response to each prompt."""
-        rows, tokens = _prompt_features(prompts)
-        return self.safely(
-            "the forecast", lambda: self.forecaster.forecast(rows, tokens), lambda: np.full(len(prompts), self.forecaster.default_tokens)
-        )
-
-    def safely(self, what: str, make: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """Return `make()`, or `fallback()` after an exception, which is added to `troubles`: planning must not end a run."""
-        try:
-            return make()
-        except Exception as error:
-            message = describe_failure(what, error)
-            if message not in self.troubles:  # some calls are repeated many times per step
-                self.troubles.append(message)
-            return fallback()
 
     def plan(
         self,
@@ -240,24 +194,6 @@ class Autoscaler:
 
         return self.safely("renewing the bid", renew, lambda: max_actors)
 
-    def _update_beside(self, learner_slots: int, lengths: np.ndarray) -> Update | None:
-        """Return the update beside a rollout of these lengths, or None if there is none or no update was measured yet."""
-        if not learner_slots or not self.learner.is_measured:
-            return None
-        return self._update(self.learner_slots, learner_slots, self.update_tokens, lengths)
-
-    def _update(self, per_rank: int, learner_slots: int, tokens: float, lengths: np.ndarray) -> Update:
-        apart_s = self.apart_s(float(lengths.mean(1).sum()), len(lengths))
-        return Update(learner_slots, self.learner.predict(per_rank, tokens), apart_s)
-
-    def apart_s(self, tokens: float, samples: int) -> float:
-        """Return the seconds of a step besides its rollout and its update."""
-        parts = lambda: self._passes_s(tokens) + self.terms.score.predict(samples) + self.outside.predict()  # noqa: E731
-        return self.safely("predicting the step", parts, lambda: 0.0)
-
-    def _passes_s(self, tokens: float) -> float:
-        return self.terms.passes.predict(tokens) if self.terms.passes.records else 0.0
-
     def _size_together(self, lengths: np.ndarray, prompts: list[Prompt], rooms: Mapping[int, Mapping[int, int]]) -> Sizes | None:
         """Choose the learner's slots for the update on the planned step's responses, and the engines beside it.
 
@@ -291,10 +227,6 @@ class Autoscaler:
         tokens = float(lengths.mean(1).sum())
         apart_s, update_s = self.apart_s(tokens, len(lengths)), self.learner.predict(self.learner_slots, tokens)
         return phase_s, slot_s, apart_s + (max(phase_s, update_s) if self.recipe.rollout.rolls_out_ahead else phase_s + update_s)
-
-    def predict_learn_s(self, tokens: float) -> float:
-        """Return the seconds of the learn phase for so many generated tokens."""
-        return self.learner.predict(self.learner_slots, tokens) + self._passes_s(tokens)
 
     def size_learner(self, samples: list[Sample], is_beside_rollout: bool = False) -> Decision:
         """Decide the number of slots per rank for the update on `samples`. `is_beside_rollout`: the next step's works beside it."""
@@ -339,23 +271,6 @@ class Autoscaler:
         if self._may_retry and (retrial := self.learner.retrial(per_rank, now, tokens, costs)) is not None:
             return retrial
         return decision_for(per_rank, now, self.sizes.reason, self.learner.predict(per_rank, tokens))
-
-    @property
-    def expected_update_s(self) -> float:
-        """Predicted seconds of the newest update; 0 before the first measurement."""
-        if not self.learner.is_measured:
-            return 0.0
-        return self.safely("predicting the update", lambda: self.learner.predict(self.learner_slots, self.update_tokens), lambda: 0.0)
-
-    def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:
-        """Record an update's duration. `slots`: per rank."""
-        self.update_s, self.learner_slots = seconds, slots
-        self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
-
-    def observe_passes(self, samples: list[Sample], seconds: float) -> None:
-        """Record the duration of the learn phase before the update: passes that were not made ahead, and the critic's update."""
-        self.passes_s = seconds
-        self.terms.passes.observe(float(response_tokens(samples).sum()), seconds)
 
     def _predict(
         self, decision: Decision, lengths: np.ndarray, prompt_tokens: np.ndarray, before_s: float, update: Update | None
@@ -428,14 +343,6 @@ class Autoscaler:
         pool = Pool(speed, max_actors=max_actors, capacity=capacity, devices=width)
         return frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
 
-    @property
-    def engine_speed(self) -> Speed:
-        """Speed fitted to decode steps, with the prefill time of a prompt token."""
-        return self._speed(self.engines.width)
-
-    def _speed(self, width: int) -> Speed:
-        return replace(self.engines.fit_of(width).speed, prefill_s=self.terms.prefill.per_unit_s)
-
     def _decide_width(self, frontiers: dict[int, list[Plan]], warm: dict[int, int], step: int, update: Update | None) -> WidthDecision:
         """Decide about the engines' width. `warm`: processes of each width without a cold start."""
         adjusted = {width: self._compared(plans, width, update) for width, plans in frontiers.items()}
@@ -506,67 +413,6 @@ class Autoscaler:
             for plan in plans
         ]
 
-    # ---- learning from what happened -----------------------------------------------------------------------------
-
-    def observe_rollout(self, steps: list[EngineStep], overhead_s: float | None) -> None:
-        """Record a rollout's engine steps, and its time besides the longest engine's steps (None after a cold start)."""
-        if overhead_s is not None:
-            self.around.observe(0.0, overhead_s)
-        self.pending_steps.append(steps)
-        if drawn := sum(step.running for step in steps):
-            self.tokens_per_step = 1 + sum(step.accepted for step in steps) / drawn
-
-    def learn(self) -> None:
-        """Fit the speed to recorded engine steps. Takes milliseconds, so call it where nothing waits."""
-        while self.pending_steps:
-            self._learn(self.pending_steps.pop(0))
-
-    def settle(self) -> None:
-        """Fit all observed times now, so that later predictions need not wait for it."""
-        for one in (*vars(self.terms).values(), self.around, self.outside, self.learner):
-            self.safely("fitting what was observed", one.settle, lambda: None)
-
-    def _learn(self, steps: list[EngineStep]) -> None:
-        running, new = np.array([s.running for s in steps]), np.array([s.new_tokens for s in steps])
-        seconds = np.array([s.token_s for s in steps])
-        context, prefill = np.array([s.context_tokens for s in steps]), new > running
-        self.safely("fitting the speed", lambda: self.engines.fit.observe(running, seconds, context, new), lambda: None)
-        self.terms.prefill.observe(new[prefill], seconds[prefill])
-
-    def observe_load(self, weight_bytes: int, seconds: float, away: bool = False) -> None:
-        """Record an engine's load of a weight version. `away`: the engine is not on the learner's node."""
-        (self.terms.transfer_away if away else self.terms.transfer).observe(float(weight_bytes), seconds)
-
-    def overhead_s(self, weight_bytes: int, away: bool, lacks_weights: bool) -> float:
-        """Return the seconds that an engine holds its slot without decoding, until the learner has the slot.
-
-        `away`: the engine is not on the learner's node. Weights then come over the network, and the learner has to request
-        another slot on its own node.
-        """
-        transfer = self.terms.transfer_away if away else self.terms.transfer
-        return (transfer.predict(float(weight_bytes)) if lacks_weights else 0.0) + (REGRANT_S if away else 0.0)
-
-    def work_s(self, lengths: np.ndarray, prompt_tokens: np.ndarray) -> float:
-        """Return the seconds in which one engine decodes n responses. `lengths`: (n, S) draws in tokens; `prompt_tokens`: (n,)."""
-        return self.engine_speed.rollout_s(lengths.astype(float), prompt_tokens.astype(float))
-
-    def observe_step(self, phases: dict[str, float], wall_s: float, samples: int) -> None:
-        """Record a finished step's wall time by phase, without evaluation.
-
-        `observe_update` and `observe_passes` record the worker groups' own times.
-        """
-        self.terms.score.observe(float(samples), phases.get("score", 0.0))
-        if self.recipe.rollout.rolls_out_ahead:  # the learn phase includes the next step's prefill and rollout
-            self.outside.observe(0.0, wall_s - sum(phases.get(name, 0.0) for name in ("rollout", "score", "learn", "eval")))
-            return
-        known = sum(phases.get(name, 0.0) for name in ("prefill", "rollout", "score", "eval"))
-        self.outside.observe(0.0, wall_s - known - self.update_s - self.passes_s)
-
-    def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:
-        lengths = response_tokens(samples).reshape(len(prompts), self.samples)
-        rows, tokens = _prompt_features(prompts)
-        self.safely("learning from lengths", lambda: self.forecaster.observe(rows, tokens, list(lengths)), lambda: None)
-
     def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """Return metrics of the step's forecast, of the best plan for the true lengths, and of the lower bounds."""
         self.learn()
@@ -593,46 +439,21 @@ class Autoscaler:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        self.learn()
-        widths = self.engines.state()
         return {
-            **(widths | {"width_history": asdict(self.width_history)} if widths else {}),
-            "forecaster": self.forecaster.state(),
-            "speed": self.engines.fit.state(),
+            **super().state(),
+            **({"width_history": asdict(self.width_history)} if self.engines.expected else {}),
             "actors": self.actors,
-            "terms": self.terms.state(),
             "history": asdict(self.history),
             "second": self.value_per_s,
-            "around": self.around.state(),
-            "outside": self.outside.state(),
-            "learner": self.learner.state(),
-            "learner_slots": self.learner_slots,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.forecaster.restore(state["forecaster"])
+        super().restore(state)
         if state.get("width") in self.engines.expected:
-            self.engines.restore(state)
             self.width_history = ResizeHistory(**state["width_history"])
-        self.engines.fit.restore(state["speed"])
         self.actors = state["actors"]
-        self.terms.restore(state["terms"])
         self.history = ResizeHistory(**state["history"])
         self.value_per_s = state["second"]
-        self.around.restore(state["around"])
-        self.outside.restore(state["outside"])
-        self.learner.restore(state["learner"])
-        self.learner_slots = state["learner_slots"]
-
-
-def _prompt_features(prompts: list[Prompt]) -> tuple[list[int], list[int]]:
-    """Return (prompts,) row indices and token counts, by which the forecaster identifies prompts."""
-    return [p.index for p in prompts], [len(p.token_ids) for p in prompts]
-
-
-def response_tokens(samples: list[Sample]) -> np.ndarray:
-    """Return (samples,) generated tokens of each response; 1 for an agent's sample that failed before its first."""
-    return np.array([max(1, sample.written_tokens) for sample in samples], float)
 
 
 def _objective(recipe: Recipe) -> Objective:
