@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import writing
+from rlhfless_ray.report.cost_charts import PHASES
 from rlhfless_ray.report.formatting import finite, natural_order
 
-PHASES = ("lease", "rollout", "score", "learn", "publish", "eval", "driver")
 STEP_KEYS = (
     *("reward/mean", "pool/rollout_actors", "pool/reason", "cost/busy_slot_s", "cost/full_slot_s"),
-    *(f"phase/{phase}_s" for phase in PHASES),
+    *(f"phase/{phase}_s" for phase in ("lease", *PHASES)),
 )
 
 Row = Mapping[str, Any]

@@ -88,3 +88,9 @@ def test_overlapping_rows_are_on_threads_of_their_own() -> None:
 
 def test_a_folder_without_ledger_gives_an_empty_trace(tmp_path: Path) -> None:
     assert not [e for e in json.loads(write_timeline(tmp_path).read_text())["traceEvents"] if e["ph"] == "X"]
+
+
+def test_a_step_shows_the_time_of_each_phase() -> None:
+    phases = {f"phase/{name}_s": 0.5 for name in ("lease", "prefill", "rollout", "score", "learn", "publish", "eval", "driver")}
+    (step,) = complete(list(trace_events([], [{"step": 1, "time_s": 9.0, "step_s": 4.0, "length/mean": 3.0, **phases}])), "step")
+    assert step["args"] == phases
