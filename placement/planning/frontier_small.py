@@ -53,7 +53,7 @@ def all_partitions(work: RolloutWorkload, known: Sequence[Partition]) -> list[Pa
         tokens[at, g] += held[i]
         kind_of[at, g] = q
         place = np.column_stack((place[row], g))
-        keep = _distinct(load, tokens, kind_of, cost, len(kinds))
+        keep = _distinct(load, tokens, kind_of, cost)
         keep = keep[_open(load[keep].max(1), cost[keep] + rest[i + 1], times, costs)]
         load, tokens, kind_of, cost, place = load[keep], tokens[keep], kind_of[keep], cost[keep], place[keep]
     found = []
@@ -115,7 +115,7 @@ def _open(time_s: np.ndarray, cost: np.ndarray, times: np.ndarray, costs: np.nda
     return (slower < 0) | (costs[slower] > cost * (1 + MIN_GAIN))
 
 
-def _distinct(load: np.ndarray, tokens: np.ndarray, kind_of: np.ndarray, cost: np.ndarray, kinds: int) -> np.ndarray:
+def _distinct(load: np.ndarray, tokens: np.ndarray, kind_of: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """Return the rows to keep if, of states with equal groups in any order, only the cheapest stays."""
     if len(load) < 2:
         return np.arange(len(load))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,13 +112,10 @@ def workload_of(setting: Setting, seed: int) -> SyntheticWorkload:
     )
 
 
-def simulate(
-    setting: Setting, policies: Sequence[str | tuple[str, Policy]] | None = None, seed: int = 0, say: Callable[[str], None] | None = None
-) -> SimulatedRun:
+def simulate(setting: Setting, policies: Sequence[str | tuple[str, Policy]] | None = None, seed: int = 0) -> SimulatedRun:
     """Run every policy on the same workload with the same forecasts. Deterministic in `seed`.
 
-    policies: names of `policies_of(setting)` (default: all), or (name, function) of your own. say: callback for
-    progress messages. Raises ValueError for an unknown policy, or whatever is wrong with the setting.
+    policies: names of `policies_of(setting)` (default: all), or (name, function) of your own. Raises ValueError for an unknown policy, or whatever is wrong with the setting.
     """
     known = policies_of(setting)
     chosen = [(p, _named_policy(p, known)) if isinstance(p, str) else p for p in (known if policies is None else policies)]
@@ -144,8 +141,6 @@ def simulate(
             spent[name] += time.process_time() - began
         bounds.append(step_bounds(times, given))
         forecasts.observe(workload, step)
-        if say:
-            say(f"step {step + 1} of {len(workload.epoch)}")
     runs = {name: PolicyRun(name, tuple(steps), spent[name]) for name, steps in done.items()}
     return SimulatedRun(setting, seed, runs, tuple(bounds), tuple(int(e) for e in workload.epoch))
 

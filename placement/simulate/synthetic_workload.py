@@ -30,8 +30,6 @@ class SyntheticWorkload:
     prompt_tokens: np.ndarray
     lengths: np.ndarray
     epoch: np.ndarray
-    source: str
-    limit: int
     earlier: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
 
@@ -94,13 +92,7 @@ def synthesise(
     lengths = [visit(order, epoch) for epoch, order in enumerate(rows)]
     index = np.concatenate(rows).reshape(-1, prompts)
     return SyntheticWorkload(
-        index,
-        tokens[index],
-        np.concatenate(lengths).reshape(len(index), prompts, samples),
-        np.repeat(np.arange(epochs), steps),
-        str(name),
-        response_limit,
-        earlier,
+        index, tokens[index], np.concatenate(lengths).reshape(len(index), prompts, samples), np.repeat(np.arange(epochs), steps), earlier
     )
 
 
@@ -129,6 +121,4 @@ def replay(path: Path, *, prompts: int, epochs: int, response_limit: int, column
         np.tile(np.maximum(tokens, 1), (epochs, 1)),  # the recording has 0 where it does not say
         np.tile(np.minimum(lengths, response_limit), (epochs, 1, 1)),
         np.repeat(np.arange(epochs), steps),
-        path.name,
-        response_limit,
     )

@@ -97,7 +97,7 @@ class VirtualEngines:
                 runs &= self.admitted > 0
             chosen = np.flatnonzero(runs)
             if len(chosen):
-                end = min(end, self._slice(chosen, end - self.time_s, runs))
+                end = min(end, self._slice(chosen, end - self.time_s))
             self.time_s = end
         if self.finished.all():
             self.time_s = float(self.finish_s.max(initial=0.0))
@@ -120,7 +120,7 @@ class VirtualEngines:
         # A sequence that waits without an actor loses its KV with the lease: coming back is a move, wherever it goes.
         self.home[(self.home == actor) & ~self.finished & (self.actor == UNPLACED)] = -2
 
-    def _slice(self, chosen: np.ndarray, seconds: float, runs: np.ndarray) -> float:
+    def _slice(self, chosen: np.ndarray, seconds: float) -> float:
         """Decode the sequences in `chosen` for at most `seconds`. Returns the time at which the slice ended."""
         left = self.lengths[chosen] - self.generated[chosen]
         order = np.lexsort((left, self.actor[chosen]))
