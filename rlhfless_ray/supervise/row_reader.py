@@ -44,7 +44,7 @@ class RowReader:
     """Convert rows to sequences of tokens, and count those that are left out or cut."""
 
     def __init__(self, recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | None) -> None:
-        self.recipe, self.data, self.task = recipe, recipe.data, recipe.task
+        self.data, self.task = recipe.data, recipe.task
         self.tokenizer, self.context_tokens = tokenizer, context_tokens
         self.left_out: list[str] = []
         self.cut: list[str] = []
