@@ -115,7 +115,8 @@ def workload_of(setting: Setting, seed: int) -> SyntheticWorkload:
 def simulate(setting: Setting, policies: Sequence[str | tuple[str, Policy]] | None = None, seed: int = 0) -> SimulatedRun:
     """Run every policy on the same workload with the same forecasts. Deterministic in `seed`.
 
-    policies: names of `policies_of(setting)` (default: all), or (name, function) of your own. Raises ValueError for an unknown policy, or whatever is wrong with the setting.
+    policies: names of `policies_of(setting)` (default: all), or (name, function) of your own. Raises ValueError for an
+    unknown policy, or whatever is wrong with the setting.
     """
     known = policies_of(setting)
     chosen = [(p, _named_policy(p, known)) if isinstance(p, str) else p for p in (known if policies is None else policies)]

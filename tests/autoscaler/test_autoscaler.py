@@ -15,9 +15,9 @@ from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray import Recipe
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
-from rlhfless_ray.autoscaler.predictor import response_tokens
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
+from rlhfless_ray.autoscaler.predictor import response_tokens
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.functions.lease import Lease, Slot
