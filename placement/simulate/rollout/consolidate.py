@@ -26,9 +26,9 @@ class Consolidate:
 
     manner = "evenly"
 
-    def __init__(self, job: RolloutJob) -> None:
+    def __init__(self, job: RolloutJob, cost_weight: float | None = None) -> None:
         self.job = job
-        self.cost_weight = cost_weight_of(job)
+        self.cost_weight = cost_weight_of(job) if cost_weight is None else cost_weight
         self.most = job.max_actors
 
     def decide(self, view: View) -> Action | None:
