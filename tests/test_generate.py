@@ -213,6 +213,25 @@ def test_models_of_an_evaluation_have_names_of_their_own() -> None:
     assert _labels(["runs/sft-2", "runs/sft", "other/sft"]) == ["sft-2", "sft", "sft-3"]
 
 
+def test_an_evaluation_tells_of_rows_that_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
+    from rlhfless_ray.runtime import evaluate_models
+
+    monkeypatch.setattr(evaluate_models, "initial_policy", lambda _: ({}, None))
+    monkeypatch.setattr(evaluate_models, "policy_tokenizer", lambda *_: build_tokenizer(task("chain")))
+    monkeypatch.setattr(evaluate_models, "context_tokens", lambda _: None)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{text}="}) + "\n" for text in ("1+2", "3+4", "1+2+3+4+5+6")))
+    columns = {"prompt_column": "prompt", "answer_column": ""}
+    prompts = {"path": str(file), "max_prompt_tokens": 6, "overlong": "leave_out", "rows": 2, **columns}
+    recipe = GenerationRecipe.of({"policy": {"path": "m"}, "prompts": prompts, "evaluate": {"prompts": 1}})
+    found, _, notes = evaluate_models._load(recipe, [str(file)])
+    assert len(found) == 2
+    assert notes[0] == f"{file}: prompts.rows (2) is for built-in tasks, so all 3 rows are used; prompts.max_rows limits a data set"
+    assert notes[1].startswith(f"{file}: 1 prompts of more than 6 tokens") and "line 3" in notes[1]
+    assert "line 3" in evaluate_models._load(recipe, [])[2][-1]
+
+
 def test_models_whose_tokenizers_leave_out_other_rows_are_not_compared() -> None:
     long, short = Prompt(0, "long", (1,), {"n": 0}), Prompt(0, "short", (1,), {"n": 1})
     _check_same_rows({"a": [long], "b": [Prompt(0, "long", (5, 6), {"n": 0})]})

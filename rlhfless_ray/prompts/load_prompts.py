@@ -18,7 +18,7 @@ from rlhfless_ray.prompts.read_rows import (
     turn_problem,
     without_nulls,
 )
-from rlhfless_ray.prompts.sources import read_sources, split_paths
+from rlhfless_ray.prompts.sources import read_sources, rows_notes, split_paths
 from rlhfless_ray.types import Prompt
 
 if TYPE_CHECKING:
@@ -64,10 +64,11 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
         section.sources, section.split, "prompts", probabilities=section.probabilities, max_rows=section.max_rows, seed=seed
     )
     where = _setting_name("prompts", section.sources)
+    unlimited = rows_notes("prompts", section.rows, type(section).model_fields["rows"].default, len(named_rows))
     prompts, overlong = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
     if not recipe.evaluate.path or not held:
         train, heldout = _split_heldout(prompts, held, len(overlong), recipe)
-        notes = _overlong_notes(overlong, recipe) + _ending_notes(prompts, recipe)
+        notes = unlimited + _overlong_notes(overlong, recipe) + _ending_notes(prompts, recipe)
         if len(heldout) > len(train):
             notes += (f"{held} of {len(prompts)} rows are held out of training (evaluate.prompts); lower it, or name evaluate.path",)
         return _without_repeats(train, heldout, recipe, notes)
@@ -77,7 +78,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     heldout, overlong_heldout = _make_prompts(
         named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens
     )
-    notes = _overlong_notes(overlong + overlong_heldout, recipe) + _ending_notes([*train, *heldout], recipe)
+    notes = unlimited + _overlong_notes(overlong + overlong_heldout, recipe) + _ending_notes([*train, *heldout], recipe)
     return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], notes)
 
 

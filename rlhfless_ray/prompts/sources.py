@@ -41,6 +41,13 @@ def read_sources(
     return rows[:max_rows]
 
 
+def rows_notes(section: str, rows: int, default: int, read: int) -> tuple[str, ...]:
+    """Return a note for a number of rows that was set to limit a data set of `read` rows, which it does not."""
+    if rows == default or rows >= read:
+        return ()
+    return (f"{section}.rows ({rows}) is for built-in tasks, so all {read} rows are used; {section}.max_rows limits a data set",)
+
+
 def split_paths(paths: str) -> list[str]:
     """Return the data sets that a setting names, separated by commas. A file whose name has a comma is one."""
     return [paths] if Path(paths).exists() else [part.strip() for part in paths.split(",")]

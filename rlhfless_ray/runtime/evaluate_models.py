@@ -168,7 +168,7 @@ def evaluate(
         for label, model in zip(labels or _labels(models), models, strict=True)
     }
     loaded = {label: _load(of_model, data) for label, of_model in recipes.items()}  # before Ray starts, which takes longer
-    _check_same_rows({label: prompts for label, (prompts, _) in loaded.items()})
+    _check_same_rows({label: prompts for label, (prompts, *_) in loaded.items()})
     ks = ks or sorted({1, recipe.evaluate.samples_per_prompt})
     scores: list[ModelScore] = []
     costs: dict[str, dict[str, float]] = {}
@@ -176,8 +176,8 @@ def evaluate(
     with RayCluster.shared(recipe, max(parameter_count(initial_policy(of_model)[0]) for of_model in recipes.values())):
         for label, of_model in recipes.items():
             STOP.check()
-            prompts, parts = loaded[label]
-            groups = _generate(of_model, prompts, root / label)
+            prompts, parts, notes = loaded[label]
+            groups = _generate(of_model, prompts, notes, root / label)
             for name, part in parts.items():
                 score, means = _score(label, name, groups[part], ks, first.get(name))
                 first.setdefault(name, means)
@@ -212,9 +212,9 @@ def _check_same_rows(prompts: dict[str, list[Prompt]]) -> None:
             )
 
 
-def _generate(recipe: GenerationRecipe, prompts: list[Prompt], folder: Path) -> list[list[dict[str, Any]]]:
+def _generate(recipe: GenerationRecipe, prompts: list[Prompt], notes: tuple[str, ...], folder: Path) -> list[list[dict[str, Any]]]:
     """Generate a model's missing responses, and return the rows of all of them by prompt."""
-    with Generation(recipe, prompts=prompts, resume=(folder / RECORD).is_file()) as run:
+    with Generation(recipe, prompts=prompts, notes=notes, resume=(folder / RECORD).is_file()) as run:
         for _ in run:
             pass
     return list(read_groups(folder / RESPONSES))
@@ -246,26 +246,28 @@ def _for_model(recipe: GenerationRecipe, folder: Path, root: Path, label: str) -
     )
 
 
-def _load(recipe: GenerationRecipe, data: Sequence[str]) -> tuple[list[Prompt], dict[str, slice]]:
-    """Return the prompts of all data sets, and the part of each."""
+def _load(recipe: GenerationRecipe, data: Sequence[str]) -> tuple[list[Prompt], dict[str, slice], tuple[str, ...]]:
+    """Return the prompts of all data sets, the part of each, and messages for the user about rows that were left out or cut."""
     files = initial_policy(recipe)[0]
     tokenizer, longest = policy_tokenizer(recipe, files), context_tokens(files)
     if not data:
-        heldout = load_prompts(recipe, tokenizer, longest).heldout
-        data_sets = {recipe.prompts.task or "held-out": heldout}
+        loaded = load_prompts(recipe, tokenizer, longest)
+        data_sets, notes = {recipe.prompts.task or "held-out": loaded.heldout}, loaded.notes
     else:
-        data_sets = {}
+        data_sets, notes = {}, ()
         for name in data:
             prompts: dict[str, Any] = {"prompts.task": "", "prompts.path": name, "prompts.paths": [], "prompts.probabilities": None}
             one = recipe.with_settings({**prompts, "evaluate.prompts": 0, "evaluate.path": ""})
-            data_sets[name if name not in data_sets else f"{name}-{len(data_sets)}"] = load_prompts(one, tokenizer, longest).train
+            loaded = load_prompts(one, tokenizer, longest)
+            data_sets[name if name not in data_sets else f"{name}-{len(data_sets)}"] = loaded.train
+            notes += tuple(f"{name}: {note}" for note in loaded.notes)
     every, parts = list[Prompt](), dict[str, slice]()
     for name, part in data_sets.items():
         parts[name] = slice(len(every), len(every) + len(part))
         every += [replace(prompt, index=len(every) + number) for number, prompt in enumerate(part)]
     if not every:
         raise UserError("evaluate.prompts: there are no held-out prompts; raise it, or name a data set with --data")
-    return every, parts
+    return every, parts, notes
 
 
 def _score(

@@ -71,9 +71,11 @@ class Generation(Runtime):
 
     recipe: GenerationRecipe
 
-    def __init__(self, recipe: GenerationRecipe, *, prompts: list[Prompt] | None = None, resume: bool = False) -> None:
-        """`prompts`: used instead of the recipe's prompts, with indices from 0."""
-        self._given = prompts
+    def __init__(
+        self, recipe: GenerationRecipe, *, prompts: list[Prompt] | None = None, notes: tuple[str, ...] = (), resume: bool = False
+    ) -> None:
+        """`prompts`: used instead of the recipe's prompts, with indices from 0. `notes`: messages for the user about them."""
+        self._given = None if prompts is None else PromptSet(prompts, [], notes)
         super().__init__(recipe, resume=resume)
         if self.owes_warm_start:
             raise UserError("policy.path: the policy made from scratch has not had its warm start; name a model folder, or train it first")
@@ -82,7 +84,7 @@ class Generation(Runtime):
 
     def _load_prompts(self, recipe: Recipe) -> PromptSet:
         if self._given is not None:
-            return PromptSet(self._given, [])
+            return self._given
         recipe = recipe.with_settings({"evaluate.prompts": 0, "evaluate.path": ""})
         return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
 

@@ -10,7 +10,7 @@ import numpy as np
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.prompts.read_rows import NamedRow
-from rlhfless_ray.prompts.sources import read_sources, split_paths
+from rlhfless_ray.prompts.sources import read_sources, rows_notes, split_paths
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.row_reader import Rendered, RowReader, SupervisedRows
 
@@ -32,6 +32,7 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
         heldout = reader.read(_builtin_rows(recipe, evaluate.rows, "heldout"), f"data.task {data.task}")
         return reader.collect(train, heldout or _first(train, evaluate.train_share))
     rows = read_sources(data.sources, data.split, "data", probabilities=data.probabilities, max_rows=data.max_rows, seed=recipe.run.seed)
+    reader.notes = rows_notes("data", data.rows, type(data).model_fields["rows"].default, len(rows))
     where = f"data.path {data.sources[0]}" if len(data.sources) == 1 else "data.paths"
     train = reader.read(rows, where)
     if evaluate.path:

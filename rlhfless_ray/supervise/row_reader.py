@@ -46,6 +46,7 @@ class RowReader:
     def __init__(self, recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | None) -> None:
         self.data, self.task = recipe.data, recipe.task
         self.tokenizer, self.context_tokens = tokenizer, context_tokens
+        self.notes: tuple[str, ...] = ()  # messages about the data sets, for those about rows to follow
         self.left_out: list[str] = []
         self.cut: list[str] = []
         self.same: list[str] = []
@@ -93,7 +94,7 @@ class RowReader:
         return examples
 
     def collect(self, train: list[Rendered], heldout: list[Rendered]) -> SupervisedRows:
-        return SupervisedRows(self._examples(train), self._examples(heldout), self.reward_tokens or None, self._notes())
+        return SupervisedRows(self._examples(train), self._examples(heldout), self.reward_tokens or None, self.notes + self._notes())
 
     def _examples(self, rows: list[Rendered]) -> Examples:
         if self.task == "kto":  # each response with the prompt of another row, to estimate the KL divergence
