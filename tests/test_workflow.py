@@ -57,6 +57,22 @@ def test_a_reward_of_all_stages_makes_pairs() -> None:
         assert planned[1].tree["prompts"]["path"] == f"runs/w/g/{result}"
 
 
+def test_prompts_without_a_pair_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhfless_ray.runtime import run_workflow
+
+    file = tmp_path / "responses.jsonl"
+    scored = [(0, "a", 1.0), (0, "b", 0.0), (1, "a", 1.0), (1, "b", 1.0)]
+    lines = (json.dumps({"prompt_index": i, "prompt": "p", "response": text, "reward": reward}) for i, text, reward in scored)
+    file.write_text("".join(f"{line}\n" for line in lines))
+    folder = tmp_path / "r"
+    monkeypatch.setattr(run_workflow, "generate", lambda *_, **__: [folder.mkdir(), file][1])
+    stage = {"name": "r", "generate": {"policy": {"path": "m"}, "prompts": {"task": "chain"}, "reward": {"function": "task"}}}
+    (planned,) = Workflow.parse({"run": {"name": "w"}, "stages": [stage]}).plan()
+    said: list[str] = []
+    run_workflow._run(folder, planned, said.append)
+    assert said == ["stage r: 1 pairs of 2 prompts; the others have no two responses of different rewards"]
+
+
 def test_a_file_that_is_no_workflow_is_called_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^workflow .*none\.yaml: no such file"):
         Workflow.load(tmp_path / "none.yaml")

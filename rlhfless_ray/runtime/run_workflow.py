@@ -19,7 +19,7 @@ from rlhfless_ray.recipe.workflow_file import PAIRS, PlannedStage, Workflow
 from rlhfless_ray.report.workflow_report import write_workflow_report
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.run.responses import RECORD, preference_pairs, write_rows
+from rlhfless_ray.run.responses import RECORD, preference_pairs, read_groups, write_rows
 from rlhfless_ray.runtime.evaluate_models import FILE, evaluate
 from rlhfless_ray.runtime.generation import generate
 from rlhfless_ray.runtime.runtime import Runtime
@@ -38,7 +38,7 @@ def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str
     Args:
         workflow: The stages. All recipes are checked before the first one starts.
         resume: Continue the workflow of this name. Finished stages are kept, and a stopped one continues from its checkpoint.
-        say: Called with one line before each stage.
+        say: Called with one line before each stage, and about prompts without a pair.
 
     Raises:
         UserError: For a mistake in the file, or if a finished stage's recipe has changed.
@@ -66,7 +66,7 @@ def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str
             STOP.check()
             say(f"stage {stage.name}, {stages.index(stage) + 1} of {len(stages)}: {stage.kind}")
             try:
-                _run(folder / stage.name, stage)
+                _run(folder / stage.name, stage, say)
             finally:
                 write_workflow_report(folder, [(stage.name, stage.kind) for stage in stages])
     write_workflow_report(folder, [(stage.name, stage.kind) for stage in stages])
@@ -95,7 +95,7 @@ def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:
             )
 
 
-def _run(path: Path, stage: PlannedStage) -> None:
+def _run(path: Path, stage: PlannedStage, say: Callable[[str], None]) -> None:
     recipe = stage.recipe
     if path.is_dir() and not _can_resume(path, stage):
         shutil.rmtree(path)  # it ended before its first checkpoint
@@ -105,10 +105,14 @@ def _run(path: Path, stage: PlannedStage) -> None:
             evaluate(recipe, list(stage.models.values()), resume=resume, labels=list(stage.models))
             return
         responses = generate(recipe, resume=resume)
-        if stage.makes_pairs and not write_rows(path / PAIRS, preference_pairs(responses)):
-            raise UserError(
-                f"stage {stage.name}: no prompt has responses of different rewards, so there are no pairs; raise the temperature"
-            )
+        if stage.makes_pairs:
+            pairs, prompts = write_rows(path / PAIRS, preference_pairs(responses)), sum(1 for _ in read_groups(responses))
+            if not pairs:
+                raise UserError(
+                    f"stage {stage.name}: no prompt has responses of different rewards, so there are no pairs; raise the temperature"
+                )
+            if pairs < prompts:
+                say(f"stage {stage.name}: {pairs} pairs of {prompts} prompts; the others have no two responses of different rewards")
     elif isinstance(recipe, SupervisedRecipe):
         run_supervised(recipe, resume=resume)
     else:
