@@ -309,6 +309,18 @@ class Recipe(RecipeFile):
         return self.run.steps * epochs * per_step
 
     @property
+    def untrained_note(self) -> str:
+        """Message for the user if the samples of the whole run fill no optimizer step, else an empty string."""
+        size, samples = self.algorithm.batch_samples, self.prompts.batch_prompts * self.rollout.samples_per_prompt
+        all_samples = self.run.steps * samples * self.algorithm.epochs
+        if size is None or self.algorithm.remainder != "carry" or all_samples >= size:
+            return ""
+        return (
+            f"nothing will be trained: all {all_samples} samples of the run fill no optimizer step of {size} (algorithm.batch_samples, "
+            "OpenRLHF's batch size of training); lower it, or make more steps"
+        )
+
+    @property
     def critic_learner(self) -> LearnerConfig:
         """The critic's learner settings: section `learner`, with the settings of `critic` for keys that both sections have."""
         both = LearnerConfig.model_fields.keys() & CriticConfig.model_fields.keys()

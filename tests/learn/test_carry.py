@@ -183,12 +183,17 @@ def test_carried_samples_are_told_of_where_they_are_not_wanted_any_more() -> Non
 
 
 def test_steps_of_the_whole_run_are_counted_for_the_schedule() -> None:
-    def steps(remainder: str, size: int) -> int:
+    def recipe(remainder: str, size: int) -> Recipe:
         return Recipe.parse({
             "prompts": {"task": "chain", "batch_prompts": 32}, "reward": {"function": "task"}, "run": {"steps": 4},
             "algorithm": {"batch_samples": size, "remainder": remainder},
-        }).optimizer_steps  # fmt: skip
+        })  # fmt: skip
+
+    def steps(remainder: str, size: int) -> int:
+        return recipe(remainder, size).optimizer_steps
 
     assert [steps(name, 96) for name in ("short", "carry", "drop")] == [12, 10, 8] and steps("carry", 1000) == 1
     with pytest.raises(UserError, match=r"algorithm\.batch_samples: must not exceed .* unless algorithm\.remainder is carry"):
         steps("drop", 1000)
+    assert recipe("carry", 1025).untrained_note.startswith("nothing will be trained: all 1024 samples of the run fill no optimizer step of")
+    assert not recipe("carry", 1024).untrained_note and not recipe("drop", 96).untrained_note
