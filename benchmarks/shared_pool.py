@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +37,7 @@ from rlhfless_ray.functions.ledger import Row, read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.slot_pool import find_pools
+from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
 
@@ -44,6 +46,7 @@ WAYS = {"queue": "one after the other", "parts": "each its part", "unshared": "R
 REAL = [("chain", 128, 32, 128, 30), ("sort", 64, 32, 64, 20), ("chain", 64, 32, 96, 20), ("sort", 128, 24, 64, 12)]
 BASE_S, PER_SEQ_S = 8.5e-3, 3e-5  # a 3 B model's decode step on one L40S, as in `control`
 LIMIT_S = 1800.0
+STORE_MB = 512
 EPS_S = 0.002  # of clocks
 SHORT_S = 1.0  # a longer pause of a slot between two runs was no hand-over: nobody waited
 RUN_FILE = "started.json"  # in a run's folder: when its ledger began
@@ -177,28 +180,39 @@ def together(processes: list[Process]) -> list[float]:
 
 
 class Cluster:
-    """A Ray of its own, and a pool that outlives its runs."""
+    """A Ray of its own, and a pool that outlives its runs. On cores it is the Ray that a sweep starts for its runs."""
 
     def __init__(self, slots: int, replayed: bool, pool: bool) -> None:
-        self.slots, self.resource, self.pool = slots, "gpu" if replayed else "cpu", pool
+        self.slots, self.replayed, self.pool = slots, replayed, pool
+        self.resource = "gpu" if replayed else "cpu"
+        self.ray = ExitStack()
 
     def __enter__(self) -> Cluster:
         import ray
 
-        gpus = {"num_gpus": self.slots} if self.resource == "gpu" else {}
-        with local_ray():
-            ray.init(
-                address="local",
-                num_cpus=4 if gpus else self.slots,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=2**29,
-                **gpus,
-            )
+        if self.replayed:
+            self._start_logical_gpus()
+        else:
+            recipe = Recipe.load(ROOT / "recipes" / "quickstart.yaml", [f"cluster.cpus={self.slots}"])
+            self.ray.enter_context(RayCluster(recipe, store_mb=STORE_MB, architectures=()).running())
         self.address = ray.get_runtime_context().gcs_address
         self.watch = PoolClient(self.resource, RunInfo("watch", share=0.0, least=0)) if self.pool else None
         return self
+
+    def _start_logical_gpus(self) -> None:
+        import ray
+
+        with local_ray():
+            ray.init(
+                address="local",
+                num_cpus=4,
+                num_gpus=self.slots,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=STORE_MB * 2**20,
+            )
+        self.ray.callback(ray.shutdown)
 
     def status(self) -> dict[str, Any]:
         import ray
@@ -206,11 +220,9 @@ class Cluster:
         return ray.get(find_pools()[0].status.remote(), timeout=30.0) if self.pool else {"handovers": 0, "past": []}
 
     def __exit__(self, *error: Any) -> None:
-        import ray
-
         if self.watch is not None:
             self.watch.close()
-        ray.shutdown()
+        self.ray.close()
 
 
 def measure(folder: Path, way: str, slots: int, options: Any) -> dict[str, Any]:

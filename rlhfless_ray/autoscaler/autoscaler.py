@@ -336,12 +336,19 @@ class Autoscaler(Predictor):
         return self._plans(lengths, self._prompt_tokens(prompts), max_actors, width, self._speed(width))
 
     def _plans(self, lengths: np.ndarray, tokens: np.ndarray, max_actors: int, width: int, speed: Speed) -> list[Plan]:
-        """Return the frontier's plans. `tokens`: (n,) that each sequence has before."""
+        """Return the frontier's plans. `tokens`: (n,) that each sequence has before.
+
+        On a shared pool there is always one with the fewest actors, even if it is no cheaper: it may be all that others leave.
+        """
         longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine can hold every single sequence
         holds = self.engines.capacity_of(width)
         capacity = math.ceil(max(holds, longest)) if math.isfinite(holds) else None
         pool = Pool(speed, max_actors=max_actors, capacity=capacity, devices=width)
-        return frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
+        plans = frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
+        fewest = max(1, self.recipe.rollout.min_actors)
+        if self.bids is not None and min(plan.actors for plan in plans) > fewest:
+            plans += frontier(lengths, pools=[replace(pool, max_actors=fewest)], prompts=tokens, thin=MIN_FRONTIER_GAP)
+        return plans
 
     def _decide_width(self, frontiers: dict[int, list[Plan]], warm: dict[int, int], step: int, update: Update | None) -> WidthDecision:
         """Decide about the engines' width. `warm`: processes of each width without a cold start."""

@@ -331,6 +331,21 @@ def test_a_rollout_bids_for_as_many_engines_as_what_is_left_has_work_for():
     assert autoscaler.renew_rollout(np.zeros(0), np.zeros(0, int), 4) == 4 and not autoscaler.troubles
 
 
+def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
+    """Two engines without a fixed time per step take half as long, so no plan has one engine. The other run still gets its slot."""
+    auto, state = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.0, 1e-3)), pool(2)
+    scenarios = auto.forecast(prompts(), 1)
+    assert min(plan.actors for plan in auto.plan(scenarios, prompts(), 2, step=1, warm=2).frontier) == 2
+    auto.bids, other = (MarketBids(Pool(state, name), auto.objective, 1) for name in "xy")
+    other.divide({1: FRONTIER}, 0)
+    other.begin_rollout(2, 9.0, True, 4.0)
+    plan = auto.plan(scenarios, prompts(), 2, step=1, warm=2)
+    assert plan.actors == 1 and "its share is 1" in plan.reason and not auto.troubles
+    auto.begin_rollout(plan, grows=True)
+    auto.renew_rollout(np.full(64, 100.0), np.full(64, 20), 2)
+    assert auto.bids.running.slots == (1, 2) and state.clearing().slots == {"x": 1, "y": 1}
+
+
 def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_their_own_nodes():
     spot, most, told = {"market": "spot"}, list[int](), list[object]()
     run = Runtime.__new__(Runtime)
