@@ -1,10 +1,10 @@
 """Start a private Ray without parts it does not need: dashboard server and agent, log monitor, cluster autoscaler.
 
-Ray has no switch for them. Together they take six CPU seconds at every start, and more while they run. The wait for a node to
-register is longer than Ray's own. All this patches private names of Ray, so versions that were not tested start unpatched.
+Ray has no switch for them. Together they take six CPU seconds at every start, and more while they run. The agent of runtime environments,
+half a CPU second and 80 MB, starts when it is asked for the first time. The wait for a node to register is longer than Ray's own. All this
+patches private names of Ray, so versions that were not tested start unpatched.
 
-Run as a program, this file stands in for the agent, without which Ray ends a node. It writes the same files as Ray's agent does
-in an installation without dashboard: port numbers of -1.
+Ray ends a node without agents, so a small program (`agent_stand_in.py`) runs in their place.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from unittest.mock import patch
 
 TESTED_VERSION = "2.60."
-PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-AGENT, WORKER = "--dashboard_agent_command=", "--python_worker_command="
+AGENT, ENVIRONMENT_AGENT, WORKER = "--dashboard_agent_command=", "--runtime_env_agent_command=", "--python_worker_command="
 WORKER_PREFIX = "RLHFLESS_WORKER_PREFIX"  # environment variable: a command, such as a profiler, that starts Ray's workers
 FORK_CLIENT = os.path.join(os.path.dirname(__file__), "fork_client.py")  # the program in such a command that forks workers
+STAND_IN = os.path.join(os.path.dirname(__file__), "agent_stand_in.py")
 REGISTRATION_S = 150.0  # time for a new node to register; Ray's own 30 s are too short on a busy machine
 
 
@@ -73,26 +73,15 @@ def forked(command: list[str]) -> list[str]:
 
 
 def _replaced(option: str) -> str:
-    """Return a node's option with this program in place of the agent's command, and workers behind `WORKER_PREFIX`."""
+    """Return a node's option with a stand-in for the agents' commands, and workers behind `WORKER_PREFIX`."""
     if option.startswith(WORKER):
         return WORKER + f"{os.environ.get(WORKER_PREFIX, '')} {option.removeprefix(WORKER)}".strip()
-    if not option.startswith(AGENT):
+    name = next((name for name in (AGENT, ENVIRONMENT_AGENT) if option.startswith(name)), None)
+    if name is None:
         return option
-    parts = [part for part in shlex.split(option.removeprefix(AGENT)) if part.startswith(("--session-dir=", "--node-id="))]
-    agent = dict(part.split("=", 1) for part in parts)
-    return AGENT + subprocess.list2cmdline([sys.executable, "-I", "-S", __file__, agent["--session-dir"], agent["--node-id"]])
-
-
-def main(session: str, node: str) -> None:
-    parent = os.getppid()
-    for name in PORTS:
-        path = os.path.join(session, f"{name}_{node}")
-        with open(path + ".part", "w") as file:
-            file.write("-1")
-        os.rename(path + ".part", path)
-    while os.getppid() == parent:
-        time.sleep(1.0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command = shlex.split(option.removeprefix(name))
+    told = dict(word.split("=", 1) for word in command if word.startswith(("--session-dir=", "--node-id=", "--node-ip-address=")))
+    stand_in = [sys.executable, "-I", "-S", STAND_IN, told["--session-dir"], told["--node-id"]]
+    if name == ENVIRONMENT_AGENT:
+        stand_in += [told["--node-ip-address"], *command]
+    return name + subprocess.list2cmdline(stand_in)

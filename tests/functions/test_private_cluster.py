@@ -57,7 +57,8 @@ def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it
     assert said["worker"] == said["own"] != said["driver"]
     assert said["left"] is False and said["TMPDIR"] is None
     names = " ".join(said["processes"])
-    assert "local_ray.py" in names and not [one for one in ("dashboard.py", "DashboardAgent", "monitor.py") if one in names], names
+    not_started = ("dashboard.py", "DashboardAgent", "RuntimeEnvAgent", "monitor.py")
+    assert "agent_stand_in.py" in names and not [one for one in not_started if one in names], names
 
 
 FORKED = """
