@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 
 from placement.memory import VALUE_BYTES, Training, rank_memory
+from rlhfless_ray.local.local_ray import forked
 
 # Bytes per parameter that DeepSpeed's buffers and copies add at the peak, by type and ZeRO stage; a lower bound leaves them out.
 SLACK = {("float32", 0): 3, ("float32", 1): 15, ("bfloat16", 2): 12, ("bfloat16", 3): 16}
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[tuple[str, int], dict[str, float]]:
+def held(warm_processes: None) -> dict[tuple[str, int], dict[str, float]]:
     """What real ranks hold."""
     script = Path(__file__).with_name("rank_memory.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, str(script), *(f"{dtype}:{stage}" for dtype, stage in SLACK)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    done = subprocess.run(forked(command), capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"parameters"')]
     return dict(zip(SLACK, lines, strict=True))
