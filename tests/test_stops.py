@@ -399,10 +399,11 @@ def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(recwarn
 
     done = Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 0)
     samples = [Sample(Prompt(i, "p", (1,)), 0, done, error="boom") for i in range(2)]
-    asked, lengths = {"sampled": (1.0, 1), "greedy": (0.0, 1)}, {"eval/length_mean": 3.0, "eval/truncated_share": 0.0, "eval/samples": 2.0}
-    assert compute_accuracies(samples, asked) == lengths
+    asked = {"sampled": (1.0, 1), "greedy": (0.0, 1)}
+    others = {"eval/length_mean": 3.0, "eval/truncated_share": 0.0, "eval/samples": 2.0}
+    assert compute_accuracies(samples, asked) == {**others, "eval/failed": 2.0}
     samples[1].reward = 0.5
-    assert compute_accuracies(samples, asked) == {**lengths, "eval/accuracy_greedy": 0.5}
+    assert compute_accuracies(samples, asked) == {**others, "eval/failed": 1.0, "eval/accuracy_greedy": 0.5}
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
 

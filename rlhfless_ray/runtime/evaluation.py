@@ -55,9 +55,10 @@ def choose_sampling(recipe: Recipe) -> Sampling:
 def compute_accuracies(samples: list[Sample], sampling: Sampling) -> dict[str, float]:
     """Return accuracies and lengths. `samples`: by temperature, the responses to a prompt adjacent.
 
-    A temperature without any reward has no accuracy.
+    Accuracies leave out responses without a reward, which `eval/failed` counts. A temperature without any reward has no accuracy.
     """
-    metrics = {**_compute_lengths("eval", samples), "eval/samples": float(len(samples))}
+    failed = sum(sample.reward is None for sample in samples)
+    metrics = {**_compute_lengths("eval", samples), "eval/samples": float(len(samples)), "eval/failed": float(failed)}
     prompts = len(samples) // sum(count for _, count in sampling.values())
     start = 0
     for name, (_, count) in sampling.items():

@@ -254,6 +254,8 @@ class Runtime(StepOperations):
         """Read what the run folder has of earlier steps."""
         self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
         checkpoint = self.checkpoints.load() if self.resume else None
+        if checkpoint:  # before the folder is changed: a refused resume leaves a finished run as it was
+            self.cursor.restore(checkpoint[2]["cursor"])
         self.steps_done = checkpoint[0] if checkpoint else 0
         return checkpoint
 

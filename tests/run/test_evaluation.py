@@ -32,6 +32,7 @@ def test_sampled_and_greedy_responses_are_told_apart() -> None:
         "eval/length_mean": 4.0,
         "eval/truncated_share": pytest.approx(1 / 6),
         "eval/samples": 6.0,
+        "eval/failed": 0.0,
         "eval/accuracy_sampled": 0.25,
         "eval/pass2": 0.5,
         "eval/accuracy_greedy": 0.5,

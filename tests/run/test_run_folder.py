@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import CheckpointConfig, Recipe
 from rlhfless_ray.run import checkpoints as saving
 from rlhfless_ray.run import folder as module
 from rlhfless_ray.run.checkpoints import Checkpoints, driver_state
 from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.remote_folder import Writer, writer
 
@@ -125,6 +127,14 @@ def test_another_policy_cannot_go_on_from_a_checkpoint(tmp_path: Path, section: 
     begun(tmp_path)
     with pytest.raises(UserError, match=rf"^{section}.{key}: .*try was trained with \w+, and its checkpoint does not fit {value}; set it"):
         RunFolder.resumed(changed(tmp_path, section, **{key: value}))
+
+
+def test_a_resume_with_other_rows_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    store(begun(tmp_path), 2).save(5, learner(), {"cursor": Cursor(11, 2, True, 0).state()})
+    run = Runtime.__new__(Runtime)
+    run.recipe, run.folder, run.resume, run.cursor = recipe(tmp_path), RunFolder(tmp_path / "try"), True, Cursor(10, 2, True, 0)
+    with pytest.raises(UserError, match="the number of training rows was 11"):
+        run._open_folder()  # which comes before the status and the recipe are written
 
 
 @pytest.mark.parametrize(("key", "value"), [("alpha", 32), ("target_modules", ["q_proj"])])
