@@ -52,7 +52,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "eval/samples": ("eval/eval_num_samples",),
 }
 OF_STAGE: dict[str, tuple[str, ...]] = {
-    "learn/loss": ("train/loss_mean",),
     "learn/accuracy": ("train/acc_mean",),
     "learn/chosen_reward": ("train/chosen_reward",),
     "learn/rejected_reward": ("train/reject_reward",),
@@ -60,7 +59,8 @@ OF_STAGE: dict[str, tuple[str, ...]] = {
     "learn/next_learning_rate": ("train/lr",),
     "eval/accuracy": ("eval/acc_mean",),
 }
-"""Metrics of supervised stages. All are means over an optimizer step; OpenRLHF's rewards are means over its last micro-batch."""
+"""Metrics of supervised stages, besides the loss. All are means over an optimizer step; OpenRLHF's rewards are means over its last
+micro-batch."""
 OF_SOURCE = {"length_mean": "response_length_mean", "truncated_share": "truncated_rate"}
 
 
@@ -68,7 +68,7 @@ def renamed(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row under OpenRLHF's names; other metrics keep their names."""
     values: dict[str, Any] = {}
     of_stage = ("learn/loss" in row or "eval/loss" in row) and "learn/policy_loss" not in row
-    others = {**OF_STAGE, "eval/loss": ("eval/eval_loss" if "eval/accuracy" in row else "eval/eval gpt_loss",)} if of_stage else {}
+    others = {**OF_STAGE, **_loss_names(row)} if of_stage else {}
     for name, value in row.items():
         for new in others.get(name) or _names(name):
             values[new] = value
@@ -77,6 +77,17 @@ def renamed(row: dict[str, Any]) -> dict[str, Any]:
     if any(name.startswith("eval/") for name in row):
         values["eval/global_step"] = row.get("step")
     return values
+
+
+def _loss_names(row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the names of a supervised stage's loss, of which train_dpo logs the part that compares responses."""
+    if {"learn/preference_loss", "eval/preference_loss"} & row.keys():
+        return {
+            "learn/preference_loss": ("train/loss_mean",),
+            "learn/nll": ("train/nll_loss",),
+            "eval/preference_loss": ("eval/eval_loss",),
+        }
+    return {"learn/loss": ("train/loss_mean",), "eval/loss": ("eval/eval_loss" if "eval/accuracy" in row else "eval/eval gpt_loss",)}
 
 
 def _timing(row: dict[str, Any]) -> dict[str, float]:

@@ -40,7 +40,7 @@ SQUARE = "square"  # of the rewards, from which `evaluate` gets their deviation
 METRICS = {
     "sft": ("loss",),
     "rm": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", SQUARE),
-    "dpo": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "nll"),
+    "dpo": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "nll", "preference_loss"),
     "kto": ("loss", "accuracy", "kl"),
     "kd": ("loss", "nll", "distillation"),
     "prm": ("loss", "accuracy"),
@@ -280,7 +280,8 @@ class SupervisedRank:
             counts = torch.from_numpy(lengths.reshape(-1, per_row)[rows, 0]).to(self.device)
             nll = -(sums[:, 0] / counts)
             loss = (losses + self.loss.nll_coefficient * nll).sum() / n
-            return loss, {**_pair_means(beta * ratios, n), "nll": float(nll.detach().sum()) / n}
+            means = {"nll": float(nll.detach().sum()) / n, "preference_loss": float(losses.detach().sum()) / n}
+            return loss, {**_pair_means(beta * ratios, n), **means}
         assert kl is not None
         desirable = extras[local].to(self.device) > 0.5
         weights_of = (self.loss.desirable_weight, self.loss.undesirable_weight)

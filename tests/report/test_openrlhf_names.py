@@ -100,6 +100,16 @@ def test_supervised_stages_have_the_names_of_their_launchers() -> None:
         1.0,
     )
     assert renamed({"step": 3, "eval/loss": 0.25})["eval/eval gpt_loss"] == 0.25
+    of_dpo = {
+        "learn/loss": 0.7,
+        "learn/preference_loss": 0.5,
+        "learn/nll": 2.0,
+        "eval/loss": 0.6,
+        "eval/preference_loss": 0.4,
+        "eval/accuracy": 1,
+    }
+    found = renamed({"step": 3, **of_dpo})
+    assert (found["train/loss_mean"], found["train/nll_loss"], found["eval/eval_loss"], found["learn/loss"]) == (0.5, 2.0, 0.4, 0.7)
     assert "learn/loss" in renamed({"step": 3, "learn/loss": 0.5, "learn/policy_loss": 0.5})
 
 

@@ -233,6 +233,9 @@ def test_steps_equal_plain_torch(results: dict[int, Any], name: str) -> None:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1e9)
         assert step.metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        if name == "dpo":
+            parts = step.metrics["preference_loss"], 0.3 * step.metrics["nll"]
+            assert step.metrics["loss"] == pytest.approx(sum(parts), rel=1e-5)
         assert step.grad_norm == pytest.approx(norm.item(), rel=1e-3)
         optimizer.step()
     state = plain.model.state_dict()
