@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.run.find_model import find_model
 from rlhfless_ray.run.responses import NO_REWARD, RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
-from rlhfless_ray.runtime.evaluate_models import _check_same_rows, _labels, best_of_k, with_own_folder
+from rlhfless_ray.runtime.evaluate_models import Evaluation, ModelScore, _check_same_rows, _labels, best_of_k, with_own_folder
 from rlhfless_ray.runtime.generation import Generation
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.model_folder import AVERAGE
@@ -206,6 +207,16 @@ def test_scores_depend_on_every_column_that_a_function_reads(tmp_path: Path) -> 
         return run._digest_of_scoring()
 
     assert digest(answer="a", tests=["b"]) == digest(answer="a", tests=["b"]) != digest(answer="a", tests=["c"])
+
+
+def test_a_table_shows_responses_without_a_reward() -> None:
+    whole = ModelScore("a", "d", 4, 1, 0.5, 0.1, {1: 0.5}, 0.0, 0.0, 3.0, 0.25, 0)
+    assert Evaluation([whole]).rows() == [
+        ["model", "data", "prompts", "mean", "pass@1", "difference", "length", "cut", "slot-s"],
+        ["a", "d", "4", "0.500 ± 0.100", "0.500", "", "3.0", "25%", ""],
+    ]
+    head, first, second = Evaluation([whole, replace(whole, model="b", unscored=2)]).rows()
+    assert (head[-2], first[-2], second[-2]) == ("unscored", "0", "2")
 
 
 def test_models_of_an_evaluation_have_names_of_their_own() -> None:

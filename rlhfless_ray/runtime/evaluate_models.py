@@ -81,9 +81,11 @@ class Evaluation:
         return cls([ModelScore(**score) for score in scores], content["costs"])
 
     def rows(self) -> list[list[str]]:
-        """Return the table's cells, with a heading."""
+        """Return the table's cells, with a heading. Responses without a reward have a column if there are any."""
         ks = sorted({k for score in self.scores for k in score.pass_at})
-        head = ["model", "data", "prompts", "mean", *(f"pass@{k}" for k in ks), "difference", "length", "cut", "slot-s"]
+        has_unscored = any(score.unscored for score in self.scores)
+        last = ["length", "cut", *(["unscored"] if has_unscored else []), "slot-s"]
+        head = ["model", "data", "prompts", "mean", *(f"pass@{k}" for k in ks), "difference", *last]
         first = self.scores[0].model if self.scores else ""
         rows = [head]
         for s in self.scores:
@@ -97,6 +99,7 @@ class Evaluation:
                     "" if s.model == first else f"{s.difference:+.3f} ± {s.difference_error:.3f}",
                     f"{s.length_mean:.1f}",
                     f"{s.truncated_share:.0%}",
+                    *([str(s.unscored)] if has_unscored else []),
                     f"{self.costs[s.model]['slot_s']:.0f}" if s.model in self.costs else "",
                 ]
             )
