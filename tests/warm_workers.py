@@ -9,11 +9,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from rlhfless_ray.local.fork_server import server_command, server_environment, worker_prefix
+from rlhfless_ray.local.fork_server import OF_RAY_TRAIN, server_command, server_environment, worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX
 
 MAX_ADDRESS = 100  # characters; a socket's path has at most 107
-MORE = ("pydoc", "rlhfless_ray.recipe.supervised_sections")  # what workers of Ray Train import, 0.1 CPU seconds in each
 keep: list[Any] = []
 
 
@@ -30,7 +29,7 @@ def start(folder: Path) -> None:
             os.mkfifo(users)
             reads = os.open(users, os.O_RDONLY | os.O_NONBLOCK)
             keep.append(os.open(users, os.O_WRONLY))
-            command = server_command(address, ["Qwen2ForCausalLM"], MORE)
+            command = server_command(address, ["Qwen2ForCausalLM"], OF_RAY_TRAIN)
             keep.append(subprocess.Popen(command, stdin=reads, env=server_environment(), start_new_session=True))
             os.close(reads)
     os.environ[WORKER_PREFIX] = worker_prefix(address)

@@ -63,10 +63,13 @@ class RayCluster:
         parameters: int = 0,
         store_mb: int | None = None,
         architectures: Sequence[str] | None = None,
+        engines: bool = True,
     ) -> None:
         """`parameters`: number of the policy's parameters. A private object store is sized to hold several versions of them, unless
-        `store_mb` says its size. `architectures`: of the policies of engines, where they are known. None: there are no engines."""
-        self.recipe, self.parameters, self.store_mb, self.architectures = recipe, parameters, store_mb, architectures
+        `store_mb` says its size. `architectures`: of the models, where they are known. None: workers are not forked. `engines`: see
+        `ForkServer`."""
+        self.recipe, self.parameters, self.store_mb = recipe, parameters, store_mb
+        self.architectures, self.engines = architectures, engines
         self.private = False
         self.joined = False
         self.names: dict[str, str] = {}
@@ -134,12 +137,12 @@ class RayCluster:
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
 
     def _forks(self) -> dict[str, str]:
-        """Start the server that forks workers, if there are engines on cores. Returns the variables with which workers find it."""
+        """Start the server that forks workers, on cores. Returns the variables with which workers find it."""
         has_gpus = self.recipe.functions.slot != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
         if self.architectures is None or has_gpus or WORKER_PREFIX in os.environ:
             return {}
         assert self.temporary is not None and self.sweeper is not None
-        self.fork_server = ForkServer(self.temporary, self.architectures)
+        self.fork_server = ForkServer(self.temporary, self.architectures, self.engines)
         self.sweeper.watch(self.fork_server.process.pid)
         return {WORKER_PREFIX: worker_prefix(self.fork_server.address)}
 

@@ -1,9 +1,9 @@
-"""Fork a private Ray's workers from one process that has imported vLLM, torch and DeepSpeed.
+"""Fork a private Ray's workers from one process that has imported torch, DeepSpeed and, for engines, vLLM.
 
-Importing vLLM takes 5.2 CPU seconds, most of what starting an engine costs. A forked worker has it done. The server imports everything in
-one thread. Ray starts workers through `worker_prefix`: a small program (`fork_client.py`) hands its arguments, environment and standard
-streams to the server, and ends with the forked worker. If it is killed, the worker is, too. Further members of an actor are forked in the
-same way, see `local_ray.forked`.
+Importing vLLM takes 5.2 CPU seconds, most of what starting an engine costs. A forked worker has it done, and shares the memory of what was
+imported. The server imports everything in one thread. Ray starts workers through `worker_prefix`: a small program (`fork_client.py`) hands
+its arguments, environment and standard streams to the server, and ends with the forked worker. If it is killed, the worker is, too. Further
+members of an actor are forked in the same way, see `local_ray.forked`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ IMPORTED_BY_RAY = (
     "tracemalloc",
     "wcwidth",
 )
+OF_RAY_TRAIN = ("pydoc", "rlhfless_ray.recipe.supervised_sections")  # what its workers import, 0.1 CPU seconds in each
 AT_LOADING = "GLIBC_TUNABLES"  # a variable that counts when a program is loaded, so not in a forked process
 
 
 class ForkServer:
     """A server that ends with this process, and its workers with it."""
 
-    def __init__(self, folder: Path, architectures: Sequence[str]) -> None:
-        """`folder`: for its socket and log. `architectures`: of the models of vLLM engines, as config.json names them."""
+    def __init__(self, folder: Path, architectures: Sequence[str], engines: bool) -> None:
+        """`folder`: for its socket and log. `architectures`: of the models, as config.json names them. `engines`: whether workers are
+        vLLM engines too, and not only ranks of a supervised stage."""
         self.address = str(folder / "fork")
         with (folder / "fork_server.log").open("wb") as log:
             self.process = subprocess.Popen(
-                server_command(self.address, architectures),
+                server_command(self.address, architectures, () if engines else OF_RAY_TRAIN, engines),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -62,12 +64,12 @@ class ForkServer:
             self.process.communicate()
 
 
-def server_command(address: str, architectures: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+def server_command(address: str, architectures: Sequence[str], more: Sequence[str] = (), engines: bool = True) -> list[str]:
     """Return the command of a server, which ends with its standard input. It imports from where this process does.
 
-    `more`: modules that it imports beside those that every run needs.
+    `more`: modules that it imports beside those that every run needs. `engines`: see `ForkServer`.
     """
-    call = f"serve({address!r}, {[*architectures]!r}, {[*more]!r})"
+    call = f"serve({address!r}, {[*architectures]!r}, {[*more]!r}, {engines!r})"
     lines = ("import sys", f"sys.path[:] = {sys.path!r}", f"from {__name__} import serve", call)
     return [sys.executable, "-c", "\n".join(lines)]
 
@@ -82,10 +84,10 @@ def worker_prefix(address: str) -> str:
     return subprocess.list2cmdline([sys.executable, "-I", "-S", FORK_CLIENT, address])
 
 
-def serve(address: str, architectures: Sequence[str], more: Sequence[str]) -> None:
+def serve(address: str, architectures: Sequence[str], more: Sequence[str], engines: bool) -> None:
     """Fork a worker for each connection until standard input ends. Then its workers end."""
     try:
-        _import_everything(architectures, more)
+        _import_everything(architectures, more, engines)
     except BaseException:
         Path(address + FAILED).touch()
         raise
@@ -109,13 +111,17 @@ def serve(address: str, architectures: Sequence[str], more: Sequence[str]) -> No
                 _end(key, watched)  # otherwise its other event, of the same round, has ended it, and its number may be another's by now
 
 
-def _import_everything(architectures: Sequence[str], more: Sequence[str]) -> None:
+def _import_everything(architectures: Sequence[str], more: Sequence[str], engines: bool) -> None:
     from rlhfless_ray.local.fast_imports import fast_imports
 
     with fast_imports(["ray"]):  # reads its settings from the environment when it is imported
-        from rlhfless_ray.rollout.prepare_vllm import prepare
+        if engines:
+            from rlhfless_ray.rollout.prepare_vllm import prepare
 
-        prepare(True, architectures)
+            prepare(True, architectures)
+            import rlhfless_ray.prefix.connector
+            import rlhfless_ray.rollout.engine_actor
+            import rlhfless_ray.rollout.vllm_engine
         import deepspeed  # noqa: F401
         import peft  # noqa: F401
         import transformers
@@ -129,10 +135,7 @@ def _import_everything(architectures: Sequence[str], more: Sequence[str]) -> Non
         import rlhfless_ray.learn.learner_rank
         import rlhfless_ray.learn.rank_actors
         import rlhfless_ray.learn.reference_rank
-        import rlhfless_ray.prefix.connector
-        import rlhfless_ray.recipe
-        import rlhfless_ray.rollout.engine_actor
-        import rlhfless_ray.rollout.vllm_engine  # noqa: F401
+        import rlhfless_ray.recipe  # noqa: F401
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(f"a process must not fork that has {threads} threads")
 

@@ -127,7 +127,12 @@ class SupervisedStage:
         self.recipe = recipe.with_settings({"run.steps": self.order.steps})
         self.memory_notes = self._fit_memory(lambda: local_room(recipe)) if starts_ray(recipe) else None
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20
-        self.cluster = RayCluster(self.recipe, store_mb=recipe.cluster.object_store_mb or MIN_STORE_MB + 2 * megabytes)
+        self.cluster = RayCluster(
+            self.recipe,
+            store_mb=recipe.cluster.object_store_mb or MIN_STORE_MB + 2 * megabytes,
+            architectures=config_of(self.files).get("architectures") or (),
+            engines=False,
+        )
 
     def run(self) -> RunFolder:
         with ExitStack() as stack:
