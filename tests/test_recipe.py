@@ -16,6 +16,7 @@ from rlhfless_ray import recipe as package
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.kl_controller import AdaptiveKL
 from rlhfless_ray.recipe import Recipe, known_keys
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 BASE: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
 
@@ -445,3 +446,9 @@ def test_engines_in_8_bits_need_importance_weights_and_a_device_that_has_them() 
         check_quantization(Recipe.parse(merged(("rollout.quantization", "fp8"))), "cpu")
     assert "`rollout.quantization`: input should be" in refused(("rollout.quantization", "int4"))
     assert Recipe.parse(merged(("rollout.quantization", False))).rollout.quantization == "off"
+
+
+def test_a_stage_keeps_its_own_learning_rate_beside_other_settings_of_the_learner() -> None:
+    tree = {"task": "sft", "data": {"task": "chain"}}
+    learners = [SupervisedRecipe.parse({**tree, "learner": section}).learner for section in ({}, {"ranks": 2})]
+    assert [learner.learning_rate for learner in learners] == [1e-5, 1e-5]

@@ -136,6 +136,11 @@ class SupervisedLoss(Section):
     """rm: name of the scalar head's weights in the model folder. Weights that it lacks are drawn."""
 
 
+class SupervisedLearner(LearnerConfig):
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+
+
 class SupervisedReference(Section):
     path: str = ""
     """dpo, kto: a Hugging Face folder of the reference model. Empty: the policy before its first step."""
@@ -200,7 +205,7 @@ class SupervisedRecipe(RecipeFile):
     loss: SupervisedLoss = SupervisedLoss()
     reference: SupervisedReference = SupervisedReference()
     teacher: SupervisedTeacher = SupervisedTeacher()
-    learner: LearnerConfig = LearnerConfig(learning_rate=1e-5)
+    learner: SupervisedLearner = SupervisedLearner()
     lora: LoraConfig = LoraConfig()
     functions: SupervisedFunctions = SupervisedFunctions()
     price: PriceConfig = PriceConfig()
