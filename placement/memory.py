@@ -212,6 +212,8 @@ class Training:
     """Ranks that share one copy of the model."""
     undivided: int = 0
     """Parameters that each of these ranks holds in full: embeddings and output head."""
+    sequence_parallel: int = 1
+    """Ranks that share each sequence: each has the activations of its slice."""
 
     def own(self, parameters: int) -> int:
         """Return how many of the model's parameters a tensor-parallel rank holds, before ZeRO shards their state."""

@@ -83,12 +83,13 @@ def trainer_parts(
     The memory is that of its GPU, or of its process on CPU slots.
     """
     trained = adapter_parameters(config, lora_rank) if training.adapters else parameters
-    working = update_bytes(config, batch, training.value_bytes, checkpointing, ADAPTER_SLACK if training.adapters else 1.0)
+    slack, slices = ADAPTER_SLACK if training.adapters else 1.0, training.sequence_parallel
+    working = update_bytes(config, batch, training.value_bytes, checkpointing, slack, slices)
     if batch.targets and not training.adapters:
         # gradient of the output head, and the sum of those of earlier chunks; a few tokens of tied embeddings need one (learn/tied_ends.py)
         is_one = ties_ends(config) and training.zero_stage < 3 and training.tensor_parallel == 1 and not on_gpu
         ends = _number(text_part(config), "vocab_size") * _width(config) * training.value_bytes
-        working += ends if is_one and batch.targets <= _width(config) else 2 * ends
+        working += ends if is_one and batch.targets <= slices * _width(config) else 2 * ends
     # DeepSpeed (0.19) adds narrow gradients to one float32 tensor as each comes, and its optimizer steps on that tensor
     # (GradPartitionBufferGroup in stage_1_and_2.py); others it holds until the end of a pass, and copies for the optimizer
     has_one_sum = training.zero_stage in (1, 2) and training.value_bytes < GRADIENT_BYTES and not training.offload
@@ -104,17 +105,20 @@ def trainer_parts(
     return (*(rank.on_device if on_gpu else rank.training), ("adapters", adapters), base)
 
 
-def update_bytes(config: Mapping[str, Any], batch: MicroBatch, value_bytes: int, checkpointing: bool, slack: float = 1.0) -> int:
+def update_bytes(
+    config: Mapping[str, Any], batch: MicroBatch, value_bytes: int, checkpointing: bool, slack: float = 1.0, slices: int = 1
+) -> int:
     """Return the bytes that an update holds for a micro-batch at its peak: activations, attention mask and a chunk of logits.
 
-    `slack`: heap that activations take, as a multiple of their size.
+    `slack`: heap that activations take, as a multiple of their size. `slices`: ranks that share each row. Each has the mask of whole rows.
     """
     layers = _number(text_part(config), "num_hidden_layers", "n_layer")
     each = layer_bytes(config, batch.longest, value_bytes)
     kept = each + layers * _width(config) * value_bytes if checkpointing else layers * each
     ends = 5 * _width(config) * value_bytes  # embeddings, last norm, and the states that the head reads
     mask = batch.longest * (value_bytes + 2) if batch.is_masked else 0  # it is made from booleans
-    return int(batch.tokens * (slack * kept + ends + mask)) + logits_bytes(config, batch.targets)
+    own, targets = -(-batch.tokens // slices), -(-batch.targets // slices)
+    return int(own * (slack * kept + ends) + batch.tokens * mask) + logits_bytes(config, targets)
 
 
 def layer_bytes(config: Mapping[str, Any], longest: int, value_bytes: int) -> int:

@@ -41,13 +41,13 @@ class CriticRank:
             model = load_critic(folder, policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed)
         scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
         self.sharing = PromptSharing.of(model, self.settings.learner.share_prompts, self.settings.lora.dropout)
-        self.trainer.open(TokenValues(model, *scale), state)
+        self.trainer.open(self.trainer.slice_sequences(TokenValues(model, *scale)), state)
 
     @property
     def cutter(self) -> Cutter:
         """The current rules for dividing batches among the ranks."""
         max_tokens, done = self.settings.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
-        return Cutter(self.trainer.replicas, max_tokens, self.sharing, self.settings.algorithm, self.seed, done)
+        return Cutter(self.trainer.shares, max_tokens, self.sharing, self.settings.algorithm, self.seed, done)
 
     def values(self, share: Share) -> np.ndarray:
         """Return the value before every response token of the share, (response tokens,) float32. Tokens of other ranks have 0."""

@@ -61,7 +61,8 @@ class LearnerRank:
             check_head(model)
         self.sharing = PromptSharing.of(model, self.learner.share_prompts, self.settings.lora.dropout)
         loss = self.algorithm.loss
-        self.trainer.open(TokenLogprobs(model, balances=bool(loss.router_aux), replays=loss.router_replay), state, "CAUSAL_LM")
+        wrapped = self.trainer.slice_sequences(TokenLogprobs(model, balances=bool(loss.router_aux), replays=loss.router_replay))
+        self.trainer.open(wrapped, state, "CAUSAL_LM")
         if self.trainer.lora is not None:
             self.base = BaseModel(self.trainer.engine, self.trainer.lora)
 
@@ -71,7 +72,7 @@ class LearnerRank:
     def cutter(self) -> Cutter:
         """The current rules for dividing batches among the ranks."""
         max_tokens, done = self.learner.max_micro_batch_tokens, self.trainer.optimizer_steps
-        return Cutter(self.trainer.replicas, max_tokens, self.sharing, self.algorithm, self.seed, done, self.trainer.drops)
+        return Cutter(self.trainer.shares, max_tokens, self.sharing, self.algorithm, self.seed, done, self.trainer.drops)
 
     def update(self, share: Share) -> UpdateStats:
         """Make the optimizer steps of one rollout batch, of which this rank has its share."""

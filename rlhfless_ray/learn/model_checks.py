@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 # Tested. Others have fused matrices, norms over all heads or experts, which would be cut in other places.
 DIVIDED = ("gemma3_text", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+# Tested with ranks that share sequences: their attention goes through transformers' interface, and nothing else looks at other tokens.
+SLICED = (*DIVIDED, "olmo2", "phi3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position, of which a rank sees its slice only
 WITH_ROUTERS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 MOST_EXPERTS = 255  # whose numbers `Completion.experts` can hold beside `batch.UNKNOWN_EXPERT`
 
@@ -33,6 +36,21 @@ def refusal(config: Mapping[str, Any], width: int) -> str | None:
     return f"{width} does not divide the model's {' and '.join(uneven)}" if uneven else None
 
 
+def slicing_refusal(config: Mapping[str, Any], size: int) -> str | None:
+    """Return why `size` ranks cannot share the sequences of a model with this configuration, or None."""
+    text = config.get("text_config") or config
+    family = str(text.get("model_type"))
+    if family not in SLICED:
+        return f"models of type {family} are not tested with it; those of {', '.join(SLICED)} are"
+    heads, rotary = text.get("num_attention_heads"), text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kinds = {str(x.get("rope_type", x.get("type"))) for x in (rotary, *rotary.values()) if isinstance(x, Mapping)}
+    if found := kinds.intersection(OF_LENGTH):
+        return f"the model's rotary embeddings are of type {found.pop()}, which depends on the length of the whole sequence"
+    if text.get("attn_logit_softcapping"):
+        return "the model caps its attention scores, which the attention of slices does not"
+    return None if isinstance(heads, int) and heads % size == 0 else f"{size} does not divide the model's {heads} attention heads"
+
+
 def check_division(
     recipe: Recipe, config: Mapping[str, Any], of_reference: Mapping[str, Any] | None = None, of_critic: Mapping[str, Any] | None = None
 ) -> None:
@@ -40,6 +58,8 @@ def check_division(
     check_width("learner", recipe.learner.tensor_parallel, config)
     check_width("reference", recipe.reference.tensor_parallel, of_reference or config)
     check_width("critic", recipe.critic.tensor_parallel, of_critic or config)
+    check_slices("learner", recipe.learner.sequence_parallel, config)
+    check_slices("critic", recipe.critic.sequence_parallel, of_critic or config)
 
 
 def check_width(section: str, width: int, config: Mapping[str, Any], whose: str = "") -> None:
@@ -49,6 +69,12 @@ def check_width(section: str, width: int, config: Mapping[str, Any], whose: str 
     """
     if width > 1 and (why := refusal(config, width)):
         raise UserError(f"{section}.tensor_parallel: {whose}{why}")
+
+
+def check_slices(section: str, size: int, config: Mapping[str, Any], whose: str = "") -> None:
+    """Raise UserError if `size` ranks cannot share the sequences of a model with this config.json. Arguments as in `check_width`."""
+    if size > 1 and (why := slicing_refusal(config, size)):
+        raise UserError(f"{section}.sequence_parallel: {whose}{why}")
 
 
 def check_routers(recipe: Recipe, config: Mapping[str, Any]) -> None:

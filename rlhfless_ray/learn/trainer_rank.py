@@ -25,6 +25,7 @@ from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, param
 from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
+from rlhfless_ray.learn.sequence_parallel import SequenceParallel
 from rlhfless_ray.learn.tensor_parallel import ModelSlices, visible_adapters
 from rlhfless_ray.learn.tied_ends import TiedEnds
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
@@ -48,7 +49,9 @@ class TrainerRank:
         self.dtype, self.rank = settings.policy.dtype, settings.rank
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self.ranks, self.stage, self.hosted = self.section.ranks, self.section.zero_stage, self.section.offloads_optimizer
-        self.replicas = self.ranks // self.section.tensor_parallel  # copies of the model, which share batches
+        self.replicas = self.ranks // self.section.tensor_parallel  # copies of the model, whose gradients are averaged
+        self.shares = self.replicas // self.section.sequence_parallel  # parts of a batch; ranks with the same part return the same values
+        self.sequences: SequenceParallel | None = None  # this rank's place among those that share sequences
         self.slices: ModelSlices | None = None  # this rank's slice of each tensor, if several ranks share a copy
         self.optimizer_steps = 0
         self.engine: Any = None
@@ -137,6 +140,14 @@ class TrainerRank:
     def join_process_group(self, rendezvous: tuple[str, int] | None) -> None:
         """Connect the ranks. `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already."""
         join_process_group(rendezvous, self.rank, self.ranks, self.device.type)
+        if (size := self.section.sequence_parallel) > 1:
+            self.sequences = SequenceParallel(size, self.rank, self.ranks)
+
+    def slice_sequences(self, wrapped: Any) -> Any:
+        """Return `wrapped`, changed so that ranks share its sequences if the settings say so. Call `join_process_group` before."""
+        if self.sequences is not None:
+            self.sequences.install(wrapped)
+        return wrapped
 
     def _forget_trial_step(self) -> None:
         """Reset the step count after DeepSpeed's trial step.
@@ -167,14 +178,15 @@ class TrainerRank:
     def over_ranks(self, x: Tensor, largest: bool = False) -> Tensor:
         """Return the sum over the ranks that share a batch (or the maximum of each element), on the host.
 
-        Before `open` these are all ranks, and later one of each copy of the model.
+        With tensor parallelism these are all ranks before `open`, and later one of each copy of the model.
         """
-        if self.ranks == 1 or (self.slices is not None and self.replicas == 1):
+        divided = self.slices or self.sequences
+        if self.ranks == 1 or (divided is not None and self.shares == 1):
             return x.cpu()
         import torch.distributed as dist
 
         x = x.to(self.device)
-        group = None if self.slices is None else self.slices.data_group
+        group = None if divided is None else divided.data_group
         dist.all_reduce(x, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         return x.cpu()
 

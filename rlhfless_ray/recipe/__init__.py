@@ -17,6 +17,7 @@ from rlhfless_ray.recipe.learn_sections import (
     LoraConfig,
     ReferenceConfig,
     mistakes_in_precision,
+    mistakes_in_slices,
 )
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.recipe_file import RecipeFile
@@ -171,6 +172,10 @@ class Recipe(RecipeFile):
             yield "rollout.min_actors: must not exceed rollout.max_actors"
         if self.critic.tensor_parallel > 1 and self.learner.zero_stage == 3:
             yield "critic.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2"
+        yield from mistakes_in_slices("learner", self.learner.sequence_parallel, self.lora)
+        yield from mistakes_in_slices("critic", self.critic.sequence_parallel, self.lora)
+        if self.learner.sequence_parallel > 1 and self.algorithm.loss.router_aux:
+            yield "algorithm.loss.router_aux: not available with learner.sequence_parallel, where a rank's routers see a slice; set it to 0"
 
     def _mistakes_in_corrections(self) -> Iterator[str]:
         """Check what is sampled from other weights than those that are trained."""

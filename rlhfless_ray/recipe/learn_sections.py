@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -236,6 +237,11 @@ class LearnerConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """Number of ranks that share one copy of the policy (DeepSpeed AutoTP, with `zero_stage` 0, 1 or 2). Each holds a slice of every
     linear layer, and all of them work on the same samples. It must divide `ranks`, the model's heads and its feed-forward size."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Number of ranks that share each sequence (DeepSpeed-Ulysses, any `zero_stage`). Each computes a slice of its tokens, and attention
+    for a part of the heads, so activations and logits take as small a part of the memory. It must divide `ranks` and the model's
+    attention heads. Not with `tensor_parallel` or `lora.dropout`. A supervised stage that starts with fewer ranks takes the largest
+    divisor of it that divides their number."""
     max_slots_per_rank: int = Field(1, ge=1)
     """CPU only: a rank runs as many threads as it holds slots, at most this many, when they are free."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -302,8 +308,12 @@ class LearnerConfig(Section):
             raise ValueError("learner.optimizer_offload: needs a learner.zero_stage of 1, 2 or 3")
         if self.tensor_parallel > 1 and self.zero_stage == 3:
             raise ValueError("learner.tensor_parallel: DeepSpeed divides matrices with a learner.zero_stage of 0, 1 or 2")
-        check_copies("learner", self.ranks, self.tensor_parallel)
+        check_copies("learner", self.ranks, self.tensor_parallel, self.sequence_parallel)
         return self
+
+    def on_ranks(self, ranks: int) -> LearnerConfig:
+        """Return the settings for another number of ranks of a supervised stage."""
+        return self.model_copy(update={"ranks": ranks, "sequence_parallel": math.gcd(ranks, self.sequence_parallel)})
 
     @property
     def max_micro_batch_tokens(self) -> int:
@@ -319,10 +329,20 @@ class LearnerConfig(Section):
         return self.optimizer_offload is True
 
 
-def check_copies(section: str, ranks: int, width: int) -> None:
-    """Raise ValueError if the ranks cannot be divided into groups of `width` that share one copy of a model."""
-    if ranks % width:
-        raise ValueError(f"{section}.tensor_parallel: {width} does not divide {section}.ranks, which is {ranks}")
+def check_copies(section: str, ranks: int, width: int, slices: int = 1) -> None:
+    """Raise ValueError if the ranks cannot be divided into groups of `width` that share one copy of a model, or of `slices` that share
+    sequences."""
+    if width > 1 and slices > 1:
+        raise ValueError(f"{section}.sequence_parallel: not available with {section}.tensor_parallel; leave one of them out")
+    for key, size in (("tensor_parallel", width), ("sequence_parallel", slices)):
+        if ranks % size:
+            raise ValueError(f"{section}.{key}: {size} does not divide {section}.ranks, which is {ranks}")
+
+
+def mistakes_in_slices(section: str, size: int, lora: LoraConfig) -> Iterator[str]:
+    """Check adapters of a model whose sequences `size` ranks share."""
+    if size > 1 and lora.dropout:
+        yield f"{section}.sequence_parallel: not available with lora.dropout, which is drawn for whole sequences; leave one of them out"
 
 
 def mistakes_in_precision(dtype: str, learner: LearnerConfig) -> Iterator[str]:
@@ -339,6 +359,8 @@ class CriticConfig(Section):
     """Number of the critic's ranks, which share each batch. ZeRO stage, micro-batches, threads and deadline are the learner's."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of ranks that share one copy of the critic, as with `learner.tensor_parallel`. 1: each holds all of it, or its ZeRO shard."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Number of the critic's ranks that share each sequence, as with `learner.sequence_parallel`."""
     value_head: str = Field("score", min_length=1)
     """Name of the scalar head's weights in that folder; `value_head_prefix` in its config.json goes before it. Weights that
     the folder lacks are drawn."""
@@ -372,7 +394,7 @@ class CriticConfig(Section):
 
     @model_validator(mode="after")
     def _check_tensor_parallel(self) -> CriticConfig:
-        check_copies("critic", self.ranks, self.tensor_parallel)
+        check_copies("critic", self.ranks, self.tensor_parallel, self.sequence_parallel)
         return self
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rlhfless_ray.recipe.data_sections import DataSources, one_gap
-from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig, mistakes_in_precision
+from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig, mistakes_in_precision, mistakes_in_slices
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig, SaveConfig, WatchConfig
@@ -301,7 +301,7 @@ class SupervisedRecipe(RecipeFile):
         data = self.data
         if self.min_ranks > self.learner.ranks:
             yield "run.min_ranks: must not exceed learner.ranks"
-        if self.learner.ranks // self.learner.tensor_parallel > data.batch_rows:
+        if self.learner.ranks // self.learner.tensor_parallel // self.learner.sequence_parallel > data.batch_rows:
             yield "learner.ranks: must not exceed data.batch_rows"
         yield from mistakes_in_precision(self.policy.dtype, self.learner)
         if self.learner.tensor_parallel > 1 and self.min_ranks < self.learner.ranks:
@@ -309,5 +309,6 @@ class SupervisedRecipe(RecipeFile):
         if self.learner.overlap != "auto":
             yield "learner.overlap: a supervised stage has no rollout; leave it out"
         yield from self.lora.mistakes()
+        yield from mistakes_in_slices("learner", self.learner.sequence_parallel, self.lora)
         if self.lora.publish != "auto":
             yield "lora.publish: there are no engines; leave it out"

@@ -287,8 +287,8 @@ def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) 
             continue
         settings, parameters = (section, model.parameters) if name == "learner" else (recipe.critic, model.body)
         whole = memory.end_parameters(model.config) - (model.parameters - parameters)  # a critic has no output head
-        division = (settings.tensor_parallel, whole)
+        division = (settings.tensor_parallel, whole, settings.sequence_parallel)
         training = memory.Training(settings.ranks, section.zero_stage, width, section.offloads_optimizer, recipe.lora.rank > 0, *division)
-        activations = memory.activation_bytes(model.config, lengths.shortest_prompt + 1, width)
+        activations = memory.activation_bytes(model.config, -(-(lengths.shortest_prompt + 1) // settings.sequence_parallel), width)
         groups.append(TrainingGroup(name, model, parameters, training, memory.rank_memory(parameters, training, activations)))
     return groups

@@ -15,6 +15,7 @@ from typing import Any
 
 from placement import memory
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.model_checks import slicing_refusal
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, sentence
 from rlhfless_ray.run.memory_needs import Model, Need, gb
@@ -55,7 +56,8 @@ def stage_training(recipe: SupervisedRecipe, policy: Model, resource: str, slots
     learner = recipe.learner
     ranks = max(recipe.min_ranks, min(learner.ranks, slots)) if resource == GPU else recipe.min_ranks
     parameters = policy.body if recipe.task == "rm" else policy.parameters
-    division = (learner.tensor_parallel, memory.end_parameters(policy.config) - (policy.parameters - parameters))
+    whole = memory.end_parameters(policy.config) - (policy.parameters - parameters)
+    division = (learner.tensor_parallel, whole, learner.on_ranks(ranks).sequence_parallel)
     width = memory.VALUE_BYTES[recipe.policy.dtype]
     return parameters, memory.Training(ranks, learner.zero_stage, width, learner.offloads_optimizer, recipe.lora.rank > 0, *division)
 
@@ -70,7 +72,8 @@ def stage_needs(recipe: SupervisedRecipe, models: dict[str, Model], resource: st
     policy = models["policy"]
     parameters, training = stage_training(recipe, policy, resource, slots)
     ranks, width = training.ranks, training.value_bytes
-    rank = memory.rank_memory(parameters, training, memory.activation_bytes(policy.config, row_tokens, width))
+    own_tokens = -(-row_tokens // training.sequence_parallel)
+    rank = memory.rank_memory(parameters, training, memory.activation_bytes(policy.config, own_tokens, width))
     teacher: tuple[tuple[str, int], ...] = ()
     if "teacher" in models:
         teacher = (("teacher", teacher_bytes(models["teacher"], training)),)
@@ -107,7 +110,7 @@ def _shortage(recipe: SupervisedRecipe, models: dict[str, Model], room: Room, ro
 
 def _advice(recipe: SupervisedRecipe, models: dict[str, Model], room: Room, row_tokens: int) -> str:
     """Return the fewest changes of settings with which everything fits."""
-    changes = list(_changes(recipe, room))
+    changes = list(_changes(recipe, models, room))
     for count in (1, 2, 3):
         for some in itertools.combinations(changes, count):
             merged = {key: value for change in some for key, value in change.items()}
@@ -121,12 +124,15 @@ def _advice(recipe: SupervisedRecipe, models: dict[str, Model], room: Room, row_
     return f"no setting makes it fit: take {shorter}a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
 
 
-def _changes(recipe: SupervisedRecipe, room: Room) -> Iterator[dict[str, Any]]:
+def _changes(recipe: SupervisedRecipe, models: dict[str, Model], room: Room) -> Iterator[dict[str, Any]]:
     """Yield settings that save memory: first those that change the result only by rounding."""
     learner = recipe.learner
     if room.resource == GPU:
         if room.slots > learner.ranks or learner.zero_stage < 3:
             yield {"learner.ranks": max(room.slots, learner.ranks), "learner.zero_stage": 3}
+        for size in (2**k for k in range(1, room.slots.bit_length())):
+            if size > learner.sequence_parallel and slicing_refusal(models["policy"].config, size) is None:
+                yield {"learner.ranks": max(learner.ranks, room.slots) // size * size, "learner.sequence_parallel": size}
         if not learner.offloads_optimizer:
             yield {"learner.optimizer_offload": True, "learner.zero_stage": max(1, learner.zero_stage)}
     elif recipe.min_ranks > 1:

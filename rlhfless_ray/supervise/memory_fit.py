@@ -48,7 +48,8 @@ def _peak(recipe: SupervisedRecipe, models: dict[str, Model], row_tokens: int, r
     """Predict the memory of a rank's update, where slots are cores that of all ranks."""
     policy, on_gpu = models["policy"], room.resource == GPU
     parameters, training = stage_training(recipe, policy, room.resource, room.slots)
-    step = -(-recipe.data.batch_rows * row_tokens * training.tensor_parallel // training.ranks)
+    together = training.tensor_parallel * training.sequence_parallel  # ranks with the same rows
+    step = -(-recipe.data.batch_rows * row_tokens * together // training.ranks)
     tokens = min(max(recipe.learner.max_micro_batch_tokens, row_tokens), step)
     targets = 0 if recipe.task == "rm" else tokens
     batch = MicroBatch(tokens, row_tokens, targets, is_only=tokens == step, is_masked=recipe.task in ("rm", "dpo"))

@@ -15,7 +15,7 @@ from rlhfless_ray.common.deadlines import POLL_S, STOP
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.learn.model_checks import check_width
+from rlhfless_ray.learn.model_checks import check_slices, check_width
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
@@ -97,9 +97,14 @@ class SupervisedStage:
         with nullcontext() if recipe.policy.trust_remote_code else transformers_without_torch():
             tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         check_width("learner", recipe.learner.tensor_parallel, config_of(self.files))
+        check_slices("learner", recipe.learner.sequence_parallel, config_of(self.files))
         self.second = _second_model(recipe, tokenizer)
-        if recipe.task == "kd" and self.second is not None:
-            check_width("learner", recipe.learner.tensor_parallel, config_of(read_folder(self.second)), "the teacher: ")
+        if self.second is not None:
+            whose = "the teacher: " if recipe.task == "kd" else "the reference: "
+            config = config_of(read_folder(self.second))
+            check_slices("learner", recipe.learner.sequence_parallel, config, whose)
+            if recipe.task == "kd":
+                check_width("learner", recipe.learner.tensor_parallel, config, whose)
         if recipe.data.chat_template:
             tokenizer.chat_template = recipe.data.chat_template
             self.files = {**self.files, "chat_template.jinja": recipe.data.chat_template.encode()}

@@ -77,7 +77,7 @@ class SupervisedRank:
         self.seed = recipe.run.seed % 2**63
         self.trainer = TrainerRank(
             RankSettings(
-                learner=recipe.learner.model_copy(update={"ranks": ranks}),
+                learner=recipe.learner.on_ranks(ranks),
                 lora=recipe.lora,
                 algorithm=AlgorithmConfig(),
                 policy=recipe.policy,
@@ -134,10 +134,12 @@ class SupervisedRank:
                 else:
                     wrapped = TokenLogits(loaded, reward_tokens) if self.task == "prm" else TokenLogprobs(loaded)
         self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)
+        self.trainer.slice_sequences(wrapped)
         if self.task in WITH_REFERENCE and known is None:
             base = wrapped
             if second is not None:
-                base = TokenLogprobs(load_model(second, policy.dtype, policy.trust_remote_code, "reference.path"))
+                reference = load_model(second, policy.dtype, policy.trust_remote_code, "reference.path")
+                base = self.trainer.slice_sequences(TokenLogprobs(reference))
             known = [self._reference_sums(base.to(self.device), examples) for examples in data]
             del base
         self.references = dict(enumerate(known or []))
@@ -161,9 +163,11 @@ class SupervisedRank:
     def _cut(self, batch: Batch, examples: Examples, mismatched: bool = False) -> list[MicroBatch]:
         """Return this rank's micro-batches. kto: of the rows' own responses, or of the `mismatched` responses.
 
-        Ranks that share a copy of the model have the same ones. Until it is divided, each rank has a whole copy.
+        Ranks that share a copy of the model have the same ones, as have ranks that share sequences. Until the model is divided, each rank
+        has a whole copy.
         """
-        max_tokens, width = self.recipe.learner.max_micro_batch_tokens, 1 if self.trainer.slices is None else self.trainer.slices.width
+        max_tokens = self.recipe.learner.max_micro_batch_tokens
+        width = self.trainer.section.sequence_parallel if self.trainer.slices is None else self.trainer.slices.width
         place = self.rank // width, self.ranks // width
         if self.task == "kto":
             return micro_batches(batch, np.arange(int(mismatched), len(batch), 2), max_tokens, None, *place)

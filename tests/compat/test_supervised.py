@@ -405,3 +405,22 @@ def test_a_run_is_continued_as_in_openrlhf(
 def test_the_launcher_refuses_in_one_sentence() -> None:
     said = command_here("--pretrain", "nowhere", "--dataset", "rows.jsonl", "--bf16", "--output_key", "a", module="tests.compat.sft_main")
     assert said.returncode == 2 and "nowhere" in said.stderr and said.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "why"),
+    [
+        ("train_sft", [], ""),
+        ("train_dpo", [], ""),
+        ("train_dpo", ["--ref_pretrain", "elsewhere"], "the config.json of `elsewhere` is not on this machine"),
+        ("train_sft", ["--elastic.learner.ranks", "3"], "2 does not divide the number of ranks, 3"),
+        ("train_sft", ["--lora_rank", "4", "--lora_dropout", "0.1"], "dropout of adapters is drawn for whole sequences"),
+    ],
+)
+def test_sequence_parallelism_is_honoured_where_the_model_allows_it(tmp_path: Path, launcher: str, flags: list[str], why: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_attention_heads": 4}))
+    line = ["--dataset", "rows.jsonl", "--pretrain", str(tmp_path), "--bf16", "--ring_attn_size", "2", "--packing_samples", *flags]
+    found = translate_supervised(launcher, line, {}, ranks=2)
+    (outcome,) = [one for one in found.flags if one.flag == "--ring_attn_size"]
+    assert outcome.status == ("hint" if why else "honoured") and why in outcome.why and found.refusal() is None
+    assert found.recipe().learner.sequence_parallel == (1 if why else 2)

@@ -762,6 +762,49 @@ def test_a_divided_learner_is_a_hint(flag):
     assert status(of(BASE + f" {flag}"), flag.split()[0]) == "hint" and not of(BASE + f" {flag}").refused
 
 
+LLAMA = {"model_type": "llama", "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("line", "config", "why"),
+    [
+        (BASE, LLAMA, ""),
+        (DOTTED, LLAMA, ""),
+        (GAE, LLAMA, ""),
+        (BASE, None, "is not on this machine"),
+        (BASE, {**LLAMA, "model_type": "gemma2"}, "models of type gemma2 are not tested with it"),
+        (BASE, {**LLAMA, "num_attention_heads": 6}, "4 does not divide the model's 6 attention heads"),
+        (BASE + " --actor_num_gpus_per_node 6", LLAMA, "4 does not divide the number of ranks, 6"),
+        (BASE + " --aux_loss_coef 0.1", LLAMA, "routers would see a slice"),
+        (BASE + " --lora_rank 4 --lora_dropout 0.1", LLAMA, "dropout of adapters"),
+        (BASE + " --ring_attn_size 1", LLAMA, "divides the work on a sequence"),
+    ],
+)
+def test_sequence_parallelism_is_honoured_where_the_model_allows_it(tmp_path, line, config, why):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    dotted = line == DOTTED
+    flag = "--ds.ring_attn_size" if dotted else "--ring_attn_size"
+    text = line.replace(" /m ", f" {tmp_path} ").replace(
+        "--advantage_estimator gae", f"--advantage_estimator gae --critic_pretrain {tmp_path}"
+    )
+    found = of(text + ("" if flag in line else f" {flag} 4") + (" --ds.packing_samples" if dotted else " --packing_samples"))
+    (outcome,) = [one for one in found.flags if one.flag == flag]
+    assert outcome.status == ("hint" if why else "honoured") and why in outcome.why and not found.refused
+    keys = {"learner.sequence_parallel", *({"critic.sequence_parallel"} if line == GAE else ())}
+    assert {key: x for key, x in found.settings.items() if key.endswith("sequence_parallel")} == ({} if why else dict.fromkeys(keys, 4))
+
+
+def test_fewer_slots_share_sequences_among_a_divisor(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    line = (
+        BASE.replace(" /m ", f" {tmp_path} ")
+        + " --ring_attn_size 4 --packing_samples --elastic.cluster.cpus 6 --elastic.functions.slot cpu"
+    )
+    fit(found := of(line), {})
+    assert (found.settings["learner.ranks"], found.settings["learner.sequence_parallel"]) == (6, 2)
+
+
 def test_a_value_that_nobody_takes_is_not_called_unsupported_yet():
     found = of(BASE + " --actor_learning_rate=-1")
     (why,) = [o.why for o in found.refused if o.flag == "--actor_learning_rate"]

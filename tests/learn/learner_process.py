@@ -100,7 +100,8 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
     if settings.algorithm.kl.coefficient and not settings.lora.rank:
         own = ReferenceSettings(
             dtype=settings.policy.dtype, trust_remote_code=False, micro_batch_tokens=settings.learner.micro_batch_tokens,
-            temperature=settings.temperature, ranks=ranks, rank=rank, device=settings.device,
+            temperature=settings.temperature, ranks=ranks // settings.learner.sequence_parallel,
+            rank=rank // settings.learner.sequence_parallel, device=settings.device,
             tensor_parallel=settings.learner.tensor_parallel,
         )  # fmt: skip
         reference = ReferenceRank(own)

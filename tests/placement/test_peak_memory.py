@@ -124,3 +124,12 @@ def test_layers_keep_what_transformers_saves(family, dtype):
     each = (saved(3, 128) - saved(1, 128)) / 2 / 128
     shape = config(family, 128, 320, 1, 4, 2, 100, head_dim=32)
     assert layer_bytes(shape, 128, {"bfloat16": 2, "float32": 4}[dtype]) == pytest.approx(each, rel=0.05)
+
+
+def test_ranks_that_share_sequences_hold_a_part_of_the_activations_and_logits():
+    batch = MicroBatch(8192, 4096, 8192, is_masked=False)
+    alone, both = peak(QWEN_7B, batch), peak(QWEN_7B, batch, Training(1, 1, 2, sequence_parallel=2))
+    assert alone - both == pytest.approx(update_bytes(QWEN_7B, batch, 2, checkpointing=False) / 2, rel=0.2)
+    masked = MicroBatch(8192, 4096, 8192)
+    of_mask = update_bytes(QWEN_7B, masked, 2, False, slices=2) - update_bytes(QWEN_7B, batch, 2, False, slices=2)
+    assert of_mask == update_bytes(QWEN_7B, masked, 2, False) - update_bytes(QWEN_7B, batch, 2, False), "each has the whole mask"

@@ -78,9 +78,12 @@ def test_the_longest_row_counts(tmp_path: Path) -> None:
     tree = {"policy": {"path": str(seven), "dtype": "bfloat16"}, "learner": {"zero_stage": 1}, "lora": {"rank": 8}}
     recipe = SupervisedRecipe.parse({"task": "sft", "data": {"path": "x"}, **tree})
     assert check_stage(recipe, lambda: H100, row_tokens=200_000) == ""
-    with pytest.raises(DoesNotFit, match="no setting makes it fit: take shorter rows") as refused:
+    with pytest.raises(DoesNotFit, match=r"it may fit with learner\.ranks=8 and learner\.sequence_parallel=4") as refused:
         check_stage(recipe, lambda: H100, row_tokens=1_000_000)
     assert "200.7 GB activations of a row of 1000000 tokens" in str(refused.value)
+    assert check_stage(recipe.with_settings({"learner.ranks": 8, "learner.sequence_parallel": 4}), lambda: H100, row_tokens=1_000_000) == ""
+    with pytest.raises(DoesNotFit, match="no setting makes it fit: take shorter rows"):
+        check_stage(recipe, lambda: H100, row_tokens=10_000_000)
 
 
 def test_automatic_settings_follow_the_longest_row(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.learner
 
 BETA, ROWS = 0.4, 12
 DIVIDED = 3  # two ranks that share one copy of the model
+SLICED = " sliced"  # two ranks that share sequences
+SLICED_CASES = ("sft", "sft_sequence", "rm", "dpo", "dpo_apart", "kto", "kd", "kd_lora", "prm_all", "lora", "stage_1")
 DIVIDED_CASES = ("sft", "rm", "dpo", "kto", "kd", "kd_lora", "prm", "lora", "stage_1")
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"task": "sft"},
@@ -80,7 +82,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> d
 
     folder = tmp_path_factory.mktemp("ranks")
     write_folder(folder / "model", scratch_policy(parsed("sft"), task("chain")))
-    wide = parsed("sft").model_copy(update={"policy": PolicyConfig(hidden_size=96, layers=1)})
+    wide = parsed("sft").model_copy(update={"policy": PolicyConfig(hidden_size=128, layers=1)})
     write_folder(folder / "teacher", scratch_policy(wide, task("chain")))
     tokenizer = load_tokenizer(read_folder(folder / "model"), False)
     steps = [np.array([5, 0, 3, 8, 11, 2, 1]), np.array([4, 9, 6, 7])]
@@ -90,9 +92,12 @@ def results(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> d
     found: dict[int, dict[str, Any]] = {}
     script = str(Path(__file__).with_name("rank_process.py"))
     for ranks in (1, 2, DIVIDED):
+        if ranks == 2:
+            sliced = {name + SLICED: (wide_of(cases[name][0], "sequence_parallel"), *cases[name][1:]) for name in SLICED_CASES}
+            (folder / "cases.pickle").write_bytes(pickle.dumps(cases | sliced))
         if ranks == DIVIDED:  # in processes of their own, because DeepSpeed keeps the groups of ranks of its first model
-            divided = {name: cases[name] for name in DIVIDED_CASES}
-            (folder / "cases.pickle").write_bytes(pickle.dumps({name: (wide_of(one[0]), *one[1:]) for name, one in divided.items()}))
+            divided = {name: (wide_of(cases[name][0], "tensor_parallel"), *cases[name][1:]) for name in DIVIDED_CASES}
+            (folder / "cases.pickle").write_bytes(pickle.dumps(divided))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -114,13 +119,16 @@ def results(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> d
     return found
 
 
-def wide_of(recipe: SupervisedRecipe) -> SupervisedRecipe:
-    return recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"ranks": 2, "tensor_parallel": 2})})
+def wide_of(recipe: SupervisedRecipe, what: str) -> SupervisedRecipe:
+    return recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"ranks": 2, what: 2})})
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in CASES), *((name, DIVIDED) for name in DIVIDED_CASES)])
+PAIRS = [(name, 2) for name in (*CASES, *(name + SLICED for name in SLICED_CASES))]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*PAIRS, *((name, DIVIDED) for name in DIVIDED_CASES)])
 def test_two_ranks_learn_what_one_does(results: dict[int, Any], name: str, ranks: int) -> None:
-    one, two = results[1][name], results[ranks][name]
+    one, two = results[1][name.removesuffix(SLICED)], results[ranks][name]
     for a, b in zip([one["held"], *one["steps"]], [two["held"], *two["steps"]], strict=True):
         for found in (a.metrics, b.metrics):
             found.pop("accuracy", None)  # before the first step all ratios are 0 but for rounding, so who is ahead is chance

@@ -385,5 +385,46 @@ NOT_HERE = "has no counterpart here yet"
 SHARED = "functions pass slots to each other here, so models need not share a GPU"
 PARKED = "a process without work gives its device back in any case"
 DIVIDED = "divides the work on a sequence between GPUs, which changes no result; ranks divide the batch and ZeRO the state here"
+
+
+def slices(x: int, v: Values) -> dict[str, Any]:
+    """Return the settings of ranks that share sequences, none if a model does not allow it."""
+    if x == 1 or _why_not_sliced(x, v):
+        return {}
+    return {"learner.sequence_parallel": x, **({"critic.sequence_parallel": x} if v.has_critic else {})}
+
+
+def not_sliced(v: Values) -> str:
+    why = _why_not_sliced(v["ds.ring_attn_size"], v)
+    return f"{DIVIDED} ({why})" if why else DIVIDED
+
+
+def _why_not_sliced(size: int, v: Values) -> str:
+    if size > 1 and v["actor.aux_loss_coef"]:
+        return f"a rank's routers would see a slice, which {v.named('actor.aux_loss_coef')} does not allow"
+    models = ("actor", *(("critic",) if v.has_critic else ()))
+    dropout = v["ds.lora.dropout"] if v["ds.lora.rank"] else 0
+    whys = (why_not_sliced(size, v.ranks(model), dropout, v[f"{model}.model_name_or_path"]) for model in models)
+    return next(filter(None, whys), "")
+
+
+def why_not_sliced(size: int, ranks: int, dropout: float, folder: str | None) -> str:
+    """Return why `size` of a model's ranks cannot share sequences here, or an empty string. `dropout`: of its adapters."""
+    from rlhfless_ray.learn.model_checks import slicing_refusal
+    from rlhfless_ray.weights.load_policy import cached_folder
+
+    if size <= 1:
+        return ""
+    if ranks % size:
+        return f"{size} does not divide the number of ranks, {ranks}"
+    if dropout:
+        return "dropout of adapters is drawn for whole sequences"
+    try:
+        config = json.loads((cached_folder(folder or "") / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return f"the config.json of `{folder}` is not on this machine, so it is not known whether ranks can share its sequences"
+    return slicing_refusal(config, size) or ""
+
+
 MATRICES = "divides matrices between GPUs, which changes no result; --elastic.learner.tensor_parallel divides them here"
 BUDGET = "bounds memory; the loss is normalised over the whole optimizer step, so it changes no result"

@@ -13,12 +13,13 @@ from typing import Any, Literal
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, THRESHOLD, Values
 
-Kind = Literal["exact", "hint", "noop", "cond", "error"]
+Kind = Literal["exact", "hint", "noop", "cond", "maybe", "error"]
 KINDS: dict[Kind, str] = {
     "exact": "honoured exactly",
     "hint": "resource hint",
     "noop": "no effect here",
     "cond": "honoured or refused by name",
+    "maybe": "honoured, or a hint",
     "error": "refused",
 }
 
@@ -320,7 +321,7 @@ RULES: tuple[Rule, ...] = (
         idle=lambda v: "no overlong buffer is set" if v["reward.overlong_buffer_len"] is None else "",
     ),
     _row("reward.stop_properly_penalty_coef", "exact", "reward.stop_properly_penalty"),
-    _row("ds.ring_attn_size", "hint", reading=m.DIVIDED),
+    _row("ds.ring_attn_size", "maybe", "learner.sequence_parallel critic.sequence_parallel", m.slices, reading=m.not_sliced),
     _row("ds.ring_attn_head_stride", "noop", reading="speed only"),
     # models
     _row("actor.model_name_or_path", "exact", "policy.path"),

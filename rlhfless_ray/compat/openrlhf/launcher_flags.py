@@ -18,7 +18,7 @@ from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REF
 from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Given, Refused
 
 Values = dict[str, Any]  # by the newest names
-Kind = Literal["exact", "hint", "noop"]
+Kind = Literal["exact", "hint", "noop", "maybe"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class FlagRule:
     """Meaning of one flag.
 
     `make`: value and all values → settings; None: the first of `keys` gets the value. `refuses`: why a value is refused, or "".
+    `hints`: why a value sets nothing and is a hint, or "".
     """
 
     name: str
@@ -35,10 +36,11 @@ class FlagRule:
     make: Callable[[Any, Values], dict[str, Any]] | None = None
     refuses: Callable[[Any, Values], str] = lambda x, v: ""
     reading: str = ""
+    hints: Callable[[Any, Values], str] = lambda x, v: ""
     reads: Callable[[Values], bool] = lambda v: True  # whether OpenRLHF's code reads the flag with these values
 
     def settings(self, v: Values) -> dict[str, Any]:
-        if self.kind != "exact" or self.name not in v:
+        if self.kind not in ("exact", "maybe") or self.name not in v or self.hints(v[self.name], v):
             return {}
         return self.make(v[self.name], v) if self.make is not None else {self.keys[0]: v[self.name]}
 
@@ -47,15 +49,20 @@ class FlagRule:
         why = self.refuses(value, v)
         if why:
             return REFUSED, why
+        if self.kind == "maybe" and (hint := self.hints(value, v)):
+            return HINT, hint
         if self.kind == "exact" and not self.settings(v):
             return NO_EFFECT, "without effect in OpenRLHF too, beside the other flags"
-        if self.kind == "exact":
+        if self.kind in ("exact", "maybe"):
             return HONOURED, ", ".join(f"`{key}`" for key in self.keys)
         return (HINT if self.kind == "hint" else NO_EFFECT), self.reading
 
 
-def row(name: str, older: str, kind: Kind, keys: str = "", make: Any = None, *, refuses: Any = None, reading: str = "") -> FlagRule:
-    return FlagRule(name, older, kind, tuple(keys.split()), make, refuses or (lambda x, v: ""), reading)
+def row(
+    name: str, older: str, kind: Kind, keys: str = "", make: Any = None, *, refuses: Any = None, reading: str = "", hints: Any = None
+) -> FlagRule:
+    nothing = lambda x, v: ""  # noqa: E731
+    return FlagRule(name, older, kind, tuple(keys.split()), make, refuses or nothing, reading, hints or nothing)
 
 
 def only(value: Any, sentence: str) -> Callable[[Any, Values], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -109,4 +110,6 @@ def fit(translation: Translation, environment: Mapping[str, str] = os.environ) -
             notes.append(
                 f"the command requests {ranks} ranks of the {name}, and {here} slots exist: it starts with {here}, with the same results"
             )
+            if (together := f"{name}.sequence_parallel") in translation.settings and together not in translation.own:
+                translation.settings[together] = math.gcd(here, translation.settings[together])
     return "; ".join(notes)

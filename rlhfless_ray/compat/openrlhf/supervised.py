@@ -15,7 +15,7 @@ from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, acc
 from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.compat.openrlhf.starters import process_place
-from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, RM, RULES, SFT, TASKS
+from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, RANKS, RM, RULES, SFT, TASKS
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
@@ -70,6 +70,8 @@ def translate_supervised(
         values[newest], spelled[newest] = value, flag
     _, started = process_place(environment)
     ranks = started or ranks
+    own_ranks = dict(ours).get("--elastic.learner.ranks") or ""
+    values[RANKS] = int(own_ranks) if own_ranks.isdigit() else ranks
     settings: dict[str, Any] = {**ALWAYS, "learner.ranks": ranks, "run.name": launcher}
     if launcher != SFT or place(version) < place(ALL_STEPS_SINCE):
         settings["run.schedule_end"] = "whole_batches"
@@ -87,7 +89,8 @@ def translate_supervised(
             continue
         rule = rules[name]
         settings |= {key: x for key, x in rule.settings(values).items() if x is not None}
-        translation.owners |= {key: spelled[name] for key in rule.keys if rule.kind == "exact"}
+        decides = rule.kind == "exact" or (rule.kind == "maybe" and bool(rule.settings(values)))
+        translation.owners |= {key: spelled[name] for key in rule.keys if decides}
         why = rule.refuses(value, values)
         if why and spelled[name] not in given:
             translation.flags.append(Outcome(spelled[name], REFUSED, why))

@@ -73,6 +73,18 @@ def _sink(key: str) -> Callable[[Any, Values], dict[str, Any]]:
     return lambda x, v: {key: x} if v["logger.wandb.key"] else {}
 
 
+def _not_sliced(x: int, v: Values) -> str:
+    """Return why ranks do not share sequences, or an empty string if they do."""
+    dropout = v["ds.lora.dropout"] if v["ds.lora.rank"] else 0
+    models = [v["model.model_name_or_path"], *filter(None, [v.get("ref.model_name_or_path")])]
+    whys = [m.why_not_sliced(x, v[RANKS], dropout, folder) for folder in models]
+    why = next(filter(None, whys), "")
+    if x > 1 and not why:
+        return ""
+    return f"{m.DIVIDED}{f' ({why})' if why else ''}. A run whose longest row does not fit a rank ends before Ray starts"
+
+
+RANKS = "ranks"  # stands beside the flags' values
 PLAIN_ATTENTION = "kernels of attention are torch's own, and change no result"
 
 RULES: tuple[FlagRule, ...] = (
@@ -152,9 +164,10 @@ RULES: tuple[FlagRule, ...] = (
     row(
         "ds.ring_attn_size",
         "ring_attn_size",
-        "hint",
+        "maybe",
+        "learner.sequence_parallel",
         refuses=lambda x, v: "OpenRLHF requires --packing_samples with it; add it" if x > 1 and not v["ds.packing_samples"] else "",
-        reading=f"{m.DIVIDED}. A run whose longest row does not fit a rank ends before Ray starts",
+        hints=_not_sliced,
     ),
     row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=m.DIVIDED),
     # optimizer

@@ -106,7 +106,7 @@ def _apply_rule(rule: Rule, v: Values, installed: Installed, translation: Transl
         return Outcome(rule.name, NO_EFFECT, reading)
     settings = rule.settings(v)
     accepted = installed.accepted(settings)
-    if rule.kind == "hint":
+    if rule.kind == "hint" or (rule.kind == "maybe" and not settings):
         wrong = [key for key in settings if installed.knows(key) and key not in accepted]
         if wrong:
             return Outcome(rule.name, REFUSED, f"{names(wrong)} does not take {shown(settings[wrong[0]])}")

@@ -1,0 +1,166 @@
+"""Ranks that share each sequence: the same updates as one rank, alone and beside data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.batch import UNKNOWN_EXPERT
+from rlhfless_ray.learn.model_checks import SLICED, slicing_refusal
+from rlhfless_ray.learn.sequence_parallel import SequenceParallel
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from tests.conftest import made_once
+from tests.learn.conftest import Cases, learner_settings, run_gangs
+from tests.rollout import families
+
+# GRPO at every ZeRO stage; with several optimizer steps and a reference; shared prompts; losses of sequences; ranks without response tokens
+# or with different numbers of chunks; adapters; critics
+CASES = (
+    *("plain/0", "plain/1", "plain/2", "full/3", "shared/0", "shared/3", "gspo/0", "few/0", "chunked/3", "recompute/0", "tied/2"),
+    *("kl in reward/0", "lora/0", "lora/2", "lora/3", "critic/0", "critic/1", "critic/3", "critic lora/0"),
+)
+TWO_GROUPS = ("plain/0", "full/3", "shared/0", "few/0", "critic/1")
+
+
+def sliced(case: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The case on groups of two ranks that share sequences."""
+    section = case["settings"].learner.model_copy(update={"ranks": ranks, "sequence_parallel": 2})
+    return {**case, "settings": replace(case["settings"], learner=section)}
+
+
+@pytest.fixture(scope="session")
+def gangs(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> dict[int, list[dict[str, Any]]]:
+    def made(folder: Path) -> dict[int, list[dict[str, Any]]]:
+        cases = Cases(Path())  # their settings and batches, not their results
+        first = {name: {**case, "batches": case["batches"][:2], "snapshots": ()} for name, case in cases.first(1).items()}
+        one = {name: first[name] for name in (*CASES, "bf16/2")}
+        for number, family in enumerate(SLICED):
+            files = families.policy(family.removesuffix("_text"), kv_heads=1 + number % 2)
+            one[family] = {"settings": learner_settings(stage=1), "files": files, "batches": cases.long[:1]}
+        two = {name: sliced(case, 2) for name, case in one.items()}
+        return run_gangs(folder / "gangs", {1: one, 2: two, 4: {name: sliced(one[name], 4) for name in TWO_GROUPS}})
+
+    return made(made_once(tmp_path_factory, "sequence-parallel", made))
+
+
+def close(found: dict[str, Any], wanted: dict[str, Any], apart: float) -> None:
+    assert "error" not in found, found["error"]
+    for got, expected in zip(found["stats"], wanted["stats"], strict=True):
+        assert got.loss == pytest.approx(expected.loss, rel=apart, abs=apart)
+        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=10 * apart)
+        assert (got.trained_tokens, got.skipped) == (expected.trained_tokens, 0)
+    for name in ("values", "logprobs"):
+        for got, expected in zip(found.get(name, []), wanted.get(name, []), strict=True):
+            for key in expected if isinstance(expected, dict) else [...]:
+                np.testing.assert_allclose(got[key], expected[key], rtol=5 * apart, atol=5 * apart)
+    for got, expected in zip(found["weights"], wanted["weights"], strict=True):
+        assert got.keys() == expected.keys()
+        assert max(float(np.abs(got[name] - expected[name]).max()) for name in expected) < 200 * apart  # an Adam step is up to 1e-3
+
+
+@pytest.mark.learner
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_learn_what_one_does(gangs: Any, name: str) -> None:
+    for rank in range(2):
+        assert gangs[2][rank][name]["stats"] == gangs[2][0][name]["stats"]
+    close(gangs[2][0][name], gangs[1][0][name], 1e-6)
+
+
+@pytest.mark.learner
+@pytest.mark.parametrize("name", TWO_GROUPS)
+def test_two_groups_divide_the_batch(gangs: Any, name: str) -> None:
+    close(gangs[4][0][name], gangs[1][0][name], 1e-6)
+
+
+@pytest.mark.learner
+@pytest.mark.parametrize("family", SLICED)
+def test_every_family(gangs: Any, family: str) -> None:
+    """Also with one KV head for two ranks, and with a window that is shorter than a row."""
+    close(gangs[2][0][family], gangs[1][0][family], 1e-6)
+
+
+@pytest.mark.learner
+def test_in_bfloat16(gangs: Any) -> None:
+    close(gangs[2][0]["bf16/2"], gangs[1][0]["bf16/2"], 1e-3)
+
+
+def of_rank(size: int, rank: int) -> SequenceParallel:
+    """A rank's place, without process groups."""
+    place = SequenceParallel.__new__(SequenceParallel)
+    place.size, place.rank = size, rank
+    return place
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.booleans(), st.integers(0, 2**32))
+def test_slices_have_every_token_once(size: int, rows: int, longest: int, shares: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    spots = np.argwhere(rng.random((rows, longest)) < 0.5)
+    tensors = {
+        "ids": torch.from_numpy(rng.integers(2, 50, (rows, longest))),
+        "seen": torch.ones(rows, longest, dtype=torch.bool),
+        "experts": torch.from_numpy(rng.integers(0, 4, (rows, longest, 2, 2)).astype(np.uint8)),
+        "rows": torch.from_numpy(spots[:, 0]),
+        "columns": torch.from_numpy(spots[:, 1]),
+        **{name: torch.arange(len(spots)) for name in ("targets", "flat", "sequence")},
+    }
+    if shares:
+        tensors |= {name: torch.from_numpy(rng.integers(0, 5, (rows, longest))) for name in ("positions", "segments")}
+    parts = [of_rank(size, rank).sliced(tensors) for rank in range(size)]
+    for name in ("ids", "seen", "experts", *(("positions",) if shares else ())):
+        whole = torch.cat([part[name] for part in parts], dim=1)
+        assert torch.equal(whole[:, :longest], tensors[name])
+    assert all(bool((part["ids"] == 0).any()) for part in parts[-1:]) or longest % size == 0
+    assert bool((torch.cat([part["experts"] for part in parts], dim=1)[:, longest:] == UNKNOWN_EXPERT).all())
+    if not shares:
+        assert torch.equal(torch.cat([part["positions"] for part in parts], dim=1)[0], torch.arange(size * parts[0]["ids"].shape[1]))
+    assert sorted(torch.cat([part["own"] for part in parts]).tolist()) == list(range(len(spots)))
+    for part in parts:
+        expected = tensors["ids"][tensors["rows"][part["own"]], tensors["columns"][part["own"]]]
+        assert torch.equal(part["ids"][part["rows"], part["columns"]], expected) and torch.equal(part["targets"], part["own"])
+
+
+def test_models_that_cannot_be_sliced_are_refused_in_one_sentence() -> None:
+    llama = {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2}
+    assert slicing_refusal(llama, 3) is None and slicing_refusal({"text_config": llama}, 2) is None
+    assert slicing_refusal(llama, 4) == "4 does not divide the model's 6 attention heads"
+    assert "models of type gemma2 are not tested" in str(slicing_refusal({**llama, "model_type": "gemma2"}, 2))
+    long = {"rope_type": "longrope", "long_factor": [1.0]}
+    for changes in ({"rope_scaling": long}, {"rope_parameters": {"full_attention": long}}, {"rope_scaling": {"type": "dynamic"}}):
+        assert "depends on the length of the whole sequence" in str(slicing_refusal({**llama, **changes}, 2))
+    assert "attention scores" in str(slicing_refusal({**llama, "attn_logit_softcapping": 50.0}, 2))
+
+
+TREE = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
+SFT = {"task": "sft", "data": {"task": "chain", "rows": 8}}
+DROPS: dict[str, Any] = {"lora": {"rank": 2, "dropout": 0.1}}
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (Recipe, {**TREE, "learner": {"ranks": 3}}, "learner.sequence_parallel: 2 does not divide learner.ranks"),
+    (Recipe, {**TREE, "learner": {"tensor_parallel": 2}}, "learner.sequence_parallel: not available with learner.tensor_parallel"),
+    (Recipe, {**TREE, **DROPS}, "learner.sequence_parallel: not available with lora.dropout"),
+    (
+        Recipe,
+        {**TREE, "algorithm": {"loss": {"router_aux": 0.1}}},
+        "algorithm.loss.router_aux: not available with learner.sequence_parallel",
+    ),
+    (SupervisedRecipe, {**SFT, **DROPS}, "learner.sequence_parallel: not available with lora.dropout"),
+]
+
+
+@pytest.mark.parametrize(("kind", "tree", "sentence"), REFUSED)
+def test_settings_that_exclude_each_other(kind: Any, tree: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        kind.parse({**tree, "learner": {"ranks": 2, "sequence_parallel": 2, **tree.get("learner", {})}})
+
+
+def test_a_stage_on_fewer_ranks_shares_sequences_among_a_divisor() -> None:
+    learner = SupervisedRecipe.parse({**SFT, "learner": {"ranks": 4, "sequence_parallel": 4}}).learner
+    assert [learner.on_ranks(ranks).sequence_parallel for ranks in (4, 3, 2, 1)] == [4, 1, 2, 1]
