@@ -154,7 +154,14 @@ def tools_of(row: dict[str, Any], column: str, template: str) -> list[dict[str, 
         raise ValueError(f"column `{column}` is not a list of tools (JSON schemas)")
     if "tools" not in template:
         raise ValueError(f"the row has tools in column `{column}`, and the chat template reads none")
-    return tools
+    return [_without_null_values(tool) for tool in tools]
+
+
+def _without_null_values(value: Any) -> Any:
+    """Return JSON without null values of objects: in Arrow's tables each tool has the parameters of all tools."""
+    if isinstance(value, list):
+        return [_without_null_values(item) for item in value]
+    return {key: _without_null_values(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
@@ -179,9 +186,16 @@ def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
 def without_nulls(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the turns without keys that are null, except content: in Arrow's tables every turn has the keys of all turns.
 
-    A chat template would take a null `name` or `tool_calls` for one that is there.
+    A chat template would take a null `name` or `tool_calls` for one that is there, and write the arguments that other calls have.
     """
-    return [{key: value for key, value in turn.items() if value is not None or key == "content"} for turn in turns]
+    return [
+        {
+            key: _without_null_values(value) if key == "tool_calls" else value
+            for key, value in turn.items()
+            if value is not None or key == "content"
+        }
+        for turn in turns
+    ]
 
 
 def printed_content(turns: Sequence[dict[str, Any]], text: str) -> str:

@@ -168,6 +168,17 @@ def test_a_chat_template_gets_the_tools_of_a_row(tmp_path: Path) -> None:
         recipe(file, template="chat"), letters(chat=CHAT)
     )
     assert load_prompts(recipe(file, template="chat", tools_column=""), letters(chat=CHAT)).train[0].text.endswith("[assistant]")
+    keys = CHAT + "{% for tool in tools or [] %}({{ tool['parameters'] | list | join }}){% endfor %}"
+    both = [{"name": "f", "parameters": {"a": "int"}}, {"name": "g", "parameters": {"b": "int"}}]
+    table = write(tmp_path, "rows.parquet", [{**row, "question": asked, "tools": both} for row in ROWS])
+    found = load_prompts(recipe(table, template="chat"), letters(chat=keys)).train
+    assert found[0].text.endswith("(a)(b)"), "the table has a null in place of each parameter of the other tool"
+    calls = [[{"name": "f", "arguments": {"a": 1}}], [{"name": "g", "arguments": {"b": 2}}]]
+    turns = [[*asked, {"role": "assistant", "content": "", "tool_calls": call}, {"role": "tool", "content": "3"}] for call in calls]
+    written = "{% for m in messages %}{% for c in m['tool_calls'] or [] %}{{ c['arguments'] | tojson }}{% endfor %}{% endfor %}"
+    table = write(tmp_path, "rows.parquet", [{**row, "question": turns[i % 2]} for i, row in enumerate(ROWS)])
+    found = load_prompts(recipe(table, template="chat"), letters(chat=written)).train
+    assert [prompt.text for prompt in found[:2]] == ['{"a": 1}', '{"b": 2}']
     for wrong, says in (("f,g", "line 1: column `tools` is not JSON"), (["f"], "line 1: column `tools` is not a list of tools")):
         bad = write(tmp_path, "rows.jsonl", [{**row, "question": asked, "tools": wrong} for row in ROWS])
         assert says in refused(recipe(bad, template="chat"), letters(chat=chat))
