@@ -55,6 +55,23 @@ def load_rows(recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | No
     return replace(collected, notes=(*collected.notes, note))
 
 
+def check_vocabulary(rows: SupervisedRows, tokenizer: Any, size: int | None) -> None:
+    """Raise UserError for a row with a token that the model has no embedding for, because only its tokenizer got it.
+
+    `size`: number of the model's embeddings; None: unknown.
+    """
+    for examples in (rows.train, rows.heldout):
+        if size is None or not len(examples.tokens) or (token := int(examples.tokens.max())) < size:
+            continue
+        sequence = int(np.searchsorted(examples.starts, examples.tokens.argmax(), side="right")) - 1
+        start = int(examples.starts[sequence])
+        text = tokenizer.decode(examples.tokens[start : start + int(examples.lengths[sequence])].tolist())
+        raise UserError(
+            f"policy.path: the row {text[:80]!r} has the token {tokenizer.decode([token])!r} ({token}), and the model has embeddings for "
+            f"{size} tokens; resize them, or remove the token from the tokenizer"
+        )
+
+
 def _without_repeats(train: list[Rendered], heldout: list[Rendered]) -> list[Rendered]:
     """Leave out rows that are also held out: a mix repeats the rows of smaller data sets."""
 

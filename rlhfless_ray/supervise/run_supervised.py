@@ -28,7 +28,7 @@ from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
 from rlhfless_ray.run.memory_check import Room, local_room, ray_room, starts_ray
 from rlhfless_ray.supervise.examples import TITLES, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
-from rlhfless_ray.supervise.load_rows import load_rows
+from rlhfless_ray.supervise.load_rows import check_vocabulary, load_rows
 from rlhfless_ray.supervise.memory_check import check_stage
 from rlhfless_ray.supervise.memory_fit import fit_stage
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
@@ -43,6 +43,7 @@ from rlhfless_ray.weights.load_policy import (
     model_folder,
     other_model,
     quiet_libraries,
+    text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, read_files, read_folder, with_dtype, without_weights, write_folder
 from rlhfless_ray.weights.tensor_file import Files
@@ -109,6 +110,7 @@ class SupervisedStage:
             tokenizer.chat_template = recipe.data.chat_template
             self.files = {**self.files, "chat_template.jinja": recipe.data.chat_template.encode()}
         self.rows: SupervisedRows = load_rows(recipe, tokenizer, context_tokens(self.files))
+        check_vocabulary(self.rows, tokenizer, text_config(self.files).get("vocab_size"))
         data = recipe.data
         self.order = RowOrder(
             rows=len(self.rows.train),

@@ -15,7 +15,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples
-from rlhfless_ray.supervise.load_rows import load_rows
+from rlhfless_ray.supervise.load_rows import check_vocabulary, load_rows
 from rlhfless_ray.supervise.row_reader import SupervisedRows
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
@@ -53,6 +53,17 @@ def shown(examples: Examples, tokenizer: Any) -> list[str]:
 def read(folder: Path, tokenizer: Any, rows: list[dict[str, Any]], stage: str = "sft", **data: Any) -> tuple[list[str], SupervisedRows]:
     loaded = load_rows(recipe(folder, rows, stage, **data), tokenizer)
     return shown(loaded.train, tokenizer), loaded
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_named_with_its_row(tmp_path: Path, tokenizer: Any) -> None:
+    _, loaded = read(tmp_path, tokenizer, [{"prompt": "ab=", "response": "c"}, {"prompt": "b=", "response": ";"}])
+    size = int(loaded.train.tokens.max())
+    with pytest.raises(
+        UserError, match=rf"the row 'b=;<eos>' has the token ';' \({size}\), and the model has embeddings for {size} tokens"
+    ):
+        check_vocabulary(loaded, tokenizer, size)
+    check_vocabulary(loaded, tokenizer, size + 1)
+    check_vocabulary(loaded, tokenizer, None)
 
 
 def test_responses_end_and_prompts_are_context(tmp_path: Path, tokenizer: Any) -> None:
