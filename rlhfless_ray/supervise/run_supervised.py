@@ -18,7 +18,6 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.model_checks import check_slices, check_width
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
 from rlhfless_ray.local.fast_imports import transformers_without_torch
-from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.prompts.cursor import check_unchanged
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.progress_display import ProgressDisplay
@@ -39,10 +38,10 @@ from rlhfless_ray.weights.load_policy import (
     check_family,
     check_files,
     context_tokens,
+    first_supervised_policy,
     load_tokenizer,
     model_folder,
     other_model,
-    quiet_libraries,
     text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, read_files, read_folder, with_dtype, without_weights, write_folder
@@ -364,10 +363,7 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
         if recipe.task == "rm":
             check_classifier(files)
         return folder, files
-    quiet_libraries()
-    from rlhfless_ray.learn.tiny_model import scratch_policy
-
-    return None, scratch_policy(recipe, builtin_task(recipe.data.task))
+    return None, first_supervised_policy(recipe)
 
 
 def _second_model(recipe: SupervisedRecipe, tokenizer: Any) -> Path | None:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from placement.memory import VALUE_BYTES
 from rlhfless_ray.common.disk_space import writing
@@ -24,6 +24,10 @@ from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import KEPT_SUFFIXES, config_of, is_safetensors, read_folder, write_folder
 from rlhfless_ray.weights.tensor_file import Files
+
+if TYPE_CHECKING:
+    from rlhfless_ray.prompts.builtin_task import Task
+    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 VERSION = 4  # increase it when learn/warm_start.py, learn/tiny_model.py or a task changes the result
 FILE_PATTERNS = [f"*{suffix}" for suffix in KEPT_SUFFIXES]
@@ -37,14 +41,18 @@ def cache_folder() -> Path:
 
 def warm_start_key(recipe: Recipe) -> str:
     """Hash everything that determines a warm-started policy, except the thread count, which changes only the last bits."""
+    more = {"input_template": recipe.prompts.input_template, "warm_start": recipe.warm_start.model_dump(mode="json")}
+    return _scratch_key(recipe, recipe.prompts.task, more)
+
+
+def _scratch_key(recipe: Recipe | SupervisedRecipe, task: str, more: dict[str, Any]) -> str:
     parts = {
         "version": VERSION,
         "versions": [importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")],
-        "task": recipe.prompts.task,
+        "task": task,
         "seed": recipe.run.seed,
         "policy": recipe.policy.model_dump(mode="json", include={"hidden_size", "layers", "context_tokens", "dtype"}),
-        "input_template": recipe.prompts.input_template,
-        "warm_start": recipe.warm_start.model_dump(mode="json"),
+        **more,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -55,17 +63,33 @@ def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
         files = read_folder(model_folder(recipe.policy.path, "policy.path"))
         check_files(files)
         return files, False
-    built_in = task(recipe.prompts.task)
-    cached = cache_folder() / "policies" / warm_start_key(recipe)
-    if cached.is_dir():
-        return read_folder(cached), False
+    built_in, key = task(recipe.prompts.task), warm_start_key(recipe)
+    if (cached := _cached_policy(key)) is not None:
+        return cached, False
+    return _scratch_policy(recipe, built_in, key if recipe.warm_start.steps == 0 else None), recipe.warm_start.steps > 0
+
+
+def first_supervised_policy(recipe: SupervisedRecipe) -> Files:
+    """Return the files of a built-in task's policy, with which a supervised stage begins."""
+    built_in, key = task(recipe.data.task), _scratch_key(recipe, recipe.data.task, {})
+    cached = _cached_policy(key)
+    return _scratch_policy(recipe, built_in, key) if cached is None else cached
+
+
+def _cached_policy(key: str) -> Files | None:
+    cached = cache_folder() / "policies" / key
+    return read_folder(cached) if cached.is_dir() else None
+
+
+def _scratch_policy(recipe: Recipe | SupervisedRecipe, built_in: Task, key: str | None) -> Files:
+    """Make a policy from scratch. `key`: to cache it by, because importing its libraries takes seconds."""
     quiet_libraries()
     from rlhfless_ray.learn.tiny_model import scratch_policy
 
     files = scratch_policy(recipe, built_in)
-    if recipe.warm_start.steps == 0:
-        cache_policy(recipe, files)  # because importing its libraries takes seconds
-    return files, recipe.warm_start.steps > 0
+    if key is not None:
+        _cache(key, files)
+    return files
 
 
 def check_files(files: Files, setting: str = "policy.path") -> None:
@@ -141,8 +165,13 @@ def model_folder(name: str, setting: str, patterns: Sequence[str] = FILE_PATTERN
 
 
 def cache_policy(recipe: Recipe, files: Files) -> None:
-    """Cache the initial policy. The folder is renamed into place, so concurrent runs cannot mix their files."""
-    cached = cache_folder() / "policies" / warm_start_key(recipe)
+    """Cache the warm-started policy."""
+    _cache(warm_start_key(recipe), files)
+
+
+def _cache(key: str, files: Files) -> None:
+    """Cache a policy. The folder is renamed into place, so concurrent runs cannot mix their files."""
+    cached = cache_folder() / "policies" / key
     with writing(cached):
         cached.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=cached.parent, prefix=".making-"))

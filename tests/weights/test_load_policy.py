@@ -12,7 +12,15 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.weights.load_policy import check_classifier, check_kv_cache, context_tokens, kv_cache_bytes, model_folder
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.weights.load_policy import (
+    check_classifier,
+    check_kv_cache,
+    context_tokens,
+    first_supervised_policy,
+    kv_cache_bytes,
+    model_folder,
+)
 from rlhfless_ray.weights.model_folder import write_folder
 from tests.conftest import small_recipe
 
@@ -85,3 +93,15 @@ def test_a_family_without_a_classifier_is_named() -> None:
     check_classifier({"config.json": b'{"model_type": "own", "auto_map": {"AutoConfig": "c.C"}}'})
     with pytest.raises(UserError, match=r"critic\.path: transformers .* has no sequence classifier for models of the type `granite`"):
         check_classifier({"config.json": b'{"model_type": "granite"}'}, "critic.path")
+
+
+def test_the_policy_of_a_supervised_stage_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tree = {"task": "sft", "data": {"task": "chain", "rows": 8}, "policy": {"hidden_size": 64, "layers": 1}}
+    recipe = SupervisedRecipe.parse(tree)
+    made = first_supervised_policy(recipe)
+    assert made == scratch_policy(recipe, task("chain"))
+    other = first_supervised_policy(SupervisedRecipe.parse({**tree, "run": {"seed": 5}}))
+    assert other["model.safetensors"] != made["model.safetensors"]
+    monkeypatch.setattr("rlhfless_ray.learn.tiny_model.scratch_policy", lambda *_: pytest.fail("it is in the cache"))
+    assert first_supervised_policy(recipe) == made
