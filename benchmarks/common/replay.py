@@ -22,7 +22,7 @@ from placement.speed.decode_speed import Speed
 from rlhfless_ray.learn.rank_actors import Source, read_source
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share
-from rlhfless_ray.reward.scoring import RewardActor
+from rlhfless_ray.reward.reward_actor import RewardActor
 from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
 from rlhfless_ray.rollout.engine_actor import fill_between
 from rlhfless_ray.rollout.engine_settings import EngineSettings

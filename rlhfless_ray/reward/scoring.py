@@ -14,35 +14,11 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.local.member_process import members_memory_mb
-from rlhfless_ray.local.process_memory import own_memory_mb
-from rlhfless_ray.reward.source import Item, MakeItem, Score, Source
-from rlhfless_ray.types import Sample, Span
+from rlhfless_ray.reward.source import Item, MakeItem, Score
+from rlhfless_ray.types import Sample
 
 REPLY_AFTER_S = 2.0  # a worker replies with what it has after this long
 SLACK_S = 30.0  # added to REPLY_AFTER_S and one sample's time limit, for delays on a busy machine
-
-
-class RewardActor:
-    """A process of the scoring function."""
-
-    def __init__(self, source: Source, timeout_s: float, device: str = "cpu") -> None:
-        start = time.time()
-        self.worker = source.worker(timeout_s, device)
-        self.imported = Span("start", "load reward function", start, time.time())
-
-    def open(self, threads: int) -> dict[str, Any]:
-        self.worker.open(threads)
-        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": [self.imported]}
-
-    def park(self) -> dict[str, Any]:
-        start = time.time()
-        self.worker.park()
-        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": [Span("transfer", "leave the device", start, time.time())]}
-
-    def score(self, items: list[Item], budget_s: float) -> tuple[list[Score], list[Span]]:
-        start = time.time()
-        return self.worker.score(items, budget_s), [Span("work", "score", start, time.time())]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from rlhfless_ray.learn.rank_settings import critic_settings, learner_settings, 
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.scoring import RewardActor
+from rlhfless_ray.reward.reward_actor import RewardActor
 from rlhfless_ray.rollout.drafter_trainer import DrafterActor
 from rlhfless_ray.rollout.engine_actor import EngineActor
 from rlhfless_ray.rollout.engine_settings import engine_settings

@@ -20,8 +20,9 @@ from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.reward import scoring as module
+from rlhfless_ray.reward.reward_actor import RewardActor
 from rlhfless_ray.reward.reward_functions import RewardSource, RewardWorker
-from rlhfless_ray.reward.scoring import RewardActor, Scoring, check_failures
+from rlhfless_ray.reward.scoring import Scoring, check_failures
 from rlhfless_ray.reward.source import Score, item_factory
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.types import Completion, Prompt, Sample
