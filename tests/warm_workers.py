@@ -13,6 +13,21 @@ from rlhfless_ray.local.fork_server import OF_RAY_TRAIN, server_command, server_
 from rlhfless_ray.local.local_ray import WORKER_PREFIX
 
 MAX_ADDRESS = 100  # characters; a socket's path has at most 107
+# What other processes of the tests import: of rewards, agents, drafters, slot pools, replayed runs, Ray Serve and Ray Train. 0.1 to 0.3 CPU
+# seconds in each, and 0.5 here. Modules that import Ray are not among them, see `fork_server`.
+MORE = (
+    "pandas",
+    "rlhfless_ray.agent.agent_actor",
+    "rlhfless_ray.autoscaler.rollout_plan",
+    "rlhfless_ray.cli.run_command",
+    "rlhfless_ray.functions.pool_state",
+    "rlhfless_ray.reward.reward_functions",
+    "rlhfless_ray.rollout.drafter_trainer",
+    "rlhfless_ray.rollout.partial_batch",
+    "rlhfless_ray.run.memory_fit",
+    "rlhfless_ray.run.recorder",
+    "rlhfless_ray.supervise.supervised_rank",
+)
 keep: list[Any] = []
 
 
@@ -29,7 +44,8 @@ def start(folder: Path) -> None:
             os.mkfifo(users)
             reads = os.open(users, os.O_RDONLY | os.O_NONBLOCK)
             keep.append(os.open(users, os.O_WRONLY))
-            command = server_command(address, ["Qwen2ForCausalLM"], OF_RAY_TRAIN)
-            keep.append(subprocess.Popen(command, stdin=reads, env=server_environment(), start_new_session=True))
+            command = server_command(address, ["Qwen2ForCausalLM"], (*OF_RAY_TRAIN, *MORE))
+            environment = {**server_environment(), "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # of pandas: it must not have threads
+            keep.append(subprocess.Popen(command, stdin=reads, env=environment, start_new_session=True))
             os.close(reads)
     os.environ[WORKER_PREFIX] = worker_prefix(address)
