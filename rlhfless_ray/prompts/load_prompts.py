@@ -11,6 +11,7 @@ from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.read_rows import (
     NamedRow,
+    cell_of,
     check_characters,
     missing_column,
     printed_content,
@@ -213,7 +214,7 @@ def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe,
     system = [{"role": "system", "content": section.system}] if section.system else []
     texts = []
     for name, row in named_rows:
-        cell = row[column]
+        cell = cell_of(row, column)
         row_turns = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
         if system and row_turns[0].get("role") == "system":
             raise UserError(f"{where}, {name}: the row has a system turn of its own; remove prompts.system, or the turn")

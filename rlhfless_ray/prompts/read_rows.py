@@ -15,6 +15,10 @@ NamedRow = tuple[str, dict[str, Any]]  # ("line 7", the row)
 MEDIA = ("image", "audio", "video")
 
 
+class TableRow(dict[str, Any]):
+    """A row of an Arrow table, whose nested objects have a null in place of each key that only objects of other rows have."""
+
+
 def read_file(file: Path, where: str) -> list[NamedRow]:
     """Read every row of a JSONL, JSON, CSV, parquet or Arrow file. `where` begins every error message.
 
@@ -119,7 +123,7 @@ def _arrow(file: Path, where: str) -> list[NamedRow]:
 
 def numbered(table: Any) -> list[NamedRow]:
     """Return the rows of an Arrow table. Images and sounds stay encoded."""
-    return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
+    return [(f"row {number}", TableRow(row)) for number, row in enumerate(table.to_pylist(), 1)]
 
 
 FILE_TYPES = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
@@ -143,6 +147,7 @@ def missing_column(row: dict[str, Any], column: str, key: str) -> str:
 def tools_of(row: dict[str, Any], column: str, template: str) -> list[dict[str, Any]] | None:
     """Return the tools of a row for a chat template, None if it has none. Raises ValueError with what is wrong."""
     tools = row.get(column) if column else None
+    has_padding = isinstance(row, TableRow) and not isinstance(tools, str)
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -154,11 +159,19 @@ def tools_of(row: dict[str, Any], column: str, template: str) -> list[dict[str, 
         raise ValueError(f"column `{column}` is not a list of tools (JSON schemas)")
     if "tools" not in template:
         raise ValueError(f"the row has tools in column `{column}`, and the chat template reads none")
-    return [_without_null_values(tool) for tool in tools]
+    return [_without_null_values(tool) for tool in tools] if has_padding else tools
+
+
+def cell_of(row: dict[str, Any], column: str) -> Any:
+    """Return a cell. In a table's conversation each call has the arguments of all calls, so those that are null are left out."""
+    cell = row[column]
+    if not isinstance(row, TableRow) or not isinstance(cell, list) or not all(isinstance(turn, dict) for turn in cell):
+        return cell
+    return [{key: _without_null_values(value) if key == "tool_calls" else value for key, value in turn.items()} for turn in cell]
 
 
 def _without_null_values(value: Any) -> Any:
-    """Return JSON without null values of objects: in Arrow's tables each tool has the parameters of all tools."""
+    """Return JSON without null values of objects. A genuine null of an Arrow table cannot be told from its padding."""
     if isinstance(value, list):
         return [_without_null_values(item) for item in value]
     return {key: _without_null_values(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
@@ -186,16 +199,9 @@ def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
 def without_nulls(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the turns without keys that are null, except content: in Arrow's tables every turn has the keys of all turns.
 
-    A chat template would take a null `name` or `tool_calls` for one that is there, and write the arguments that other calls have.
+    A chat template would take a null `name` or `tool_calls` for one that is there.
     """
-    return [
-        {
-            key: _without_null_values(value) if key == "tool_calls" else value
-            for key, value in turn.items()
-            if value is not None or key == "content"
-        }
-        for turn in turns
-    ]
+    return [{key: value for key, value in turn.items() if value is not None or key == "content"} for turn in turns]
 
 
 def printed_content(turns: Sequence[dict[str, Any]], text: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.prompts.read_rows import (
     NamedRow,
+    cell_of,
     check_characters,
     missing_column,
     printed_content,
@@ -189,7 +190,7 @@ class RowReader:
     def _cell(self, row: dict[str, Any], column: str, key: str) -> Any:
         if column not in row:
             raise UserError(f"{self.name}: {missing_column(row, column, f'data.{key}')}")
-        value = row[column]
+        value = cell_of(row, column)
         turns = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
         if key != "label_column" and not (isinstance(value, str) or (turns and self.data.template == "chat")):
             kind = "null" if value is None else "a list of turns" if turns else f"of type {type(value).__name__}"

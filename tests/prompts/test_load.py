@@ -179,6 +179,14 @@ def test_a_chat_template_gets_the_tools_of_a_row(tmp_path: Path) -> None:
     table = write(tmp_path, "rows.parquet", [{**row, "question": turns[i % 2]} for i, row in enumerate(ROWS)])
     found = load_prompts(recipe(table, template="chat"), letters(chat=written)).train
     assert [prompt.text for prompt in found[:2]] == ['{"a": 1}', '{"b": 2}']
+    nulls = [{"name": "f", "parameters": {"a": None}}]
+    turns = [*asked, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": None}}]}]
+    both = "{% for tool in tools %}{{ tool['parameters'] | tojson }}{% endfor %}" + written
+    for name, cell in (("rows.jsonl", nulls), ("rows.jsonl", json.dumps(nulls)), ("rows.parquet", json.dumps(nulls))):
+        called = [*asked, {"role": "assistant", "content": "b"}] if name == "rows.parquet" else turns
+        file = write(tmp_path, name, [{**row, "question": called, "tools": cell} for row in ROWS])
+        found = load_prompts(recipe(file, template="chat"), letters(chat=both)).train
+        assert found[0].text == '{"a": null}' * (1 if name == "rows.parquet" else 2), "JSON has no padding, so a null was written"
     for wrong, says in (("f,g", "line 1: column `tools` is not JSON"), (["f"], "line 1: column `tools` is not a list of tools")):
         bad = write(tmp_path, "rows.jsonl", [{**row, "question": asked, "tools": wrong} for row in ROWS])
         assert says in refused(recipe(bad, template="chat"), letters(chat=chat))
