@@ -452,3 +452,18 @@ def test_a_stage_keeps_its_own_learning_rate_beside_other_settings_of_the_learne
     tree = {"task": "sft", "data": {"task": "chain"}}
     learners = [SupervisedRecipe.parse({**tree, "learner": section}).learner for section in ({}, {"ranks": 2})]
     assert [learner.learning_rate for learner in learners] == [1e-5, 1e-5]
+
+
+def test_the_recipe_of_an_older_run_folder_is_read_without_settings_that_had_no_effect(tmp_path: Path) -> None:
+    tree = yaml.safe_load(Recipe.parse(merged(("run.name", "old"))).to_yaml())
+    tree["learner"]["min_rate_share"], tree["algorithm"]["loss"]["correction_high"] = 0.1, 2.0
+    tree["reward"] |= {"normalize": True, "batch_samples": 8, "overlong_penalty": 2.0}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match=r"only a reward model has a mean and std|min_rate_share|correction_high"):
+        Recipe.load(tmp_path / "recipe.yaml")
+    (tmp_path / "status.json").write_text("{}")
+    assert Recipe.load(tmp_path / "recipe.yaml", ["run.steps=3"]) == Recipe.parse(merged(("run.name", "old"), ("run.steps", 3)))
+    used = {"reward": {"model_path": "m", "normalize": True}, "learner": {"schedule": "cosine_with_min_lr", "min_rate_share": 0.1}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**BASE, **used}))
+    kept = Recipe.load(tmp_path / "recipe.yaml")
+    assert kept.reward.normalize and kept.learner.min_rate_share == 0.1

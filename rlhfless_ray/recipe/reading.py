@@ -122,3 +122,24 @@ def _nearest(model: type[BaseModel], dotted: str, *, is_section: bool) -> str | 
     leaves = {key.rsplit(".", 1)[-1]: key for key in keys}
     close = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.5)
     return leaves[close[0]] if close else None
+
+
+def drop_without_effect(tree: dict[str, Any]) -> None:
+    """Remove settings that are refused beside others because they have no effect, which older versions stored in run folders."""
+
+    def section(parent: dict[str, Any], name: str) -> dict[str, Any]:
+        found = parent.get(name)
+        return found if isinstance(found, dict) else {}
+
+    learner, reward, loss = section(tree, "learner"), section(tree, "reward"), section(section(tree, "algorithm"), "loss")
+    if learner.get("schedule") != "cosine_with_min_lr":
+        learner.pop("min_rate_share", None)
+    if loss.get("correction_level", "off") == "off":
+        for part in ("mode", "gating", "low", "high"):
+            loss.pop(f"correction_{part}", None)
+    if reward.get("overlong_buffer_tokens") is None:
+        reward.pop("overlong_penalty", None)
+    if not reward.get("model_path"):
+        reward.pop("normalize", None)
+    if not reward.get("url") and reward.get("contract") != "openrlhf":
+        reward.pop("batch_samples", None)

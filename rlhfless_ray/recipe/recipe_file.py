@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.recipe.reading import apply_override, describe_mistake, read_yaml
+from rlhfless_ray.recipe.reading import apply_override, describe_mistake, drop_without_effect, read_yaml
 from rlhfless_ray.recipe.section import Section
 
 
@@ -26,6 +26,8 @@ def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe") -
     if not isinstance(tree, dict):
         example = {"recipe": "sections such as `rollout:`", "sweep": "keys such as `grid:`"}.get(kind, "the key `stages:`")
         raise UserError(f"{kind} {path}: expected {example} at the top, found {type(tree).__name__}")
+    if path.with_name("status.json").is_file():  # the recipe of a run folder, which resumes
+        drop_without_effect(tree)
     for override in overrides:
         apply_override(tree, override)
     return tree
