@@ -118,9 +118,10 @@ class RunFolder:
         return cls(max(with_any, key=status_written_s)) if with_any else None
 
     @classmethod
-    def resumed(cls, recipe: Recipe) -> RunFolder:
+    def resumed(cls, recipe: Recipe, check: Callable[[dict[str, Any]], None] = lambda state: None) -> RunFolder:
         """Return the latest folder, or a new one if only its checkpoints are left.
 
+        `check`: raises UserError for a driver's state that cannot be continued, before a folder is made.
         Raises UserError if there is none, or if this recipe cannot continue it.
         """
         folder = cls.latest(recipe)
@@ -140,6 +141,7 @@ class RunFolder:
                 "or restart, or start without --resume"
             )
         if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
+            check(driver_state(newest[1]))  # a folder without a status would look like that of a killed run
             return cls.create(recipe)
         folder.check_same_policy(recipe)
         if recipe.algorithm.kl.coefficient > 0 and recipe.keeps_start and not (folder.path / "reference").is_dir():
@@ -151,10 +153,7 @@ class RunFolder:
 
     def check_same_policy(self, recipe: Recipe | SupervisedRecipe) -> None:
         """Raise UserError if the recipe's policy differs from the checkpoint's."""
-        try:
-            before = yaml.safe_load((self.path / "recipe.yaml").read_text()) or {}
-        except (OSError, yaml.YAMLError):
-            return  # the learner reports what does not fit
+        before = self._recipe_before()  # without one the learner reports what does not fit
         data = "prompts" if isinstance(recipe, Recipe) else "data"
         shape = [] if recipe.policy.path else [("policy", "hidden_size"), ("policy", "layers"), (data, "task")]
         adapters = [("lora", "alpha"), ("lora", "target_modules")] if recipe.lora.rank else []  # alpha scales what was trained
@@ -165,6 +164,28 @@ class RunFolder:
                     f"{section}.{key}: {self.path} was trained with {was}, and its checkpoint does not fit {is_now}; set it back, or "
                     "start without --resume"
                 )
+
+    def _recipe_before(self) -> dict[str, Any]:
+        try:
+            return yaml.safe_load((self.path / "recipe.yaml").read_text()) or {}
+        except (OSError, yaml.YAMLError):
+            return {}
+
+    def notes_on_rate(self, recipe: SupervisedRecipe) -> tuple[str, ...]:
+        """Return a note for each setting of the learning rate that a resume changes, maybe because an older version had another default."""
+        before = self._recipe_before()
+        if not before:
+            return ()
+        was = {
+            "learner.learning_rate": (before.get("learner") or {}).get("learning_rate"),
+            "run.schedule_end": (before.get("run") or {}).get("schedule_end", type(recipe.run).model_fields["schedule_end"].default),
+        }
+        now = {"learner.learning_rate": recipe.learner.learning_rate, "run.schedule_end": recipe.run.schedule_end}
+        return tuple(
+            f"{key}: the run was trained with {value} until now and goes on with {now[key]}; set it to {value} to go on as before"
+            for key, value in was.items()
+            if value is not None and value != now[key]
+        )
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -152,6 +152,7 @@ class Runtime(StepOperations):
             recipe.run.seed,
             stops_at_epoch_end=episodes is not None and not mixes,
             checksum=self.prompts.checksum("prompt" if recipe.prompts.task else recipe.prompts.prompt_column),
+            holds_out_of_mix=bool(recipe.prompts.probabilities and recipe.evaluate.prompts and not recipe.evaluate.path),
         )
         if episodes is not None:
             steps = -(-episodes * rows // batch) if mixes else episodes * self.cursor.batches_per_epoch
@@ -248,7 +249,7 @@ class Runtime(StepOperations):
         return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
 
     def _folder_to_resume(self) -> RunFolder:
-        return RunFolder.resumed(self.recipe)
+        return RunFolder.resumed(self.recipe, lambda state: self.cursor.check(state["cursor"]))
 
     def _open_folder(self) -> Checkpoint | None:
         """Read what the run folder has of earlier steps."""

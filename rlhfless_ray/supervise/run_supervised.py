@@ -87,6 +87,7 @@ class SupervisedStage:
             if path:
                 check_writable(Path(path), setting)
         self.folder = newest_folder(recipe) if resume else RunFolder(Path())
+        self.resume_notes = self.folder.notes_on_rate(recipe) if resume else ()
         if resume:
             self.folder.check_same_policy(recipe)
         else:
@@ -129,7 +130,8 @@ class SupervisedStage:
                 f"{data.remainder}; lower batch_rows, or set remainder to short"
             )
         if resume:
-            check_unchanged(progress_saved(self.storage).get("order", {}), self.order, TITLES)
+            holds_out_of_mix = bool(data.probabilities and recipe.evaluate.rows and not recipe.evaluate.path)
+            check_unchanged(progress_saved(self.storage).get("order", {}), self.order, TITLES, holds_out_of_mix=holds_out_of_mix)
         self.recipe = recipe.with_settings({"run.steps": self.order.steps})
         self.memory_notes = self._fit_memory(lambda: local_room(recipe)) if starts_ray(recipe) else None
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20
@@ -159,7 +161,7 @@ class SupervisedStage:
             ledger = Ledger(resource, self.recipe.price.slot_per_hour(resource))
             ledger.name_of = self.cluster.node_name
             self.progress = ProgressDisplay(self.recipe.watch.progress, self.recipe.run.steps or 0, title=self.folder.path.name)
-            for message in filter(None, [*self.rows.notes, *self.memory_notes, self.folder.deletion_note]):
+            for message in filter(None, [*self.resume_notes, *self.rows.notes, *self.memory_notes, self.folder.deletion_note]):
                 self.progress.message(message)
             self.slots = None if shares is None else self._leased_ranks(shares, ledger)  # None: Ray Train takes them from Ray's queue
             self.recorder = RankRecorder(self.recipe, self.folder, self.progress, ledger, self.slots, self._threads(resource))

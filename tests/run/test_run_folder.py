@@ -16,6 +16,7 @@ import pytest
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import CheckpointConfig, Recipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run import checkpoints as saving
 from rlhfless_ray.run import folder as module
 from rlhfless_ray.run.checkpoints import Checkpoints, driver_state
@@ -135,6 +136,32 @@ def test_a_resume_with_other_rows_leaves_the_folder_as_it_was(tmp_path: Path) ->
     run.recipe, run.folder, run.resume, run.cursor = recipe(tmp_path), RunFolder(tmp_path / "try"), True, Cursor(10, 2, True, 0)
     with pytest.raises(UserError, match="the number of training rows was 11"):
         run._open_folder()  # which comes before the status and the recipe are written
+
+
+def test_a_refused_resume_of_checkpoints_elsewhere_leaves_no_folder(tmp_path: Path) -> None:
+    mine = changed(tmp_path, "checkpoint", path=str(tmp_path / "elsewhere"))
+    driver = {"cursor": Cursor(11, 2, True, 0).state(), "run_folder": str(tmp_path / "try")}
+    Checkpoints(mine.checkpoint, tmp_path / "try").save(5, learner(), driver)
+    run = Runtime.__new__(Runtime)
+    run.recipe, run.cursor = mine, Cursor(10, 2, True, 0)
+    with pytest.raises(UserError, match="the number of training rows was 11"):
+        run._folder_to_resume()
+    assert not (tmp_path / "try").exists()
+    run.cursor = Cursor(11, 2, True, 0)
+    assert run._folder_to_resume().path == tmp_path / "try" and (tmp_path / "try").is_dir()
+
+
+def test_a_resumed_stage_tells_of_another_learning_rate(tmp_path: Path) -> None:
+    stage = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}, "learner": {"learning_rate": 1e-6}})
+    assert RunFolder(tmp_path).notes_on_rate(stage) == (), "only its checkpoints are left"
+    (tmp_path / "recipe.yaml").write_text(stage.to_yaml().replace("  schedule_end: last_step\n", ""))
+    assert RunFolder(tmp_path).notes_on_rate(stage) == ()
+    now = stage.with_settings({"learner.learning_rate": 1e-5, "run.schedule_end": "whole_batches"})
+    rate, schedule_end = RunFolder(tmp_path).notes_on_rate(now)
+    assert rate == (
+        "learner.learning_rate: the run was trained with 1e-06 until now and goes on with 1e-05; set it to 1e-06 to go on as before"
+    )
+    assert schedule_end.endswith("last_step until now and goes on with whole_batches; set it to last_step to go on as before")
 
 
 @pytest.mark.parametrize(("key", "value"), [("alpha", 32), ("target_modules", ["q_proj"])])
