@@ -246,6 +246,7 @@ def test_an_evaluation_tells_of_rows_that_it_leaves_out(tmp_path: Path, monkeypa
 def test_models_whose_tokenizers_leave_out_other_rows_are_not_compared() -> None:
     long, short = Prompt(0, "long", (1,), {"n": 0}), Prompt(0, "short", (1,), {"n": 1})
     _check_same_rows({"a": [long], "b": [Prompt(0, "long", (5, 6), {"n": 0})]})
+    _check_same_rows({label: [Prompt(0, "long", (1,), {"n": float("nan")})] for label in "ab"})
     with pytest.raises(UserError, match="a answers 1 prompts and b answers 1, because their tokenizers leave out others"):
         _check_same_rows({"a": [long], "b": [short]})
 

@@ -206,7 +206,8 @@ def _check(recipe: GenerationRecipe, ks: Sequence[int], resume: bool) -> Path:
 
 def _check_same_rows(prompts: dict[str, list[Prompt]]) -> None:
     """Raise UserError if the models would answer other rows, because a model's tokenizer decides which prompts are too long."""
-    (first, rows), *others = ((label, [prompt.row for prompt in of_model]) for label, of_model in prompts.items())
+    of_models = ((label, [repr(prompt.row) for prompt in part]) for label, part in prompts.items())  # a NaN is not equal to itself
+    (first, rows), *others = of_models
     for label, other in others:
         if other != rows:
             raise UserError(
