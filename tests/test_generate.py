@@ -12,17 +12,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.reward.reward_functions import RewardSource
+from rlhfless_ray.run import find_model as finding
 from rlhfless_ray.run.find_model import find_model
 from rlhfless_ray.run.responses import NO_REWARD, RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
 from rlhfless_ray.runtime.evaluate_models import Evaluation, ModelScore, _check_same_rows, _labels, best_of_k, with_own_folder
 from rlhfless_ray.runtime.generation import Generation
 from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.weights.load_policy import warm_start_key
 from rlhfless_ray.weights.model_folder import AVERAGE
 from tests.conftest import command_here, small_recipe
 
@@ -260,6 +265,23 @@ def test_a_run_that_goes_on_after_its_end_is_not_its_old_model(tmp_path: Path) -
     for status, model in (("done", run / "model"), ("running", found), ("stopped", found), ("failed", found)):
         (run / "status.json").write_text(json.dumps({"status": status}))
         assert find_model(run, "--model", found.parent) == model
+
+
+def test_a_checkpoint_is_found_with_settings_that_an_older_version_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "initial_policy", lambda recipe: ({"key": warm_start_key(recipe)}, False))
+    tree = small_recipe(tmp_path, policy__layers=2, warm_start__steps=5, run__seed=3, prompts__input_template="{}+1=")
+    (tmp_path / "recipe.yaml").write_text(Recipe.parse(tree).to_yaml())
+    old = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    old["reward"]["normalize"], old["learner"]["min_rate_share"], old["learner"]["gone"] = True, 0.1, 1
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(old))
+    assert finding._first_model(tmp_path) == {"key": warm_start_key(Recipe.parse(tree))}
+
+    monkeypatch.setattr(finding, "first_supervised_policy", lambda recipe: recipe.model_dump(include={"policy": True, "run": {"seed"}}))
+    stage = SupervisedRecipe.parse({"task": "dpo", "data": {"task": "sort"}, "policy": {"layers": 2}, "run": {"seed": 3}})
+    stored = yaml.safe_load(stage.to_yaml())
+    stored["learner"]["min_rate_share"] = 0.1
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(stored))
+    assert finding._first_model(tmp_path) == stage.model_dump(include={"policy": True, "run": {"seed"}})
 
 
 # ---- whole runs ---------------------------------------------------------------------------------------------------

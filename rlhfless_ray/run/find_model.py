@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import yaml
 
@@ -13,7 +14,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.weights.adapter import CONFIG, Adapter, merge_folder
-from rlhfless_ray.weights.load_policy import initial_policy, model_folder
+from rlhfless_ray.weights.load_policy import check_files, first_supervised_policy, initial_policy, model_folder
 from rlhfless_ray.weights.model_folder import (
     AVERAGE,
     WEIGHTS,
@@ -26,6 +27,8 @@ from rlhfless_ray.weights.model_folder import (
     write_folder,
 )
 from rlhfless_ray.weights.tensor_file import Files, iterate_tensors
+
+AnyRecipe = TypeVar("AnyRecipe", Recipe, SupervisedRecipe)
 
 
 def find_model(name: str | Path, setting: str, written: Path) -> Path:
@@ -96,15 +99,26 @@ def _model_files(run: Path, checkpoint: Path) -> Files:
 
 
 def _first_model(run: Path) -> Files:
+    """Return the model that a run began with."""
     if (run / "reference").is_dir():
         return read_folder(run / "reference")
     tree = yaml.safe_load((run / "recipe.yaml").read_text())
-    if "task" not in tree:
-        return initial_policy(Recipe.parse(tree))[0]
-    recipe = SupervisedRecipe.parse(tree)
-    if recipe.policy.path:
-        return read_folder(model_folder(recipe.policy.path, "policy.path"))
-    from rlhfless_ray.learn.tiny_model import scratch_policy
-    from rlhfless_ray.prompts.builtin_tasks import task
+    if path := tree["policy"]["path"]:
+        files = read_folder(model_folder(path, "policy.path"))
+        check_files(files)
+        return files
+    if "task" in tree:
+        return first_supervised_policy(_scratch_recipe(SupervisedRecipe, "data", tree, task="sft"))
+    return initial_policy(_scratch_recipe(Recipe, "prompts", tree, reward={"function": "task"}))[0]
 
-    return scratch_policy(recipe, task(recipe.data.task))
+
+def _scratch_recipe(kind: type[AnyRecipe], data: str, tree: dict[str, Any], **required: Any) -> AnyRecipe:
+    """Return a recipe with the settings of a run that its policy was made by.
+
+    The others are not read, because an older version may have accepted some that are refused now. `data`: section with the built-in task.
+    """
+    recipe = kind.parse({data: {"task": tree[data]["task"]}, **required})
+    keys = {"run": ("seed",), "policy": ("hidden_size", "layers", "context_tokens", "dtype"), data: ("input_template",)}
+    keys["warm_start"] = ("steps", "batch_size", "learning_rate")
+    found = {name: {key: tree[name][key] for key in of_section if key in tree[name]} for name, of_section in keys.items() if name in tree}
+    return recipe.model_copy(update={name: getattr(recipe, name).model_copy(update=values) for name, values in found.items()})
