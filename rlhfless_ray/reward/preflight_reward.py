@@ -83,7 +83,7 @@ def _row_items(prompts: list[Prompt], label_column: str) -> list[tuple[int, str,
     prompt = prompts[0]
     label = prompt.row.get(label_column) if label_column else None
     responses = ["", prompt.text if label is None else str(label)]
-    return [(key, prompt.text, response, prompt.row) for key, response in enumerate(responses)]
+    return [(key, prompt.text, response, dict(prompt.row)) for key, response in enumerate(responses)]
 
 
 def _scores(source: Any, items: list[Any], timeout_s: float) -> list[Score]:

@@ -31,7 +31,7 @@ class RewardSource(Source):
     file: UserFile | None = None  # for "file"
 
     def item(self, key: int, sample: Sample, decode: Decode) -> tuple[int, str, str, dict[str, Any]]:
-        return key, sample.prompt.text, sample.text, sample.prompt.row
+        return key, sample.prompt.text, sample.text, dict(sample.prompt.row)  # a plain dict also of a `TableRow`
 
     def worker(self, timeout_s: float, device: str = "cpu") -> Worker:
         return RewardWorker(self, timeout_s)
