@@ -360,7 +360,7 @@ def test_the_newest_checkpoint_of_a_run_is_its_model(uninterrupted: Path, tmp_pa
     assert {file.name for file in found.iterdir()} == {file.name for file in (uninterrupted / "model").iterdir()}
 
 
-def test_an_average_of_the_weights_is_the_model_of_an_unfinished_run(uninterrupted: Path, tmp_path: Path) -> None:
+def test_an_average_of_the_weights_is_the_model_of_an_unfinished_run_wherever_it_is(uninterrupted: Path, tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
     run = tmp_path / "average"
@@ -370,3 +370,9 @@ def test_an_average_of_the_weights_is_the_model_of_an_unfinished_run(uninterrupt
     save_file({name: 2 * array for name, array in weights.items()}, checkpoint / AVERAGE, {"format": "pt"})
     found = load_file(find_model(run, "--model", tmp_path / "found") / "model.safetensors")
     assert found.keys() == weights.keys() and all(np.array_equal(found[name], 2 * weights[name]) for name in found)
+    (tmp_path / "elsewhere").mkdir()
+    (run / "checkpoints").rename(tmp_path / "elsewhere" / "_actor")
+    (tmp_path / "elsewhere" / "_actor" / "step_4").rename(tmp_path / "elsewhere" / "_actor" / "global_step4")
+    tree = yaml.safe_load((run / "recipe.yaml").read_text())
+    (run / "recipe.yaml").write_text(yaml.safe_dump({**tree, "checkpoint": {**tree["checkpoint"], "path": str(tmp_path / "elsewhere")}}))
+    assert find_model(run, "--model", tmp_path / "found").name == "average-global_step4"

@@ -65,8 +65,12 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
 
 
 def _newest_checkpoint(run: Path) -> Path | None:
-    """Return the newest checkpoint of a run: `step_<n>`, or `checkpoint_<n>` of a supervised stage."""
-    checkpoints = [file.parent for file in (run / "checkpoints").glob("[sc]*/learner.json")]
+    """Return the newest checkpoint of a run, in its folder or where its recipe's `checkpoint.path` put it."""
+    recipe = run / "recipe.yaml"
+    section = (yaml.safe_load(recipe.read_text()).get("checkpoint") or {}) if recipe.is_file() else {}
+    elsewhere = Path(section.get("path") or run)
+    folders = (run / "checkpoints", elsewhere / "_actor", elsewhere / run.name)  # the last: of a supervised stage
+    checkpoints = [file.parent for folder in folders for file in folder.glob("[scg]*/learner.json")]
     return max(checkpoints, key=lambda path: (path / "learner.json").stat().st_mtime, default=None)
 
 

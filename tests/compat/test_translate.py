@@ -795,14 +795,43 @@ def test_sequence_parallelism_is_honoured_where_the_model_allows_it(tmp_path, li
     assert {key: x for key, x in found.settings.items() if key.endswith("sequence_parallel")} == ({} if why else dict.fromkeys(keys, 4))
 
 
-def test_fewer_slots_share_sequences_among_a_divisor(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    line = (
-        BASE.replace(" /m ", f" {tmp_path} ")
-        + " --ring_attn_size 4 --packing_samples --elastic.cluster.cpus 6 --elastic.functions.slot cpu"
+LLAMA_MATRICES = {**LLAMA, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("line", "config", "why"),
+    [
+        (BASE, LLAMA_MATRICES, ""),
+        (GAE, LLAMA_MATRICES, ""),
+        (BASE, None, "is not on this machine"),
+        (BASE, {**LLAMA_MATRICES, "model_type": "olmo2"}, "models of type olmo2 are not tested with it"),
+        (BASE, {**LLAMA_MATRICES, "num_key_value_heads": 2}, "4 does not divide the model's 2 KV heads"),
+        (BASE + " --actor_num_gpus_per_node 6", LLAMA_MATRICES, "4 does not divide the number of ranks, 6"),
+        (BASE + " --zero_stage 3", LLAMA_MATRICES, "ZeRO stages 0 to 2"),
+        (BASE + " --ring_attn_size 2 --packing_samples", LLAMA_MATRICES, "ranks share sequences instead"),
+    ],
+)
+def test_tensor_parallelism_is_honoured_where_the_model_allows_it(tmp_path, line, config, why):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    text = line.replace(" /m ", f" {tmp_path} ").replace(
+        "--advantage_estimator gae", f"--advantage_estimator gae --critic_pretrain {tmp_path}"
     )
-    fit(found := of(line), {})
-    assert (found.settings["learner.ranks"], found.settings["learner.sequence_parallel"]) == (6, 2)
+    found = of(text + " --ds_tensor_parallel_size 4" + ("" if "zero_stage" in line else " --zero_stage 2"))
+    (outcome,) = [one for one in found.flags if one.flag == "--ds_tensor_parallel_size"]
+    assert outcome.status == ("hint" if why else "honoured") and why in outcome.why and not found.refused
+    keys = {"learner.tensor_parallel", *({"critic.tensor_parallel"} if line == GAE else ())}
+    made = {key: x for key, x in found.settings.items() if key in ("learner.tensor_parallel", "critic.tensor_parallel")}
+    assert made == ({} if why else dict.fromkeys(keys, 4))
+
+
+@pytest.mark.parametrize("flag", ["--ring_attn_size", "--ds_tensor_parallel_size"])
+def test_fewer_slots_share_a_copy_or_sequences_among_a_divisor(tmp_path, flag):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_MATRICES))
+    shared = f"{flag} 4 --packing_samples --elastic.cluster.cpus 6 --elastic.functions.slot cpu"
+    fit(found := of(f"{BASE.replace(' /m ', f' {tmp_path} ')} {shared}"), {})
+    key = "learner.sequence_parallel" if "ring" in flag else "learner.tensor_parallel"
+    assert (found.settings["learner.ranks"], found.settings[key]) == (6, 2)
 
 
 def test_a_value_that_nobody_takes_is_not_called_unsupported_yet():

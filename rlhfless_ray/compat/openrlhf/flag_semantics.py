@@ -411,7 +411,6 @@ def _why_not_sliced(size: int, v: Values) -> str:
 def why_not_sliced(size: int, ranks: int, dropout: float, folder: str | None) -> str:
     """Return why `size` of a model's ranks cannot share sequences here, or an empty string. `dropout`: of its adapters."""
     from rlhfless_ray.learn.model_checks import slicing_refusal
-    from rlhfless_ray.weights.load_policy import cached_folder
 
     if size <= 1:
         return ""
@@ -419,11 +418,53 @@ def why_not_sliced(size: int, ranks: int, dropout: float, folder: str | None) ->
         return f"{size} does not divide the number of ranks, {ranks}"
     if dropout:
         return "dropout of adapters is drawn for whole sequences"
+    config = _config_of(folder)
+    return _unknown(folder) if config is None else slicing_refusal(config, size) or ""
+
+
+def _config_of(folder: str | None) -> dict[str, Any] | None:
+    """Return a model's config.json, or None if it is not on this machine."""
+    from rlhfless_ray.weights.load_policy import cached_folder
+
     try:
-        config = json.loads((cached_folder(folder or "") / "config.json").read_bytes())
+        return json.loads((cached_folder(folder or "") / "config.json").read_bytes())
     except (OSError, ValueError):
-        return f"the config.json of `{folder}` is not on this machine, so it is not known whether ranks can share its sequences"
-    return slicing_refusal(config, size) or ""
+        return None
+
+
+def _unknown(folder: str | None) -> str:
+    return f"the config.json of `{folder}` is not on this machine, so it is not known whether ranks can share it or its sequences"
+
+
+def divides(x: int, v: Values) -> dict[str, Any]:
+    """Return the settings of ranks that share one copy of a model, none if a model does not allow it."""
+    if x == 1 or _why_not_divided(x, v):
+        return {}
+    return {"learner.tensor_parallel": x, **({"critic.tensor_parallel": x} if v.has_critic else {})}
+
+
+def not_divided(v: Values) -> str:
+    why = _why_not_divided(v["ds.tensor_parallel_size"], v)
+    return f"{MATRICES} ({why})" if why else MATRICES
+
+
+def _why_not_divided(size: int, v: Values) -> str:
+    from rlhfless_ray.learn.model_checks import refusal
+
+    if size <= 1:
+        return ""
+    if slices(v["ds.ring_attn_size"], v):
+        return "ranks share sequences instead"
+    if v["ds.zero_stage"] == 3:
+        return "DeepSpeed divides matrices with ZeRO stages 0 to 2"
+    for model in ("actor", *(("critic",) if v.has_critic else ())):
+        folder = v[f"{model}.model_name_or_path"]
+        if v.ranks(model) % size:
+            return f"{size} does not divide the number of ranks, {v.ranks(model)}"
+        config = _config_of(folder)
+        if why := _unknown(folder) if config is None else refusal(config, size):
+            return why
+    return ""
 
 
 MATRICES = "divides matrices between GPUs, which changes no result; --elastic.learner.tensor_parallel divides them here"

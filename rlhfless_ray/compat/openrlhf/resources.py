@@ -110,6 +110,7 @@ def fit(translation: Translation, environment: Mapping[str, str] = os.environ) -
             notes.append(
                 f"the command requests {ranks} ranks of the {name}, and {here} slots exist: it starts with {here}, with the same results"
             )
-            if (together := f"{name}.sequence_parallel") in translation.settings and together not in translation.own:
-                translation.settings[together] = math.gcd(here, translation.settings[together])
+            for together in (f"{name}.sequence_parallel", f"{name}.tensor_parallel"):
+                if together in translation.settings and together not in translation.own:
+                    translation.settings[together] = math.gcd(here, translation.settings[together])
     return "; ".join(notes)
