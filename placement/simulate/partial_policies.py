@@ -37,10 +37,10 @@ class Partial:
         ahead: int = 0,
         searched: Callable[[StepPlanSettings], bool] | None = None,
     ) -> None:
-        """plans: those that a share of groups is chosen for; the best of them is taken, unless a step's plan is searched.
+        """plans: candidates for the plan and for the share of groups begun beyond the quota. The best pair is used in every step.
 
         ahead: 1 if a rollout works beside the update of the batch before it, which makes every token one version older.
-        searched: whether a plan may be taken in a step. None: the same plan is taken in all steps.
+        searched: which plans a search in each step may take; it replaces the fixed plan. None: no search.
         """
         self.name, self.steps, self.plans, self.ahead, self.searched = name, steps, plans, ahead, searched
         self.chosen: tuple[StepPlanSettings, float] | None = None
@@ -161,7 +161,7 @@ def _ours(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate:
 
 
 def _as_built(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
-    """As the runtime does it: gradients of GRPO's groups before the last response, and only forward passes for PPO."""
+    """Simulate a step as the runtime does it: early gradients with GRPO, and only early forward passes with PPO."""
     return elastic(times, given, plan, rollout=rollout, generate=generate, gradients=not times.ppo)
 
 

@@ -81,8 +81,8 @@ def _check_address(options: list[str]) -> None:
         ) from None
     if os.environ.get(AUTH_MODE) != "token" and _asks_for_token(address):
         raise UserError(
-            f"--address {address}: this cluster asks for a token; set {AUTH_MODE}=token, and its token in RAY_AUTH_TOKEN where "
-            "~/.ray/auth_token does not have it"
+            f"--address {address}: this cluster asks for a token; set {AUTH_MODE}=token, and if ~/.ray/auth_token does not hold its token, "
+            "put it into RAY_AUTH_TOKEN"
         )
 
 

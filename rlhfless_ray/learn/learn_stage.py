@@ -29,7 +29,7 @@ from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
-FREE_S = 0.05  # time in which Ray grants a slot that is free
+FREE_S = 0.05  # longest wait for Ray to grant a free slot
 
 
 class LearnStage:
@@ -64,7 +64,7 @@ class LearnStage:
         self.passes.begin(samples)
 
     def rename(self, keys: dict[int, int]) -> None:
-        """Give the samples that the step trains on other keys. `keys`: the new one by the old one."""
+        """Rename samples to the keys that they have in the update. `keys`: new key by old key."""
         self.learned = {keys[key] for key in self.learned}
         self.passes.rename(keys)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DIVIDED = ("gemma3_text", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 # Tested with ranks that share sequences: their attention goes through transformers' interface, and nothing else looks at other tokens.
 SLICED = (*DIVIDED, "olmo2", "phi3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position, of which a rank sees its slice only
+OF_LENGTH = ("dynamic", "longrope")  # types of rotary embeddings that depend on a sequence's length; a rank sees only its slice
 WITH_ROUTERS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 MOST_EXPERTS = 255  # whose numbers `Completion.experts` can hold beside `batch.UNKNOWN_EXPERT`
 
@@ -47,7 +47,7 @@ def slicing_refusal(config: Mapping[str, Any], size: int) -> str | None:
     if found := kinds.intersection(OF_LENGTH):
         return f"the model's rotary embeddings are of type {found.pop()}, which depends on the length of the whole sequence"
     if text.get("attn_logit_softcapping"):
-        return "the model caps its attention scores, which the attention of slices does not"
+        return "the model caps its attention scores (attn_logit_softcapping), which is not supported where ranks share sequences"
     return None if isinstance(heads, int) and heads % size == 0 else f"{size} does not divide the model's {heads} attention heads"
 
 

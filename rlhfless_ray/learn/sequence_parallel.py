@@ -56,7 +56,8 @@ class SequenceParallel:
     def sliced(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's slice of the tensors of `micro_batch_tensors.padded`.
 
-        Rows are padded to a multiple of the slices. `own`: numbers of the slice's response tokens in the micro-batch, which has `count`.
+        Rows are padded to a multiple of the slices. `own`: indices of this slice's response tokens among the `count` response tokens
+        of the micro-batch.
         `segments` are those of whole rows, because attention sees all tokens.
         """
         rows, longest = tensors["ids"].shape

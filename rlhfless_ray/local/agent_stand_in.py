@@ -1,8 +1,8 @@
-"""Stand in for an agent of a node of Ray's: the program that Ray starts in the place of each, because it ends a node without them.
+"""Stand in for the agents of a Ray node. Ray ends a node whose agents are missing, so it starts this program in the place of each.
 
-For the dashboard's agent it writes the same files as that one does in an installation without dashboard: port numbers of -1. For the agent
-of runtime environments it waits for the first request, and becomes the agent: few runs have such an environment. It imports next to
-nothing, because it runs twice for each node.
+For the dashboard's agent it writes the files that this agent writes in an installation without a dashboard: port numbers of -1. For
+the agent of runtime environments, which few runs need, it waits for the first request and then becomes that agent. It imports next to
+nothing, because it runs twice on each node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 ENVIRONMENT_PORT, OWN_PORT = "runtime_env_agent_port", "--runtime-env-agent-port="  # names of its file and of its option
-LOOK_S = 1.0  # interval of looking whether the node still lives
+LOOK_S = 1.0  # interval between checks that the node still lives
 # Runs Ray's agent with a socket in the place of the one that it binds to the same port: requests wait in it.
 BECOME_AGENT = """
 import os, runpy, socket, sys

@@ -321,8 +321,8 @@ class Recipe(RecipeFile):
         if size is None or self.algorithm.remainder != "carry" or all_samples >= size:
             return ""
         return (
-            f"nothing will be trained: all {all_samples} samples of the run fill no optimizer step of {size} (algorithm.batch_samples, "
-            "OpenRLHF's batch size of training); lower it, or make more steps"
+            f"nothing will be trained: the run has {all_samples} samples, and an optimizer step needs {size} (algorithm.batch_samples, "
+            "OpenRLHF's training batch size); lower it, or raise run.steps"
         )
 
     @property

@@ -239,9 +239,9 @@ class LearnerConfig(Section):
     linear layer, and all of them work on the same samples. It must divide `ranks`, the model's heads and its feed-forward size."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of ranks that share each sequence (DeepSpeed-Ulysses, any `zero_stage`). Each computes a slice of its tokens, and attention
-    for a part of the heads, so activations and logits take as small a part of the memory. It must divide `ranks` and the model's
-    attention heads. Not with `tensor_parallel` or `lora.dropout`. A supervised stage that starts with fewer ranks takes the largest
-    divisor of it that divides their number."""
+    for some of the heads, so activations and logits on a rank are divided by this number. It must divide `ranks` and the model's
+    attention heads. Not with `tensor_parallel`, `lora.dropout` or `algorithm.loss.router_aux`, and for tested families only. A
+    supervised stage on fewer ranks uses the greatest common divisor of this and their number."""
     max_slots_per_rank: int = Field(1, ge=1)
     """CPU only: a rank runs as many threads as it holds slots, at most this many, when they are free."""
     zero_stage: Literal[0, 1, 2, 3] = 0

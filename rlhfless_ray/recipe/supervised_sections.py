@@ -163,7 +163,8 @@ class SupervisedCheckpoints(Section):
     """With `path`: every `every_steps` steps also write a Hugging Face model folder, `global_step<n>_hf`, with adapters the adapter. These
     are never removed."""
     resumable: bool = True
-    """Off, with `save_hf`: write model folders only, and a checkpoint when the run ends or is stopped. A lost rank then begins again."""
+    """Off (needs `save_hf`): write model folders only, and a checkpoint when the run ends or is stopped. If a rank is lost, all of them
+    then start again from the first step."""
 
     @property
     def has_regular(self) -> bool:

@@ -54,7 +54,8 @@ class RolloutDriver:
         start_s: Expected start time of a new engine.
         before: Completions that earlier rollouts generated for some of the requests, finished or not.
         is_enough: Whether the rollout may end, given the finished keys in order. Unfinished requests are cut then.
-        until_enough: Tokens that a sequence gets until then, from those that each request is expected to still get.
+        until_enough: Returns the tokens that a sequence will get until the rollout ends. Its argument: expected tokens still to come of
+            each request, 0 for finished ones.
         drafts: Data for drafts that engines share.
         kept: KV pages of responses that earlier rollouts began. None: their contexts are computed again.
         shared: Takes slots from other runs of the cluster, and gives slots to them. None: there are no others.

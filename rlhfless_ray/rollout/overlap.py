@@ -17,7 +17,7 @@ from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.types import Sample
 
-ASK_S = 1.0  # pause after asking for free slots in vain: others hold them, and each time waits a little
+ASK_S = 1.0  # pause after a request for free slots got none, because each request waits for up to `FREE_S`
 
 
 class OverlapScheduler:
@@ -98,9 +98,9 @@ class OverlapScheduler:
 
 
 class PartialOverlap(OverlapScheduler):
-    """The same in a step with partial rollouts, for the groups that it will certainly train on (`PartialBatch.settled`).
+    """Score and train beside a partial rollout, on the groups that the step will certainly train on (`PartialBatch.settled`).
 
-    Engines are busy until such a rollout ends. So the work also takes slots of the cluster that no engine was planned for.
+    Engines are busy until such a rollout ends, so this also takes free slots that no engine was planned for.
     """
 
     def __init__(self, scoring: EarlyScoring, learning: EarlyLearning, broker: SlotBroker, batch: PartialBatch) -> None:

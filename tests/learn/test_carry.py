@@ -195,5 +195,5 @@ def test_steps_of_the_whole_run_are_counted_for_the_schedule() -> None:
     assert [steps(name, 96) for name in ("short", "carry", "drop")] == [12, 10, 8] and steps("carry", 1000) == 1
     with pytest.raises(UserError, match=r"algorithm\.batch_samples: must not exceed .* unless algorithm\.remainder is carry"):
         steps("drop", 1000)
-    assert recipe("carry", 1025).untrained_note.startswith("nothing will be trained: all 1024 samples of the run fill no optimizer step of")
+    assert recipe("carry", 1025).untrained_note.startswith("nothing will be trained: the run has 1024 samples, and an optimizer step needs")
     assert not recipe("carry", 1024).untrained_note and not recipe("drop", 96).untrained_note
