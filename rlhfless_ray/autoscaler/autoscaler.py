@@ -19,6 +19,7 @@ from placement.forecast.forecaster import Scenarios, forecast_quality
 from placement.planning.bounds import rollout_bounds
 from placement.planning.frontier import frontier
 from placement.planning.objective import Objective, choose_nearest
+from placement.planning.partition import pareto
 from placement.planning.plan import Plan, Pool
 from placement.scaling.engine_width import WidthDecision, best_width, decide_width, slots
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
@@ -157,12 +158,13 @@ class Autoscaler(Predictor):
             return frontiers, ""
         learner = self.recipe.learner.ranks * self.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
         if update is None:
-            return self.bids.divide(frontiers, learner)
+            kept, note = self.bids.divide(frontiers, learner)
+            return {width: pareto(plans) for width, plans in kept.items()}, note
         compared = {width: self._compared(plans, width, update) for width, plans in frontiers.items()}
         kept, note = self.bids.divide(compared, learner)
         left = {id(plan) for plans in kept.values() for plan in plans}
         pairs = {width: zip(plans, compared[width], strict=True) for width, plans in frontiers.items()}
-        return {width: [plan for plan, figures in both if id(figures) in left] for width, both in pairs.items()}, note
+        return {width: pareto(plan for plan, figures in both if id(figures) in left) for width, both in pairs.items()}, note
 
     def begin_rollout(self, plan: RolloutPlan, grows: bool) -> tuple[RolloutPlan, Delay]:
         """Begin a rollout on a pool that the run shares with others. `grows`: whether it takes and gives slots while it runs.
@@ -216,7 +218,8 @@ class Autoscaler(Predictor):
         plans: dict[Update, list[Plan]] = {}
         for update, _, plan in pairs:
             plans.setdefault(update, []).append(plan)
-        return size_together(plans, self.objective, self.learner_slots * ranks) if plans else None
+        undominated = {update: pareto(found) for update, found in plans.items()}
+        return size_together(undominated, self.objective, self.learner_slots * ranks) if plans else None
 
     def _predict_step(
         self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int, update: Update | None
@@ -338,7 +341,8 @@ class Autoscaler(Predictor):
     def _plans(self, lengths: np.ndarray, tokens: np.ndarray, max_actors: int, width: int, speed: Speed) -> list[Plan]:
         """Return the frontier's plans. `tokens`: (n,) that each sequence has before.
 
-        On a shared pool there is always one with the fewest actors, even if it is no cheaper: it may be all that others leave.
+        On a shared pool there is always one with the fewest actors, even if it is no cheaper: it may be all that others leave. If they
+        leave more, `pareto` drops it again.
         """
         longest = float((lengths.reshape(len(tokens), -1).max(1) + tokens).max())  # an engine can hold every single sequence
         holds = self.engines.capacity_of(width)
@@ -430,7 +434,7 @@ class Autoscaler(Predictor):
         lengths = response_tokens(samples)
         quality = asdict(forecast_quality(scenarios.lengths, lengths))
         row = {f"forecast/{name}": value for name, value in quality.items() if name not in ("responses", "pit_deciles")}
-        known = self._frontier(lengths, prompts, max_actors)
+        known = pareto(self._frontier(lengths, prompts, max_actors))
         best = choose_nearest(known, self.objective).plan
         bounds = rollout_bounds(
             lengths, self.engine_speed, max_actors, prompts=self._prompt_tokens(prompts), price=float(self.engines.width)

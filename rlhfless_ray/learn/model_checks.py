@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DIVIDED = ("gemma3_text", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 # Tested with ranks that share sequences: their attention goes through transformers' interface, and nothing else looks at other tokens.
 SLICED = (*DIVIDED, "olmo2", "phi3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-OF_LENGTH = ("dynamic", "longrope")  # types of rotary embeddings that depend on a sequence's length; a rank sees only its slice
+OF_LENGTH = ("dynamic", "longrope", "su")  # types of rotary embeddings that depend on a sequence's length; a rank sees only its slice
 WITH_ROUTERS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 MOST_EXPERTS = 255  # whose numbers `Completion.experts` can hold beside `batch.UNKNOWN_EXPERT`
 
@@ -44,7 +44,7 @@ def slicing_refusal(config: Mapping[str, Any], size: int) -> str | None:
         return f"models of type {family} are not tested with it; those of {', '.join(SLICED)} are"
     heads, rotary = text.get("num_attention_heads"), text.get("rope_parameters") or text.get("rope_scaling") or {}
     kinds = {str(x.get("rope_type", x.get("type"))) for x in (rotary, *rotary.values()) if isinstance(x, Mapping)}
-    if found := kinds.intersection(OF_LENGTH):
+    if found := kinds.intersection((*OF_LENGTH, "yarn") if family == "phi3" else OF_LENGTH):  # transformers makes it longrope there
         return f"the model's rotary embeddings are of type {found.pop()}, which depends on the length of the whole sequence"
     if text.get("attn_logit_softcapping"):
         return "the model caps its attention scores (attn_logit_softcapping), which is not supported where ranks share sequences"

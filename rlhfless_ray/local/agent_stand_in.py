@@ -54,7 +54,7 @@ def become(agent: tuple[str, ...], listening: socket.socket) -> None:
     listening.set_inheritable(True)
     words = [f"{OWN_PORT}{listening.getsockname()[1]}" if word.startswith(OWN_PORT) else word for word in agent]
     script = next(place for place, word in enumerate(words) if word.endswith(".py"))
-    os.execv(words[0], [*words[:script], "-c", BECOME_AGENT, str(listening.fileno()), *words[script:]])
+    os.execv(words[0], [*words[:script], "-P", "-c", BECOME_AGENT, str(listening.fileno()), *words[script:]])
 
 
 if __name__ == "__main__":

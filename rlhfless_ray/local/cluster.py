@@ -47,9 +47,11 @@ class RayCluster:
 
     @classmethod
     @contextmanager
-    def shared(cls, recipe: Recipe | SupervisedRecipe, parameters: int = 0, store_mb: int | None = None) -> Iterator[None]:
+    def shared(
+        cls, recipe: Recipe | SupervisedRecipe, parameters: int = 0, store_mb: int | None = None, engines: bool = True
+    ) -> Iterator[None]:
         """Keep one Ray for runs that follow one another inside the block. Arguments as those of the constructor."""
-        cluster = cls(recipe, parameters, store_mb, architectures=())
+        cluster = cls(recipe, parameters, store_mb, architectures=(), engines=engines)
         with cluster.running():
             try:
                 cls.shared_is_private = cluster.private

@@ -161,7 +161,7 @@ class SupervisedCheckpoints(Section):
     """Number of checkpoints to keep: the newest."""
     save_hf: bool = False
     """With `path`: every `every_steps` steps also write a Hugging Face model folder, `global_step<n>_hf`, with adapters the adapter. These
-    are never removed."""
+    are never removed. Those of a later run in the same `path` take the place of those of the same step, as in OpenRLHF."""
     resumable: bool = True
     """Off (needs `save_hf`): write model folders only, and a checkpoint when the run ends or is stopped. If a rank is lost, all of them
     then start again from the first step."""

@@ -61,7 +61,9 @@ def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str
     waiting = [stage for stage in stages if not is_done(folder, stage)]
     with ExitStack() as stack:
         if len(waiting) > 1:
-            stack.enter_context(RayCluster.shared(waiting[0].recipe, store_mb=RayCluster.largest_store_mb(waiting[0].recipe)))
+            recipe = waiting[0].recipe
+            engines = not all(isinstance(stage.recipe, SupervisedRecipe) for stage in waiting)
+            stack.enter_context(RayCluster.shared(recipe, store_mb=RayCluster.largest_store_mb(recipe), engines=engines))
         for stage in waiting:
             STOP.check()
             say(f"stage {stage.name}, {stages.index(stage) + 1} of {len(stages)}: {stage.kind}")

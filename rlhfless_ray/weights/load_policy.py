@@ -11,12 +11,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Container, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement.memory import VALUE_BYTES
-from rlhfless_ray.common.disk_space import writing
+from rlhfless_ray.common.disk_space import DiskFull, writing
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task
@@ -88,7 +88,8 @@ def _scratch_policy(recipe: Recipe | SupervisedRecipe, built_in: Task, key: str 
 
     files = scratch_policy(recipe, built_in)
     if key is not None:
-        _cache(key, files)
+        with suppress(OSError, DiskFull):  # making it again costs seconds only
+            _cache(key, files)
     return files
 
 

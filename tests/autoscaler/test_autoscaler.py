@@ -344,6 +344,8 @@ def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
     auto.begin_rollout(plan, grows=True)
     auto.renew_rollout(np.full(64, 100.0), np.full(64, 20), 2)
     assert auto.bids.running.slots == (1, 2) and state.clearing().slots == {"x": 1, "y": 1}
+    state.set_nodes({"a": (8, {})}, 0.0)
+    assert min(one.actors for one in auto.plan(scenarios, prompts(), 4, step=1, warm=2).frontier) > 1, "a dominated plan decides nothing"
 
 
 def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_their_own_nodes():

@@ -413,7 +413,8 @@ def test_the_launcher_refuses_in_one_sentence() -> None:
         ("train_sft", [], ""),
         ("train_dpo", [], ""),
         ("train_dpo", ["--ref_pretrain", "elsewhere"], "the config.json of `elsewhere` is not on this machine"),
-        ("train_sft", ["--elastic.learner.ranks", "3"], "2 does not divide the number of ranks, 3"),
+        ("train_sft", ["--elastic.learner.ranks", "3"], "--elastic.learner.ranks decides here how ranks divide the work"),
+        ("train_sft", ["--elastic.learner.tensor_parallel", "1"], "--elastic.learner.tensor_parallel decides here"),
         ("train_sft", ["--lora_rank", "4", "--lora_dropout", "0.1"], "dropout of adapters is drawn for whole sequences"),
     ],
 )

@@ -826,6 +826,16 @@ def test_tensor_parallelism_is_honoured_where_the_model_allows_it(tmp_path, line
 
 
 @pytest.mark.parametrize("flag", ["--ring_attn_size", "--ds_tensor_parallel_size"])
+def test_own_settings_of_ranks_take_precedence_over_flags_that_divide_them(tmp_path, flag):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_MATRICES))
+    text = f"{BASE.replace(' /m ', f' {tmp_path} ')} {flag} 4 --packing_samples"
+    for own in ("learner.ranks 3", "learner.tensor_parallel 2", "lora.dropout 0.1"):
+        found = of(f"{text} --elastic.{own}")
+        (outcome,) = [one for one in found.flags if one.flag == flag]
+        assert outcome.status == "hint" and f"--elastic.{own.split()[0]} decides here" in outcome.why and not found.refused
+
+
+@pytest.mark.parametrize("flag", ["--ring_attn_size", "--ds_tensor_parallel_size"])
 def test_fewer_slots_share_a_copy_or_sequences_among_a_divisor(tmp_path, flag):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_MATRICES))
     shared = f"{flag} 4 --packing_samples --elastic.cluster.cpus 6 --elastic.functions.slot cpu"

@@ -136,6 +136,9 @@ def test_models_that_cannot_be_sliced_are_refused_in_one_sentence() -> None:
     long = {"rope_type": "longrope", "long_factor": [1.0]}
     for changes in ({"rope_scaling": long}, {"rope_parameters": {"full_attention": long}}, {"rope_scaling": {"type": "dynamic"}}):
         assert "depends on the length of the whole sequence" in str(slicing_refusal({**llama, **changes}, 2))
+    phi = {**llama, "model_type": "phi3"}
+    rotary = {kind: slicing_refusal({**phi, "rope_scaling": {"type": kind}}, 2) for kind in ("su", "yarn", "linear")}
+    assert [why is None for why in rotary.values()] == [False, False, True]
     assert "attention scores" in str(slicing_refusal({**llama, "attn_logit_softcapping": 50.0}, 2))
 
 

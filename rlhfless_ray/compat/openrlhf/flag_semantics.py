@@ -387,6 +387,13 @@ PARKED = "a process without work gives its device back in any case"
 DIVIDED = "divides the work on a sequence between GPUs, which changes no result; ranks divide the batch and ZeRO the state here"
 
 
+# Own settings that decide how ranks share sequences or a copy of the model
+DECIDING = {
+    *(f"{model}.{key}" for model in ("learner", "critic") for key in ("ranks", "tensor_parallel", "sequence_parallel", "path")),
+    *("learner.zero_stage", "policy.path", "lora.rank", "lora.dropout", "algorithm.loss.router_aux"),
+}
+
+
 def slices(x: int, v: Values) -> dict[str, Any]:
     """Return the settings of ranks that share sequences, none if a model does not allow it."""
     if x == 1 or _why_not_sliced(x, v):

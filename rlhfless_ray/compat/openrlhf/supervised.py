@@ -15,7 +15,7 @@ from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, acc
 from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.compat.openrlhf.starters import process_place
-from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, RANKS, RM, RULES, SFT, TASKS
+from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, OWN, RANKS, RM, RULES, SFT, TASKS
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
@@ -70,8 +70,7 @@ def translate_supervised(
         values[newest], spelled[newest] = value, flag
     _, started = process_place(environment)
     ranks = started or ranks
-    own_ranks = dict(ours).get("--elastic.learner.ranks") or ""
-    values[RANKS] = int(own_ranks) if own_ranks.isdigit() else ranks
+    values[RANKS], values[OWN] = ranks, [flag for flag, _ in ours]
     settings: dict[str, Any] = {**ALWAYS, "learner.ranks": ranks, "run.name": launcher}
     if launcher != SFT or place(version) < place(ALL_STEPS_SINCE):
         settings["run.schedule_end"] = "whole_batches"

@@ -77,14 +77,15 @@ def _not_sliced(x: int, v: Values) -> str:
     """Return why ranks do not share sequences, or an empty string if they do."""
     dropout = v["ds.lora.dropout"] if v["ds.lora.rank"] else 0
     models = [v["model.model_name_or_path"], *filter(None, [v.get("ref.model_name_or_path")])]
-    whys = [m.why_not_sliced(x, v[RANKS], dropout, folder) for folder in models]
+    deciding = [f"{flag} decides here how ranks divide the work" for flag in v[OWN] if flag.removeprefix("--elastic.") in m.DECIDING]
+    whys = [*deciding, *(m.why_not_sliced(x, v[RANKS], dropout, folder) for folder in models)]
     why = next(filter(None, whys), "")
     if x > 1 and not why:
         return ""
     return f"{m.DIVIDED}{f' ({why})' if why else ''}. A run whose longest row does not fit a rank ends before Ray starts"
 
 
-RANKS = "ranks"  # stands beside the flags' values
+RANKS, OWN = "ranks", "own"  # stand beside the flags' values: number of ranks, and flags --elastic.SECTION.KEY
 PLAIN_ATTENTION = "kernels of attention are torch's own, and change no result"
 
 RULES: tuple[FlagRule, ...] = (

@@ -13,7 +13,7 @@ from rlhfless_ray.compat.openrlhf.checks import check
 from rlhfless_ray.compat.openrlhf.departures import departures, other_meanings
 from rlhfless_ray.compat.openrlhf.dialect import CommandLine, instead_of, read
 from rlhfless_ray.compat.openrlhf.elastic_flags import own_settings, separate
-from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name
+from rlhfless_ray.compat.openrlhf.flag_semantics import DECIDING, folder_name
 from rlhfless_ray.compat.openrlhf.flag_table import ALWAYS, RULES, Rule, owned_keys, rule_of
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, newest, span_text
 from rlhfless_ray.compat.openrlhf.normalise import LOGIN, STAMPED, Values, canonical, defaults, shown
@@ -105,6 +105,8 @@ def _apply_rule(rule: Rule, v: Values, installed: Installed, translation: Transl
     if rule.kind == "noop":
         return Outcome(rule.name, NO_EFFECT, reading)
     settings = rule.settings(v)
+    if rule.kind == "maybe" and settings and (own := sorted(DECIDING & translation.own.keys())):
+        settings, reading = {}, f"{reading} (--elastic.{own[0]} decides here how ranks divide the work)"
     accepted = installed.accepted(settings)
     if rule.kind == "hint" or (rule.kind == "maybe" and not settings):
         wrong = [key for key in settings if installed.knows(key) and key not in accepted]
