@@ -83,7 +83,7 @@ class Examples:
         """Checksum of the sequences and of what is trained of them."""
         found = 0
         for part in (self.tokens, self.lengths, self.context_lengths, self.mask):
-            found = zlib.crc32(np.ascontiguousarray(part), found)
+            found = zlib.crc32(part.tobytes(), found)
         return f"{found:08x}"
 
     @cached_property
