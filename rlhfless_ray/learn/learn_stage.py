@@ -73,21 +73,22 @@ class LearnStage:
         """Return whether a slot may have work before the learn phase."""
         return self.obstacle is None or self.passes.waiting
 
-    def has_work(self, groups: list[list[Sample]], seconds: float) -> bool:
-        """Return whether slots would be used now: for gradients of these complete groups or for passes, within `seconds`."""
+    def with_work(self, groups: list[list[Sample]], seconds: float) -> list[WorkerGroup]:
+        """Return the worker groups that would use slots now: for gradients of these complete groups or for passes, within `seconds`."""
         gradients = self.obstacle is None and not self.refs and bool(self.choose_samples(groups, seconds))
-        return gradients or self.passes.has_work(seconds)
+        return [*([self.worker_group] if gradients else []), *self.passes.with_work(seconds)]
 
-    def lease_free_slots(self) -> list[Lease]:
-        """Lease a slot for each rank of the learner where its state is, if slots are free there now. Returns the leases.
+    def lease_free_slots(self, worker_groups: list[WorkerGroup]) -> list[Lease]:
+        """Lease a slot for each rank of the first of these worker groups that has free slots where its state is. Returns the leases.
 
         A pool that several runs share grants slots for bids, and this work makes none.
         """
-        context, homes = self.context, homes_of(self.worker_group.by_rank)
-        is_free = bool(homes) and not self.worker_group.working and len(context.leases.with_room(homes)) == len(homes)
-        if not is_free or context.autoscaler.bids is not None:
-            return []
-        return context.leases.collect(context.leases.ask(len(homes), homes), self.worker_group.pool.kind, FREE_S)
+        leases = self.context.leases
+        for worker_group in worker_groups if self.context.autoscaler.bids is None else []:
+            homes = homes_of(worker_group.by_rank)
+            if homes and not worker_group.working and len(leases.with_room(homes)) == len(homes):
+                return leases.collect(leases.ask(len(homes), homes), worker_group.pool.kind, FREE_S)
+        return []
 
     def fits(self, leases: list[Lease]) -> bool:
         """Return whether these leases are enough to accumulate gradients."""

@@ -193,8 +193,9 @@ class StepPasses:
         """Whether samples are queued."""
         return any(kind.waiting for kind in self.each)
 
-    def has_work(self, seconds: float) -> bool:
-        return any(kind.has_work(seconds) for kind in self.each)
+    def with_work(self, seconds: float) -> list[WorkerGroup]:
+        """Return the worker groups of the passes that would be started, if these had leases."""
+        return [kind.worker_group for kind in self.each if kind.has_work(seconds)]
 
     def start_ahead(self, leases: list[Lease], seconds: float) -> list[Lease]:
         for kind in self.each:

@@ -8,16 +8,16 @@ that is exact (`learn/overlap_rules.py`).
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from typing import Any
 
 from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.types import Sample
 
-ASK_S = 1.0  # pause after a request for free slots got none, because each request waits for up to `FREE_S`
+ASK_S = 1.0  # pause after a request for free slots got none that fit, because each request waits for up to `FREE_S`
 
 
 class OverlapScheduler:
@@ -119,21 +119,22 @@ class PartialOverlap(OverlapScheduler):
             self.complete, new = len(self.batch.completed), [g for g in self.batch.settled() if g not in self.added]
             self.added.update(new)
             super().add_samples([self.finished[g * self.count + n] for g in new for n in range(self.count)])
-        self._take_free_slots(seconds)
+        taken = self._take_free_slots(seconds)
         super().poll(seconds)
+        if taken is not None and all(lease in self.broker.free for lease in taken):  # the caller releases them
+            self.ask_at_s = time.monotonic() + ASK_S
 
-    def _take_free_slots(self, seconds: float) -> None:
-        """Take free slots of the cluster if the learner has work for them that ends within `seconds`."""
+    def _take_free_slots(self, seconds: float) -> list[Lease] | None:
+        """Take free slots of the cluster if there is work for them that ends within `seconds`. Returns the leases, or None without work."""
         if self.broker.free or self.scoring.refs() or time.monotonic() < self.ask_at_s:
-            return
-        groups = defaultdict[int, list[Sample]](list)
-        for sample in [*self.unscored, *(one for group in self.by_group.values() for one in group)]:
-            groups[self.learning.group_of(sample)].append(sample)
-        if self.learning.has_work([group for group in groups.values() if len(group) == self.count], seconds):
-            leases = self.learning.lease_free_slots()
-            self.broker.put(leases)
-            if not leases:
-                self.ask_at_s = time.monotonic() + ASK_S
+            return None
+        unscored = [self.unscored[at : at + self.count] for at in range(0, len(self.unscored), self.count)]  # `poll` adds whole groups
+        scored = [group for group in self.by_group.values() if self._is_done(group)]
+        if not (worker_groups := self.learning.with_work([*scored, *unscored], seconds)):
+            return None
+        leases = self.learning.lease_free_slots(worker_groups)
+        self.broker.put(leases)
+        return leases
 
 
 class BesideUpdate:

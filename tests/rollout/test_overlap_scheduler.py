@@ -504,7 +504,7 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
     earlier[1].completion.finish_reason = UNFINISHED
     groups = [Group(earlier[0].prompt, 1, 0, tuple(earlier)), *(Group(Prompt(g, "p", (7,)), 2) for g in (1, 2))]
     batch, slots = PartialBatch(groups, step=2, quota=2, max_lag=1, count=COUNT), [["slot"], ["slot"]]
-    learning.number, learning.lease_free_slots = 2, lambda: slots.pop() if slots else []  # type: ignore[method-assign]
+    learning.number, learning.lease_free_slots = 2, lambda _: slots.pop() if slots else []  # type: ignore[method-assign]
     tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     finished, asked = [0], list[int]()
     for key in (4, 5, 2, 3, 1):
@@ -531,7 +531,7 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
 def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> None:
     _, scoring, _, learning = parts(lag=1, partial="continue", micro_batch_tokens=100)
     asked: list[bool] = []
-    learning.lease_free_slots = lambda: asked.append(True) or []  # type: ignore[method-assign, func-returns-value]
+    learning.lease_free_slots = lambda _: asked.append(True) or []  # type: ignore[method-assign, func-returns-value]
     batch = PartialBatch([Group(Prompt(g, "p", (7,)), 1) for g in range(3)], step=1, quota=3, max_lag=1, count=COUNT)
     tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     for key in range(6):
@@ -540,3 +540,43 @@ def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> Non
         tail.poll(2.0)
         tail.poll(0.0)
     assert asked == [True], "once: after two of three groups it has half a micro-batch, and the answer was that there are none"
+
+
+def test_free_slots_that_do_not_fit_are_not_taken_again_at_once() -> None:
+    """The reward model needs two slots, the only rank of the learner one. So the groups stay unscored."""
+    _, scoring, learner, learning = parts(lag=1, partial="continue")
+    asked: list[bool] = []
+    scoring.fits = lambda leases: len(leases) > 1  # type: ignore[method-assign]
+    learning.lease_free_slots = lambda _: asked.append(True) or ["slot"]  # type: ignore[method-assign, func-returns-value]
+    batch = PartialBatch([Group(Prompt(0, "p", (7,)), 1)], step=1, quota=1, max_lag=1, count=COUNT)
+    tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
+    tail.add_samples([sample(0), sample(1)])
+    batch.is_enough(range(2))
+    for taken in (["slot"], [], []):
+        tail.poll(1.0)
+        assert tail.broker.take() == taken, "the rollout releases what is free"
+    tail.ask_at_s = 0.0
+    tail.poll(1.0)
+    assert len(asked) == 2 and not learner.batches
+
+
+def test_free_slots_are_leased_for_the_worker_group_that_has_work() -> None:
+    reference = Gang()
+    _, _, learner, learning = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
+    for gang, nodes in ((learner, ["a"]), (reference, ["b", "c"])):
+        gang.by_rank = [SimpleNamespace(slot=SimpleNamespace(node=node), leases=[]) for node in nodes]
+        gang.pool = SimpleNamespace(kind="")  # type: ignore[attr-defined]
+    context, full = learning.context, list[str]()
+    context.autoscaler.bids = None
+    context.leases.with_room = lambda nodes: [node for node in nodes if node not in full]  # type: ignore[method-assign]
+    context.leases.ask = lambda count, nodes: nodes  # type: ignore[method-assign, assignment, return-value]
+    context.leases.collect = lambda asked, kind, wait_s: asked  # type: ignore[method-assign, assignment, return-value]
+    learning.passes.add_samples([sample(0), sample(1)])
+    groups = [[sample(0), sample(1)]]
+    assert learning.with_work(groups, 1.0) == [reference], "gradients wait for the reference"
+    assert learning.lease_free_slots([reference, learner]) == ["b", "c"]
+    full.append("c")
+    assert learning.lease_free_slots([reference, learner]) == ["a"] and learning.lease_free_slots([reference]) == []
+    learning.passes.reference.known = {0: {}, 1: {}}  # type: ignore[union-attr]
+    learning.passes.reference.waiting = []  # type: ignore[union-attr]
+    assert learning.with_work(groups, 1.0) == [learner]
