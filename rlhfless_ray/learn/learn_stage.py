@@ -95,8 +95,8 @@ class LearnStage:
         return self.obstacle is None and not self.refs and self.worker_group.fits(leases)
 
     def choose_samples(self, groups: list[list[Sample]], seconds: float) -> list[Sample]:
-        """Return complete groups for about a micro-batch per rank, or nothing if there are too few or they take more than `seconds`."""
-        budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
+        """Return complete groups for about a micro-batch per share, or nothing if there are too few or they take more than `seconds`."""
+        budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.cutter.ranks
         ready = [group for group in groups if self.passes.has_inputs_of(group)]
         count, tokens, full = fill_budget((sum(sample.total_tokens for sample in group) for group in ready), budget)
         enough = (full or tokens >= budget / 2) and self.context.autoscaler.learner.predict(1, tokens) <= seconds

@@ -83,8 +83,8 @@ class Passes:
         return not self.refs and bool(self.waiting) and self._choose_samples(seconds)[0] > 0
 
     def _choose_samples(self, seconds: float) -> tuple[int, int]:
-        """Return the number of samples for a pass and their tokens: about a micro-batch per rank, or (0, 0) if no pass pays or fits."""
-        budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.ranks
+        """Return the number of samples for a pass and their tokens: about a micro-batch per share, or (0, 0) if no pass pays or fits."""
+        budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.cutter.ranks
         count, tokens, full = fill_budget((sample.total_tokens for sample in self.waiting), budget)
         worth = full or 2 * tokens >= budget or WORTH * count >= self.samples
         return (count, tokens) if worth and self._takes_s(tokens) <= seconds else (0, 0)

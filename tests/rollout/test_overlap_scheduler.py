@@ -13,6 +13,7 @@ from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
 from rlhfless_ray.rollout.partial_batch import PartialBatch
@@ -63,6 +64,7 @@ class Gang:
         self.working, self.batches, self.done = False, [], False
         self.lease: list[Any] = []
         self.by_rank: list[Any] = []
+        self.cutter = Cutter()
         self.passes: list[tuple[str, list[int]]] = []  # of which groups, in their order
         self.dies = False
         self.update = Pending(UpdateStats)
@@ -305,6 +307,17 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     for name in ("advantages", "returns", "old", "values"):
         np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
     assert "off" in alone.metrics()["overlap/passes_obstacle"]
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"updates_per_step": 2}])  # gradients, and passes of the learner
+def test_ranks_that_share_their_sequences_do_not_wait_for_more_tokens(algorithm: dict[str, Any]) -> None:
+    tail, _, worker_group, learning = parts(algorithm=algorithm)
+    learning.begin(samples=100)
+    worker_group.ranks = worker_group.slots = 4  # with sequence_parallel 4: one share
+    tail.by_group = {0: ended(tail, range(2))}
+    tail.broker.put(["a", "b", "c", "d"])
+    tail.poll(1.0)
+    assert worker_group.working and len(worker_group.lease) == 4
 
 
 def test_gradients_wait_for_what_the_reference_says_of_their_samples() -> None:
