@@ -246,7 +246,8 @@ class StepOperations(CheckpointedRun):
         kept = self.rollout_stage.kept.take_tokens() if self.rollout_stage.kept is not None else 0
         self.partial_rollouts.count(batch, samples, self.in_update, kept)
         if self.in_update:
-            self.begun_ahead, self.cursor_after = batch.with_samples(samples), self.cursor.state()
+            # copies: a stop repeats the step, so its keys and rewards may not get into the checkpoint
+            self.begun_ahead, self.cursor_after = batch.with_samples([replace(sample) for sample in samples]), self.cursor.state()
         if batch.chosen is None:
             step.partial_batch = batch.after(samples)
             return []

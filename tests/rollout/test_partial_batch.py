@@ -21,7 +21,7 @@ from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, Step
 
 pytestmark = pytest.mark.pure
 
@@ -185,6 +185,29 @@ def test_a_last_step_whose_groups_are_all_dropped_gets_others() -> None:
     assert [group.prompt.index for group in batch.groups] == [0, 1, 2]
     run.partial_rollouts.in_flight = batch.groups[:1]
     assert not run._draw(3), "a group in flight is left for the step"
+
+
+def test_groups_that_a_stop_repeats_stay_as_the_rollout_beside_the_update_left_them() -> None:
+    own = recipe(ahead=True)
+    run = StepOperations.__new__(StepOperations)
+    run.recipe, run.partial_rollouts, run.in_update = own, PartialRollouts(own), True
+    run.record = SimpleNamespace(completion_order=lambda *_: None)  # type: ignore[assignment]
+    run.rollout_stage, run.cursor = SimpleNamespace(kept=None), SimpleNamespace(state=dict)  # type: ignore[assignment]
+    run.learn_stage = SimpleNamespace(rename=lambda _: None)  # type: ignore[assignment]
+    run.autoscaler = SimpleNamespace(terms=SimpleNamespace(prefill=SimpleNamespace(per_unit_s=0.0)))  # type: ignore[assignment]
+    groups = [Group(Prompt(g, "", (1,)), 1) for g in range(4)]
+    batch = PartialBatch(groups, step=2, quota=3, max_lag=2, count=2)
+    samples = [
+        Sample(groups[key // 2].prompt, key % 2, Completion(key, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 1))
+        for key in range(8)
+    ]
+    assert batch.is_enough([2, 3, 4, 5, 6, 7])
+    step = Step(2, forecast=Scenarios.from_matrix(np.ones((8, 1))))
+    for sample in run._take_groups(step, batch, samples):
+        sample.reward = 1.0
+    assert run.begun_ahead is not None
+    left = [sample for group in run.begun_ahead for sample in group.samples]
+    assert [sample.completion.key for sample in left] == list(range(8)) and {sample.reward for sample in left} == {None}
 
 
 def test_the_forecast_of_the_work_ends_with_the_quota() -> None:
