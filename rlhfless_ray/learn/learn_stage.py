@@ -38,7 +38,7 @@ class LearnStage:
     ) -> None:
         self.context, self.worker_group, self.critic = context, worker_group, critic
         self.worker_groups = ColocatedGroups(context, worker_group, critic, reference)
-        self.number = 0  # number of the step whose learn phase it is
+        self.number = 0  # number of the step that runs now
         self.passes_s = 0.0  # seconds of that phase before the policy's update
         self.plan: Decision | None = None
         self.obstacle = obstacle(context.recipe)
@@ -214,9 +214,9 @@ class LearnStage:
         )
 
     @contextmanager
-    def phase(self, samples: list[Sample], number: int) -> Iterator[None]:
-        """Run the learn phase of step `number` inside the block. Rollout engines hold no lease in it."""
-        context, self.number, self.passes_s = self.context, number, 0.0
+    def phase(self, samples: list[Sample]) -> Iterator[None]:
+        """Run the learn phase of a step with these samples inside the block. Rollout engines hold no lease in it."""
+        context, self.passes_s = self.context, 0.0
         with context.phases.phase("learn"):
             is_beside_rollout = self.worker_groups.shares_slots and context.recipe.rollout.partial == "off"
             self.plan = context.autoscaler.size_learner(samples, is_beside_rollout)
@@ -226,7 +226,7 @@ class LearnStage:
                     worker_group.slots = worker_group.ranks * self.plan.actors
                 if (delay := context.autoscaler.learner_delay).seconds:
                     self.worker_group.scheduler.wait_s = delay.seconds
-                    context.record.progress.message(f"step {number}: the update {delay.reason}")
+                    context.record.progress.message(f"step {self.number}: the update {delay.reason}")
             if self.worker_groups.alone:
                 self.worker_groups.turn(self.worker_group)
             with self._stop_waits:  # also ends the deferral if an update fails before its result is waited for

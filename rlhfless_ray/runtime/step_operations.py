@@ -305,7 +305,7 @@ class StepOperations(CheckpointedRun):
 
     def learn_phase(self) -> AbstractContextManager[None]:
         self.learn_stage.worker_groups.shares_slots = self.rolls_out_ahead and self.step.number < self.last_step
-        return self._accounted("learn", self.learn_stage.phase(self.step.samples, self.step.number))
+        return self._accounted("learn", self.learn_stage.phase(self.step.samples))
 
     def start_update(self, batch: Batch) -> Pending[UpdateStats]:
         """Update the critic, if there is one, and start the policy's update."""

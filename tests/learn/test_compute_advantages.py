@@ -221,7 +221,8 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
         done = Completion(i, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), "stop", 1)
         samples.append(Sample(Prompt(i // 3, "p", (7,)), i % 3, done, reward=float(i) if i != 1 else None))
     for number in (1, 2):
-        with stage.phase(samples, number):
+        stage.number = number
+        with stage.phase(samples):
             batch = stage.advantages(samples)
             update = stage.start_update(batch, samples)
             log.append("meanwhile")
