@@ -57,8 +57,7 @@ class SequenceParallel:
         """Return this rank's slice of the tensors of `micro_batch_tensors.padded`.
 
         Rows are padded to a multiple of the slices. `own`: indices of this slice's response tokens among the `count` response tokens
-        of the micro-batch.
-        `segments` are those of whole rows, because attention sees all tokens.
+        of the micro-batch. `segments` are those of whole rows, because attention sees all tokens.
         """
         rows, longest = tensors["ids"].shape
         length = -(-longest // self.size)

@@ -92,10 +92,15 @@ def check_vocabulary(prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, siz
         return
     for prompt in (*prompts.train, *prompts.heldout):
         if (token := max(prompt.token_ids)) >= size:
-            raise UserError(
-                f"policy.path: prompt {prompt.text[:80]!r} has the token {tokenizer.decode([token])!r} ({token}), and the model has "
-                f"embeddings for {size} tokens; resize them, or remove the token from the tokenizer"
-            )
+            raise without_embedding(f"prompt {prompt.text[:80]!r}", token, tokenizer, size)
+
+
+def without_embedding(where: str, token: int, tokenizer: PreTrainedTokenizerBase, size: int) -> UserError:
+    """Return the error for a text with a token that the model has no embedding for. `where`: the text, as the message names it."""
+    return UserError(
+        f"policy.path: {where} has the token {tokenizer.decode([token])!r} ({token}), and the model has embeddings for {size} tokens; "
+        "resize them, or remove the token from the tokenizer"
+    )
 
 
 def _setting_name(section: str, sources: list[str]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
+from rlhfless_ray.prompts.load_prompts import without_embedding
 from rlhfless_ray.prompts.read_rows import NamedRow
 from rlhfless_ray.prompts.sources import read_sources, rows_notes, split_paths
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -66,10 +67,7 @@ def check_vocabulary(rows: SupervisedRows, tokenizer: Any, size: int | None) -> 
         sequence = int(np.searchsorted(examples.starts, examples.tokens.argmax(), side="right")) - 1
         start = int(examples.starts[sequence])
         text = tokenizer.decode(examples.tokens[start : start + int(examples.lengths[sequence])].tolist())
-        raise UserError(
-            f"policy.path: the row {text[:80]!r} has the token {tokenizer.decode([token])!r} ({token}), and the model has embeddings for "
-            f"{size} tokens; resize them, or remove the token from the tokenizer"
-        )
+        raise without_embedding(f"the row {text[:80]!r}", token, tokenizer, size)
 
 
 def _without_repeats(train: list[Rendered], heldout: list[Rendered]) -> list[Rendered]:

@@ -264,7 +264,7 @@ def test_an_update_is_asked_at_once_and_again_when_a_rank_was_lost(monkeypatch):
     monkeypatch.setattr(worker_group, "pending", lambda refs: [])
     replies.insert(0, replies[0])
     assert update.is_ready() and update.has_failed()
-    assert asked == ["update"] and not free and worker_group.recovery.restarts == 0, "whoever only looks replaces nothing"
+    assert asked == ["update"] and not free and worker_group.recovery.restarts == 0, "a query replaces no rank"
     assert update.result() is update.result() is stats
     assert asked == ["update"] * 3 and free == [[lease], []] and worker_group.recovery.restarts == 2
     assert [what for what, _ in worker_group.recovery.since] == ["update"], "recorded once"

@@ -454,7 +454,7 @@ def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_ha
 
 @pytest.mark.parametrize("lost_in", ["update", "pass"])
 def test_a_learner_lost_beside_the_rollout_is_replaced_after_it(lost_in: str) -> None:
-    """Engines may hold every other slot, so new ranks would wait for them while nobody polls the engines."""
+    """Engines may hold every other slot. New ranks would wait for one, and meanwhile no engine could report or give one up."""
     _, _, learner, learning = parts(algorithm={"epochs": 2}, lag=1)
     log: list[str] = []
 

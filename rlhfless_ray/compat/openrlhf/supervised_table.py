@@ -82,7 +82,7 @@ def _not_sliced(x: int, v: Values) -> str:
     why = next(filter(None, whys), "")
     if x > 1 and not why:
         return ""
-    return f"{m.DIVIDED}{f' ({why})' if why else ''}. A run whose longest row does not fit a rank ends before Ray starts"
+    return f"{m.with_reason(m.DIVIDED, why)}. A run whose longest row does not fit a rank ends before Ray starts"
 
 
 RANKS, OWN = "ranks", "own"  # stand beside the flags' values: number of ranks, and flags --elastic.SECTION.KEY
