@@ -52,7 +52,7 @@ def agreement(fake: Learner, **sections: Any) -> tuple[Agreement, list[str]]:
     said: list[str] = []
     progress = SimpleNamespace(message=said.append)
     context = SimpleNamespace(recipe=recipe(**sections), broker=SlotBroker(SimpleNamespace()), record=SimpleNamespace(progress=progress))
-    return Agreement(context, SimpleNamespace(learner=fake), SimpleNamespace(working=[], parked=[])), said
+    return Agreement(context, SimpleNamespace(learner=fake), SimpleNamespace(working=[], parked=[], width=1)), said
 
 
 def test_a_few_short_beginnings_stand_for_all_samples() -> None:
@@ -103,6 +103,18 @@ def test_the_first_samples_and_those_after_the_first_update_are_checked() -> Non
     checks.updated(UpdateStats(applied=1, trained_tokens=9))
     checks.check(samples[3], versions[3], 0.7, parks=False)
     assert len(learner.asked) == 2
+
+
+def test_the_first_samples_of_engines_of_another_width_are_checked() -> None:
+    learner = Learner(0.0)
+    checks, _ = agreement(learner)
+    checked = []
+    for version, width in enumerate((1, 1, 1, 2, 2, 1)):
+        checks.engines.width = width
+        checks.check([sample(0, 6, version)], WeightVersion(version, None), 1.0, parks=False)
+        checks.updated(UpdateStats(applied=1, trained_tokens=9))
+        checked.append(len(learner.asked))
+    assert checked == [1, 2, 2, 3, 3, 4]
 
 
 def test_samples_that_no_update_compares_are_checked() -> None:

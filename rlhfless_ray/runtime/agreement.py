@@ -2,7 +2,8 @@
 
 vLLM raises no error for a tensor that it loads in a wrong form. It then samples from another policy, and importance weights hide the
 difference. Therefore the learner computes log-probabilities of the first samples under the first weight version, and under the first
-updated version, before it trains on them. Later steps compare all their tokens at no cost, see `compare_mismatch`.
+updated version, and after each change of the engines' width, before it trains on them. Later steps compare all their tokens at no cost,
+see `compare_mismatch`.
 """
 
 from __future__ import annotations
@@ -56,11 +57,15 @@ def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float, min_tok
 
 
 class Agreement:
-    """Check the first samples under two weight versions: the process's first version, and the first one after an update."""
+    """Check the first samples under two weight versions, and of engines of a new width.
+
+    The versions are the process's first, and the first one after an update.
+    """
 
     def __init__(self, context: RunContext, worker_groups: ColocatedGroups, engines: WorkerPool) -> None:
         self.context, self.worker_groups, self.engines = context, worker_groups, engines
         self.is_due, self.has_updated = True, False
+        self.width = engines.width  # of the engines whose samples were checked last
         self.had_old_tokens = False  # whether older weights drew some of the previous step's tokens
         self.tolerance = tolerance(context.recipe.policy.dtype, context.recipe.rollout.quantization)
 
@@ -95,9 +100,9 @@ class Agreement:
         """
         fresh = [s for s in samples if s.completion.versions == ((weights.version, len(s.completion.token_ids)),)]
         batch = select_batch(fresh, self.context.recipe.rollout.min_tokens)
-        if not self.is_due or batch is None:
+        if batch is None or not (self.is_due or self.width != self.engines.width):
             return
-        self.is_due = False
+        self.is_due, self.width = False, self.engines.width
         recipe, learner = self.context.recipe, self.worker_groups.learner
         drawn_from = (temperature, recipe.rollout.top_p) if temperature else (1.0, 1.0)
         if not learner.working:
