@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 
+from placement.forecast.rollout_dumps import is_dump, read_dump
 from placement.forecast.training_logs import read_log
 from rlhfless_ray.cli.main import app
 from rlhfless_ray.common.errors import UserError
@@ -81,5 +85,57 @@ def test_mistakes(tmp_path: Path, text: str, options: list[str], sentence: str) 
         app(["import-logs", str(written(tmp_path / "log", text)), *options], standalone_mode=False)
     with pytest.raises(UserError, match="absent: no such file"):
         app(["import-logs", str(tmp_path / "absent")], standalone_mode=False)
-    with pytest.raises(UserError, match="cannot be read"):
-        app(["import-logs", str(tmp_path)], standalone_mode=False)
+
+
+def dump(path: Path, responses: list[tuple[str, str]]) -> Path:
+    return written(path, "".join(json.dumps({"input": a, "output": b, "gts": "7", "score": 1.0, "step": 2}) + "\n" for a, b in responses))
+
+
+def test_verls_dumps_of_rollouts(tmp_path: Path, capsys) -> None:
+    rows = [("a", "x"), ("a", "xyz"), ("b", ""), ("b", "xy"), ("c", "x"), ("c", "xx"), ("a", "xxxx"), ("a", "x")]
+    dump(tmp_path / "10.jsonl", rows)
+    dump(tmp_path / "9.jsonl", rows[:2])
+    read = read_dump(tmp_path, lambda texts: [len(text) for text in texts])
+    assert read.path.name == "10.jsonl"
+    assert read.lengths == [[1, 3], [4, 1], [1, 2], [1, 2]], "prompts that a step has twice, and responses of nothing but their end"
+    assert is_dump(tmp_path / "9.jsonl") and not is_dump(written(tmp_path / "log", VERL))
+    tokenizer, out = Path(tmp_path / "tokenizer"), tmp_path / "lengths.json"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text(character_tokenizer("abxyz").to_str())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    options = ["--tokenizer", str(tokenizer), "--write", str(out), "--model", "qwen2.5-7b"]
+    app(["import-logs", str(tmp_path), *options], standalone_mode=False)
+    assert json.loads(out.read_text()) == read.lengths
+    said = capsys.readouterr().out
+    assert "8 responses to 4 prompts; 2 tokens on average, longest 4" in said and "planned here: " in said
+
+
+def character_tokenizer(symbols: str) -> Tokenizer:
+    tokenizer = Tokenizer(WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=symbols[0]))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "no responses"),
+        ('{"input": "a", "output": "b"}\n{"input": 1}\n', "line 2: not a response"),
+        ("[1]\n", "line 1: not a response"),
+    ],
+)
+def test_broken_dumps(tmp_path: Path, text: str, sentence: str) -> None:
+    written(tmp_path / "1.jsonl", text)
+    with pytest.raises(ValueError, match=sentence):
+        read_dump(tmp_path, lambda texts: [1] * len(texts))
+
+
+def test_dumps_need_a_tokenizer(tmp_path: Path) -> None:
+    for path in (tmp_path, dump(tmp_path / "1.jsonl", [("a", "b")])):
+        with pytest.raises(UserError, match="give --tokenizer"):
+            app(["import-logs", str(path)], standalone_mode=False)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty has no tokenizer"):
+        app(["import-logs", str(tmp_path), "--tokenizer", str(tmp_path / "empty")], standalone_mode=False)
+    with pytest.raises(ValueError, match="a folder without dumps"):
+        read_dump(tmp_path / "empty", lambda texts: [])

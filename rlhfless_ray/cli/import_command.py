@@ -15,15 +15,23 @@ if TYPE_CHECKING:
 
 
 def import_logs(
-    log: Annotated[Path, typer.Argument(help="A log of verl, OpenRLHF or TRL: console lines, JSON lines or trainer_state.json.")],
+    log: Annotated[
+        Path,
+        typer.Argument(
+            help="A log of verl, OpenRLHF or TRL: console lines, JSON lines or trainer_state.json. With --tokenizer: a folder or file of "
+            "verl's dumps of rollouts."
+        ),
+    ],
     write: Annotated[Path | None, typer.Option(help="Write lengths like the log's into this .json file, for `rlhfless plan`.")] = None,
     prompts: Annotated[int, typer.Option(help="Prompts per step.")] = 128,
     samples: Annotated[int, typer.Option(help="Responses to each prompt.")] = 8,
     model: Annotated[str | None, typer.Option(help="With --write: also plan a step of this model.")] = None,
     device: Annotated[str, typer.Option(help="The run's devices, with --model.")] = "H100",
     devices: Annotated[int, typer.Option(help="Number of devices: 1, 2, 4, 8, 16, …")] = 8,
+    tokenizer: Annotated[Path | None, typer.Option(help="Model folder whose tokenizer counts the tokens of dumped responses.")] = None,
 ) -> None:
     """Read response lengths and times from another system's log, and compare them with a plan of the same work."""
+    from placement.forecast.rollout_dumps import is_dump
     from placement.forecast.training_logs import read_log
 
     if prompts < 1 or samples < 2:
@@ -33,6 +41,9 @@ def import_logs(
     if write is not None and write.suffix != ".json":
         raise UserError(f"--write {write}: give a file name that ends in .json")
     try:
+        if is_dump(log):
+            _import_dump(log, write, model, device, devices, tokenizer)
+            return
         history = read_log(log)
         longest = "" if history.max_tokens is None else f", longest {history.max_tokens:.0f}"
         print(f"{log}: {history.steps} steps of {history.system}; medians: responses of {history.mean_tokens:.0f} tokens{longest}")
@@ -51,6 +62,38 @@ def import_logs(
                 print(f"for plans with your times: rlhfless plan {write} --model {model} --fleet … --calibrate {factor:.3g}")
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
+
+
+def _import_dump(log: Path, write: Path | None, model: str | None, device: str, devices: int, tokenizer: Path | None) -> None:
+    """Read the lengths of dumped responses, and plan a step with them. Dumps have no times to compare with."""
+    from placement.forecast.rollout_dumps import read_dump
+    from rlhfless_ray.local.fast_imports import transformers_without_torch
+    from rlhfless_ray.weights.load_policy import load_tokenizer
+    from rlhfless_ray.weights.model_folder import KEPT_SUFFIXES, WEIGHTS, check_tokenizer
+
+    if tokenizer is None:
+        raise UserError(f"{log}: dumps of rollouts hold text; give --tokenizer, a model folder whose tokenizer counts the tokens")
+    if not tokenizer.is_dir():
+        raise UserError(f"--tokenizer: {tokenizer} is not a folder")
+    names = [file.name for file in tokenizer.iterdir() if file.suffix in KEPT_SUFFIXES and file.suffix != WEIGHTS]
+    check_tokenizer(names, tokenizer, "--tokenizer")
+    files = {name: (tokenizer / name).read_bytes() for name in names}
+    with transformers_without_torch():
+        loaded = load_tokenizer(files, False, "--tokenizer")
+    dump = read_dump(log, lambda texts: [len(ids) for ids in loaded(texts, add_special_tokens=False)["input_ids"]])
+    tokens = [count for group in dump.lengths for count in group]
+    print(
+        f"{dump.path}: {len(tokens)} responses to {len(dump.lengths)} prompts; {sum(tokens) / len(tokens):.0f} tokens on average, "
+        f"longest {max(tokens)}"
+    )
+    if write is not None:
+        write.write_text(json.dumps(dump.lengths))
+        print(f"lengths: {write}")
+    if model is not None and write is not None:
+        fleet = _planned(write, model, device, devices)
+        print(
+            f"planned here: {fleet.time_s:.4g} s, of which rollout {fleet.rollout_s:.4g} s ({devices} × {device}, engines of {fleet.width})"
+        )
 
 
 def _planned(lengths: Path, model: str, device: str, devices: int) -> Fleet:
