@@ -2,7 +2,8 @@
 
 For policies of the shapes of Qwen2.5-0.5B and 1.5B with random weights in bfloat16: an engine's start, parking, waking and update; its
 tokens per second against bare vLLM; the learner's step against plain torch; how far their log-probabilities are apart; and steps of a
-whole run. `--cpu` makes the same measurements with toys in float32, which shows only that this command works.
+whole run. `--cpu` makes the same measurements with toys in float32, which shows only that this command works. A part that fails leaves
+its cells empty, and the others are measured all the same.
 """
 
 from __future__ import annotations
@@ -168,9 +169,16 @@ class Part:
         return {"bare_tokens_per_s": sum(len(output.outputs[0].token_ids) for output in outputs) / seconds}
 
     def batch(self) -> Any:
+        """Return the engine's responses. If that part failed, random ones."""
         from rlhfless_ray.learn.batch import Batch
 
-        found = np.load(self.sampled)
+        if self.sampled.exists():
+            found = np.load(self.sampled)
+        else:
+            shape = (self.work.samples, self.work.max_tokens)
+            tokens = np.random.default_rng(1).integers(2, 60, shape, dtype=np.int32).ravel()
+            logprobs = np.full(len(tokens), -5.0, np.float32)
+            found = {"keys": np.arange(shape[0]), "counts": np.full(*shape), "token_ids": tokens, "logprobs": logprobs}
         ends = np.cumsum(found["counts"])[:-1]
         tokens, logprobs = np.split(found["token_ids"], ends), np.split(found["logprobs"], ends)
         groups = found["keys"] // self.work.group
@@ -207,8 +215,7 @@ class Part:
             "step_s": median(times[1:]),
             "learner_mb": working_mb,
             "learner_parked_mb": parked_mb,
-            "mean_apart": float(apart.mean()),
-            "largest_apart": float(apart.max()),
+            **({"mean_apart": float(apart.mean()), "largest_apart": float(apart.max())} if self.sampled.exists() else {}),
         }
 
     def done(self, result: Any) -> Any:
@@ -271,23 +278,35 @@ def content(work: SharedWork, scratch: Path, device: str) -> dict[str, Any]:
 
 
 def measure(work: SharedWork, scratch: Path, device: str, say: Callable[[str], None]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for part in ("engine", "bare", "learner", "plain"):
+    """Return what was measured, and the reasons of failures under "failed"."""
+    found: dict[str, Any] = {"failed": {}}
+    for part in ("engine", "bare", "learner", "plain", "run"):
         start = time.perf_counter()
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--part", part, work.name, str(scratch), device]
-        log = scratch / f"{part}.log"
-        with log.open("w") as errors:
-            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=PART_S)
-        if done.returncode:
-            raise RuntimeError(f"{work.name}: the part {part} failed: {log.read_text()[-3000:]}")
-        found |= json.loads(done.stdout.splitlines()[-1])
-        say(f"{work.name}: {part}, {time.perf_counter() - start:.0f} s")
-    run = run_ours(content(work, scratch, device), scratch, timeout_s=PART_S)
-    steady = run.steady(1)
-    for name in ("step_s", "generate_s", "learn_s"):
-        found[f"run_{name}"] = median(step[name] for step in steady)
-    say(f"{work.name}: run of {STEPS} steps, {run.wall_s:.0f} s")
+        try:
+            found |= whole_run(work, scratch, device) if part == "run" else one_part(part, work, scratch, device)
+        except RuntimeError as error:
+            found["failed"][part] = str(error)
+        say(f"{work.name}: {part}{', which failed' if part in found['failed'] else ''}, {time.perf_counter() - start:.0f} s")
     return found
+
+
+def one_part(part: str, work: SharedWork, scratch: Path, device: str) -> dict[str, Any]:
+    """Measure in a process of its own. Raises RuntimeError with the end of its log if it fails or takes too long."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--part", part, work.name, str(scratch), device]
+    log = scratch / f"{part}.log"
+    with log.open("w") as errors:
+        try:
+            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=PART_S)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"took longer than {PART_S:.0f} s: {log.read_text()[-3000:]}") from None
+    if done.returncode:
+        raise RuntimeError(log.read_text()[-3000:])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def whole_run(work: SharedWork, scratch: Path, device: str) -> dict[str, Any]:
+    run = run_ours(content(work, scratch, device), scratch, timeout_s=PART_S)
+    return {f"run_{name}": median(step[name] for step in run.steady(1)) for name in ("step_s", "generate_s", "learn_s")}
 
 
 def main() -> None:
@@ -312,11 +331,16 @@ def main() -> None:
     title = "Toys on CPU, not a measurement of a GPU" if options.cpu else "One GPU"
     table = Table("", *found, title=title, title_justify="left")
     for label, unit, key in ROWS:
-        table.add_row(f"{label}{unit and f', {unit}'}", *(f"{row[key]:.3g}" for row in found.values()))
+        table.add_row(f"{label}{unit and f', {unit}'}", *(f"{row[key]:.3g}" if key in row else "" for row in found.values()))
     console.print(table)
+    failed = [f"{name}: the part {part} failed: {why}" for name, row in found.items() for part, why in row["failed"].items()]
+    for sentence in failed:
+        console.print(sentence, highlight=False, markup=False)
     seconds = time.monotonic() - start
     console.print(f"took {seconds:.0f} s", highlight=False)
     save("gpu", {"device": device, "seconds": seconds, "policies": found}, [], console=console, quick=options.cpu)
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
