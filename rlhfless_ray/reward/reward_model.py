@@ -23,7 +23,7 @@ from rlhfless_ray.local.member_process import MemberProcess
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.values import to_finite_float
 from rlhfless_ray.types import Sample
-from rlhfless_ray.weights.model_folder import WEIGHTS, config_of, read_folder, write_folder
+from rlhfless_ray.weights.model_folder import WEIGHTS, config_of, missing_files, read_folder, write_folder
 from rlhfless_ray.weights.tensor_file import Content, Files, read_header
 
 if TYPE_CHECKING:
@@ -192,6 +192,8 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     """
     config = config_of(files)
     name = config.get("value_head_prefix") or name
+    if missing := missing_files(files):
+        raise UserError(f"{setting}: {missing[0]} is missing, which the model's index names; copy the whole folder")
     shapes = {tensor: shape for file in files if file.endswith(WEIGHTS) for tensor, shape in _shapes(file, files[file], setting).items()}
     shape = shapes.get(f"{name}.weight")
     if shape is None:

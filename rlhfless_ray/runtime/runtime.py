@@ -66,6 +66,7 @@ from rlhfless_ray.weights.load_policy import (
     cached_folder,
     check_classifier,
     check_family,
+    check_files,
     context_tokens,
     initial_policy,
     other_model,
@@ -124,6 +125,8 @@ class Runtime(StepOperations):
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
         check_routers(recipe, config_of(self.files))
         self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
+        if self.critic_files is not None:
+            check_files(self.critic_files, "critic.path")
         if recipe.learns and recipe.algorithm.has_critic and (recipe.critic.path or recipe.policy.path):
             check_classifier(self.critic_files or self.files, "critic.path" if recipe.critic.path else "policy.path")
         if recipe.critic.normalize:

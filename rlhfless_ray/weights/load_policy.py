@@ -22,7 +22,7 @@ from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.model_folder import KEPT_SUFFIXES, config_of, is_safetensors, read_folder, write_folder
+from rlhfless_ray.weights.model_folder import INDEX, KEPT_SUFFIXES, config_of, is_safetensors, missing_files, read_folder, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -94,13 +94,15 @@ def _scratch_policy(recipe: Recipe | SupervisedRecipe, built_in: Task, key: str 
 
 
 def check_files(files: Files, setting: str = "policy.path") -> None:
-    """Raise UserError for a config without model type and for truncated weights, such as partial copies and git-lfs pointers."""
+    """Raise UserError for a config without model type and for missing or truncated weights, as in partial copies and git-lfs pointers."""
     config = config_of(files)
     if not (config.get("model_type") or config.get("auto_map")):
         raise UserError(f"{setting}: its config.json names no model_type, so nothing can load it; copy the whole model folder")
     for name, content in files.items():
         if name.endswith(".safetensors") and not is_safetensors(content):
             raise UserError(f"{setting}: {name} is not a complete safetensors file ({len(content):,} bytes); copy it again")
+    if missing := missing_files(files):
+        raise UserError(f"{setting}: {missing[0]} is missing, which {INDEX} names; copy the whole model folder")
 
 
 def check_family(files: Files) -> None:

@@ -113,11 +113,21 @@ def _loaded_files(names: Collection[str], index: Content | None) -> list[str]:
     """
     if "model.safetensors" in names:
         return ["model.safetensors"]
+    wanted = _named_files(index)
+    return sorted(name for name in names if (name in wanted if wanted else name.endswith(WEIGHTS)))
+
+
+def _named_files(index: Content | None) -> set[str]:
+    """Return the files that the content of INDEX names, none if it is missing or invalid."""
     try:
-        wanted = set(json.loads(bytes(index or b"{}"))["weight_map"].values())
+        return set(json.loads(bytes(index or b"{}"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        wanted = {name for name in names if name.endswith(WEIGHTS)}
-    return sorted(wanted.intersection(names))
+        return set()
+
+
+def missing_files(files: Files) -> list[str]:
+    """Return the weights files that the folder's index names and the folder lacks."""
+    return [] if "model.safetensors" in files else sorted(_named_files(files.get(INDEX)).difference(files))
 
 
 def without_weights(files: Files) -> Files:

@@ -21,7 +21,7 @@ from rlhfless_ray.weights.load_policy import (
     kv_cache_bytes,
     model_folder,
 )
-from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.model_folder import split_files, stored_weights, write_folder
 from tests.conftest import small_recipe
 
 
@@ -52,6 +52,23 @@ def test_a_prompt_longer_than_a_gpt2_type_policy_s_context_is_refused_before_ray
     tree = small_recipe(tmp_path, policy__path=str(write_folder(tmp_path / "policy", files)))
     with pytest.raises(UserError, match=r"rollout.max_tokens = 24 exceed the policy's context of 32 tokens"):
         Runtime(Recipe.parse(tree))
+
+
+def test_a_missing_shard_is_named_before_ray(tmp_path):
+    """It would not be missed before the learner has loaded the model, and then as a tensor."""
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    whole = dict(stored_weights(files))
+    shards = split_files(whole, most_bytes=sum(tensor.nbytes for tensor in whole.values()) // 2)
+    lost = sorted(shards)[1]
+    del files["model.safetensors"]
+    folder = str(write_folder(tmp_path / "policy", {**files, **{name: shard for name, shard in shards.items() if name != lost}}))
+    for key, tree in (
+        ("policy.path", small_recipe(tmp_path, policy__path=folder)),
+        ("critic.path", small_recipe(tmp_path, critic__path=folder, algorithm__advantage={"estimator": "gae"})),
+        ("reward.model_path", small_recipe(tmp_path, reward__function="", reward__model_path=folder)),
+    ):
+        with pytest.raises(UserError, match=f"{key}: {lost} is missing, which"):
+            Runtime(Recipe.parse(tree))
 
 
 def test_a_cache_too_small_for_the_longest_sequence_is_named_with_what_it_takes(tmp_path):
