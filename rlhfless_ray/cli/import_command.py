@@ -70,6 +70,7 @@ def _import_dump(log: Path, write: Path | None, model: str | None, device: str, 
     from rlhfless_ray.local.fast_imports import transformers_without_torch
     from rlhfless_ray.weights.load_policy import load_tokenizer
     from rlhfless_ray.weights.model_folder import KEPT_SUFFIXES, WEIGHTS, check_tokenizer
+    from rlhfless_ray.weights.tensor_file import Files
 
     if tokenizer is None:
         raise UserError(f"{log}: dumps of rollouts hold text; give --tokenizer, a model folder whose tokenizer counts the tokens")
@@ -77,7 +78,7 @@ def _import_dump(log: Path, write: Path | None, model: str | None, device: str, 
         raise UserError(f"--tokenizer: {tokenizer} is not a folder")
     names = [file.name for file in tokenizer.iterdir() if file.suffix in KEPT_SUFFIXES and file.suffix != WEIGHTS]
     check_tokenizer(names, tokenizer, "--tokenizer")
-    files = {name: (tokenizer / name).read_bytes() for name in names}
+    files: Files = {name: (tokenizer / name).read_bytes() for name in names}
     with transformers_without_torch():
         loaded = load_tokenizer(files, False, "--tokenizer")
     dump = read_dump(log, lambda texts: [len(ids) for ids in loaded(texts, add_special_tokens=False)["input_ids"]])
