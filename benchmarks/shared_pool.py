@@ -421,11 +421,11 @@ def same_learned(folder: Path, runs: int) -> float:
 
 
 def shown_leases(folder: Path, runs: int, seconds: float = 12.0) -> list[dict[str, Any]]:
-    """Return who had which slot in some seconds in which all runs work, for the picture."""
+    """Return who had which slot while all runs worked, and after the first of them had ended, for the picture."""
     leased = [[(from_s, row) for from_s, row in leases_of(folder / "runs" / f"run{number}") if row.step > 0] for number in range(runs)]
     first = max(min(from_s for from_s, _ in rows) for rows in leased)
     last = min(max(from_s + row.seconds for from_s, row in rows) for rows in leased)
-    begin = max(first, (first + last - seconds) / 2)
+    begin = max(first, last - seconds / 2)
     return [
         {
             "run": number,
@@ -458,7 +458,7 @@ def draw(leases: list[dict[str, Any]], path: Path, seconds: float = 12.0) -> Non
     axis.set_xlim(0, seconds)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(left=False)
-    axis.set_xlabel("seconds, while both runs work")
+    axis.set_xlabel("seconds; run 2, the shorter one, ends in the middle")
     handles = [
         Patch(color=COLOURS[run][part], label=f"run {run + 1} {('generates', 'learns')[part]}") for run in range(2) for part in range(2)
     ]
