@@ -263,8 +263,9 @@ def shared_pool(content: dict[str, Any]) -> str:
         "over the queue",
     ]
     heads += ["makespan, min", "cost a run, slot-min", "run times, min: median / p90 / longest"]
-    seeds = sorted({entry["seeds"] for entry in content["cases"].values()})
-    return f"{_table(heads, rows)}\n\nSeeds a row: {' or '.join(map(str, seeds))}; at commit {content['git'].get('commit', 'unknown')[:7]}."
+    seeds, commits = (sorted({entry[key] for entry in content["cases"].values()}) for key in ("seeds", "commit"))
+    of_commits = ", ".join(commit[:7] for commit in commits)
+    return f"{_table(heads, rows)}\n\nSeeds a row: {' or '.join(map(str, seeds))}; at commit {of_commits}."
 
 
 def shared_pool_targets(content: dict[str, Any]) -> str:

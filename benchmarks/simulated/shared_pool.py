@@ -18,6 +18,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.common.results import Target, make_console, result_folder, save, show_targets
+from benchmarks.common.run_metadata import provenance
 from benchmarks.simulated.pool_policies import Interleaved, Market, Partitions
 from benchmarks.simulated.pool_work import PoolRun, pool_run
 from benchmarks.simulated.simulate_pool import PoolOutcome, PoolPolicy, simulate_pool
@@ -28,11 +29,15 @@ TUNED, PREFER = 2, 0.9
 ROLLMUX = {"disaggregated": 1.84, "colocated": 1.38}  # what RollMux (arXiv 2512.11306) reports over each
 GRPO = [name for name in names() if name.startswith("qwen") and name.endswith("grpo")]
 ALL = [name for name in names() if name.startswith("qwen")]
+LARGE = [name for name in names() if name.startswith("llama")]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Runs of these settings with so many steps, which arrive at random. parts, slowdowns: what baselines try."""
+    """Runs of these settings with so many steps, which arrive at random.
+
+    parts, slowdowns: what baselines try. sizes: numbers of devices that a stage may use.
+    """
 
     devices: int
     settings: list[str]
@@ -41,6 +46,7 @@ class Case:
     between_s: float
     parts: tuple[int, ...] = (1, 2, 3, 4, 5)
     slowdowns: tuple[float, ...] = (2.0, 3.0, 5.0)
+    sizes: tuple[int, ...] = (*range(1, 17), 20, 24, 32, 48, 64)
     seeds: int = 3  # most that are run
 
 
@@ -49,6 +55,7 @@ CASES = {
     "16 L40S, GRPO and PPO": Case(16, ALL, 24, 10, 30.0),
     "16 L40S, few arrivals": Case(16, GRPO, 24, 10, 240.0),
     "300 L40S, GRPO and PPO": Case(300, ALL, 60, 4, 3.0, parts=(18, 25, 37), slowdowns=(3.0, 5.0), seeds=1),
+    "160 H100, 70B": Case(160, LARGE, 12, 4, 60.0, sizes=tuple(range(20, 161, 4))),
 }
 
 
@@ -56,7 +63,7 @@ def runs_of(case: Case, seed: int) -> list[PoolRun]:
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(case.between_s, case.runs))
     chosen = [case.settings[k] for k in rng.permutation(np.resize(np.arange(len(case.settings)), case.runs))]
-    sizes = [n for n in (*range(1, 17), 20, 24, 32, 48, 64) if n <= case.devices]
+    sizes = [n for n in case.sizes if n <= case.devices]
     return [
         pool_run(f"{i}: {name}", named(name), case.steps, sizes, float(at), seed * 1000 + i)
         for i, (name, at) in enumerate(zip(chosen, arrivals, strict=True))
@@ -162,7 +169,7 @@ def main() -> None:
     path, cases = result_folder(options.quick) / "shared_pool_simulated.json", {}
     for case in options.only[: 1 if options.quick else None]:
         seeds = 1 if options.quick else min(options.seeds, CASES[case].seeds)
-        found = measure(CASES[case], range(TUNED, TUNED + seeds))
+        found = {**measure(CASES[case], range(TUNED, TUNED + seeds)), "commit": provenance()["git"].get("commit", "")}
         cases = {**(json.loads(path.read_text())["cases"] if path.exists() else {}), case: found}
         heads = ("policy", "work per slot-s", "of those paid for", "makespan, s", "cost a run", "run time p50, p90, max, s", "settings")
         table = Table(*heads, title=case, title_justify="left")
