@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+from pathlib import Path
 
 import yaml
 
@@ -32,3 +34,30 @@ def test_the_ray_job_trains_a_recipe_that_is_there_in_a_folder_that_stays() -> N
 def test_the_image_copies_what_there_is() -> None:
     copied = [line.split()[1:-1] for line in (FOLDER / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
     assert copied and all((ROOT / name).exists() for names in copied for name in names)
+
+
+def test_the_slurm_script_starts_a_ray_node_on_every_machine_and_passes_the_signal_on(tmp_path: Path) -> None:
+    """With stand-ins for the commands of Slurm and Ray, each of which writes down how it was called."""
+    trained = 'sleep 60 & trap "kill $!; exit 143" TERM; sleep 0.3; echo ready; wait'
+    bodies = {
+        "scontrol": "echo one; echo two",
+        "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        "hostname": "echo fe80::1%eth0 10.0.0.7 10.1.0.7",
+        "ray": ":",
+        "python": f"if [ $1 = -c ]; then echo 2; else {trained}; fi",
+    }
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{tmp_path}/log\n{body}\n')
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "64", "SLURM_JOB_NODELIST": "x"}
+    with subprocess.Popen(["bash", FOLDER / "slurm.sh", "r.yaml", "a.b=1"], env=given, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline() == "ready\n"
+        job.terminate()
+        assert job.wait(timeout=30) == 143
+    log = (tmp_path / "log").read_text().splitlines()
+    assert "python -m rlhfless_ray train r.yaml a.b=1 run.sigterm_s=90" in log
+    started = {line for line in log if line.startswith("ray ")}
+    ends = "--num-cpus=64 --block"
+    assert started == {f"ray start --head --node-ip-address=10.0.0.7 --port=6379 {ends}", f"ray start --address=10.0.0.7:6379 {ends}"}
+    steps = [line for line in log if line.startswith("srun")]
+    assert len(steps) == 3 and all("--cpus-per-task=64" in line for line in steps)

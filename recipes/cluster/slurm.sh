@@ -13,12 +13,14 @@ set -euo pipefail
 port=6379
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}
-address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
+# since Slurm 22.05 a step has one core of its node unless --cpus-per-task says otherwise
+on() { srun --overlap --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --nodelist="$1" "${@:2}"; }
+address=$(on "$head" hostname --ip-address | tr ' ' '\n' | awk '/^[0-9.]+$/ && !found++') # hostname may print an IPv6 address first
 
 # --block keeps each Ray node in the foreground of its step, so Slurm ends it with the job
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" ray start --head --node-ip-address="$address" --port="$port" --block &
-for node in "${nodes[@]:1}"; do
-  srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" ray start --address="$address:$port" --block &
+on "$head" ray start --head --node-ip-address="$address" --port="$port" --num-cpus="$SLURM_CPUS_PER_TASK" --block &
+for node in "${nodes[@]:1}"; do # these wait for the head
+  on "$node" ray start --address="$address:$port" --num-cpus="$SLURM_CPUS_PER_TASK" --block &
 done
 
 export RAY_ADDRESS=$address:$port
