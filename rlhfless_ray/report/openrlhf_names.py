@@ -55,9 +55,11 @@ OF_STAGE: dict[str, tuple[str, ...]] = {
     "learn/accuracy": ("train/acc_mean",),
     "learn/chosen_reward": ("train/chosen_reward",),
     "learn/rejected_reward": ("train/reject_reward",),
+    "learn/distillation": ("train/distil_loss",),
     "learn/grad_norm": ("train/grad_norm",),
     "learn/next_learning_rate": ("train/lr",),
     "eval/accuracy": ("eval/acc_mean",),
+    "eval/rejected_reward": ("eval/reject_reward",),
 }
 """Metrics of supervised stages, besides the loss. All are means over an optimizer step; OpenRLHF's rewards are means over its last
 micro-batch."""
@@ -80,14 +82,21 @@ def renamed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss_names(row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the names of a supervised stage's loss, of which train_dpo logs the part that compares responses."""
-    if {"learn/preference_loss", "eval/preference_loss"} & row.keys():
+    """Return the names of a supervised stage's loss, and of the evaluations of launchers that have names of their own for them."""
+    if {"learn/preference_loss", "eval/preference_loss"} & row.keys():  # train_dpo logs the part that compares responses
         return {
             "learn/preference_loss": ("train/loss_mean",),
             "learn/nll": ("train/nll_loss",),
             "eval/preference_loss": ("eval/eval_loss",),
         }
-    return {"learn/loss": ("train/loss_mean",), "eval/loss": ("eval/eval_loss" if "eval/accuracy" in row else "eval/eval gpt_loss",)}
+    if {"learn/distillation", "eval/distillation"} & row.keys():  # train_kd logs the likelihood as its loss
+        return {"learn/nll": ("train/loss_mean", "train/gpt_loss"), "eval/nll": ("eval/eval gpt_loss",)}
+    loss = {"learn/loss": ("train/loss_mean",)}
+    if "eval/accuracy" not in row:
+        return {**loss, "eval/loss": ("eval/eval gpt_loss",)}
+    if {"eval/chosen_reward", "eval/rejected_reward"} & row.keys():
+        return {**loss, "eval/loss": ("eval/eval_loss",)}
+    return {**loss, "eval/loss": ("eval/eval prm_loss",), "eval/accuracy": ("eval/eval acc",)}
 
 
 def _timing(row: dict[str, Any]) -> dict[str, float]:

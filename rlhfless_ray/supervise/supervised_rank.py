@@ -37,11 +37,12 @@ from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 SQUARE = "square"  # of the rewards, from which `evaluate` gets their deviation
+DESIRABLE = "desirable"  # kto: share of the rows, from which the rewards of each kind get their means
 METRICS = {
     "sft": ("loss",),
     "rm": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", SQUARE),
     "dpo": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "nll", "preference_loss"),
-    "kto": ("loss", "accuracy", "kl"),
+    "kto": ("loss", "accuracy", "kl", "chosen_reward", "rejected_reward", DESIRABLE),
     "kd": ("loss", "nll", "distillation"),
     "prm": ("loss", "accuracy"),
 }
@@ -190,6 +191,7 @@ class SupervisedRank:
         batch = examples.batch(rows)
         sums, tokens = self._passes(batch, examples, rows, data, learn=True)
         sums.pop(SQUARE, None)
+        _divide_by_kind(sums)
         rate = self.trainer.rate()
         norm, applied, reason = self.trainer.step(math.isfinite(sums["loss"]))
         counted = batch.lengths[::2] if self.task == "kto" else batch.lengths - (self.task in WITH_NEXT)
@@ -209,6 +211,7 @@ class SupervisedRank:
             self.alive()
         self.trainer.engine.train()
         means = {name: value / count for name, value in totals.items()}
+        _divide_by_kind(means)
         if self.task == "rm":
             mean = (means["chosen_reward"] + means["rejected_reward"]) / 2
             variance = max(0.0, means.pop(SQUARE) - mean**2) * 2 * count / (2 * count - 1)
@@ -291,7 +294,10 @@ class SupervisedRank:
         weights_of = (self.loss.desirable_weight, self.loss.undesirable_weight)
         losses = kto_loss(ratios[:, 0], desirable, kl.to(self.device), beta, weights_of)
         right = ((ratios[:, 0] > kl.to(self.device)) == desirable).float().sum()
-        return losses.sum() / n, {"accuracy": float(right) / n, "kl": float(kl) * len(rows) / n}
+        rewards = beta * ratios[:, 0].detach().double()
+        sums_of = {"chosen_reward": rewards[desirable].sum(), "rejected_reward": rewards[~desirable].sum(), DESIRABLE: desirable.sum()}
+        means = {"accuracy": float(right) / n, "kl": float(kl) * len(rows) / n}
+        return losses.sum() / n, means | {name: float(value) / n for name, value in sums_of.items()}
 
     def _token_loss(self, tensors: dict[str, Tensor], lengths: np.ndarray) -> tuple[Tensor, dict[str, float]]:
         """sft, kd: return the same as `_loss` for a loss that is a mean over tokens."""
@@ -328,6 +334,16 @@ def _by_row(values: Tensor, sequences: Tensor, rows: np.ndarray, per_row: int) -
     place[torch.from_numpy(rows).to(values.device)] = torch.arange(len(rows), device=values.device)
     index = place[sequences // per_row] * per_row + sequences % per_row
     return torch.zeros(len(rows) * per_row, dtype=values.dtype, device=values.device).index_add(0, index, values).reshape(-1, per_row)
+
+
+def _divide_by_kind(means: dict[str, float]) -> None:
+    """kto: make rewards means over the desirable rows and over the others. They are sums, divided by all rows. No rows: no mean."""
+    if (share := means.pop(DESIRABLE, None)) is None:
+        return
+    for name, part in (("chosen_reward", share), ("rejected_reward", 1 - share)):
+        total = means.pop(name)
+        if part > 1e-9:
+            means[name] = total / part
 
 
 def _pair_means(both: Tensor, n: int) -> dict[str, float]:

@@ -90,6 +90,7 @@ def test_names_under_train_and_eval() -> None:
 
 def test_supervised_stages_have_the_names_of_their_launchers() -> None:
     row = {"step": 3, "learn/loss": 0.5, "learn/accuracy": 0.75, "learn/rejected_reward": -1.0, "eval/loss": 0.25, "eval/accuracy": 1.0}
+    row |= {"learn/chosen_reward": 2.0, "eval/chosen_reward": 3.0, "eval/rejected_reward": -2.0}
     found = renamed({**row, "learn/learning_rate": 0.2, "learn/next_learning_rate": 0.1})
     assert found["train/lr"] == 0.1, "OpenRLHF logs it after the scheduler's step"
     assert found["train/global_step"] == found["eval/global_step"] == 3 and found["train/loss_mean"] == 0.5
@@ -99,7 +100,14 @@ def test_supervised_stages_have_the_names_of_their_launchers() -> None:
         0.25,
         1.0,
     )
+    assert (found["train/chosen_reward"], found["eval/chosen_reward"], found["eval/reject_reward"]) == (2.0, 3.0, -2.0)
     assert renamed({"step": 3, "eval/loss": 0.25})["eval/eval gpt_loss"] == 0.25
+    of_prm = renamed({"step": 3, "learn/accuracy": 0.5, "eval/loss": 0.25, "eval/accuracy": 1.0})
+    assert (of_prm["eval/eval prm_loss"], of_prm["eval/eval acc"]) == (0.25, 1.0) and "eval/acc_mean" not in of_prm
+    parts = {"loss": 0.7, "nll": 0.5, "distillation": 0.9}
+    of_kd = renamed({"step": 3, **{f"{phase}/{name}": value for phase in ("learn", "eval") for name, value in parts.items()}})
+    assert of_kd["train/loss_mean"] == of_kd["train/gpt_loss"] == of_kd["eval/eval gpt_loss"] == 0.5
+    assert of_kd["train/distil_loss"] == 0.9 and of_kd["learn/loss"] == 0.7
     of_dpo = {
         "learn/loss": 0.7,
         "learn/preference_loss": 0.5,

@@ -20,6 +20,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.load_rows import load_rows
+from rlhfless_ray.supervise.supervised_rank import DESIRABLE, _divide_by_kind
 from rlhfless_ray.weights.load_policy import load_tokenizer
 from rlhfless_ray.weights.model_folder import read_folder, write_folder
 from tests.conftest import ROOT, environment
@@ -222,6 +223,7 @@ class Plain:
             kl = torch.stack([pair[1] for pair in ratios]).mean().clamp(min=0).detach()
             own = torch.stack([pair[0] for pair in ratios])
             good = torch.from_numpy(self.examples.extras[rows]) > 0.5
+            self.rewards = [BETA * own[kind].detach().mean().item() for kind in (good, ~good)]
             lost = torch.where(good, section.desirable_weight * torch.sigmoid(-BETA * (own - kl)), torch.sigmoid(-BETA * (kl - own)))
             return lost.mean()
         difference = torch.stack([a - b for a, b in ratios])
@@ -244,6 +246,9 @@ def test_steps_equal_plain_torch(results: dict[int, Any], name: str) -> None:
         if name == "dpo":
             parts = step.metrics["preference_loss"], 0.3 * step.metrics["nll"]
             assert step.metrics["loss"] == pytest.approx(sum(parts), rel=1e-5)
+        if name == "kto":
+            found = [step.metrics[key] for key in ("chosen_reward", "rejected_reward")]
+            assert found == pytest.approx(plain.rewards, rel=1e-3, abs=1e-5)
         assert step.grad_norm == pytest.approx(norm.item(), rel=1e-3)
         optimizer.step()
     state = plain.model.state_dict()
@@ -256,6 +261,14 @@ def test_an_evaluation_is_the_mean_over_all_rows(results: dict[int, Any]) -> Non
         plain = Plain(results, name)
         with torch.no_grad():
             assert results[1][name]["held"].metrics["loss"] == pytest.approx(plain.loss(np.arange(ROWS)).item(), rel=1e-4)
+
+
+def test_rewards_of_kto_are_means_over_the_rows_of_their_kind() -> None:
+    means = {"loss": 0.5, "chosen_reward": 0.25 * 2.0, "rejected_reward": 0.75 * -1.0, DESIRABLE: 0.25}
+    _divide_by_kind(means)
+    assert means == {"loss": 0.5, "chosen_reward": 2.0, "rejected_reward": -1.0}
+    _divide_by_kind(means := {"chosen_reward": 2.0, "rejected_reward": 0.0, DESIRABLE: 1.0})
+    assert means == {"chosen_reward": 2.0}, "without undesirable rows"
 
 
 def test_adapters_are_merged(results: dict[int, Any]) -> None:
