@@ -20,6 +20,7 @@ class RankSettings:
     optimizer_steps: int  # of the whole run, for the learning rate's schedule
     temperature: float
     seed: int
+    deterministic: bool = False  # see `run.deterministic`
     ema_beta: float | None = None  # None: no average of the weights is kept
     rank: int = 0
     device: str = "cpu"  # or "gpu"
@@ -41,6 +42,7 @@ class ReferenceSettings:
     share_prompts: str = "auto"
     ranks: int = 1
     tensor_parallel: int = 1
+    deterministic: bool = False
     rank: int = 0
     device: str = "cpu"
 
@@ -54,6 +56,7 @@ def learner_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> Rank
         optimizer_steps=recipe.optimizer_steps,
         temperature=recipe.rollout.temperature,
         seed=recipe.run.seed,
+        deterministic=recipe.run.deterministic,
         ema_beta=recipe.ema.beta,
         rank=rank,
         device=device,
@@ -74,6 +77,7 @@ def reference_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> Re
         share_prompts=recipe.learner.share_prompts,
         ranks=recipe.reference.ranks,
         tensor_parallel=recipe.reference.tensor_parallel,
+        deterministic=recipe.run.deterministic,
         rank=rank,
         device=device,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.micro_batch_tensors import passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model
@@ -25,6 +26,8 @@ class ReferenceRank:
     """A rank as a plain class. Call `open`, then `logprobs`. The ranks share a batch. Only ranks of one copy of the model communicate."""
 
     def __init__(self, settings: ReferenceSettings) -> None:
+        if settings.deterministic:
+            use_deterministic_kernels()
         self.settings = settings
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self.model: TokenLogprobs | None = None

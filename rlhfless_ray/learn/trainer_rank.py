@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, import_muon, loss_scale, parameter_groups, skipped_step
+from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
@@ -45,6 +46,8 @@ class TrainerRank:
     """
 
     def __init__(self, settings: RankSettings) -> None:
+        if settings.deterministic:
+            use_deterministic_kernels()
         self.settings, self.section = settings, settings.learner
         self.dtype, self.rank = settings.policy.dtype, settings.rank
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")

@@ -21,6 +21,10 @@ class RunConfig(Section):
     `steps` is used."""
     seed: int = 0
     """Seed of every sample, shuffle and initial weight."""
+    deterministic: bool = False
+    """Use only those PyTorch kernels that add up in the same order in every run, in the processes of learner, critic and reference. On
+    GPUs this is slower; kernels of CPU cores do so in any case. Engines are not affected: on a GPU a token's logits may depend on the
+    other requests in its batch."""
     sigterm_s: float = Field(3.0, gt=0)
     """Seconds between SIGTERM and SIGKILL: 3 s with `ray job stop`, 30 s by default with Kubernetes and Slurm. The current update may
     take half of it, and the learner's snapshot two thirds."""

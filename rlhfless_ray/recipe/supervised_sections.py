@@ -37,6 +37,9 @@ class SupervisedRun(Section):
     `data.remainder: carry` there may be more steps, in which the rate follows the schedule's formula beyond its end."""
     seed: int = 0
     """Seed of the order of rows and of weights that are drawn."""
+    deterministic: bool = False
+    """Use only those PyTorch kernels that add up in the same order in every run. On GPUs this is slower; kernels of CPU cores do so in any
+    case."""
     min_ranks: int | None = Field(None, ge=1)
     """Minimum number of ranks to start with, and to continue with after a node was lost or while another run needs slots. Training takes
     up to `learner.ranks` if there are slots for them. The result does not depend on their number. None: `learner.ranks`."""

@@ -85,6 +85,7 @@ class SupervisedRank:
                 optimizer_steps=steps,
                 temperature=1.0,
                 seed=recipe.run.seed,
+                deterministic=recipe.run.deterministic,
                 rank=rank,
                 device=device,
             )

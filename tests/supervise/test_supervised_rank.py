@@ -47,7 +47,12 @@ CASES: dict[str, dict[str, Any]] = {
     "prm_three": {"task": "prm", "data": {"reward_tokens": ["=", "#", "0"]}},
     "prm_all": {"task": "prm"},
     "lora": {"task": "sft", "lora": {"rank": 4}},
-    "stage_1": {"task": "dpo", "loss": {"beta": BETA, "nll_coefficient": 0.3}, "learner": {"zero_stage": 1}},
+    "stage_1": {
+        "task": "dpo",
+        "loss": {"beta": BETA, "nll_coefficient": 0.3},
+        "learner": {"zero_stage": 1},
+        "run": {"deterministic": True},
+    },
 }
 
 
@@ -60,7 +65,7 @@ def parsed(name: str) -> SupervisedRecipe:
         tree["data"] = {"task": "chain", "rows": ROWS}
     tree["data"]["batch_rows"] = 8
     learner = {"learning_rate": 1e-2, "micro_batch_tokens": 300, "grad_clip": 0, "adam_eps": 1e-4, **tree.pop("learner", {})}
-    return SupervisedRecipe.parse({**tree, "learner": learner, "run": {"seed": 7}})
+    return SupervisedRecipe.parse({**tree, "learner": learner, "run": {"seed": 7, **tree.get("run", {})}})
 
 
 def write_steps(folder: Path, name: str) -> SupervisedRecipe:

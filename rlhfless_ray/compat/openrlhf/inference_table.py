@@ -66,7 +66,7 @@ BATCH_RULES: tuple[FlagRule, ...] = (
     _flag("local_rank", "noop", reading="there are no ranks"),
     _flag("micro_batch_size", "noop", reading="batches are cut to fit the memory, which changes no result"),
     _flag("seed", "exact", "run.seed"),
-    _flag("full_determinism", "noop", reading="a run is repeatable anyway"),
+    _flag("full_determinism", "noop", reading="it decides how gradients add up, and nothing is trained here"),
     _flag(
         "dataset",
         "exact",

@@ -8,12 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-ABSENT_KEYS: dict[str, Any] = {
-    "run.deterministic": False,
-    "policy.hub": "huggingface",
-    "policy.experts": None,
-    "rollout.batch_prompts": None,
-}
+ABSENT_KEYS: dict[str, Any] = {"policy.hub": "huggingface", "policy.experts": None, "rollout.batch_prompts": None}
 """Keys that the recipe lacks, with the value that a run behaves as if it had.
 
 A flag that asks for this value is honoured. Any other value is refused until the recipe has the key.

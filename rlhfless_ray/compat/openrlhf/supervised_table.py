@@ -113,7 +113,7 @@ RULES: tuple[FlagRule, ...] = (
     row("train.micro_batch_size", "micro_train_batch_size", "hint", reading=m.BUDGET),
     row("train.max_epochs", "max_epochs", "exact", "run.epochs"),
     row("train.seed", "seed", "exact", "run.seed"),
-    row("train.full_determinism_enable", "full_determinism", "noop", reading="a run is repeatable anyway"),
+    row("train.full_determinism_enable", "full_determinism", "exact", "run.deterministic"),
     row("local_rank", "local_rank", "noop", reading="Ray Train numbers the ranks"),
     # model
     row(
