@@ -17,6 +17,7 @@ from rlhfless_ray.compat.openrlhf.command import replaced
 from rlhfless_ray.compat.openrlhf.explain_report import list_flags
 from rlhfless_ray.compat.openrlhf.flags import flags_of, versions
 from rlhfless_ray.compat.openrlhf.launcher_flags import versions_of
+from rlhfless_ray.compat.openrlhf.resources import fit_copies
 from rlhfless_ray.compat.openrlhf.starters import OWN_VARIABLES, process_place
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
@@ -413,7 +414,8 @@ def test_the_launcher_refuses_in_one_sentence() -> None:
         ("train_sft", [], ""),
         ("train_dpo", [], ""),
         ("train_dpo", ["--ref_pretrain", "elsewhere"], "the config.json of `elsewhere` is not on this machine"),
-        ("train_sft", ["--elastic.learner.ranks", "3"], "--elastic.learner.ranks decides here how ranks divide the work"),
+        ("train_sft", ["--elastic.learner.ranks", "3"], "2 does not divide the number of ranks, 3"),
+        ("train_sft", ["--elastic.learner.ranks", "4"], ""),
         ("train_sft", ["--elastic.learner.tensor_parallel", "1"], "--elastic.learner.tensor_parallel decides here"),
         ("train_sft", ["--lora_rank", "4", "--lora_dropout", "0.1"], "dropout of adapters is drawn for whole sequences"),
     ],
@@ -425,3 +427,42 @@ def test_sequence_parallelism_is_honoured_where_the_model_allows_it(tmp_path: Pa
     (outcome,) = [one for one in found.flags if one.flag == "--ring_attn_size"]
     assert outcome.status == ("hint" if why else "honoured") and why in outcome.why and found.refusal() is None
     assert found.recipe().learner.sequence_parallel == (1 if why else 2)
+
+
+WHOLE = {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "why"),
+    [
+        ("train_sft", [], ""),
+        ("train_dpo", ["--ref_pretrain", "elsewhere"], ""),
+        ("train_rm", ["--lora_rank", "4"], ""),
+        ("train_prm", ["--placeholder_token", "+"], ""),
+        ("train_kd", ["--teacher_model", "elsewhere"], "the config.json of `elsewhere` is not on this machine"),
+        ("train_sft", ["--elastic.learner.ranks", "3"], "2 does not divide the number of ranks, 3"),
+        ("train_sft", ["--elastic.run.min_ranks", "1"], "--elastic.run.min_ranks decides here how ranks divide the work"),
+        ("train_sft", ["--zero_stage", "3"], "ZeRO stages 0 to 2"),
+        ("train_sft", ["--ring_attn_size", "2", "--packing_samples"], "ranks share sequences instead"),
+    ],
+)
+def test_tensor_parallelism_is_honoured_where_the_model_allows_it(tmp_path: Path, launcher: str, flags: list[str], why: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WHOLE))
+    line = ["--dataset", "rows.jsonl", "--pretrain", str(tmp_path), "--bf16", "--ds_tensor_parallel_size", "2", *flags]
+    found = translate_supervised(launcher, line, {}, ranks=2)
+    (outcome,) = [one for one in found.flags if one.flag == "--ds_tensor_parallel_size"]
+    assert outcome.status == ("hint" if why else "honoured") and why in outcome.why and found.refusal() is None
+    recipe = found.recipe()
+    assert (recipe.learner.tensor_parallel, recipe.min_ranks) == ((1, 1) if why else (2, 2))
+
+
+def test_fewer_slots_share_a_copy_among_a_divisor(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**WHOLE, "num_key_value_heads": 4}))
+    line = ["--dataset", "rows.jsonl", "--pretrain", str(tmp_path), "--bf16", "--elastic.functions.slot", "cpu"]
+    for slots, expected in (("6", (6, 2, 6)), ("3", (8, 1, 1)), ("8", (8, 4, 8))):
+        found = translate_supervised("train_sft", [*line, "--ds_tensor_parallel_size", "4", "--elastic.cluster.cpus", slots], {}, ranks=8)
+        assert bool(fit_copies(found, {})) == (slots != "8")
+        recipe = found.recipe()
+        assert (recipe.learner.ranks, recipe.learner.tensor_parallel, recipe.min_ranks) == expected
+    own = translate_supervised("train_sft", [*line, "--elastic.learner.tensor_parallel", "4", "--elastic.cluster.cpus", "2"], {}, ranks=8)
+    assert fit_copies(own, {}) == "" and own.recipe().learner.tensor_parallel == own.recipe().min_ranks // 2 == 4

@@ -429,15 +429,11 @@ def _why_not_sliced(size: int, v: Values) -> str:
 
 
 def _why_not_divided(size: int, v: Values) -> str:
-    from rlhfless_ray.learn.model_checks import refusal
-
     if size <= 1:
         return ""
     if slices(v["ds.ring_attn_size"], v):
-        return "ranks share sequences instead"
-    if v["ds.zero_stage"] == 3:
-        return "DeepSpeed divides matrices with ZeRO stages 0 to 2"
-    return next(filter(None, (_why_not_shared(size, ranks, folder, refusal) for ranks, folder in _learners(v))), "")
+        return SLICED_INSTEAD
+    return next(filter(None, (why_not_divided(size, ranks, v["ds.zero_stage"], folder) for ranks, folder in _learners(v))), "")
 
 
 def _learners(v: Values) -> list[tuple[int, str | None]]:
@@ -450,6 +446,13 @@ def why_not_sliced(size: int, ranks: int, dropout: float, folder: str | None) ->
     from rlhfless_ray.learn.model_checks import slicing_refusal
 
     return _why_not_shared(size, ranks, folder, slicing_refusal, "dropout of adapters is drawn for whole sequences" if dropout else "")
+
+
+def why_not_divided(size: int, ranks: int, zero_stage: int, folder: str | None) -> str:
+    """Return why `size` of a model's ranks cannot share one copy of it here, or an empty string."""
+    from rlhfless_ray.learn.model_checks import refusal
+
+    return _why_not_shared(size, ranks, folder, refusal, "DeepSpeed divides matrices with ZeRO stages 0 to 2" if zero_stage == 3 else "")
 
 
 def _why_not_shared(
@@ -474,5 +477,6 @@ def _why_not_shared(
     return refusal(config, size) or ""
 
 
+SLICED_INSTEAD = "ranks share sequences instead"
 MATRICES = "divides matrices between GPUs, which changes no result; --elastic.learner.tensor_parallel divides them here"
 BUDGET = "bounds memory; the loss is normalised over the whole optimizer step, so it changes no result"

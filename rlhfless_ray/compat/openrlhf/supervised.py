@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.elastic_flags import separate
+from rlhfless_ray.compat.openrlhf.elastic_flags import own_value, separate
 from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name, switched_dtype, template_notes
 from rlhfless_ray.compat.openrlhf.flags import flags_of, place
 from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, accepts, defaults, read
@@ -70,6 +70,9 @@ def translate_supervised(
         values[newest], spelled[newest] = value, flag
     _, started = process_place(environment)
     ranks = started or ranks
+    own = {flag.removeprefix("--elastic."): own_value(flag, text) for flag, text in ours}
+    if isinstance(own.get("learner.ranks"), int):
+        ranks = own["learner.ranks"]
     values[RANKS], values[OWN] = ranks, [flag for flag, _ in ours]
     settings: dict[str, Any] = {**ALWAYS, "learner.ranks": ranks, "run.name": launcher}
     if launcher != SFT or place(version) < place(ALL_STEPS_SINCE):
@@ -96,6 +99,8 @@ def translate_supervised(
     for flag, value in given.items():
         translation.flags.append(Outcome(flag, *rules[_newest(flag[2:])].outcome(value, values)))
     translation.set_own(ours, known_keys(SupervisedRecipe))
+    if settings.get("learner.tensor_parallel", 1) != 1 and "run.min_ranks" not in own:
+        del settings["run.min_ranks"]  # the number of ranks is fixed then
     if launcher == RM:  # each evaluation sets the scale of the rewards in config.json
         settings["evaluate.each_epoch"] = True
         if not (settings.get("evaluate.path") or settings.get("evaluate.rows")):

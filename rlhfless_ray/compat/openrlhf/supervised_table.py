@@ -75,14 +75,37 @@ def _sink(key: str) -> Callable[[Any, Values], dict[str, Any]]:
 
 def _not_sliced(x: int, v: Values) -> str:
     """Return why ranks do not share sequences, or an empty string if they do."""
+    if x > 1 and not (why := _why_not_sliced(x, v)):
+        return ""
+    return f"{m.with_reason(m.DIVIDED, why if x > 1 else '')}. A run whose longest row does not fit a rank ends before Ray starts"
+
+
+def _why_not_sliced(x: int, v: Values) -> str:
     dropout = v["ds.lora.dropout"] if v["ds.lora.rank"] else 0
     models = [v["model.model_name_or_path"], *filter(None, [v.get("ref.model_name_or_path")])]
-    deciding = [f"{flag} decides here how ranks divide the work" for flag in v[OWN] if flag.removeprefix("--elastic.") in m.DECIDING]
-    whys = [*deciding, *(m.why_not_sliced(x, v[RANKS], dropout, folder) for folder in models)]
-    why = next(filter(None, whys), "")
-    if x > 1 and not why:
+    return next(filter(None, [_decided(v), *(m.why_not_sliced(x, v[RANKS], dropout, folder) for folder in models)]), "")
+
+
+def _not_divided(x: int, v: Values) -> str:
+    """Return why ranks do not share copies of the model, or an empty string if they do."""
+    if x > 1 and not (why := _why_not_divided(x, v)):
         return ""
-    return f"{m.with_reason(m.DIVIDED, why)}. A run whose longest row does not fit a rank ends before Ray starts"
+    return m.with_reason(m.MATRICES, why if x > 1 else "")
+
+
+def _why_not_divided(x: int, v: Values) -> str:
+    slices = v.get("ds.ring_attn_size") or 1
+    if slices > 1 and not _why_not_sliced(slices, v):
+        return m.SLICED_INSTEAD
+    models = [v["model.model_name_or_path"], *filter(None, [v.get("teacher_model")])]
+    whys = (m.why_not_divided(x, v[RANKS], v["ds.zero_stage"], folder) for folder in models)
+    return next(filter(None, [_decided(v, "run.min_ranks"), *whys]), "")
+
+
+def _decided(v: Values, *more: str) -> str:
+    """Return which of the command's own settings decides how ranks divide the work, or an empty string. `more`: keys that do, too."""
+    keys = {*m.DECIDING, *more} - {"learner.ranks"}  # programs that start ranks become this one (`command._ranks`)
+    return next((f"{flag} decides here how ranks divide the work" for flag in v[OWN] if flag.removeprefix("--elastic.") in keys), "")
 
 
 RANKS, OWN = "ranks", "own"  # stand beside the flags' values: number of ranks, and flags --elastic.SECTION.KEY
@@ -161,7 +184,7 @@ RULES: tuple[FlagRule, ...] = (
             ("ref.offload", "ref_offload", "the reference's log-probabilities are computed once, before the first step"),
         ]
     ],
-    row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "hint", reading=m.MATRICES),
+    row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "maybe", "learner.tensor_parallel", hints=_not_divided),
     row(
         "ds.ring_attn_size",
         "ring_attn_size",
