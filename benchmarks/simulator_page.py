@@ -107,6 +107,7 @@ def drafted(content: dict[str, Any]) -> str:
         ("off", AS_BUILT, "plain", "ours as built, no drafts, over `fixed`"),
         ("text", AS_BUILT, "plain", "**ours as built** over `fixed`"),
         ("text", AS_BUILT, "same", "**ours as built** over `fixed+spec`"),
+        ("text", "ours", "same", "*planned* over `fixed+spec`"),
         ("trained", "fixed", "plain", "trained drafter: `fixed+spec` over `fixed`"),
         ("trained", AS_BUILT, "plain", "trained drafter: **ours as built** over `fixed`"),
         ("trained", AS_BUILT, "same", "trained drafter: **ours as built** over `fixed+spec`"),

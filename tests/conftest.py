@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -449,8 +450,9 @@ def two_nodes(head_cpus: int, cpus: int, store_mb: int) -> Iterator[Any]:
 
 
 @contextmanager
-def two_engines(kind: type, files: dict[str, bytes], settings: EngineSettings) -> Iterator[Any]:
-    """A pool of two started engines, which ends with the block; needs `ray_cluster`. `kind`: their actor class."""
+def two_engines(kind: type, files: dict[str, bytes], settings: EngineSettings, others: EngineSettings | None = None) -> Iterator[Any]:
+    """A pool of two started engines, which ends with the block; needs `ray_cluster`. `kind`: their actor class. `others`: settings of
+    all engines but the first, those that replace a lost one included."""
     from rlhfless_ray.functions.instance import start_actor
     from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
@@ -459,7 +461,8 @@ def two_engines(kind: type, files: dict[str, bytes], settings: EngineSettings) -
 
     ledger, plain = Ledger("cpu", 1.0), without_weights(files)
     leases = LeaseManager("cpu", ledger, 60.0, f"engines{time.time_ns()}")
-    made = WorkerPool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, plain, settings), leases, 600.0)
+    of_each = itertools.chain([settings], itertools.repeat(others or settings))
+    made = WorkerPool("rollout", lambda slot: start_actor(kind, slot, "cpu", {}, plain, next(of_each)), leases, 600.0)
     made.resize(2, [], need=2)
     for instance in made.working:
         instance.start_result(300.0)

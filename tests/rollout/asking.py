@@ -40,6 +40,10 @@ def requests(count: int = 24, temperature: float = 1.0, seed: int = 0, longest: 
     return made
 
 
+def at_several_temperatures(asked: list[Request]) -> list[Request]:
+    return [replace(one, temperature=(0.0, 0.5, 1.0)[one.key % 3]) for one in asked]
+
+
 VERSIONS = itertools.count(1)  # a version names one set of weights, for every engine
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asking import FILES, SETTINGS, VERSIONS, answer, requests, weights_of
+from asking import FILES, SETTINGS, VERSIONS, answer, at_several_temperatures, requests, weights_of
 from test_adapter_engine import SERVED, Trained
 
 from rlhfless_ray.rollout.engine_members import started
@@ -42,7 +42,7 @@ def main(file: Path, kind: str) -> None:
             engine.load(next(VERSIONS), Trained(FILES["A"], ord(name)).weights, FILES["A"])
         else:
             engine.load(next(VERSIONS), weights_of(FILES[name]))
-        found[name] = answer(engine, requests())
+        found[name] = answer(engine, at_several_temperatures(requests()) if kind == "plain" else requests())
         engine.park()
         engine.unpark()
     drafted, differing = sum(step.by_model[0] for step in engine.take_steps()), {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import FILES, answer, put, requests, weights_of
+from asking import FILES, answer, at_several_temperatures, put, requests, weights_of
 from test_adapter_engine import Trained
 from test_quantization import mean_mismatch
 
@@ -42,7 +42,7 @@ def test_two_members_generate_as_one_and_end_when_one_is_lost(new_engine: Callab
     engine = new_engine(FILES["A"])
     for name in "AB":
         put(engine, weights_of(FILES[name]))
-        wanted = answer(engine, requests())
+        wanted = answer(engine, at_several_temperatures(requests()))
         for key, one in wanted.items():
             np.testing.assert_array_equal(found[name][key].token_ids, one.token_ids)
             np.testing.assert_allclose(found[name][key].logprobs, one.logprobs, atol=1e-5)

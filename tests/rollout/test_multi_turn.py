@@ -1,5 +1,5 @@
-"""Agents and real engines in processes of their own: what is played does not depend on how many engines there are, nor on which
-process dies on the way."""
+"""Agents and real engines in processes of their own: what is played does not depend on how many engines there are, on which of them
+draft tokens, nor on which process dies on the way."""
 
 from __future__ import annotations
 
@@ -72,6 +72,11 @@ def engine_class() -> type:
         def pid(self) -> int:
             return os.getpid()
 
+        def tried_drafts(self) -> float:
+            """Return how many drafted tokens this engine has verified."""
+            drafter = self.engine.drafter
+            return 0.0 if drafter is None else float(drafter.learned.acceptance.tried.sum())
+
     return Known
 
 
@@ -82,7 +87,8 @@ def files() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, files: dict[str, bytes]) -> Iterator[WorkerPool]:
-    with two_engines(engine_class(), files, replace(SETTINGS, max_model_len=128)) as made:
+    plain = replace(SETTINGS, max_model_len=128)
+    with two_engines(engine_class(), files, plain, replace(plain, speculation="on")) as made:
         yield made
 
 
@@ -91,6 +97,7 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
     import ray
 
     from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
+    from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 
     path = tmp_path_factory.mktemp("agent") / "agent.py"
     path.write_text(AGENT)
@@ -113,6 +120,7 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         driver = MultiTurnRollout(
             agents, asked, pool, requests, np.full(8, 24.0), version, interval_s=0.05, silence_s=120.0, needed_next=2,
             drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None, on_progress=on_progress, listener=listener,
+            drafts=SharedDrafts(),
         )  # fmt: skip
         driver.run([np.array(s) for s in shares], deadline_s=300.0)
         return samples.all()
@@ -129,7 +137,7 @@ def _tokenizer(files: dict[str, bytes]) -> Any:
 
 @pytest.fixture(scope="module")
 def alone(play: Callable[..., list[Sample]]) -> list[Sample]:
-    """By one engine."""
+    """By one engine, which drafts nothing."""
     return play([list(range(8))])
 
 
@@ -166,8 +174,13 @@ def test_cpu_time_of_agents_is_billed_without_a_lease(pool: WorkerPool, play: Ca
     assert ledger.unleased_core_s("agent", first) == row.seconds
 
 
-def test_episodes_do_not_depend_on_the_number_of_engines(play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
+def test_episodes_do_not_depend_on_the_number_of_engines(pool: WorkerPool, play: Callable[..., list[Sample]], alone: list[Sample]) -> None:
+    """The second engine drafts tokens, the first does not."""
+    import ray
+
     assert_same(play([[0, 3, 4, 7], [1, 2, 5, 6]]), alone)
+    plain, drafting = ray.get([instance.actor.tried_drafts.remote() for instance in pool.working], timeout=60)
+    assert not plain and drafting > 10
 
 
 def test_every_turn_uses_the_sampling_parameters_of_the_sample(play: Callable[..., list[Sample]]) -> None:

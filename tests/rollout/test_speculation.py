@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import FILES, VERSIONS, answer, assert_same, requests, weights_of
+from asking import FILES, VERSIONS, answer, assert_same, at_several_temperatures, requests, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +91,30 @@ def test_a_drafter_uses_newly_loaded_weights(engines: dict[str, Any]) -> None:
     finally:
         drafter.model = model
         model.load(before)
+
+
+def test_drafts_change_no_token_after_new_weights_and_a_time_without_a_lease(engines: dict[str, Any]) -> None:
+    """Texts and the drafter's weights are then of an older policy, and the engine's cache is new."""
+    asked = at_several_temperatures(requests(12, seed=9))
+    kinds = ("off", "twin", "head", "auto")
+    first = {kind: answer(engines[kind], asked) for kind in kinds}
+    try:
+        for name in "BA":
+            version = next(VERSIONS)
+            for kind in kinds:
+                engines[kind].park()
+                engines[kind].unpark()
+                engines[kind].load(version, weights_of(FILES[name]))
+                engines[kind].take_steps()
+            wanted = answer(engines["off"], asked)
+            for kind in kinds[1:]:
+                assert_same(answer(engines[kind], asked), wanted)
+            assert sum(step.drafted for step in engines["twin"].take_steps()) > 100
+            assert (wanted[0].token_ids.tolist() == first["off"][0].token_ids.tolist()) == (name == "A")
+    finally:
+        version = next(VERSIONS)
+        for kind in kinds:
+            engines[kind].load(version, weights_of(FILES["A"]))
 
 
 def test_a_failing_drafter_changes_no_token(engines: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
