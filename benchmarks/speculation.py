@@ -8,7 +8,8 @@ at temperature 0. `27M` says what `chain` says and computes as much as 27 M para
 EAGLE-3 head of 0.3 M that has learned from the policy's states in the same responses. `texts` needs a JSONL file with the columns
 `question` and `answer`: a policy of 2 M parameters learns 32 of them until the loss is 0.3 nats a token, and is made to compute as much as
 27 M. Its prompts return from round to round, as in epochs. The first rounds, in which drafts have nothing to go by, do not count. Rows of
-few short responses take more rounds. Cases that are left out keep their rows of the last run.
+few short responses take more rounds. `tail` is the speed while at most four responses of a rollout were left. Cases that are left out
+keep their rows of the last run.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ CASES = ("chain", "random", "27M", "texts", "494M")
 BATCHES = {"chain": (1, 4, 16, 64), "random": (1, 4, 16, 64), "27M": (1, 4), "texts": (64, 16, 4, 1), "494M": (1, 4)}
 TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0, 0.5), "texts": (1.0, 0.5), "494M": (1.0, 0.0)}
 GROUP, WARM = 8, 2
+TAIL = 4  # responses that are left in the tail of a rollout
 LEAST_RESPONSES = {"chain": 400, "random": 100}  # of each engine in a row, which raise the number of rounds
 TOKENS = {"chain": 160, "random": 96, "27M": 160, "texts": 150, "494M": 32}
 LARGER = 512, 8  # hidden size and layers of 27 M parameters
@@ -113,7 +115,27 @@ def engine(case: str, name: str, kind: str, files: Files, scratch: Path, drafter
     made = VllmEngine(write_folder(scratch / f"{case}-{name}", without_weights(files)), settings, drafter=drafter)
     made.load(1, {name: as_numpy(tensor) for name, tensor in stored_weights(files)})
     torch.set_num_threads(1)
+    _clock_steps(made)
     return made
+
+
+def _clock_steps(engine: Any) -> None:
+    """Record the seconds of the processor of each engine step in `processor_s`."""
+    step, engine.processor_s = engine._step, []
+
+    def clocked() -> Any:
+        begin = time.process_time()
+        try:
+            return step()
+        finally:
+            engine.processor_s.append(time.process_time() - begin)
+
+    engine._step = clocked
+
+
+def tail_s(engine: Any, first: int) -> float:
+    """Return the seconds of the engine's steps from number `first` on in which at most `TAIL` responses were left."""
+    return sum(seconds for step, seconds in zip(engine.steps[first:], engine.processor_s[first:], strict=True) if step.running <= TAIL)
 
 
 def answer(engine: Any, requests: list[Any]) -> tuple[dict[int, list[int]], float]:
@@ -200,6 +222,7 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
         first_steps: dict[str, int] = {}
         for one in engines.values():
             one.take_steps()
+            one.processor_s.clear()
         for round_number in range(WARM + row_rounds):
             if round_number == WARM:
                 first_steps = {name: len(one.steps) for name, one in engines.items()}
@@ -216,6 +239,7 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
                     seconds[name].append(taken)
             made += batch
             same += sum(all(found[name][key] == found["off"][key] for name in names) for key in found["off"])
+        tails = {name: tail_s(one, first_steps[name]) for name, one in engines.items()}
         steps = {name: one.take_steps() for name, one in engines.items()}
         rows.append(
             {
@@ -225,6 +249,7 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
                 "rounds": row_rounds,
                 "commit": commit().get("commit", ""),
                 "over_off": {name: sum(seconds["off"]) / sum(seconds[name]) for name in drafting},
+                "tail": {name: tails["off"] / tails[name] for name in drafting} if batch > TAIL else {},
                 "drafted": {name: sum(step.drafted for step in steps[name]) for name in drafting},
                 "accepted": {name: sum(step.accepted for step in steps[name]) for name in drafting},
                 "by_model": {name: np.sum([step.by_model for step in steps[name]], axis=0).tolist() for name in drafting},
@@ -263,13 +288,14 @@ def main() -> None:
     before = FOLDER / "speculation.json"
     kept = json.loads(before.read_text())["rows"] if before.exists() else []
     rows = [row for case in CASES for row in (rows if case in options.only else kept) if row["case"] == case]
-    table = Table("policy", "temperature", "batch", "speed", "accepted", "drafting", "same responses", title="Speed over no drafts")
+    table = Table("policy", "temperature", "batch", "speed", "tail", "accepted", "drafting", "same responses", title="Speed over no drafts")
     for row in rows:
         table.add_row(
             row["case"],
             f"{row['temperature']}",
             f"{row['batch']}",
             ", ".join(f"{name} {speed:.2f}×" for name, speed in row["over_off"].items()),
+            ", ".join(f"{speed:.2f}×" for speed in row.get("tail", {}).values()),
             ", ".join(f"{row['accepted'][name] / max(count, 1):.0%} of {count}" for name, count in row["drafted"].items()),
             ", ".join(f"{share:.1%}" for share in row.get("draft_share", {}).values()),
             f"{row['same_responses']:.1%}",
@@ -281,6 +307,9 @@ def main() -> None:
     if few["27M"]:
         targets.append(lowest("a trained drafter over off, 27 M, at most 4 responses", few["27M"], ["trained"], 1.5))
         targets.append(lowest("an EAGLE-3 head over off, 27 M, at most 4 responses", few["27M"], ["head"], 1.5))
+    if tail := [row for row in by_case["chain"] if row["batch"] > TAIL and row["temperature"] == 1 and row.get("tail")]:
+        value = min(row["tail"]["auto"] for row in tail)
+        targets.append(Target("auto over off, chain, the last four responses at temperature 1", value, least=1.3, unit="×"))
     for case, name in (("chain", "auto"), ("27M", "text"), ("texts", "auto")):
         if cold := [row for row in few[case] if row["temperature"] <= 0.5]:
             what = f"drafts from text over off, {case}, at most 4 responses and temperature 0.5"
