@@ -249,7 +249,8 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
                 "rounds": row_rounds,
                 "commit": commit().get("commit", ""),
                 "over_off": {name: sum(seconds["off"]) / sum(seconds[name]) for name in drafting},
-                "tail": {name: tails["off"] / tails[name] for name in drafting} if batch > TAIL else {},
+                # at temperature 0 the equal responses of a group end together
+                "tail": {name: tails["off"] / tails[name] for name in drafting} if batch > TAIL and all(tails.values()) else {},
                 "drafted": {name: sum(step.drafted for step in steps[name]) for name in drafting},
                 "accepted": {name: sum(step.accepted for step in steps[name]) for name in drafting},
                 "by_model": {name: np.sum([step.by_model for step in steps[name]], axis=0).tolist() for name in drafting},
@@ -260,6 +261,7 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
                 "same_responses": same / made,
             }
         )
+        print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
