@@ -3,8 +3,8 @@
 OpenRLHF runs on CPU cores after small changes (`peers/openrlhf_port.py`), in an environment that is made at the first run. Cases: GRPO
 with a reward file; the same in its asynchronous mode, without and with partial rollouts; PPO with a critic and a reward model; an agent
 file with two turns. At 0.7 M parameters the policy is the quickstart's, and both results are evaluated on the same held-out prompts. At
-11 M and 494 M it is random, and only times and memory count; at 11 M responses end by chance, on average after 70 tokens. Both write
-TensorBoard logs under the same names, which are what is compared.
+11 M and 494 M policy and reward model are random, and only times and memory count; at 11 M responses end by chance, on average after 70
+tokens. Both write TensorBoard logs under the same names, which are what is compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.common.results import Spread, Target, make_console, save, show_t
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import run_process
 from benchmarks.peers.openrlhf_port import ENVIRONMENT, FLAGS, FOLDER, openrlhf_python
-from benchmarks.peers.shared_work import HALF_BILLION, LARGE, SYMBOLS
+from benchmarks.peers.shared_work import END, HALF_BILLION, LARGE, SYMBOLS
 
 OPENRLHF, OURS = "OpenRLHF", "rlhfless_ray"
 CASES, SIZES = ("grpo", "async", "partial", "ppo", "agent"), ("0.7M", "11M", "494M")
@@ -40,6 +40,7 @@ SWITCHES = {
 MICRO_BATCH = 32  # sequences, of the small policies
 DROP = 2  # first steps, which are not steady state
 LAST = 4  # steps whose mean is the reached reward
+ENOUGH_LETTERS = 0.3  # share of a random response's characters; about two thirds have less, and get a second turn
 SEEDS_APART = 0.03  # difference of final accuracies that seeds alone make
 LOGGED = {
     "reward": "train/reward",
@@ -54,52 +55,49 @@ LOGGED = {
     "ppo_train_s": "train/timing/ppo_train",
     "broadcast_s": "train/timing/broadcast",
 }
+CURVES = ("reward", "response_length", "actor_grad_norm", "actor_lr", "critic_loss", "critic_grad_norm", "critic_lr")
 
-REWARD = """import sys
+RIGHT = """import sys
 
 sys.path.append({root!r})
 from rlhfless_ray.prompts.chain_task import Chain
 
 
-def right(query, prompt, label):
-    return Chain().verify(query[len(prompt):].removesuffix({end!r}), {{"answer": label}})
+def judge(text, label):
+    return Chain().verify(text, {{"answer": label}})
+"""
 
+LETTERS = """def judge(text, label):
+    return sum("a" <= c.lower() <= "m" for c in text) / max(1, len(text))
+"""
+
+REWARD = """{judge}
 
 def reward_func(queries, prompts, labels, **kwargs):
     import torch
 
-    rewards = torch.tensor([right(*row) for row in zip(queries, prompts, labels)])
+    texts = [query[len(prompt):].removesuffix({end!r}) for query, prompt in zip(queries, prompts)]
+    rewards = torch.tensor([judge(*row) for row in zip(texts, labels)])
     return {{"rewards": rewards, "scores": rewards, "extra_logs": {{}}}}
 """
 
-LETTERS = """def reward_func(queries, prompts, labels, **kwargs):
-    import torch
-
-    texts = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
-    rewards = torch.tensor([sum("a" <= c.lower() <= "m" for c in text) / max(1, len(text)) for text in texts])
-    return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
-"""
-
-AGENT = '''import sys
+AGENT = '''{judge}
 
 import torch
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
-sys.path.append({root!r})
-from rlhfless_ray.prompts.chain_task import Chain
-
 
 class AgentInstance(AgentInstanceBase):
-    """A second try after a wrong answer, for half of the reward."""
+    """A second try after a response that is not good enough, for half of its reward."""
 
     def __init__(self, *args, **kwargs):
         self.turn = 0
 
     async def step(self, states, **kwargs):
         self.turn += 1
-        right = Chain().verify(states["action_text"].removesuffix({end!r}), {{"answer": states["label"]}})
-        reward = torch.tensor(right / self.turn)
-        done = bool(right) or self.turn == 2
+        score = judge(states["action_text"].removesuffix({end!r}), states["label"])
+        reward = torch.tensor(score / self.turn)
+        done = score >= {enough} or self.turn == 2
         feedback = "" if done else ";" + states["observation_text"]
         return {{"rewards": reward, "scores": reward, "environment_feedback": feedback, "done": done,
                  "sampling_params": states["sampling_params"], "extra_logs": {{"turns": torch.tensor(float(self.turn))}}}}
@@ -156,7 +154,9 @@ def prepare(size: str, steps: int, folder: Path, ppo: bool) -> Work:
         shutil.move(made.policy, folder / "model")
         rows = [{"prompt": row["prompt"], "label": "0"} for row in made.rows()]
         _write_rows(folder / "data.jsonl", rows[: shared.prompts * steps])
-        (folder / "reward.py").write_text(LETTERS)
+        write_rewards(folder, LETTERS, END, ENOUGH_LETTERS)
+        if ppo:
+            write_random_reward_model(folder / "model", folder / "reward_model")
         sizes = shared.prompts, shared.group, shared.max_tokens, shared.longest_prompt + shared.max_tokens
         return Work(folder, made.parameters, *sizes, shared.learning_rate, shared.micro_sequences, False)
     from benchmarks.learning.train_reward_model import verdicts
@@ -171,14 +171,31 @@ def prepare(size: str, steps: int, folder: Path, ppo: bool) -> Work:
     write_folder(folder / "model", files)
     rows = Chain().rows(recipe.prompts.batch_prompts * steps, 0, "train")
     _write_rows(folder / "data.jsonl", [{"prompt": row["prompt"], "label": row["answer"]} for row in rows])
-    names = {"root": str(ROOT), "end": load_tokenizer(files, False).eos_token}
-    (folder / "reward.py").write_text(REWARD.format(**names))
-    (folder / "agent.py").write_text(AGENT.format(**names))
+    write_rewards(folder, RIGHT.format(root=str(ROOT)), load_tokenizer(files, False).eos_token, 1.0)
     if ppo:
         shutil.copytree(verdicts(files, warm_start_key(recipe), VERDICT_STEPS).folder, folder / "reward_model")
     rollout, rate = recipe.rollout, recipe.learner.learning_rate
     sizes = recipe.prompts.batch_prompts, rollout.samples_per_prompt, rollout.max_tokens, rollout.max_tokens + 32
     return Work(folder, parameter_count(files), *sizes, rate, MICRO_BATCH, True)
+
+
+def write_rewards(folder: Path, judge: str, end: str, enough: float) -> None:
+    """Write reward.py and agent.py. `judge`: source of the function that scores a text without its end token `end`."""
+    (folder / "reward.py").write_text(REWARD.format(judge=judge, end=end))
+    (folder / "agent.py").write_text(AGENT.format(judge=judge, end=end, enough=enough))
+
+
+def write_random_reward_model(policy: Path, folder: Path) -> None:
+    """Write a sequence classifier of the policy's shape and tokenizer, with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(policy, num_labels=1)
+    torch.manual_seed(1)  # the policy's is 0
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.config.mean, model.config.std = 0.0, 0.5  # about those of its values, by which --reward.normalize_enable scales
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
 
 
 def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
@@ -263,8 +280,8 @@ def logged(folder: Path) -> tuple[list[float], list[dict[str, float]]]:
     ]
 
 
-def accuracies(models: list[Path], prompts: int, scratch: Path) -> list[float]:
-    """Return the greedy accuracy of each model on held-out prompts, 0 to 1."""
+def accuracies(models: list[Path], prompts: int, folder: Path) -> list[float]:
+    """Return the greedy accuracy of each model on held-out prompts, 0 to 1. `folder`: of the evaluation, which does not exist yet."""
     arguments = [part for path in models for part in ("--model", str(path))]
     settings = {
         "prompts.task": "chain",
@@ -272,12 +289,12 @@ def accuracies(models: list[Path], prompts: int, scratch: Path) -> list[float]:
         "rollout.max_tokens": 160,
         "evaluate.temperature": 0,
         "evaluate.prompts": prompts,
-        "run.root": scratch,
-        "run.name": "judged",
+        "run.root": folder.parent,
+        "run.name": folder.name,
     }
     command = [sys.executable, "-m", "rlhfless_ray", "evaluate", *arguments, *(f"{key}={value}" for key, value in settings.items())]
-    run_process(command, scratch / "judged.log", environment={**os.environ, "PYTHONPATH": str(ROOT)}, memory=False)
-    found = json.loads((scratch / "judged" / "evaluation.json").read_text())["scores"]
+    run_process(command, folder.with_suffix(".log"), environment={**os.environ, "PYTHONPATH": str(ROOT)}, memory=False)
+    found = json.loads((folder / "evaluation.json").read_text())["scores"]
     assert len(found) == len(models)
     return [one["mean"] for one in found]
 
@@ -290,7 +307,7 @@ def show(runs: list[SystemRun], start: float | None, title: str, console: Consol
         "accuracy",
         "step, s",
         "core-s a step",
-        "first step after, s",
+        "start-up and first step, s",
         "peak GB, processes",
         title=title,
     )
@@ -306,6 +323,18 @@ def show(runs: list[SystemRun], start: float | None, title: str, console: Consol
             f"{run.first_step_s:.0f}",
             f"{run.peak_mb / 1e3:.1f}, {run.processes}",
         )
+    console.print(table)
+
+
+def show_curves(runs: list[SystemRun], console: Console) -> None:
+    """Show what was logged of learning, step by step: means over the seeds."""
+    steps = range(min(len(run.steps) for run in runs))
+    table = Table("", "", *(str(i + 1) for i in steps), title="by step, mean over the seeds")
+    for name in CURVES:
+        for system in (OPENRLHF, OURS):
+            mine = [run.steps for run in runs if run.system == system]
+            if mine and all(name in rows[i] for rows in mine for i in steps):
+                table.add_row(name, system, *(f"{np.mean([rows[i][name] for rows in mine]):.3g}" for i in steps))
     console.print(table)
 
 
@@ -332,15 +361,15 @@ def targets(runs: list[SystemRun]) -> list[Target]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="grpo")
-    parser.add_argument("--size", choices=SIZES, default="0.7M", help="larger than 0.7M: not ppo and agent")
+    parser.add_argument("--size", choices=SIZES, default="0.7M", help="494M: not ppo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--environment", type=Path, default=FOLDER, help="folder of OpenRLHF's environment")
     parser.add_argument("--keep", type=Path, help="folder for logs and models, which stays")
     parser.add_argument("--quick", action="store_true", help="three steps: shows that it runs, measures nothing")
     options = parser.parse_args()
-    if options.size != "0.7M" and options.case in ("ppo", "agent"):
-        parser.error(f"--size {options.size} has no reward model and no agent; use --case grpo, async or partial")
+    if options.size == "494M" and options.case == "ppo":
+        parser.error("--case ppo --size 494M needs some 30 GB in OpenRLHF: its learner and engine alone took 18.8 GB")
     steps = 3 if options.quick else options.steps
     console = make_console()
     openrlhf_python(options.environment)
@@ -350,26 +379,31 @@ def main() -> None:
     try:
         work = prepare(options.size, steps, scratch / "work", options.case == "ppo")
         for seed in options.seeds:
-            runs += [run_system(system, options.case, work, seed, scratch, options.environment) for system in (OPENRLHF, OURS)]
-        if work.learns:
-            models = [work.folder / "model", *(scratch / run.system / f"seed-{run.seed}" / "model" for run in runs)]
-            start, *judged = accuracies(models, 32 if options.quick else 256, scratch)
-            runs = [replace(run, accuracy=accuracy) for run, accuracy in zip(runs, judged, strict=True)]
+            pair = [run_system(system, options.case, work, seed, scratch, options.environment) for system in (OPENRLHF, OURS)]
+            if work.learns:
+                models = [work.folder / "model", *(scratch / run.system / f"seed-{seed}" / "model" for run in pair)]
+                start, *judged = accuracies(models, 32 if options.quick else 256, scratch / f"judged-{seed}")
+                pair = [replace(run, accuracy=accuracy) for run, accuracy in zip(pair, judged, strict=True)]
+            runs += pair
+            store(options.case, options.size, work, start, runs, console, options.quick)  # a later seed may fail
     finally:
         if options.keep is None:
             shutil.rmtree(scratch, ignore_errors=True)
     show(runs, start, f"{options.case}, {work.parameters / 1e6:.1f} M parameters, {work.prompts} × {work.group} samples", console)
-    reached = targets(runs)
-    show_targets(console, reached)
-    line = ["-m", "openrlhf.cli.train_ppo_ray", *flags(options.case, replace(work, folder=Path("work")), Path("out"), 0)]
+    show_curves(runs, console)
+    show_targets(console, targets(runs))
+
+
+def store(case: str, size: str, work: Work, start: float | None, runs: list[SystemRun], console: Console, quick: bool) -> None:
+    line = ["-m", "openrlhf.cli.train_ppo_ray", *flags(case, replace(work, folder=Path("work")), Path("out"), 0)]
     content = {
-        "case": options.case,
+        "case": case,
         "parameters": work.parameters,
         "command": " ".join(["python", *line]),
         "accuracy_before": start,
         "runs": [{**asdict(run), "step_s": run.steady("step_s"), "core_s": run.steady("core_s")} for run in runs],
     }
-    save(f"vs_openrlhf_{options.case}_{options.size}", content, reached, console=console, quick=options.quick)
+    save(f"vs_openrlhf_{case}_{size}", content, targets(runs), console=console, quick=quick)
 
 
 if __name__ == "__main__":

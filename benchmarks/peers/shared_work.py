@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 SYMBOLS = string.ascii_letters + string.digits + string.punctuation
+END = "<eos>"
 HEAD_WIDTH = 32
 
 REWARD = '''"""Share of the characters that are letters a to m: dense, so that no group of random responses is all alike."""
@@ -107,12 +108,12 @@ def _write_policy(work: SharedWork, folder: Path) -> int:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-    vocabulary = {token: i for i, token in enumerate(["<pad>", *SYMBOLS, "<eos>"])}
+    vocabulary = {token: i for i, token in enumerate(["<pad>", *SYMBOLS, END])}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=[],
         unk_token=None,
-        eos_token="<eos>",
+        eos_token=END,
         pad_token="<pad>",
         padding_side="left",
         clean_up_tokenization_spaces=False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import runpy
 import subprocess
 import sys
 import time
@@ -13,7 +15,8 @@ from benchmarks.common.core_seconds import CoreSeconds
 from benchmarks.common.run_process import MeasuredProcess
 from benchmarks.peers.openrlhf_port import CHANGES, port
 from benchmarks.supervised import SIZES, check_same_work
-from benchmarks.vs_openrlhf import CASES, OPENRLHF, OURS, SystemRun, Work, flags, targets
+from benchmarks.vs_openrlhf import CASES, LETTERS, OPENRLHF, OURS, SystemRun, Work, flags, targets, write_rewards
+from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.compat.openrlhf.translate import translate
 
 
@@ -24,6 +27,19 @@ def test_this_launcher_reads_each_command_as_0_11_2(case: str, tmp_path: Path) -
     assert not found.refused and found.line.version == "0.11.2"
     assert recipe.run.seed == 3 and recipe.prompts.batch_prompts * recipe.rollout.samples_per_prompt == 256
     assert recipe.learner.learning_rate == 3e-4 and recipe.algorithm.advantage.estimator == ("gae" if case == "ppo" else "group_norm")
+
+
+def test_reward_and_agent_file_score_a_response_without_its_end(tmp_path: Path) -> None:
+    write_rewards(tmp_path, LETTERS, "<eos>", 0.5)
+    found = runpy.run_path(str(tmp_path / "reward.py"))["reward_func"](["ask:aZ<eos>", "ask:ZZZm"], ["ask:", "ask:"], ["0", "0"])
+    assert found["rewards"].tolist() == [0.5, 0.25]
+    agent = AgentSource.load(str(tmp_path / "agent.py")).file.module().AgentInstance()
+    state = {"observation_text": "ask:", "label": "0", "sampling_params": None}
+    turns = [asyncio.run(agent.step({**state, "action_text": text})) for text in ("ZZZm<eos>", "ZZZm")]
+    assert [(turn["rewards"].item(), turn["done"], turn["environment_feedback"]) for turn in turns] == [
+        (0.25, False, ";ask:"),
+        (0.125, True, ""),
+    ]
 
 
 def test_only_the_version_that_the_changes_are_for_is_changed(tmp_path: Path) -> None:
