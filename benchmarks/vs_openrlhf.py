@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import run_process
-from benchmarks.peers.openrlhf_port import ENVIRONMENT, FLAGS, FOLDER, openrlhf_python
+from benchmarks.peers.openrlhf_port import ENVIRONMENT, FLAGS, FOLDER, compile_operators, openrlhf_python
 from benchmarks.peers.shared_work import END, HALF_BILLION, LARGE, SYMBOLS
 
 OPENRLHF, OURS = "OpenRLHF", "rlhfless_ray"
@@ -372,12 +372,13 @@ def main() -> None:
         parser.error("--case ppo --size 494M needs some 30 GB in OpenRLHF: its learner and engine alone took 18.8 GB")
     steps = 3 if options.quick else options.steps
     console = make_console()
-    openrlhf_python(options.environment)
+    python = openrlhf_python(options.environment)
     scratch = options.keep or Path(tempfile.mkdtemp(prefix="vs-openrlhf-"))
     runs: list[SystemRun] = []
     start = None
     try:
         work = prepare(options.size, steps, scratch / "work", options.case == "ppo")
+        compile_operators(python, scratch)
         for seed in options.seeds:
             pair = [run_system(system, options.case, work, seed, scratch, options.environment) for system in (OPENRLHF, OURS)]
             if work.learns:

@@ -6,8 +6,10 @@ learner to the engines. One repairs a fault that decides what is learned, see `N
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from benchmarks.common.run_process import run_process
 from benchmarks.peers.peer_env import HERE, layered_python
 
 PINNED = HERE / "openrlhf_requirements.txt"
@@ -100,12 +102,30 @@ FLAGS = (
     *("--vllm.sync_backend", "gloo", "--vllm.gpu_memory_utilization", "0.1", "--vllm.enforce_eager"),
     *("--ds.attn_implementation", "sdpa"),
 )
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "RAY_worker_niceness": "0",  # as here; at Ray's 15 other programs would slow OpenRLHF down and not this project
+}
+
+# DeepSpeed compiles these when a run first needs them, and again in a checkout elsewhere: up to four minutes of start-up
+COMPILE = """from deepspeed.accelerator import get_accelerator
+
+for name in ("ShareMemCommBuilder", "FusedAdamBuilder"):
+    get_accelerator().create_op_builder(name).load()
+"""
 
 
 def openrlhf_python(folder: Path) -> Path:
     """Return the interpreter of an environment with the changed OpenRLHF; see `layered_python`."""
     return layered_python(folder, PINNED, "OpenRLHF", port, version=repr((CHANGES, FLASH)))
+
+
+def compile_operators(python: Path, scratch: Path) -> None:
+    """Compile DeepSpeed's operators, if they are not in torch's cache."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run_process([python, "-c", COMPILE], scratch / "compile.log", environment={**variables, **ENVIRONMENT}, memory=False, timeout_s=1200)
 
 
 def port(packages: Path) -> None:
