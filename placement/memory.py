@@ -224,8 +224,8 @@ class Training:
 class RankMemory:
     """Bytes that one rank holds.
 
-    opening: while it loads the model. loaded: from then until the first update, which creates the moments. offload: optimizer state and
-    gradients are in host memory.
+    opening: on the host, while it loads the model. loaded: from then until the first update, which creates the moments. offload:
+    optimizer state and gradients are in host memory.
     """
 
     weights: int
@@ -255,8 +255,7 @@ class RankMemory:
     def on_device(self) -> tuple[tuple[str, int], ...]:
         """Parts that the device holds at its peak: (name, bytes) of each."""
         kept = ("weights", "activations") if self.offload else ("weights", "optimizer state", "gradients", "activations")
-        parts = tuple(part for part in self.training if part[0] in kept)
-        return parts if sum(size for _, size in parts) >= self.opening else (("weights while loading", self.opening),)
+        return tuple(part for part in self.training if part[0] in kept)
 
 
 def snapshot_bytes(parameters: int, value_bytes: int) -> int:
@@ -268,8 +267,8 @@ def rank_memory(parameters: int, training: Training, activations: int = 0) -> Ra
     """Return the memory of a rank of a worker group (ZeRO, arXiv 1910.02054, section 5).
 
     Stage 1 shards the optimizer's state, stage 2 the gradients too, stage 3 the weights too. Each rank still loads the whole
-    model onto its device before stage 3 shards it (`opening`). Gradients at stage 1 count as sharded: DeepSpeed's stage 1 may
-    reduce them early, and bfloat16 is trained by its stage 2.
+    model into host memory (`opening`), from which stage 3 brings one parameter after the other to the device. Gradients at stage 1
+    count as sharded: DeepSpeed's stage 1 may reduce them early, and bfloat16 is trained by its stage 2.
     """
     parameters, n, width = training.own(parameters), training.ranks // training.tensor_parallel, training.value_bytes
     whole = parameters * width

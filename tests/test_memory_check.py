@@ -139,7 +139,7 @@ def test_an_engine_that_one_device_cannot_hold(tmp_path):
         "policy.path: an engine needs at least 143.8 GB (141.1 GB weights, 2.7 GB KV cache of one sequence of 8192 tokens) on one "
         "device, and a GPU here has 85.5 GB, of which 72.7 GB may be used (rollout.gpu_memory_share=0.85); "
     )
-    assert said.endswith("no setting makes it fit: take a smaller model, or GPUs with more memory")
+    assert said.endswith("learner.ranks=2 and learner.zero_stage=3 and learner.optimizer_offload=true and rollout.tensor_parallel=2")
     wide = recipe(folder(tmp_path / "wide", LLAMA_70B), rollout={"max_tokens": 8191, "tensor_parallel": 2})
     needed = next(need for need in device_needs(wide, models_of(wide)) if need.is_engine)
     assert str(needed).startswith("at least 71.9 GB (70.6 GB weights, 1.3 GB KV cache"), "two devices share weights and KV heads"
@@ -186,6 +186,19 @@ def test_critic_reference_and_reward_model_are_sized_too(tmp_path):
     needs = {need.who: need for need in device_needs(wide, models_of(wide))}
     assert needs["a reference rank"].bytes == 2 * 46_702_792_704
     assert "a reference rank" not in {n.who for n in device_needs(recipe(large), models_of(recipe(large)))}
+
+
+def test_a_model_larger_than_any_device_may_be_trained_and_be_the_reference(tmp_path):
+    cluster, model = Room("gpu", 32, H100.bytes), folder(tmp_path / "70b", LLAMA_70B)
+    divided = {"rollout": {"tensor_parallel": 4}, "learner": {"ranks": 24, "zero_stage": 3}}
+    assert fits(cluster, recipe(model, **divided))
+    kl = {"algorithm": {"kl": {"coefficient": 0.1}}}
+    said = refusal(cluster, recipe(model, **divided, **kl))
+    assert "a reference rank needs at least 141.1 GB on one device" in said
+    assert said.endswith("it may fit with reference.ranks=2 and reference.tensor_parallel=2")
+    assert fits(cluster, recipe(model, **divided, **kl, reference={"ranks": 2, "tensor_parallel": 2}))
+    reward = recipe(model, **divided, reward={"function": "", "model_path": str(model)})
+    assert refusal(cluster, reward).endswith("it may fit with reward.tensor_parallel=2")
 
 
 def test_a_drafter_is_sized_beside_an_engine_and_where_it_is_trained(tmp_path):

@@ -115,7 +115,7 @@ class TrainerRank:
         is_divided = self.section.tensor_parallel > 1
         if is_divided:
             wrapped.config = model.config  # where DeepSpeed looks for the number of heads
-        else:
+        elif self.stage < 3:
             wrapped = wrapped.to(self.device)
         optimizer = torch.optim.AdamW(
             parameter_groups(model, self.section.decay_all),
@@ -126,6 +126,10 @@ class TrainerRank:
             fused=True,
         )
         config = deepspeed_config(self.section, self.dtype, self.device.type)
+        if self.stage == 3:  # one parameter after the other, so that no device ever holds the whole model
+            for buffer in wrapped.buffers():
+                buffer.data = buffer.data.to(self.device)
+            deepspeed.zero.Init(module=wrapped, config_dict_or_path=config)
         with visible_adapters() if is_divided and self.lora is not None else nullcontext():
             self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)
         if is_divided:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement import memory
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn.model_checks import refusal
 from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.memory_needs import UNREAD, Lengths, Model, Need, device_needs, gb, host_needs, models_of
@@ -149,6 +150,11 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
             yield {"rollout.gpu_memory_share": 0.95}
         widths = memory.engine_widths(models["policy"].config, room.slots) if "policy" in models else None
         yield from ({"rollout.tensor_parallel": count} for count in widths or () if count > rollout.least_width)
+        for count in counts:
+            if recipe.has_reference and _divides(count, models.get("reference", models.get("policy"))):
+                yield {"reference.ranks": count, "reference.tensor_parallel": count}
+            if _divides(count, models.get("reward")):
+                yield {"reward.tensor_parallel": count}
     else:
         for key, value in (
             ("learner.ranks", learner.ranks),
@@ -172,6 +178,11 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
         yield {"lora.rank": 16}
     if rollout.rolls_out_ahead and room.resource != GPU:
         yield {"rollout.max_lag_steps": 0}
+
+
+def _divides(width: int, model: Model | None) -> bool:
+    """Return whether several processes can share a copy of the model."""
+    return width > 1 and model is not None and refusal(model.config, width) is None
 
 
 def _is_valid(recipe: Recipe) -> bool:

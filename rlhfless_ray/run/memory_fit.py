@@ -19,7 +19,17 @@ from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence
-from rlhfless_ray.run.memory_needs import Lengths, Model, Need, TrainingGroup, gb, models_of, policy_models, training_groups
+from rlhfless_ray.run.memory_needs import (
+    Lengths,
+    Model,
+    Need,
+    TrainingGroup,
+    gb,
+    models_of,
+    policy_models,
+    reference_parameters,
+    training_groups,
+)
 
 AnyRecipe = TypeVar("AnyRecipe", Recipe, SupervisedRecipe)
 AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
@@ -103,7 +113,7 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
     if recipe.has_reference:
         batch = micro_batch(recipe, lengths, recipe.reference.ranks)
         model = models.get("reference", policy)
-        parts = peak_memory.pass_parts(model.config, model.parameters, width, batch)
+        parts = peak_memory.pass_parts(model.config, reference_parameters(recipe, model), width, batch)
         ranks = recipe.reference.ranks
         needs.append(Need("a reference rank", model.key, parts, True, predicted=True, function="reference", processes=ranks))
         others.append(("in the parked reference", ranks * peak_memory.PASS_BYTES))

@@ -167,7 +167,7 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = UN
         needs.append(Need(f"a {group.name} rank", group.model.key, group.rank.on_device, True))
     if policy and recipe.has_reference:
         model = models.get("reference", policy)
-        needs.append(Need("a reference rank", model.key, (("weights", model.parameters * width),), True))
+        needs.append(Need("a reference rank", model.key, (("weights", reference_parameters(recipe, model) * width),), True))
     if reward := models.get("reward"):
         needs.append(Need("a reward model rank", reward.key, (("weights", reward.body * width // recipe.reward.tensor_parallel),), True))
     return needs
@@ -231,10 +231,16 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
         needs.append(Need("the drafter's training beside the rollout", drafter.key, (*opened, *working, trainer)))
     if recipe.has_reference:
         model = models.get("reference", policy)
-        works("a reference rank", recipe.reference.ranks, model.key, ("in the reference", model.parameters * width))
+        works("a reference rank", recipe.reference.ranks, model.key, ("in the reference", reference_parameters(recipe, model) * width))
     if reward := models.get("reward"):
         works("a reward model rank", 1, reward.key, ("in the reward model", reward.body * width))
     return needs
+
+
+def reference_parameters(recipe: Recipe, model: Model) -> int:
+    """Return the parameters of the reference that each of its ranks holds."""
+    ends = memory.end_parameters(model.config)
+    return memory.Training(tensor_parallel=recipe.reference.tensor_parallel, undivided=ends).own(model.parameters)
 
 
 def _engine_width(recipe: Recipe) -> int:
