@@ -12,6 +12,7 @@ import pytest
 
 from placement import memory
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local import machine_memory as machine
 from rlhfless_ray.run import memory_check as sizes
 from rlhfless_ray.run.memory_check import DoesNotFit, Room, check, check_ahead
@@ -336,6 +337,16 @@ def test_passes_over_the_prompts_are_one_step_at_least(tmp_path, monkeypatch):
     check_ahead(recipe(model, run={"episodes": 2, "steps": 100}, rollout={"kv_cache_mb": 2048}))
     with pytest.raises(DoesNotFit, match="the rollout needs"):
         check_ahead(recipe(model, run={"steps": 100}, rollout={"kv_cache_mb": 2048}))
+
+
+def test_what_depends_on_the_slots_of_this_machine_is_checked_ahead(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sizes, "visible_gpus", lambda: 0)
+    model = folder(tmp_path / "05b", QWEN_05B)
+    with pytest.raises(UserError, match="vLLM on CPU cannot quantise weights to fp8"):
+        check_ahead(recipe(model, rollout={"quantization": "fp8"}))
+    with pytest.raises(UserError, match="the 512 slots of a reward model must be on one node"):
+        check_ahead(recipe(model, reward={"function": "", "model_path": "elsewhere", "tensor_parallel": 512}))
 
 
 def test_of_a_model_on_the_hub_the_configuration_alone_is_fetched(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.model_checks import refusal
 from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.rollout.engine_settings import check_quantization
 from rlhfless_ray.run.memory_needs import UNREAD, Lengths, Model, Need, device_needs, gb, host_needs, models_of
 
 if TYPE_CHECKING:
@@ -232,16 +233,18 @@ def ray_room(resource: str, slots: int) -> Room:
 def check_ahead(recipe: Recipe, fetch: bool = True, find_room: Callable[[], Room] | None = None) -> None:
     """Check the memory before the models are read, because reading alone may take more than the driver has. `fetch`: see `models_of`.
 
-    Raises DoesNotFit.
+    If the run starts a private cluster, also check what depends on its slots. Raises DoesNotFit, or UserError.
     """
     if recipe.run.episodes is not None:  # they determine the steps once the prompts are read: at least one
         recipe = recipe.with_settings({"run.steps": 1})
     check(recipe, models_of(recipe, fetch), find_room or (lambda: room_ahead(recipe)))
-    if recipe.rollout.least_width > 1 and starts_ray(recipe):
-        from rlhfless_ray.local.cluster import check_width
-
+    if starts_ray(recipe):
         room = local_room(recipe)
-        check_width(recipe, room.slots, room.resource)
+        check_quantization(recipe, room.resource)
+        if max(recipe.rollout.least_width, recipe.reward.tensor_parallel) > 1:
+            from rlhfless_ray.local.cluster import check_width
+
+            check_width(recipe, room.slots, room.resource)
 
 
 def starts_ray(recipe: Recipe | SupervisedRecipe) -> bool:

@@ -184,6 +184,7 @@ class Runtime(StepOperations):
             if self.resume:
                 self.folder = self._folder_to_resume()
                 stack.enter_context(self.folder.locked())
+                checkpoint = self._open_folder()
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
@@ -194,10 +195,10 @@ class Runtime(StepOperations):
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
+                checkpoint = self._open_folder()
             if not self.cluster.private and self.recipe.cluster.pool:
                 self.shared_pool = self._join_pool(resource)
                 stack.callback(self.shared_pool.close)
-            checkpoint = self._open_folder()
             stack.push(self._end_folder)
             self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
             self.leases = make_leases(self.recipe, resource, self.folder.path, self.cluster.node_name, self.shared_pool)
@@ -259,6 +260,7 @@ class Runtime(StepOperations):
         self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
         checkpoint = self.checkpoints.load() if self.resume else None
         if checkpoint:  # before the folder is changed: a refused resume leaves a finished run as it was
+            self._check_model(checkpoint[2])
             self.cursor.restore(checkpoint[2]["cursor"])
         self.steps_done = checkpoint[0] if checkpoint else 0
         return checkpoint

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlhfless_ray.run import checkpoints as saving
 from rlhfless_ray.run import folder as module
 from rlhfless_ray.run.checkpoints import Checkpoints, driver_state
 from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.runtime.checkpointed_run import model_sizes
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.remote_folder import Writer, writer
@@ -136,6 +138,25 @@ def test_a_resume_with_other_rows_leaves_the_folder_as_it_was(tmp_path: Path) ->
     run.recipe, run.folder, run.resume, run.cursor = recipe(tmp_path), RunFolder(tmp_path / "try"), True, Cursor(10, 2, True, 0)
     with pytest.raises(UserError, match="the number of training rows was 11"):
         run._open_folder()  # which comes before the status and the recipe are written
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_ray(tmp_path: Path) -> None:
+    """By the sizes of its configuration. The folder of a model may move, and be saved again with fewer or more keys."""
+
+    def resumed(state: dict[str, Any], **config: Any) -> None:
+        root = Path(tempfile.mkdtemp(dir=tmp_path))
+        store(begun(root), 2).save(5, learner(), {"cursor": Cursor(11, 2, True, 0).state(), **state})
+        run = Runtime.__new__(Runtime)
+        run.recipe, run.folder, run.resume, run.cursor = recipe(root), RunFolder(root / "try"), True, Cursor(11, 2, True, 0)
+        run.files = {"config.json": json.dumps(config).encode()}
+        run._open_folder()
+
+    was = model_sizes({"config.json": b'{"model_type": "llama", "hidden_size": 64, "rms_norm_eps": 1e-5}'})
+    assert was == {"model_type": "llama", "hidden_size": 64}
+    resumed({"model": was}, model_type="llama", hidden_size=64, vocab_size=9)
+    resumed({}, model_type="qwen2", hidden_size=96)  # a checkpoint of an earlier version of this program
+    with pytest.raises(UserError, match=r"^--resume: the checkpoint is of another model: its hidden_size is 64, and .* is 96"):
+        resumed({"model": was}, model_type="llama", text_config={"hidden_size": 96})
 
 
 def test_a_refused_resume_of_checkpoints_elsewhere_leaves_no_folder(tmp_path: Path) -> None:
