@@ -131,7 +131,9 @@ class Checkpoints:
         files = {name: content for name, content in read_files(path).items() if name not in (DRIVER, METRIC)}
         driver = driver_state(path)
         for name, expected in driver.pop(SUMS, {}).items():  # older checkpoints have no checksums
-            if checksum(files.get(name, b"")) != expected:
+            if name not in files:
+                raise UserError(f"--resume: {path / name} is missing; remove {path} to continue from the checkpoint before")
+            if checksum(files[name]) != expected:
                 raise UserError(
                     f"--resume: {path / name} differs from the file that was written (did the machine lose power, or the disk fail?); "
                     f"remove {path} to continue from the checkpoint before"

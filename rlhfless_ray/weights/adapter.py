@@ -105,6 +105,19 @@ class Adapter:
     def unused(self) -> list[str]:
         return sorted((self.pairs.keys() | self.whole.keys()) - self.used)
 
+    def check(self, shapes: Mapping[str, Sequence[int]], head: str = "") -> None:
+        """Raise UserError unless the adapter fits a base model with these shapes by name. `head`: see `merge_folder`."""
+        added = {name for name in self.whole if f"{head}.weight" in self.whole and name.startswith(f"{head}.")} if head else set()
+        if left := sorted((self.pairs.keys() | self.whole.keys()) - shapes.keys() - added):
+            raise UserError(f"the base model has no weight `{left[0]}`, which the adapter changes ({len(left)} such)")
+        for name, (a, b) in sorted(self.pairs.items()):
+            shape, there = (b.shape[0], a.shape[1]), tuple(shapes[name])
+            shape = shape[::-1] if name in self.transposed else shape
+            if shape != there:
+                raise UserError(f"{name}: the adapter has shape {shape}, but the base model's weight has {there}")
+        if head and f"{head}.weight" not in {*shapes, *added}:
+            raise UserError(f"neither the base model nor the adapter has a scalar head `{head}`: this is not a reward model")
+
 
 def with_base(config: bytes, base: str) -> bytes:
     """Return an adapter's config with the base model's name in it."""
@@ -149,25 +162,22 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, otherwise: floa
 def merge_folder(base: Path, adapter: Adapter, output: Path, dtype: str, head: str = "") -> None:
     """Write the base model's folder with the adapter merged, file by file, with floating-point weights in `dtype`.
 
-    `head`: name of a scalar head that the adapter may add to the base model. Raises UserError if a part of the adapter fits
-    no weight of the base model, or if the head is missing.
+    `head`: name of a scalar head that the adapter may add to the base model. Raises UserError, and writes nothing, if a part of the
+    adapter fits no weight of the base model, or if the head is missing.
     """
     import torch
     from safetensors.torch import load_file, save_file
 
+    from rlhfless_ray.weights.model_folder import stored_tensors
+
+    adapter.check({name: entry["shape"] for name, entry in stored_tensors(base).items()}, head)
     torch_dtype = getattr(torch, dtype)
     output.mkdir(parents=True, exist_ok=True)
     files = sorted(base.glob("*.safetensors"))
-    seen: set[str] = set()
     for file in files:
         tensors = {name: adapter.merged(name, weight) for name, weight in load_file(file).items()}
         if file == files[-1] and f"{head}.weight" in adapter.unused():
             tensors |= {name: adapter.whole[name] for name in adapter.unused() if name.startswith(f"{head}.")}
             adapter.used |= tensors.keys()
         cast = {name: (t.to(torch_dtype) if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
-        seen |= cast.keys()
         save_file(cast, output / file.name, {"format": "pt"})
-    if left := adapter.unused():
-        raise UserError(f"the base model has no weight `{left[0]}`, which the adapter changes ({len(left)} such)")
-    if head and f"{head}.weight" not in seen:
-        raise UserError(f"neither the base model nor the adapter has a scalar head `{head}`: this is not a reward model")

@@ -22,6 +22,7 @@ from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
 from rlhfless_ray.weights.model_folder import INDEX, KEPT_SUFFIXES, config_of, is_safetensors, missing_files, read_folder, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -98,6 +99,11 @@ def check_files(files: Files, setting: str = "policy.path") -> None:
     config = config_of(files)
     if not (config.get("model_type") or config.get("auto_map")):
         raise UserError(f"{setting}: its config.json names no model_type, so nothing can load it; copy the whole model folder")
+    if ADAPTER in files and len([name for name in files if name.endswith(".safetensors")]) == 1:
+        raise UserError(
+            f"{setting}: it is the folder of an adapter, without its base model; merge both with rlhfless_ray.cli.lora_combiner, and name "
+            "the merged model"
+        )
     for name, content in files.items():
         if name.endswith(".safetensors") and not is_safetensors(content):
             raise UserError(f"{setting}: {name} is not a complete safetensors file ({len(content):,} bytes); copy it again")

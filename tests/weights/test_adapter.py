@@ -18,14 +18,14 @@ peft = pytest.importorskip("peft")
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def model(kind: str, shard: str = "5GB", folder: Path | None = None) -> Any:
+def model(kind: str, shard: str = "5GB", folder: Path | None = None, inner: int = 96) -> Any:
     import torch
     import transformers
 
     config = transformers.LlamaConfig(
         vocab_size=len(WORDS),
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=inner,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -132,6 +132,10 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     adapter(other, tmp_path / "headed", task_type="SEQ_CLS", target_modules=["q_proj"])
     with pytest.raises(UserError, match=r"the base model has no weight `score.weight`"):
         lora_combiner.combine(base, tmp_path / "headed", out, False, "float32")
+    model("LlamaForCausalLM", folder=tmp_path / "wider", inner=128)
+    with pytest.raises(UserError, match=r"the adapter has shape .*, but the base model's weight has"):
+        lora_combiner.combine(tmp_path / "wider", lora, out, False, "float32")
+    assert not out.exists()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.weights.load_policy import (
     check_classifier,
+    check_files,
     check_kv_cache,
     context_tokens,
     first_supervised_policy,
@@ -69,6 +70,15 @@ def test_a_missing_shard_is_named_before_ray(tmp_path):
     ):
         with pytest.raises(UserError, match=f"{key}: {lost} is missing, which"):
             Runtime(Recipe.parse(tree))
+
+
+def test_an_adapter_is_no_policy(tmp_path):
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    files["adapter_model.safetensors"] = files["model.safetensors"]
+    check_files(files)
+    del files["model.safetensors"]
+    with pytest.raises(UserError, match="it is the folder of an adapter, without its base model"):
+        check_files(files)
 
 
 def test_a_cache_too_small_for_the_longest_sequence_is_named_with_what_it_takes(tmp_path):
