@@ -46,7 +46,22 @@ def test_trl_from_its_state_or_its_console(tmp_path: Path, text: str) -> None:
     assert (log.system, log.steps, log.mean_tokens, log.max_tokens, log.step_s) == ("TRL", 1, 53.35, 128, 4.5)
 
 
+def test_trls_console_with_transformers_5(tmp_path: Path) -> None:
+    """Its progress bar prints numbers as texts of four digits."""
+    row = {
+        "loss": "0.01",
+        "num_tokens": "1.2e+04",
+        "completions/mean_length": "53.35",
+        "completions/max_length": "128",
+        "step_time": "4.52",
+    }
+    log = read_log(written(tmp_path / "trl", f"5%|▌ | 5/100\n{ {**row, 'kind': 'grpo', 'reward': 'nan'} }\n"))
+    assert (log.system, log.steps, log.mean_tokens, log.max_tokens, log.step_s) == ("TRL", 1, 53.35, 128, 4.52)
+
+
 def test_openrlhf(tmp_path: Path) -> None:
+    timed = read_log(written(tmp_path / "timed.jsonl", json.dumps({**OPENRLHF, "timing/step_total": 44.0})))
+    assert timed.step_s == 44 and "step_total" not in timed.phases_s
     log = read_log(written(tmp_path / "openrlhf.jsonl", json.dumps(OPENRLHF)))
     assert (log.system, log.step_s) == ("OpenRLHF", None)
     assert log.phases_s == {"broadcast": 1.5, "make_experience": 30, "ppo_train": 11}

@@ -1,8 +1,9 @@
 """Read response lengths and times of steps from the logs of verl, OpenRLHF and TRL.
 
 verl's console prints `step:1 - response_length/mean:288.698 - timing_s/gen:12.3` (github.com/verl-project/verl/issues/2060), and newer
-versions `np.float64(288.698)` for a number. TRL prints a Python dictionary a step, and trainer_state.json has the same ones in
-`log_history`. OpenRLHF's trainer logs `response_length` and `timing/*`. Metrics as JSON lines, flat or under `data`, are read too.
+versions `np.float64(288.698)` for a number. TRL prints a Python dictionary a step, with numbers as texts since transformers 5, and
+trainer_state.json has the same ones in `log_history`. OpenRLHF's trainer logs `response_length` and `timing/*`, newer versions with
+`timing/step_total`. Metrics as JSON lines, flat or under `data`, are read too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, median
@@ -22,7 +24,7 @@ import numpy as np
 LENGTHS = {  # of each system: its names for the mean and the longest response, the step's time, and the beginning of its phases' times
     "verl": ("response_length/mean", "response_length/max", "timing_s/step", "timing_s/"),
     "TRL": ("completions/mean_length", "completions/max_length", "step_time", ""),
-    "OpenRLHF": ("response_length", "", "", "timing/"),
+    "OpenRLHF": ("response_length", "", "timing/step_total", "timing/"),
 }
 CONSOLE = re.compile(r"([\w/@.-]+):(?:np\.float\d+\()?(-?[\d.]+(?:e[+-]?\d+)?)\)?(?= - |\s*$)")
 
@@ -104,4 +106,9 @@ def _json(text: str) -> Any:
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    return {name: float(x) for name, x in row.items() if isinstance(x, int | float) and math.isfinite(x)}
+    found = {}
+    for name, x in row.items():
+        with suppress(ValueError):  # a text that is no number
+            if isinstance(x, int | float | str) and math.isfinite(number := float(x)):
+                found[name] = number
+    return found
