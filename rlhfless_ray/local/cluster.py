@@ -284,13 +284,20 @@ def store_mb(parameters: int, memory_mb: float, keeps_state: bool) -> int:
 def connect(address: str, key: str = "cluster.address") -> None:
     """Connect to a running Ray cluster. Raises UserError, with the name of the `key`, if none answers."""
     import ray
+    from ray.exceptions import AuthenticationError
 
     _check_address(address, key)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
+    except AuthenticationError:
+        raise UserError(
+            f"{key} {address}: {AUTH_MODE} is token, but there is no token; put the cluster's into ~/.ray/auth_token or RAY_AUTH_TOKEN, or "
+            f"unset {AUTH_MODE} if it asks for none"
+        ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
-        hint = "" if os.environ.get(AUTH_MODE) == "token" else f"; if it asks for a token, set {AUTH_MODE}=token"
-        raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}{hint}") from None
+        has_token = os.environ.get(AUTH_MODE) == "token"
+        hint = "it may ask for another token" if has_token else f"if it asks for a token, set {AUTH_MODE}=token"
+        raise UserError(f"{key} {address}: no Ray cluster answers there: {one_line(error, 200)}; {hint}") from None
 
 
 def has_dashboard() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import AuthenticationError
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.cluster import RayCluster, _shorten_ray_errors, connect, store_mb
@@ -60,6 +61,26 @@ def test_auto_that_is_a_private_ray_is_refused_at_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:9")
     with pytest.raises(UserError, match=r"^--address auto, which is 127.0.0.1:9: no Ray cluster answers there: .*; a private Ray cannot"):
         connect("auto", "--address")
+
+
+@pytest.mark.parametrize(
+    ("mode", "raised", "said"),
+    [
+        ("token", AuthenticationError("no token was found"), "RAY_AUTH_MODE is token, but there is no token; put the cluster's into"),
+        ("token", ConnectionError("Failed"), "no Ray cluster answers there: Failed; it may ask for another token"),
+        ("", ConnectionError("Failed"), "no Ray cluster answers there: Failed; if it asks for a token, set RAY_AUTH_MODE=token"),
+    ],
+)
+def test_a_cluster_whose_token_is_missing_or_another_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, mode: str, raised: Exception, said: str
+) -> None:
+    def refuse(**settings: object) -> None:
+        raise raised
+
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setattr("ray.init", refuse)
+    with pytest.raises(UserError, match=f"^--address there: {said}"):
+        connect("there", "--address")
 
 
 def test_an_address_where_another_program_listens_is_refused_at_once() -> None:
