@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -157,6 +157,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Complete the markers of tiers, and sort: the longest first, which are files with engines or a Ray of their own, then learners.
     Files that share one Ray follow one another."""
+    private.update(item.path for item in items if "private_ray" in getattr(item, "fixturenames", ()))
     ranks: dict[Path, int] = {}
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
@@ -167,9 +168,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not tiers:
             item.add_marker("pure")
         alone = "engine" in tiers or "no_ray" in getattr(item, "fixturenames", ())
-        rank = 0 if alone else 1 if "learner" in tiers else 2 if "ray" in tiers else 3
+        rank = 0 if item.path in private else 1 if alone else 2 if "learner" in tiers else 3 if "ray" in tiers else 4
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: ranks[item.path])
+
+
+private: set[Path] = set()  # files with tests that use `private_ray`
 
 
 # Files whose tests read what one process makes in minutes, by folder and names: another process would only wait for it.
@@ -267,6 +271,10 @@ def refuse_process_group(*_: Any, **__: Any) -> None:
     refuse("learner", "starts a torch.distributed process group")
 
 
+def pytest_sessionfinish() -> None:
+    kept_ray.close()
+
+
 def pytest_unconfigure() -> None:
     """Print nothing after the summary. Triton's binding would list a page of its own objects when the process ends."""
     if "triton" in sys.modules:
@@ -300,7 +308,10 @@ def cpu_s() -> float:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fork the workers of the first test's Ray, and of all after it, from one process that has imported everything."""
+    """Fork the workers of the first test's Ray, and of all after it, from one process that has imported everything. End the Ray of
+    `private_ray` before the tests of another file."""
+    if item.path not in private:
+        kept_ray.close()
     if item.get_closest_marker("ray"):
         warm_workers.start(shared_folder(item.config._tmp_path_factory))  # type: ignore[attr-defined]
 
@@ -420,11 +431,20 @@ def one_ray(architectures: Sequence[str] = ()) -> Iterator[None]:
             cluster.stop()
 
 
+kept_ray = ExitStack()  # ends the Ray that `private_ray` has started
+
+
 @pytest.fixture(scope="module")
-def private_ray(no_ray: None) -> Iterator[None]:
-    """One Ray for the runs that the tests of a module make in this process. Runs in processes of their own start theirs."""
-    with one_ray():
-        yield
+def private_ray() -> None:
+    """One Ray for the runs that tests make in this process. Runs in processes of their own start theirs. It stays between files that
+    use it, which follow one another: a start takes two CPU seconds and three of waiting."""
+    import ray
+
+    from rlhfless_ray.local.cluster import RayCluster
+
+    if not RayCluster.shared_is_private:
+        ray.shutdown()
+        kept_ray.enter_context(one_ray())
 
 
 @contextmanager
