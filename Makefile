@@ -7,12 +7,13 @@ TORCH  := $(shell sed -n 's/^torch==//p' .ci/requirements-cpu.txt)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 14000000) ? 3 : 2}' /proc/meminfo)
+PURE_WORKERS ?= 2
 CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py
 
 # Compiled modules halve every process's start: Python must be allowed to keep them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test lint types pure install wheel docs docs-check pictures
+.PHONY: demo check test lint types pure costly install wheel docs docs-check pictures
 
 install: $(VENV)/.installed
 
@@ -37,13 +38,17 @@ check: install
 	@$(MAKE) --no-print-directory -j 3 lint pure types
 
 # $(1): markers, $(2): processes. What fails is run once more, alone: a test that fails only beside others on a busy machine is named and
-# does not fail CI.
-pytest = $(BIN)/python -m pytest -q -m $(1) -n $(2) || { \
+# does not fail CI. What failed is kept apart by target, because `test` runs two at once.
+pytest = tests="$(BIN)/python -m pytest -q -o cache_dir=.pytest_cache/$@"; $$tests -m $(1) -n $(2) || { \
 	  echo "the tests that failed, once more, alone:"; \
-	  $(BIN)/python -m pytest -q -m $(1) --last-failed --last-failed-no-failures none; }
+	  $$tests -m $(1) --last-failed --last-failed-no-failures none; }
 
-# Everything that CI needs. The other tests wait for Ray much of the time: a third process fills two cores, where there is memory for it.
-test: check
+# Everything that CI needs, side by side: `check` with one process for its tests, and the other tests. These start and end on one core,
+# and wait for Ray in between: a third process fills two cores, where there is memory for it. What each target says is shown at its end.
+test: install
+	@$(MAKE) --no-print-directory --output-sync=target -j 4 PURE_WORKERS=1 lint types pure costly
+
+costly: install
 	@$(call pytest,"not pure",$(WORKERS))
 
 lint: install
@@ -54,7 +59,7 @@ types: install
 	@$(BIN)/mypy rlhfless_ray placement
 
 pure: install
-	@export OMP_NUM_THREADS=1; $(call pytest,pure,2)
+	@export OMP_NUM_THREADS=1; $(call pytest,pure,$(PURE_WORKERS))
 
 wheel: install
 	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -168,12 +168,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not tiers:
             item.add_marker("pure")
         alone = "engine" in tiers or "no_ray" in getattr(item, "fixturenames", ())
-        rank = 0 if item.path in private else 1 if alone else 2 if "learner" in tiers else 3 if "ray" in tiers else 4
-        ranks[item.path] = min(rank, ranks.get(item.path, rank))
+        rank = 1 if item.path in private else 2 if alone else 3 if "learner" in tiers else 4 if "ray" in tiers else 5
+        ranks[item.path] = 0 if item.path.name in FIRST else min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: ranks[item.path])
 
 
 private: set[Path] = set()  # files with tests that use `private_ray`
+FIRST = ("test_shared_pool.py",)  # replayed runs, which mostly wait: other files have the cores meanwhile, but not at the end
 
 
 # Files whose tests read what one process makes in minutes, by folder and names: another process would only wait for it.
@@ -413,15 +414,14 @@ def no_ray() -> Iterator[None]:
 
 
 @contextmanager
-def one_ray(architectures: Sequence[str] = ()) -> Iterator[None]:
-    """One private Ray of two cores for all runs of this process inside the block, as for the stages of a workflow; needs `no_ray`. A run
-    that starts its own takes 2 CPU seconds more, and with `cold_workers` those of a server's imports. `architectures`: of engines, for
-    that server."""
+def one_ray() -> Iterator[None]:
+    """One private Ray of two cores for all runs of this process inside the block, as for the stages of a workflow. Needs that there is
+    none before. A run that starts its own takes 2 CPU seconds more."""
     from rlhfless_ray.local.cluster import RayCluster
     from rlhfless_ray.recipe import Recipe
 
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 2}})
-    cluster = RayCluster(recipe, store_mb=512, architectures=architectures)
+    cluster = RayCluster(recipe, store_mb=512, architectures=())
     with pytest.MonkeyPatch.context() as patched:  # `RayCluster.shared` would listen to signals, and Ctrl-C is pytest's
         try:
             cluster.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprob_passes import Passes
-from rlhfless_ray.local.local_ray import WORKER_PREFIX
 from rlhfless_ray.rollout import driver as rollout
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.types import Sample, Step
-from tests.conftest import one_ray, samples, small_recipe
+from tests.conftest import samples, small_recipe
 from tests.run_files import rows as rows_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -89,16 +88,7 @@ def trained(folder: Path, enough: Callable[[OverlapScheduler], bool] | None, **m
         return run.folder.path
 
 
-@pytest.fixture(scope="module")
-def own_ray(no_ray: None) -> Iterator[None]:
-    """One Ray for all runs, with a fork server of its own, as a user's: the memory that its workers share is that of one run."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.delenv(WORKER_PREFIX, raising=False)
-        with one_ray(["Qwen2ForCausalLM"]):
-            yield
-
-
-def test_what_is_done_in_the_tail_changes_nothing_but_the_time(own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_in_the_tail_changes_nothing_but_the_time(private_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)  # always worth beginning
     after = trained(tmp_path / "after", None, algorithm__kl=IN_LOSS)
@@ -114,7 +104,7 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(own_ray: None, tm
     for run in (ahead, after):
         held = [row for row in read_ledger(run / "ledger.csv") if row.kind == "reference" and row.slots]
         assert {row.step for row in held if row.what == "log-probabilities"} == {1, 2} and sum(row.money for row in held) > 0
-        assert max(row.memory_mb for row in read_ledger(run / "ledger.csv") if row.kind == "reference" and not row.slots) > 100
+        assert max(row.memory_mb for row in read_ledger(run / "ledger.csv") if row.kind == "reference" and not row.slots) > 20
     assert rows[0][early[0] - 1]["overlap/scored"] >= 4 * GROUPS and rows[0][early[0] - 1]["overlap/learned"] > 0
     assert [row["overlap/learned"] for row in rows[1]] == [0, 0] and rows[1][0]["overlap/obstacle"] == "learner.overlap is off"
     for number in (1, 2):
@@ -135,7 +125,7 @@ def test_what_is_done_in_the_tail_changes_nothing_but_the_time(own_ray: None, tm
 
 
 def test_passes_of_reference_learner_and_critic_go_ahead_and_say_what_they_would_say_later(
-    own_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    private_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutPlan, "shares", uneven)
     monkeypatch.setattr(rollout.RolloutDriver, "tail_s", lambda self: 1000.0)
