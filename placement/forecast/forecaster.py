@@ -103,15 +103,12 @@ class LengthForecaster:
             max(float(self.drift[0] / self.drift[1]), 0.0),
         )
 
-    def predict(
-        self, prompts: Sequence[int], prompt_tokens: Sequence[int], samples_per_prompt: int = 1, features: np.ndarray | None = None
-    ) -> LengthForecast:
+    def predict(self, prompts: Sequence[int], prompt_tokens: Sequence[int], samples_per_prompt: int = 1) -> LengthForecast:
         """Forecast `samples_per_prompt` responses to each of P prompts, given by data-set row and tokens (P,).
 
-        features (P, k): further numbers per prompt, of the same kind in every step (digits, words, …). Row i·samples +
-        j of the result is response j of prompt i. Raises ValueError if shapes disagree.
+        Row i·samples + j of the result is response j of prompt i. Raises ValueError if shapes disagree.
         """
-        table = self._features(prompts, prompt_tokens, features)
+        table = _features(prompts, prompt_tokens)
         center, sd, spread = self._prior(prompts, table)
         shares = self.shares()
         drift = np.sqrt(shares.drift + self.level_variance) if self.line else 0.3
@@ -131,24 +128,16 @@ class LengthForecaster:
             self.max_tokens,
         )
 
-    def scenarios(
-        self,
-        prompts: Sequence[int],
-        prompt_tokens: Sequence[int],
-        samples_per_prompt: int,
-        count: int,
-        seed: int,
-        features: np.ndarray | None = None,
-    ) -> np.ndarray:
+    def scenarios(self, prompts: Sequence[int], prompt_tokens: Sequence[int], samples_per_prompt: int, count: int, seed: int) -> np.ndarray:
         """Draw (P · samples_per_prompt, count) joint lengths in tokens, one column per draw.
 
         `predict(…).draw(count, seed)` draws the same, and can be revised while the step runs.
         """
-        return self.predict(prompts, prompt_tokens, samples_per_prompt, features).draw(count, seed).lengths
+        return self.predict(prompts, prompt_tokens, samples_per_prompt).draw(count, seed).lengths
 
-    def forecast(self, prompts: Sequence[int], prompt_tokens: Sequence[int], features: np.ndarray | None = None) -> np.ndarray:
+    def forecast(self, prompts: Sequence[int], prompt_tokens: Sequence[int]) -> np.ndarray:
         """Return the expected response tokens (P,)."""
-        return self.predict(prompts, prompt_tokens, 1, features).mean_tokens()
+        return self.predict(prompts, prompt_tokens).mean_tokens()
 
     def _prior(self, prompts: Sequence[int], table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return centre, standard deviation of the prompt effect and of the sampling effect of log length, each (P,)."""
@@ -168,26 +157,11 @@ class LengthForecaster:
         spread = np.sqrt((SPREAD_PRIOR * shares.sampling + freedom * own) / (SPREAD_PRIOR + freedom))
         return center, np.sqrt(variance), spread
 
-    @staticmethod
-    def _features(prompts: Sequence[int], prompt_tokens: Sequence[int], features: np.ndarray | None) -> np.ndarray:
-        tokens = np.asarray(prompt_tokens, float)
-        if tokens.shape != (len(prompts),):
-            raise ValueError(f"{len(prompts)} prompts, but prompt_tokens of shape {tokens.shape}")
-        columns = [tokens, np.log(np.maximum(tokens, 1.0))]
-        if features is not None:
-            more = np.asarray(features, float)
-            if more.ndim != 2 or len(more) != len(tokens) or not np.isfinite(more).all():
-                raise ValueError(f"features need shape ({len(tokens)}, k) and finite values, got shape {more.shape}")
-            columns.append(more)
-        return np.column_stack(columns)
-
     # ---- learning -----------------------------------------------------------------------------------------------
 
     mean_inverse_count = 1.0  # mean of 1 / responses per group, over the data of the regression
 
-    def observe(
-        self, prompts: Sequence[int], prompt_tokens: Sequence[int], lengths: Sequence[np.ndarray], features: np.ndarray | None = None
-    ) -> None:
+    def observe(self, prompts: Sequence[int], prompt_tokens: Sequence[int], lengths: Sequence[np.ndarray]) -> None:
         """Learn from a step's responses: `lengths[i]` (samples,) tokens for `prompts[i]`.
 
         Prompts without a response are skipped.
@@ -196,7 +170,7 @@ class LengthForecaster:
             ValueError: If shapes disagree, or lengths are negative or not finite.
         """
         groups = [np.asarray(group, float) for group in lengths]
-        table = self._features(prompts, prompt_tokens, features)
+        table = _features(prompts, prompt_tokens)
         if len(groups) != len(table):
             raise ValueError(f"{len(table)} prompts, but {len(groups)} groups of lengths")
         keep = [i for i, group in enumerate(groups) if len(group)]
@@ -294,6 +268,14 @@ class LengthForecaster:
             residuals: Residuals = getattr(self, name)
             residuals.clear()
             residuals.add(np.frombuffer(base64.b64decode(state[name]), "<f4"))
+
+
+def _features(prompts: Sequence[int], prompt_tokens: Sequence[int]) -> np.ndarray:
+    """Return what the regression reads of each prompt, (P, 2)."""
+    tokens = np.asarray(prompt_tokens, float)
+    if tokens.shape != (len(prompts),):
+        raise ValueError(f"{len(prompts)} prompts, but prompt_tokens of shape {tokens.shape}")
+    return np.column_stack([tokens, np.log(np.maximum(tokens, 1.0))])
 
 
 def _encode(values: np.ndarray) -> str:

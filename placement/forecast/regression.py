@@ -22,8 +22,7 @@ class FeatureLine:
         return self.sums.size > 0
 
     def add(self, features: np.ndarray, y: np.ndarray) -> None:
-        """Add features (n, k) and y (n,). Raises ValueError if k differs from earlier steps."""
-        self._check(features)
+        """Add features (n, k) and y (n,). k is the same in every step."""
         rows = np.column_stack([np.ones(len(y)), features, y])
         new = rows.T @ rows
         self.sums = self.fade * self.sums + new if self.sums.size else new
@@ -34,7 +33,6 @@ class FeatureLine:
 
     def predict(self, features: np.ndarray) -> np.ndarray:
         """Return (n,) expected y."""
-        self._check(features)
         center, slope, mean, _ = self._solve()
         return mean + (np.clip(features, self.low, self.high) - center) @ slope
 
@@ -58,10 +56,6 @@ class FeatureLine:
             freedom = count - 1 - used.sum()
             self._solved = (mean[1:-1], slope, float(mean[-1]), left * count / freedom if freedom > 0 else np.inf)
         return self._solved
-
-    def _check(self, features: np.ndarray) -> None:
-        if self.sums.size and features.shape[1] != len(self.sums) - 2:
-            raise ValueError(f"{features.shape[1]} prompt features were given, {len(self.sums) - 2} in the steps before")
 
     def state(self) -> dict[str, Any]:
         return {"sums": self.sums.tolist(), "low": self.low.tolist(), "high": self.high.tolist()}
