@@ -11,8 +11,8 @@ from threading import Thread
 import pytest
 import yaml
 
+from docs.flag_table import DOCUMENT, document
 from rlhfless_ray.common.errors import Stopped, UserError
-from rlhfless_ray.compat.openrlhf.explain_report import DOCUMENT, document
 from tests.conftest import ROOT, command, command_here, environment
 
 LINE = "--pretrain /m --prompt_data /d.jsonl --remote_rm_url /r.py --advantage_estimator rloo --n_samples_per_prompt 4 --vllm_num_engines 2"
@@ -191,7 +191,7 @@ def test_run_runs_it(tmp_path):
 
 def test_the_page_is_current():
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert document(text) == text, "run python -m rlhfless_ray.compat.openrlhf.explain_report"
+    assert document(text) == text, "run python -m docs.flag_table"
     assert text.count("\n| `--") >= 167
 
 

@@ -13,8 +13,8 @@ from markdown.extensions.toc import slugify_unicode
 
 from docs.blocks import ROOT, Block, blocks, commands, pages, rules
 from docs.check import make_scratch, public_examples, run, run_examples
+from docs.flag_table import BEGIN
 from docs.hooks import MARKER, on_page_markdown
-from rlhfless_ray.compat.openrlhf.explain_report import BEGIN
 from rlhfless_ray.recipe import Recipe, known_keys
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
