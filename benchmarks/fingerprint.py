@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from placement import LengthForecaster, Objective, Pool, Speed, choose, frontier, simulate_rollout
+from benchmarks.simulated.simulate_rollout import simulate_rollout
+from placement import LengthForecaster, Objective, Pool, Speed, choose, frontier
 from placement.forecast.forecaster import forecast_quality
 from placement.forecast.group_conditioning import group_error_correlation
 from placement.forecast.remaining_length import Forecast

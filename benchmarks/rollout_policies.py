@@ -24,8 +24,9 @@ from rich.table import Table
 
 from benchmarks.common.results import Target, make_console, save, show_targets
 from benchmarks.simulated.rollout_cases import GSM8K, TRACES, RolloutCase, cases
+from benchmarks.simulated.simulate_rollout import simulate_rollout
 from benchmarks.simulator_page import write_page
-from placement import Speed, simulate_rollout
+from placement import Speed
 from placement.simulate.rollout import NAMES
 
 SPEED = Speed(8.5e-3, 3e-5)  # Qwen2.5-3B on an L40S by its roofline: 7 ms of weights a step, tens of µs of KV a sequence

@@ -23,7 +23,7 @@ from rich.table import Table
 from scipy.optimize import nnls
 
 from benchmarks.common.results import Target, save, show_targets
-from placement.simulate.rollout.simulate_rollout import simulate_rollout
+from benchmarks.simulated.simulate_rollout import simulate_rollout
 from placement.speed.decode_speed import Speed
 
 NEEDED = ("step", "step_s", "phase/rollout_s", "phase/learn_s", "pool/rollout_actors", "tokens/generated", "length/max", "length/mean")

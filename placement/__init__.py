@@ -12,17 +12,12 @@ Examples
 (array([3, 0, 1, 2]),)
 """
 
-from typing import TYPE_CHECKING, Any
-
 from placement.forecast.forecaster import LengthForecaster
 from placement.planning.bounds import Bounds, rollout_bounds
 from placement.planning.frontier import frontier
 from placement.planning.objective import Choice, NotFeasible, Objective, choose, choose_nearest
 from placement.planning.plan import Plan, Pool
 from placement.speed.decode_speed import Speed
-
-if TYPE_CHECKING:
-    from placement.simulate.rollout.simulate_rollout import simulate_rollout
 
 __all__ = [
     "Bounds",
@@ -37,14 +32,4 @@ __all__ = [
     "choose_nearest",
     "frontier",
     "rollout_bounds",
-    "simulate_rollout",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # The simulator is imported on first use: nothing that trains needs it.
-    if name == "simulate_rollout":
-        from placement.simulate.rollout.simulate_rollout import simulate_rollout
-
-        return simulate_rollout
-    raise AttributeError(f"module 'placement' has no attribute {name!r}")

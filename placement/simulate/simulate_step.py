@@ -123,7 +123,7 @@ class StepPlanSettings:
 
 @dataclass(frozen=True)
 class SimulatedRollout:
-    """A rollout on this cluster's clock: prefill first, then the outcome of `simulate_rollout`, shifted by it.
+    """A rollout on this cluster's clock: prefill first, then the outcome of `run_policy.run`, shifted by it.
 
     trained: the batch that it completes, if it ended early (None: all of the step).
     """

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from placement import simulate_rollout
+from benchmarks.simulated.simulate_rollout import simulate_rollout
 from placement.forecast.remaining_length import (
     SHARE_PRIOR,
     SHARES,

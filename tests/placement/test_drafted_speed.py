@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulated.simulate_rollout import simulate_rollout
 from placement.catalog import catalog
 from placement.simulate import PhaseTimes, named, parse, simulate
-from placement.simulate.rollout.simulate_rollout import simulate_rollout
 from placement.simulate.simulate_step import StepInput
 from placement.simulate.step_bounds import step_bounds
 from placement.speed.decode_speed import Speed

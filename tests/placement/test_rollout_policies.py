@@ -6,11 +6,11 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.simulated.simulate_rollout import simulate_rollout
 from placement.simulate.rollout import RolloutJob, cost_weight_of, make_policy
 from placement.simulate.rollout.consolidate import Consolidate, CrudeMix, rebalance
 from placement.simulate.rollout.global_cut import plan_cut
 from placement.simulate.rollout.run_policy import Result, run
-from placement.simulate.rollout.simulate_rollout import simulate_rollout
 from placement.speed.decode_speed import Speed
 
 BASE, PER_SEQ = 8.5e-3, 3e-5

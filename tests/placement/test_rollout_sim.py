@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulated.simulate_rollout import simulate_rollout
 from placement.simulate.rollout import NAMES, Action, RolloutJob, View, make_policy
 from placement.simulate.rollout.run_policy import run
-from placement.simulate.rollout.simulate_rollout import simulate_rollout
 from placement.speed.decode_speed import Speed
 
 SPEED = Speed(8.5e-3, 3e-5)

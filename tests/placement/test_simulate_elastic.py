@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement import Speed, simulate_rollout
+from benchmarks.simulated.simulate_rollout import simulate_rollout
+from placement import Speed
 from placement.simulate import PhaseTimes, parse, simulate
 from placement.simulate.elastic_policy import elastic
 from placement.simulate.learner_queue import LearnerCosts, LearnerDevices, LearnerWork, run_learner

@@ -13,9 +13,10 @@ from placement.speed.decode_speed import Speed
 class RolloutJob:
     """A rollout before its first token.
 
-    scenarios (n, S): joint forecasts in tokens. prompts (n,): tokens. prefer: 0 (cheapest) … 1 (fastest). migrate_s,
-    start_s: see `simulate_rollout`. capacity: KV tokens an actor holds. group (n,): the prompt of each sequence, None
-    if unknown.
+    scenarios (n, S): joint forecasts in tokens. prompts (n,): tokens. prefer: 0 (cheapest) … 1 (fastest). migrate_s:
+    seconds for which a moved sequence does not decode. start_s: seconds from the opening of a lease to its first token.
+    capacity: KV tokens an actor holds. interval_s: seconds between two decisions. seed: of policies that split at
+    random. group (n,): the prompt of each sequence, None if unknown.
     """
 
     scenarios: np.ndarray

@@ -1,4 +1,4 @@
-"""Simulate one rollout in virtual time under a named policy. `run_policy.py` describes what all policies are charged."""
+"""Simulate one rollout in virtual time under a named policy. `placement.simulate.rollout.run_policy` says what policies are charged."""
 
 from __future__ import annotations
 
