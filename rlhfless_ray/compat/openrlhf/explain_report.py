@@ -12,7 +12,6 @@ from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, all_flags, flags_of, ne
 from rlhfless_ray.compat.openrlhf.inference import RULES as INFERENCE_RULES
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, needs_of
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, Outcome, block, recipe_lines
-from rlhfless_ray.compat.openrlhf.recipe_keys import Installed
 from rlhfless_ray.compat.openrlhf.resources import slots_of
 from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES as SUPERVISED_RULES
@@ -105,19 +104,15 @@ def _ranges(some: list[str]) -> str:
 
 
 def list_flags(launcher: str) -> str:
-    """List every flag of a launcher with its class, and what it sets or lacks."""
+    """List every flag of a launcher with its class, and what it sets."""
     if launcher == LAUNCHER:
         return _flags_of_ppo()
     return _flags_of_molt() if launcher == MOLT else _flags_of_launcher(launcher)
 
 
 def _flags_of_ppo() -> str:
-    """List the newest version's flags with the recipe keys that they lack."""
-    width, lines, installed = max(len(flag) for flag in flags_of(newest())), [], Installed()
-    for rule in RULES:
-        lacking = [key for key in rule.keys if not installed.knows(key)] if rule.kind in ("exact", "cond") else []
-        lines.append(f"--{rule.name:<{width}}  {KINDS[rule.kind]:<27}" + (f"  needs {', '.join(lacking)}" if lacking else ""))
-    return "\n".join(lines)
+    width = max(len(flag) for flag in flags_of(newest()))
+    return "\n".join(f"--{rule.name:<{width}}  {KINDS[rule.kind]:<27}  {', '.join(rule.keys)}" for rule in RULES)
 
 
 def _flags_of_launcher(launcher: str) -> str:

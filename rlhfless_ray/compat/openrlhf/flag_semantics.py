@@ -375,10 +375,17 @@ def asynchronous(v: Values) -> dict[str, Any]:
 
 
 def generate_batch(prompts: int | None, v: Values) -> dict[str, Any]:
-    """Return the settings of a generation batch. One that is smaller than the rollout's changes no result."""
-    if not prompts or prompts <= v["rollout.batch_size"]:
-        return {}
-    return asynchronous(v) if v["train.partial_rollout_enable"] else {"rollout.batch_prompts": prompts}
+    """Return the settings of a generation batch. One that is not above the rollout's changes no result."""
+    return asynchronous(v) if _leaves_over(v) and v["train.partial_rollout_enable"] else {}
+
+
+def no_sample_buffer(v: Values) -> str:
+    refused = _leaves_over(v) and not v["train.partial_rollout_enable"]
+    return f"a generation batch above the rollout's {NOT_HERE} without partial rollouts" if refused else ""
+
+
+def _leaves_over(v: Values) -> bool:
+    return (v["rollout.vllm_generate_batch_size"] or 0) > v["rollout.batch_size"]
 
 
 NOT_HERE = "has no counterpart here yet"

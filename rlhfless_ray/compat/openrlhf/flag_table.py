@@ -1,7 +1,4 @@
-"""Recipe keys of each flag of the newest version, one row per flag in the launcher's order.
-
-The table does not say whether a flag is supported: translate.py asks the installed recipe for the keys.
-"""
+"""Recipe keys of each flag of the newest version, one row per flag in the launcher's order."""
 
 from __future__ import annotations
 
@@ -13,13 +10,14 @@ from typing import Any, Literal
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, THRESHOLD, Values
 
-Kind = Literal["exact", "hint", "noop", "cond", "maybe", "error"]
+Kind = Literal["exact", "hint", "noop", "cond", "maybe", "absent", "error"]
 KINDS: dict[Kind, str] = {
     "exact": "honoured exactly",
     "hint": "resource hint",
     "noop": "no effect here",
     "cond": "honoured or refused by name",
     "maybe": "honoured, or a hint",
+    "absent": "not supported yet",
     "error": "refused",
 }
 
@@ -36,7 +34,7 @@ class Rule:
     idle: Callable[[Values], str] = lambda v: ""
     """Returns why the flag has no effect on a command line in OpenRLHF, or an empty string if it has one."""
     reading: Callable[[Values], str] | None = None
-    """Returns how a hint is read, or why a flag has no effect here or is refused."""
+    """Returns how a hint is read, why a flag has no effect here, or why a value is refused."""
 
     def settings(self, v: Values) -> dict[str, Any]:
         if self.make is not None:
@@ -78,8 +76,7 @@ def _optimizer_rows(model: str, section: str) -> list[Rule]:
     placeholder = "OpenRLHF does not use it"
     return [
         _row(f"{model}.optim", "cond", key("optimizer"), idle=unused),
-        _row(f"{model}.muon.lr", "cond", key("muon_learning_rate"), idle=m.no_muon(model)),
-        _row(f"{model}.muon.momentum", "cond", key("muon_momentum"), idle=m.no_muon(model)),
+        *[_row(f"{model}.muon.{name}", "absent", idle=m.no_muon(model), reading=f"Muon {m.NOT_HERE}") for name in ("lr", "momentum")],
         *[_row(f"{model}.muon.{name}", "noop", reading=placeholder) for name in ("ns_steps", "nesterov", "no_nesterov")],
         _row(f"{model}.adam.lr", "exact", key("learning_rate"), idle=unused),
         _row(f"{model}.adam.betas", "exact", key("betas"), idle=unused),
@@ -188,12 +185,9 @@ RULES: tuple[Rule, ...] = (
     _row(
         "ds.attn_implementation",
         "hint",
-        "policy.attention",
-        reading=lambda v: (
-            f"attention kernel {v['ds.attn_implementation']} if the recipe can set it, else the model's, equal up to rounding"
-        ),
+        reading=lambda v: f"the model's attention kernel, equal to {v['ds.attn_implementation']} up to rounding",
     ),
-    _row("ds.experts_implementation", "cond", "policy.experts"),
+    _row("ds.experts_implementation", "absent", reading=f"another implementation of experts {m.NOT_HERE}"),
     _row("ds.use_liger_kernel", "noop", reading="speed and memory only"),
     _row("ds.grad_accum_dtype", "noop", reading="gradients are accumulated in float32"),
     _row("ds.overlap_comm", "noop", reading="speed only"),
@@ -228,7 +222,7 @@ RULES: tuple[Rule, ...] = (
     _row("ckpt.output_dir", "exact", "save.path"),
     _row("train.num_episodes", "exact", "run.episodes"),
     _row("rollout.batch_size", "exact", "prompts.batch_prompts"),
-    _row("rollout.vllm_generate_batch_size", "cond", f"rollout.batch_prompts {ASYNCHRONOUS}", m.generate_batch, idle=m.no_generate_batch),
+    _row("rollout.vllm_generate_batch_size", "cond", ASYNCHRONOUS, m.generate_batch, idle=m.no_generate_batch, reading=m.no_sample_buffer),
     _row("rollout.micro_batch_size", "hint", reading="scoring passes of the learner use its own budget"),
     _row("train.max_epochs", "exact", "algorithm.epochs"),
     _row("data.max_len", "exact", "prompts.max_prompt_tokens rollout.max_tokens rollout.max_total_tokens", m.lengths),
@@ -341,8 +335,8 @@ RULES: tuple[Rule, ...] = (
         lambda x, v: ({"critic.value_head": x} if v.has_critic else {}) | ({} if v.external_reward else {"reward.value_head": x}),
         idle=lambda v: "" if v.has_critic or not v.external_reward else "there is neither critic nor reward model",
     ),
-    _row("ref.offload", "hint", "reference.offload", idle=m.no_reference, reading=m.PARKED),
-    _row("reward.offload", "hint", "reward.offload", idle=m.no_reward_model, reading=m.PARKED),
+    _row("ref.offload", "hint", idle=m.no_reference, reading=m.PARKED),
+    _row("reward.offload", "hint", idle=m.no_reward_model, reading=m.PARKED),
     _row("train.agent_func_path", "exact", "agent.path agent.max_tokens", m.agent),
     # data
     _row("data.prompt_dataset", "exact", "prompts.path prompts.paths", m.dataset("prompts")),
@@ -402,7 +396,7 @@ RULES: tuple[Rule, ...] = (
     _row("data.max_images_per_prompt", "error", reading="prompts with images are outside what this runtime trains"),
     _row("actor.freeze_visual_encoder", "error", reading="models with a vision tower are outside what this runtime trains"),
     _row("logger.tensorboard_dir", "exact", "watch.tensorboard watch.tensorboard_path", m.tensorboard),
-    _row("use_ms", "cond", "policy.hub", lambda x, v: {"policy.hub": "modelscope" if x else "huggingface"}),
+    _row("use_ms", "absent", reading=f"ModelScope {m.NOT_HERE}"),
 )
 
 ALWAYS: dict[str, Any] = {

@@ -18,7 +18,7 @@ from rlhfless_ray.compat.openrlhf.flag_table import ALWAYS, RULES, Rule, owned_k
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, newest, span_text
 from rlhfless_ray.compat.openrlhf.normalise import LOGIN, STAMPED, Values, canonical, defaults, shown
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome
-from rlhfless_ray.compat.openrlhf.recipe_keys import Installed, names
+from rlhfless_ray.compat.openrlhf.recipe_keys import is_valid, names, recipe_keys
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -31,7 +31,7 @@ class Translation(CommandTranslation):
     line: CommandLine
     values: Values
     missing: list[Outcome] = field(default_factory=list)
-    """Refused defaults, which the installed recipe cannot follow."""
+    """Refused defaults."""
     own: dict[str, Any] = field(default_factory=dict)
     """Settings from --elastic.* and --prefix.*, which are also in `settings`."""
     secrets: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Translation(CommandTranslation):
             if not rule.idle(self.values) and (set(keys) - set(self.own)) & set(rule.settings(self.values)):
                 flags += self.values.spelled(rule.name).split(" and ")
         subject = re.match(r"[a-z]+\.[a-z_.]+[a-z]", text)
-        if not flags and subject and Installed().knows(subject[0]):
+        if not flags and subject and subject[0] in recipe_keys():
             flags = [owned_keys().get(subject[0], f"--elastic.{subject[0]}")]
         return UserError((f"{', '.join(dict.fromkeys(flags))}: " if flags else "") + str(error))
 
@@ -74,11 +74,10 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     line = read(theirs, version)
     values = canonical(line, environment)
     notes = check(values)
-    installed = Installed()
     about = [*_about_dialect(line), *_other_defaults(line, values), *other_meanings(line, values)]
-    own = own_settings(ours, installed.keys, owned_keys())
+    own = own_settings(ours, recipe_keys(), owned_keys())
     translation = Translation(line, values, own=own, notes=[*about, *notes, *departures(values, own)])
-    outcomes = {rule.name: _apply_rule(rule, values, installed, translation) for rule in RULES}
+    outcomes = {rule.name: _apply_rule(rule, values, translation) for rule in RULES}
     for flag, decided in values.given.items():
         translation.flags.append(_combined(flag, [outcomes.get(name) or Outcome(flag, HONOURED) for name in decided]))
     translation.missing = [
@@ -92,13 +91,13 @@ def translate(tokens: Sequence[str], environment: Mapping[str, str] = os.environ
     return translation
 
 
-def _apply_rule(rule: Rule, v: Values, installed: Installed, translation: Translation) -> Outcome:
+def _apply_rule(rule: Rule, v: Values, translation: Translation) -> Outcome:
     """Add the settings of one newest name to `translation` and return its outcome."""
     reading = rule.reading(v) if rule.reading else ""
     idle = rule.idle(v)
     if idle:
         return Outcome(rule.name, NO_EFFECT, f"without effect in OpenRLHF too: {idle}")
-    if rule.kind == "error":
+    if rule.kind in ("absent", "error"):
         if v[rule.name] == defaults(v.version, {})[rule.name]:
             return Outcome(rule.name, NO_EFFECT, "the default")
         return Outcome(rule.name, REFUSED, reading)
@@ -107,25 +106,15 @@ def _apply_rule(rule: Rule, v: Values, installed: Installed, translation: Transl
     settings = rule.settings(v)
     if rule.kind == "maybe" and settings and (own := sorted(DECIDING & translation.own.keys())):
         settings, reading = {}, f"{reading} (--elastic.{own[0]} decides here how ranks divide the work)"
-    accepted = installed.accepted(settings)
+    if rule.kind == "cond" and reading:
+        return Outcome(rule.name, REFUSED, reading)
+    wrong = [f"`{key}` does not take {shown(value)}" for key, value in settings.items() if not is_valid(key, value)]
+    if wrong:
+        return Outcome(rule.name, REFUSED, ", ".join(wrong))
+    translation.settings |= settings
     if rule.kind == "hint" or (rule.kind == "maybe" and not settings):
-        wrong = [key for key in settings if installed.knows(key) and key not in accepted]
-        if wrong:
-            return Outcome(rule.name, REFUSED, f"{names(wrong)} does not take {shown(settings[wrong[0]])}")
-        translation.settings |= accepted
         return Outcome(rule.name, HINT, reading)
-    lacking = installed.lacks(settings)
-    if lacking:
-        wants = f"the recipe {_wants(lacking, settings, installed)}"
-        return Outcome(rule.name, REFUSED, reading or (wants if all(map(installed.knows, lacking)) else f"not supported yet; {wants}"))
-    translation.settings |= accepted
     return Outcome(rule.name, HONOURED, names(settings))
-
-
-def _wants(lacking: list[str], settings: dict[str, Any], installed: Installed) -> str:
-    new = [f"`{key}` = {shown(settings[key])}" for key in lacking if not installed.knows(key)]
-    other = [f"`{key}` does not take {shown(settings[key])}" for key in lacking if installed.knows(key)]
-    return " and ".join([*([f"would need {', '.join(new)}"] if new else []), *([f"key {', '.join(other)}"] if other else [])])
 
 
 def _combined(flag: str, outcomes: list[Outcome]) -> Outcome:
