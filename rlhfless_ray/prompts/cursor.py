@@ -17,19 +17,13 @@ TITLES = {  # of what orders the rows
 }
 
 
-OLDER_MIX = "; a mix of data sets with held-out rows that an older version began kept repetitions of these, and cannot be continued"
-
-
-def check_unchanged(state: Mapping[str, Any], now: object, titles: Mapping[str, str], *, holds_out_of_mix: bool = False) -> None:
-    """Raise UserError if one of these values is not as in a checkpoint's `state`: going on would repeat some rows and skip others.
-
-    `holds_out_of_mix`: rows are held out of a mix of data sets, so their number may differ from that of an older version.
-    """
+def check_unchanged(state: Mapping[str, Any], now: object, titles: Mapping[str, str]) -> None:
+    """Raise UserError if one of these values is not as in a checkpoint's `state`: going on would repeat some rows and skip others."""
     for name, title in titles.items():
         if name in state and state[name] != getattr(now, name):
             raise UserError(
                 f"resume: {title} was {state[name]} when the checkpoint was saved and is {getattr(now, name)} now; set it back, or start a "
-                f"new run{OLDER_MIX if holds_out_of_mix and name in ('rows', 'n_rows') else ''}"
+                "new run"
             )
 
 
@@ -41,19 +35,9 @@ class Cursor:
     `stops_at_epoch_end` the last batch of an epoch holds only the rows that are left.
     """
 
-    def __init__(
-        self,
-        n_rows: int,
-        batch: int,
-        shuffle: bool,
-        seed: int,
-        *,
-        stops_at_epoch_end: bool = False,
-        checksum: str = "",
-        holds_out_of_mix: bool = False,
-    ) -> None:
-        """`checksum`: of the rows' prompts in their order. `holds_out_of_mix`: see `check_unchanged`."""
-        self.stops_at_epoch_end, self.checksum, self.holds_out_of_mix = stops_at_epoch_end, checksum, holds_out_of_mix
+    def __init__(self, n_rows: int, batch: int, shuffle: bool, seed: int, *, stops_at_epoch_end: bool = False, checksum: str = "") -> None:
+        """`checksum`: of the rows' prompts in their order."""
+        self.stops_at_epoch_end, self.checksum = stops_at_epoch_end, checksum
         self.n_rows, self.batch, self.shuffle, self.seed = n_rows, batch, shuffle, seed
         self._rows_taken = 0  # rows returned since the start
         self._permuted_epoch, self._order = -1, np.empty(0, dtype=np.int64)
@@ -96,7 +80,7 @@ class Cursor:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise UserError if the rows or their order are not those of `state`."""
-        check_unchanged(state, self, TITLES, holds_out_of_mix=self.holds_out_of_mix)
+        check_unchanged(state, self, TITLES)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`. The batch size may have changed. Raises UserError as `check` does."""

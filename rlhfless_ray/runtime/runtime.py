@@ -155,7 +155,6 @@ class Runtime(StepOperations):
             recipe.run.seed,
             stops_at_epoch_end=episodes is not None and not mixes,
             checksum=self.prompts.checksum("prompt" if recipe.prompts.task else recipe.prompts.prompt_column),
-            holds_out_of_mix=bool(recipe.prompts.probabilities and recipe.evaluate.prompts and not recipe.evaluate.path),
         )
         if episodes is not None:
             steps = -(-episodes * rows // batch) if mixes else episodes * self.cursor.batches_per_epoch

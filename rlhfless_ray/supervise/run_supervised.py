@@ -130,8 +130,7 @@ class SupervisedStage:
                 f"{data.remainder}; lower batch_rows, or set remainder to short"
             )
         if resume:
-            holds_out_of_mix = bool(data.probabilities and recipe.evaluate.rows and not recipe.evaluate.path)
-            check_unchanged(progress_saved(self.storage).get("order", {}), self.order, TITLES, holds_out_of_mix=holds_out_of_mix)
+            check_unchanged(progress_saved(self.storage).get("order", {}), self.order, TITLES)
         self.recipe = recipe.with_settings({"run.steps": self.order.steps})
         self.memory_notes = self._fit_memory(lambda: local_room(recipe)) if starts_ray(recipe) else None
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20

@@ -53,7 +53,6 @@ def test_epochs_and_seeds_differ() -> None:
     ("other", "sentence"),
     [
         (Cursor(11, 2, True, 0), "the number of training rows was 10 when the checkpoint was saved and is 11 now"),
-        (Cursor(11, 2, True, 0, holds_out_of_mix=True), "that an older version began kept repetitions of these, and cannot be continued"),
         (Cursor(10, 2, False, 0), "prompts.shuffle was True"),
         (Cursor(10, 2, True, 0, checksum="a"), "the checksum of the training prompts was  when"),
         (Cursor(10, 2, True, 5), "run.seed was 0"),
