@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, THRESHOLD, Values
+from rlhfless_ray.compat.openrlhf.rank_groups import divides, not_divided, not_sliced, slices
 
 Kind = Literal["exact", "hint", "noop", "cond", "maybe", "absent", "error"]
 KINDS: dict[Kind, str] = {
@@ -195,7 +196,7 @@ RULES: tuple[Rule, ...] = (
     _row("data.disable_fast_tokenizer", "noop", reading="transformers 5 has one tokenizer class for each model"),
     _row("data.dataloader_num_workers", "noop", reading="prompts are tokenized before the run"),
     _row("ds.enable_sleep", "hint", reading=m.PARKED),
-    _row("ds.tensor_parallel_size", "maybe", "learner.tensor_parallel critic.tensor_parallel", m.divides, reading=m.not_divided),
+    _row("ds.tensor_parallel_size", "maybe", "learner.tensor_parallel critic.tensor_parallel", divides, reading=not_divided),
     _row("ds.packing_samples", "noop", reading="micro-batches are always filled by tokens"),
     _row("train.dynamic_batch_enable", "hint", reading="micro-batches are always filled by tokens"),
     _row("rollout.max_tokens_per_gpu", "hint", reading="scoring passes of the learner use its own budget"),
@@ -315,7 +316,7 @@ RULES: tuple[Rule, ...] = (
         idle=lambda v: "no overlong buffer is set" if v["reward.overlong_buffer_len"] is None else "",
     ),
     _row("reward.stop_properly_penalty_coef", "exact", "reward.stop_properly_penalty"),
-    _row("ds.ring_attn_size", "maybe", "learner.sequence_parallel critic.sequence_parallel", m.slices, reading=m.not_sliced),
+    _row("ds.ring_attn_size", "maybe", "learner.sequence_parallel critic.sequence_parallel", slices, reading=not_sliced),
     _row("ds.ring_attn_head_stride", "noop", reading="speed only"),
     # models
     _row("actor.model_name_or_path", "exact", "policy.path"),

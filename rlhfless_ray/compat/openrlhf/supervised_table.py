@@ -8,6 +8,15 @@ from typing import Any
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
 from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE
 from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Values, only, required, row, shares_for
+from rlhfless_ray.compat.openrlhf.rank_groups import (
+    DECIDING,
+    DIVIDED,
+    MATRICES,
+    SLICED_INSTEAD,
+    why_not_divided,
+    why_not_sliced,
+    with_reason,
+)
 
 SFT, RM, DPO, KTO, KD, PRM = "train_sft", "train_rm", "train_dpo", "train_kto", "train_kd", "train_prm"
 TASKS = {SFT: "sft", RM: "rm", DPO: "dpo", KTO: "kto", KD: "kd", PRM: "prm"}
@@ -77,34 +86,34 @@ def _not_sliced(x: int, v: Values) -> str:
     """Return why ranks do not share sequences, or an empty string if they do."""
     if x > 1 and not (why := _why_not_sliced(x, v)):
         return ""
-    return f"{m.with_reason(m.DIVIDED, why if x > 1 else '')}. A run whose longest row does not fit a rank ends before Ray starts"
+    return f"{with_reason(DIVIDED, why if x > 1 else '')}. A run whose longest row does not fit a rank ends before Ray starts"
 
 
 def _why_not_sliced(x: int, v: Values) -> str:
     dropout = v["ds.lora.dropout"] if v["ds.lora.rank"] else 0
     models = [v["model.model_name_or_path"], *filter(None, [v.get("ref.model_name_or_path")])]
-    return next(filter(None, [_decided(v), *(m.why_not_sliced(x, v[RANKS], dropout, folder) for folder in models)]), "")
+    return next(filter(None, [_decided(v), *(why_not_sliced(x, v[RANKS], dropout, folder) for folder in models)]), "")
 
 
 def _not_divided(x: int, v: Values) -> str:
     """Return why ranks do not share copies of the model, or an empty string if they do."""
     if x > 1 and not (why := _why_not_divided(x, v)):
         return ""
-    return m.with_reason(m.MATRICES, why if x > 1 else "")
+    return with_reason(MATRICES, why if x > 1 else "")
 
 
 def _why_not_divided(x: int, v: Values) -> str:
     slices = v.get("ds.ring_attn_size") or 1
     if slices > 1 and not _why_not_sliced(slices, v):
-        return m.SLICED_INSTEAD
+        return SLICED_INSTEAD
     models = [v["model.model_name_or_path"], *filter(None, [v.get("teacher_model")])]
-    whys = (m.why_not_divided(x, v[RANKS], v["ds.zero_stage"], folder) for folder in models)
+    whys = (why_not_divided(x, v[RANKS], v["ds.zero_stage"], folder) for folder in models)
     return next(filter(None, [_decided(v, "run.min_ranks"), *whys]), "")
 
 
 def _decided(v: Values, *more: str) -> str:
     """Return which of the command's own settings decides how ranks divide the work, or an empty string. `more`: keys that do, too."""
-    keys = {*m.DECIDING, *more} - {"learner.ranks"}  # programs that start ranks become this one (`command._ranks`)
+    keys = {*DECIDING, *more} - {"learner.ranks"}  # programs that start ranks become this one (`command._ranks`)
     return next((f"{flag} decides here how ranks divide the work" for flag in v[OWN] if flag.removeprefix("--elastic.") in keys), "")
 
 
@@ -193,7 +202,7 @@ RULES: tuple[FlagRule, ...] = (
         refuses=lambda x, v: "OpenRLHF requires --packing_samples with it; add it" if x > 1 and not v["ds.packing_samples"] else "",
         hints=_not_sliced,
     ),
-    row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=m.DIVIDED),
+    row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=DIVIDED),
     # optimizer
     row("optim", "optim", "noop", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
     *[

@@ -13,11 +13,12 @@ from rlhfless_ray.compat.openrlhf.checks import check
 from rlhfless_ray.compat.openrlhf.departures import departures, other_meanings
 from rlhfless_ray.compat.openrlhf.dialect import CommandLine, instead_of, read
 from rlhfless_ray.compat.openrlhf.elastic_flags import own_settings, separate
-from rlhfless_ray.compat.openrlhf.flag_semantics import DECIDING, folder_name
+from rlhfless_ray.compat.openrlhf.flag_semantics import folder_name
 from rlhfless_ray.compat.openrlhf.flag_table import ALWAYS, RULES, Rule, owned_keys, rule_of
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, newest, span_text
 from rlhfless_ray.compat.openrlhf.normalise import LOGIN, STAMPED, Values, canonical, defaults, shown
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome
+from rlhfless_ray.compat.openrlhf.rank_groups import DECIDING
 from rlhfless_ray.compat.openrlhf.recipe_keys import is_valid, names, recipe_keys
 
 if TYPE_CHECKING:
