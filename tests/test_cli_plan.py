@@ -149,12 +149,10 @@ def test_the_table_names_the_chosen_point_and_the_reason(grouped: Path, capsys, 
     flat = " ".join(text.split())
     assert found["chosen"]["reason"] in flat and str(plot.name) in flat.replace(" ", "")
     drawn = ElementTree.parse(plot).getroot()
-    circles = [c for c in drawn.iter("{http://www.w3.org/2000/svg}circle") if c.find("{http://www.w3.org/2000/svg}title") is not None]
-    assert len(circles) == len(found["frontier"])
-    ring = next(c for c in drawn.iter("{http://www.w3.org/2000/svg}circle") if c.get("data-chosen"))
-    dot = circles[found["chosen"]["index"]]
-    assert (ring.get("cx"), ring.get("cy")) == (dot.get("cx"), dot.get("cy"))
-    assert [float(c.get("cx")) for c in circles] == sorted(float(c.get("cx")) for c in circles)
+    dots = next(group for group in drawn.iter("{http://www.w3.org/2000/svg}g") if group.get("id") == "PathCollection_1")
+    at = [(float(dot.get("x")), float(dot.get("y"))) for dot in dots.iter("{http://www.w3.org/2000/svg}use")]
+    assert len(at) == len(found["frontier"]) and at == sorted(at), "slower plans are further right"
+    assert [y for _, y in at] == sorted(y for _, y in at), "and lower, because they are cheaper"
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (13.4, 24.4), (0.0, 3e-5), (7.0, 7.0), (0.0, 0.0), (99.0, 101.0)])
@@ -195,7 +193,7 @@ def test_ticks_span_what_is_drawn(low: float, high: float) -> None:
         ((*SPEED, "--scenarios", -1), "--scenarios"),
         ((*SPEED, "--max-tokens", 10**6), "--max-tokens: known lengths are not cut"),
         ((*SPEED, "--scenarios", 4, "--max-tokens", 1), "--max-tokens 1: the longest of these responses has"),
-        ((*SPEED, "--plot", "a.png"), "ends in .svg"),
+        ((*SPEED, "--plot", "a.poster"), "--plot a.poster: cannot be written"),
         ((*SPEED, "--column", "nothing"), "column `nothing` was requested, but this entry has no columns"),
         ((*SPEED, "--capacity", 10), "hold"),
         ((*SPEED, "--price", -1), "must be finite and above 0"),

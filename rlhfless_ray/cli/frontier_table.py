@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhfless_ray.cli.pictures import draw_bounds, picture
 from rlhfless_ray.cli.tables import rows_to_show
-from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
     from placement import Bounds, Choice, Plan, Pool
@@ -125,13 +125,14 @@ def show_frontier(recorded: Recorded, scenarios: int, pools: list[Pool], plans: 
 
 
 def draw_frontier(path: Path, plans: list[Plan], bounds: Bounds, choice: Choice[Plan], pools: list[Pool]) -> None:
-    from rlhfless_ray.cli.frontier_svg import frontier_svg
-
-    max_actors = max(plan.actors for plan in plans) if len(pools) > 1 else pools[0].max_actors
-    try:
-        path.write_text(frontier_svg(plans, bounds, choice.index, cost=_unit(pools), title=f"Plans for at most {max_actors} actors"))
-    except OSError as error:
-        raise UserError(f"--plot {path}: cannot be written: {error.strerror}") from None
+    most = max(plan.actors for plan in plans) if len(pools) > 1 else pools[0].max_actors
+    times, costs = [plan.time_s for plan in plans], [plan.cost for plan in plans]
+    with picture(path, xlabel="rollout time (s)", ylabel=_unit(pools), title=f"Plans for at most {most} actors") as axes:
+        axes.step(times, costs, where="post", color="0.75", zorder=0)  # stairs, because no plan lies between two neighbours
+        actors = [plan.actors for plan in plans]
+        axes.figure.colorbar(axes.scatter(times, costs, c=actors), label="actors", ticks=sorted({min(actors), max(actors)}))
+        axes.plot(choice.plan.time_s, choice.plan.cost, "o", markersize=12, fillstyle="none", color="crimson", label="chosen")
+        draw_bounds(axes, bounds.time_s, bounds.cost)
 
 
 def _unit(pools: list[Pool]) -> str:

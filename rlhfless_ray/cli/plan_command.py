@@ -63,7 +63,7 @@ def plan(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the scenarios.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the groups of the chosen plan.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg, .png or .pdf file.")] = None,
     fleet: Annotated[
         int | None,
         typer.Option(help="Plan whole GRPO steps of --model on at most this many GPUs of any kind (or of --device), not only a rollout."),
@@ -108,7 +108,7 @@ def plan(
     from rlhfless_ray.cli.plan_pools import PoolOptions
 
     _leave_out(_given(ctx) & ONLY_FOR_FLEET, "without --fleet it changes nothing")
-    _check_numbers(scenarios, seed, plot)
+    _check_numbers(scenarios, seed)
     objective = _objective(prefer, deadline, budget, knee)
     options = PoolOptions(actors, speed, device, model, tensor_parallel, price, start, preempt, capacity)
     pools, sets, options_of_pools = _pools(options, devices, pool or [])
@@ -140,13 +140,11 @@ def _leave_out(names: set[str], why: str) -> None:
         raise UserError(f"leave out {', '.join('--' + name.replace('_', '-') for name in sorted(names))}: {why}")
 
 
-def _check_numbers(scenarios: int, seed: int, plot: Path | None) -> None:
+def _check_numbers(scenarios: int, seed: int) -> None:
     if scenarios < 0:
         raise UserError(f"--scenarios: must be 0 or more, got {scenarios}")
     if seed < 0:
         raise UserError(f"--seed: must be 0 or more, got {seed}")
-    if plot is not None and plot.suffix.lower() != ".svg":
-        raise UserError(f"--plot {plot}: give a file name that ends in .svg")
 
 
 def _pools(options: PoolOptions, devices: int | None, others: list[str]) -> tuple[list[Pool], list[list[int]], list[PoolOptions]]:

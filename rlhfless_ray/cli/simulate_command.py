@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlhfless_ray.cli.pictures import draw_bounds, picture
 from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError, one_line
 
@@ -181,28 +182,10 @@ def _show(results: dict[str, Any]) -> None:
 
 def _plot(results: dict[str, Any], path: Path) -> None:
     """Draw each policy's mean full cost against its mean time, and the bounds."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for name, row in results["policies"].items():
-        at = (row["step_s"]["mean"], row["full_device_s"]["mean"])
-        axes.errorbar(*at, xerr=row["step_s"]["sd"], yerr=row["full_device_s"]["sd"], fmt="o", capsize=2)
-        axes.annotate(name, at, textcoords="offset points", xytext=(6, 4), fontsize=8)
-    if bound := results["bound"]:
-        axes.axvline(bound["step_s"], color="grey", linestyle=":", label="time bound")
-        axes.axhline(bound["device_s"], color="grey", linestyle="--", label="cost bound")
-        axes.legend(fontsize=8)
-    axes.set(xlabel="seconds per step", ylabel="device-seconds held per step", title=results["setting"], ylim=(0, None))
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot write the picture ({one_line(error)})") from None
-    finally:
-        pyplot.close(figure)
+    with picture(path, xlabel="seconds per step", ylabel="device-seconds held per step", title=results["setting"]) as axes:
+        for name, row in results["policies"].items():
+            at = (row["step_s"]["mean"], row["full_device_s"]["mean"])
+            axes.errorbar(*at, xerr=row["step_s"]["sd"], yerr=row["full_device_s"]["sd"], fmt="o", capsize=2)
+            axes.annotate(name, at, textcoords="offset points", xytext=(6, 4), fontsize=8)
+        if bound := results["bound"]:
+            draw_bounds(axes, bound["step_s"], bound["device_s"])

@@ -1,0 +1,34 @@
+"""Pictures of cost against time. They need matplotlib, which is not installed with this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.common.errors import UserError, one_line
+
+
+@contextmanager
+def picture(path: Path, **labels: Any) -> Iterator[Any]:
+    """Yield matplotlib axes, and write them as a picture whose kind is the file name's ending. Raises UserError if that is impossible."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(7, 4.5), layout="tight")
+    axes = figure.add_subplot()
+    yield axes
+    axes.set(**labels)
+    axes.set_ylim(bottom=0)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--plot {path}: cannot be written: {one_line(error)}") from None
+
+
+def draw_bounds(axes: Any, time_s: float, cost: float) -> None:
+    axes.axvline(time_s, color="grey", linestyle=":", label="time bound")
+    axes.axhline(cost, color="grey", linestyle="--", label="cost bound")
+    axes.legend(fontsize=8)
