@@ -156,7 +156,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Complete the markers of tiers, and sort: the longest first, which are files with engines or a Ray of their own, then learners.
-    Files that share one Ray follow one another."""
+    Files that share one Ray follow one another: first those of runs, last those of leases and pools."""
     private.update(item.path for item in items if "private_ray" in getattr(item, "fixturenames", ()))
     ranks: dict[Path, int] = {}
     for item in items:
@@ -168,13 +168,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not tiers:
             item.add_marker("pure")
         alone = "engine" in tiers or "no_ray" in getattr(item, "fixturenames", ())
-        rank = 1 if item.path in private else 2 if alone else 3 if "learner" in tiers else 4 if "ray" in tiers else 5
-        ranks[item.path] = 0 if item.path.name in FIRST else min(rank, ranks.get(item.path, rank))
+        rank = 0 if item.path in private else 2 if alone else 3 if "learner" in tiers else 4 if "ray" in tiers else 5
+        ranks[item.path] = 1 if item.path.name in WAITING else min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: ranks[item.path])
 
 
 private: set[Path] = set()  # files with tests that use `private_ray`
-FIRST = ("test_shared_pool.py",)  # replayed runs, which mostly wait: other files have the cores meanwhile, but not at the end
+WAITING = ("test_shared_pool.py",)  # replayed runs, which mostly wait: early, so that other files have the cores meanwhile
 
 
 # Files whose tests read what one process makes in minutes, by folder and names: another process would only wait for it.
