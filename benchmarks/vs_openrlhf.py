@@ -327,14 +327,14 @@ def show(runs: list[SystemRun], start: float | None, title: str, console: Consol
 
 
 def show_curves(runs: list[SystemRun], console: Console) -> None:
-    """Show what was logged of learning, step by step: means over the seeds."""
-    steps = range(min(len(run.steps) for run in runs))
-    table = Table("", "", *(str(i + 1) for i in steps), title="by step, mean over the seeds")
-    for name in CURVES:
-        for system in (OPENRLHF, OURS):
-            mine = [run.steps for run in runs if run.system == system]
-            if mine and all(name in rows[i] for rows in mine for i in steps):
-                table.add_row(name, system, *(f"{np.mean([rows[i][name] for rows in mine]):.3g}" for i in steps))
+    """Show what was logged of learning, step by step: means over the seeds, OpenRLHF's / this project's."""
+    by = {system: [run.steps for run in runs if run.system == system] for system in (OPENRLHF, OURS)}
+    names = [name for name in CURVES if all(name in rows[0] for seeds in by.values() for rows in seeds)]
+    table = Table("step", *names, title=f"{OPENRLHF} / {OURS} by step, means over the seeds")
+    for i in range(min(len(run.steps) for run in runs)):
+        table.add_row(
+            str(i + 1), *(" / ".join(f"{np.mean([rows[i][name] for rows in seeds]):.3g}" for seeds in by.values()) for name in names)
+        )
     console.print(table)
 
 
