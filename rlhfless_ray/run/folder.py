@@ -92,14 +92,15 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"run.root {recipe.run.root}: cannot make a run folder there: {error.strerror}") from None
 
-    @property
-    def deletion_note(self) -> str:
-        """Return a message if Ray will delete the folder, because it is in the package that Ray unpacked for the job, or else ""."""
-        if UNPACKED not in self.path.resolve().parts:
+    def deletion_note(self, recipe: Recipe | SupervisedRecipe) -> str:
+        """Return a message if Ray will delete results, because they are in the package that Ray unpacked for the job, or else ""."""
+        places = {"run.root": str(self.path), "checkpoint.path": recipe.checkpoint.path, "save.path": recipe.save.path}
+        lost = {key: place for key, place in places.items() if place and UNPACKED in Path(place).resolve().parts}
+        if not lost:
             return ""
         return (
-            f"run.root: {self.path} lies in the working folder that Ray unpacked for this job, and Ray deletes it after the job; set "
-            "run.root to a folder that stays"
+            f"{', '.join(lost)}: {', '.join(lost.values())} in the working folder that Ray unpacked for this job will be deleted after the "
+            "job; name a folder that stays"
         )
 
     @classmethod

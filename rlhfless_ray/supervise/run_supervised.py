@@ -160,7 +160,8 @@ class SupervisedStage:
             ledger = Ledger(resource, self.recipe.price.slot_per_hour(resource))
             ledger.name_of = self.cluster.node_name
             self.progress = ProgressDisplay(self.recipe.watch.progress, self.recipe.run.steps or 0, title=self.folder.path.name)
-            for message in filter(None, [*self.resume_notes, *self.rows.notes, *self.memory_notes, self.folder.deletion_note]):
+            deletion_note = self.folder.deletion_note(self.recipe)
+            for message in filter(None, [*self.resume_notes, *self.rows.notes, *self.memory_notes, deletion_note]):
                 self.progress.message(message)
             self.slots = None if shares is None else self._leased_ranks(shares, ledger)  # None: Ray Train takes them from Ray's queue
             self.recorder = RankRecorder(self.recipe, self.folder, self.progress, ledger, self.slots, self._threads(resource))

@@ -437,7 +437,12 @@ def test_status_is_readable_at_every_moment(tmp_path: Path) -> None:
     assert (ended["status"], ended["reason"], ended["steps_done"]) == ("failed", "why", 299) and ended["ended_at"]
 
 
-def test_a_folder_that_ray_deletes_after_the_job_is_named(tmp_path: Path) -> None:
-    unpacked = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1" / "runs"
-    assert "Ray deletes it after the job; set run.root" in RunFolder.create(recipe(unpacked)).deletion_note
-    assert not RunFolder.create(recipe(tmp_path / "runs")).deletion_note
+def test_folders_that_ray_deletes_after_the_job_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    inside, outside = recipe(unpacked / "runs"), recipe(tmp_path / "runs")
+    assert RunFolder.create(inside).deletion_note(inside).startswith(f"run.root: {unpacked / 'runs'}")
+    folder = RunFolder.create(outside)
+    assert not folder.deletion_note(outside)
+    monkeypatch.chdir(unpacked)
+    outside = outside.with_settings({"checkpoint.path": "ckpt", "save.path": str(tmp_path / "saved")})
+    assert folder.deletion_note(outside).startswith("checkpoint.path: ckpt in the working folder that Ray unpacked for this job")
