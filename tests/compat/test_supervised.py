@@ -21,6 +21,7 @@ from rlhfless_ray.compat.openrlhf.resources import fit_copies
 from rlhfless_ray.compat.openrlhf.starters import OWN_VARIABLES, process_place
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
+from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.folder import RunFolder
@@ -283,6 +284,13 @@ def test_deepspeed_and_torchrun_only_tell_the_number_of_ranks() -> None:
     for starter in ("python -m torch.distributed.run --nproc_per_node 3 -m", "accelerate launch --num_processes 3 --num_machines 2 -m"):
         assert find([*starter.split(), "openrlhf.cli.train_sft", *rest]).flags == ["--elastic.learner.ranks", "3", *rest]
     assert translate_supervised("train_sft", LEAST, {"RANK": "0", "WORLD_SIZE": "8"}).settings["learner.ranks"] == 8
+
+
+def test_explain_counts_the_ranks_that_the_launcher_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfless_ray.compat.openrlhf.translate_launch.visible_gpus", lambda: 4)
+    for command, ranks in (("deepspeed --module", 4), ("python -m", 4), ("deepspeed --num_gpus 2 --module", 2)):
+        found = translate_launch(find([*command.split(), "openrlhf.cli.train_sft", *LEAST]))
+        assert found is not None and found.settings["learner.ranks"] == ranks
 
 
 @pytest.mark.parametrize(

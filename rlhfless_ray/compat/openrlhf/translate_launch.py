@@ -13,6 +13,7 @@ from rlhfless_ray.compat.openrlhf.molt import translate_molt
 from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
 from rlhfless_ray.compat.openrlhf.translate import Translation, translate
+from rlhfless_ray.local.machine_memory import visible_gpus
 
 
 def translate_launch(launch: LaunchCommand) -> Translation | LauncherTranslation | None:
@@ -22,7 +23,7 @@ def translate_launch(launch: LaunchCommand) -> Translation | LauncherTranslation
     """
     _check_covered(launch.launcher)
     if launch.launcher in TASKS:
-        return translate_supervised(launch.launcher, launch.flags)
+        return translate_supervised(launch.launcher, launch.flags, ranks=max(1, visible_gpus()))
     if launch.launcher in LAUNCHERS:
         return translate_inference(launch.launcher, launch.flags)
     if launch.launcher not in (LAUNCHER, MOLT):
