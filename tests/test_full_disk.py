@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -317,6 +318,24 @@ def test_a_checkpoint_without_space_is_not_begun(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free if path == tmp_path else 0))
     with nullcontext() if fits else pytest.raises(DiskFull, match=f"^{tmp_path}/ckpt/run cannot be written"):
         loop._check_space(tmp_path / "made")
+
+
+def test_a_checkpoint_that_finds_no_space_where_it_is_made_is_a_full_disk_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks hear of it, and Ray Train does not start them again for it."""
+    loop = train_loop._Loop.__new__(train_loop._Loop)
+    loop.rank, loop.ranks, loop.saved = 1, 2, -1
+    loop.work = SimpleNamespace(trainer=SimpleNamespace(state_files=lambda: {"x": b"x"}))  # type: ignore[assignment]
+    heard: list[float] = []
+    monkeypatch.setattr(loop, "_sum", lambda number: heard.append(number) or number)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def write(folder: Path, files: dict[str, bytes]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train_loop, "write_folder", write)
+    with pytest.raises(DiskFull, match=f"^{tmp_path} cannot be written"):
+        loop._save(3)
+    assert heard == [1.0] and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("tears", ["optimizer-00002-of-00002.safetensors", "optimizer-00001-of-00002.safetensors", "progress.json"])

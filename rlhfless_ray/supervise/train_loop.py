@@ -21,7 +21,7 @@ import ray.train
 import torch
 
 from rlhfless_ray.common.deadlines import fetch
-from rlhfless_ray.common.disk_space import DiskFull
+from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE
@@ -164,13 +164,15 @@ class _Loop:
         begin = time.time()
         with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as name:
             folder = Path(name)
-            write_folder(folder, self.work.trainer.state_files())
+            has_space = _has_written(folder, self.work.trainer.state_files())
             if model:
-                self._write(self._model(), folder / MODEL)
+                has_space &= self._has_written_model(folder / MODEL)
                 if self.recipe.lora.rank:
-                    self._write(self._model(adapter=True), folder / "adapter")
+                    has_space &= self._has_written_model(folder / "adapter", adapter=True)
             if self.rank == 0:
-                (folder / PROGRESS).write_text(json.dumps({"steps": done, "order": self.order.state()}))
+                has_space &= _has_written(folder, {PROGRESS: json.dumps({"steps": done, "order": self.order.state()}).encode()})
+            if self._sum(float(not has_space)):
+                raise DiskFull(folder.parent)
             self._check_space(folder)
             ray.train.report({"steps": done}, checkpoint=ray.train.Checkpoint.from_directory(name))
         self.saved = done
@@ -216,11 +218,23 @@ class _Loop:
             return {**files, ADAPTER_CONFIG: with_base(bytes(files[ADAPTER_CONFIG]), str(self.start.model))}
         return {**files, "config.json": self.work.config()} if self.recipe.task == "rm" and not adapter else files
 
-    def _write(self, files: Files, folder: Path) -> None:
-        if self.rank == 0:
-            write_folder(folder, files)
+    def _has_written_model(self, folder: Path, adapter: bool = False) -> bool:
+        """On rank 0 write the model or the adapter. Returns whether the disk had space."""
+        files = self._model(adapter)
+        return self.rank > 0 or _has_written(folder, files)
 
     def _span(self, activity: str, what: str, begin_s: float, end_s: float | None = None) -> Any:
         """Post a span, and return a reference to the answer."""
         span = Span(activity, what, begin_s, time.time() if end_s is None else end_s)
         return self.start.inbox.post.remote("spans", (self.rank, [span]))
+
+
+def _has_written(folder: Path, files: Files) -> bool:
+    """Write files, and return whether the disk had space for them. A rank alone must not fail: the others would wait for it."""
+    try:
+        write_folder(folder, files)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return False
+    return True
