@@ -2,8 +2,9 @@
 
 The same runs in four ways: one after the other, each with its part of the machine, side by side in Ray's queue (`cluster.pool: false`), and
 sharing the pool. By default runs of the built-in tasks with real engines on this machine's cores. `--replayed`: replayed engines and
-learners (made-up lengths, modelled speed, real time) on logical GPUs. `--day`: runs arrive, stop and are killed at random. `--draw` draws
-docs/images/shared_pool.svg again.
+learners (made-up lengths, modelled speed, real time) on logical GPUs. `--slowdown 4` replays a model that takes four times as long for each
+step and update: with a quick one, few cores measure themselves instead of the pool. `--day`: runs arrive, stop and are killed at random.
+`--draw` draws docs/images/shared_pool.svg again.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--replayed", action="store_true", help="replayed engines and learners on logical GPUs")
     parser.add_argument("--gpus", type=int, default=32, help="logical GPUs")
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--slowdown", type=float, default=1.0, help="factor of the replayed model's times")
     parser.add_argument("--ways", default=",".join(WAYS), help="which, separated by commas")
     parser.add_argument("--day", action="store_true", help="runs that arrive, stop and are killed at random (replayed)")
     parser.add_argument("--seed", type=int, default=0, help="of the day")
@@ -98,7 +100,8 @@ def main() -> None:
         targets.append(Target("difference of the learned weights, over what was learned", learned, most=1e-3))
     show_targets(console, targets)
     content = {"replayed": options.replayed, "slots": slots, "options": vars(options), "ways": found, "learned": learned, "shown": shown}
-    name = f"shared_pool_{'replayed_' if options.replayed else ''}{options.runs}"
+    slower = f"_slower_{options.slowdown:g}" if options.slowdown != 1.0 else ""
+    name = f"shared_pool_{'replayed_' if options.replayed else ''}{options.runs}{slower}"
     save(name, content, targets, console=console, quick=options.quick)
     if shown and options.runs == 2 and not options.quick:
         draw(shown, PICTURE)
@@ -233,7 +236,7 @@ def measure(folder: Path, way: str, slots: int, options: Any) -> dict[str, Any]:
         make = replayed if options.replayed else real
         names = [f"run{number}" for number in range(options.runs)]
         for number, name in enumerate(names):
-            (folder / f"{name}.yaml").write_text(make(folder, number, cluster.address, most, way == "shared", options.quick).to_yaml())
+            (folder / f"{name}.yaml").write_text(make(folder, number, cluster.address, most, way == "shared", options).to_yaml())
         began_s = time.monotonic()
         if way == "queue":
             walls_s = [wall_s for name in names for wall_s in together([Process(folder, name, options.replayed)])]
@@ -244,8 +247,9 @@ def measure(folder: Path, way: str, slots: int, options: Any) -> dict[str, Any]:
     return {"end_s": end_s, "runs": runs, "handovers": status["handovers"], **audit([folder / "runs" / name for name in names], status)}
 
 
-def real(folder: Path, number: int, address: str, most: int, pool: bool, quick: bool) -> Recipe:
+def real(folder: Path, number: int, address: str, most: int, pool: bool, options: Any) -> Recipe:
     """A run of a built-in task."""
+    quick = options.quick
     task, width, prompts, tokens, steps = REAL[number % len(REAL)]
     return Recipe.parse(
         {
@@ -264,14 +268,15 @@ def real(folder: Path, number: int, address: str, most: int, pool: bool, quick: 
     )
 
 
-def replayed(folder: Path, number: int, address: str, most: int, pool: bool, quick: bool, **sections: Any) -> Recipe:
+def replayed(folder: Path, number: int, address: str, most: int, pool: bool, options: Any, **sections: Any) -> Recipe:
     """Runs of different length: responses and updates of every second one take a third of the time."""
+    quick, slowdown = options.quick, options.slowdown
     prompts, samples, tokens = (16, 4, 256) if quick else (64, 16, 1024 if number % 2 == 0 else 350)
     own = folder / f"world{number}"
     own.mkdir()
     lengths = synthetic_lengths(4 * prompts, samples, tokens, seed=number)
-    learn_s = 1.0 if quick else (8.0, 3.0)[number % 2]
-    world = build(own, lengths, base_s=BASE_S, per_seq_s=PER_SEQ_S, start_s=1.0, learn_s=learn_s, clock=1.0)
+    learn_s = slowdown * (1.0 if quick else (8.0, 3.0)[number % 2])
+    world = build(own, lengths, base_s=slowdown * BASE_S, per_seq_s=slowdown * PER_SEQ_S, start_s=1.0, learn_s=learn_s, clock=1.0)
     return recipe_for(
         world,
         folder,
@@ -300,7 +305,8 @@ def day(folder: Path, options: Any) -> tuple[dict[str, Any], list[Target]]:
     hits_s = {number: rng.uniform(10.0, 40.0) for number in range(count) if fates[number] != "ends"}
     processes: list[Process] = []
     with Cluster(slots, True, True) as cluster:
-        recipes = [replayed(folder, number, cluster.address, 4, True, True) for number in range(count)]
+        small = argparse.Namespace(**{**vars(options), "quick": True})
+        recipes = [replayed(folder, number, cluster.address, 4, True, small) for number in range(count)]
         for number, recipe in enumerate(recipes):
             (folder / f"run{number}.yaml").write_text(
                 recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": 6})}).to_yaml()
