@@ -56,9 +56,9 @@ class SlotBroker:
         """Hand free leases to the ranks of `group`. It puts back those it does not use."""
         self.put(group.assign_leases(self.take()))
 
-    def release(self, keep: int = 0, nodes: Collection[str] = ()) -> None:
-        """Return free leases to Ray, except for the first `keep`. Those of `nodes` go before others."""
-        leases = self.take(prefer=(lambda lease: lease.slot.node not in nodes) if nodes else None)
+    def release(self, keep: int = 0, first: Collection[str] = ()) -> None:
+        """Return free leases to Ray, except for the first `keep`. Those with ids in `first` go before others."""
+        leases = self.take(prefer=(lambda lease: lease.id not in first) if first else None)
         self.put(leases[:keep])
         self.leases.release(leases[keep:])
 

@@ -80,11 +80,19 @@ class LeaseManager:
 
         `nodes`: ids of required nodes, one per slot for the first slots. `labels`: required of all nodes.
         """
-        requests = []
-        for i in range(count):
-            self.counter += 1
-            node = nodes[i] if nodes and i < len(nodes) else ""
-            requests.append(LeaseRequest(f"{self.run_id}-{self.counter}", time.time(), node, dict(labels or {})))
+        required = [nodes[i] if nodes and i < len(nodes) else "" for i in range(count)]
+        return self._ask([LeaseRequest(self._new_id(), time.time(), node, dict(labels or {})) for node in required])
+
+    def ask_again(self, slots: list[Slot]) -> list[LeaseRequest]:
+        """Request slots to which processes with state must return: on CPU any of the same nodes, on GPU the same devices."""
+        on_gpu = self.resource == "gpu"
+        return self._ask([LeaseRequest(self._new_id(), time.time(), slot.node, device=slot.device if on_gpu else None) for slot in slots])
+
+    def _new_id(self) -> str:
+        self.counter += 1
+        return f"{self.run_id}-{self.counter}"
+
+    def _ask(self, requests: list[LeaseRequest]) -> list[LeaseRequest]:
         self.source.ask(requests)
         self.pending |= {request.id: request for request in requests}
         return requests

@@ -38,6 +38,7 @@ class PoolClient:
         `say`: callback for log messages.
         """
         self.resource, self.info, self.say = resource, info, say
+        self.grants_devices = resource == "gpu"
         self.slots = RunSlots(info.run)
         self.view, self.viewed_s = PoolView(0, 1, 0, 0, 0, 0.0, "", 0.0, 0.0, 0.0), time.monotonic()
         self.lock, self.closed = threading.RLock(), threading.Event()
@@ -53,7 +54,7 @@ class PoolClient:
     def ask(self, requests: list[LeaseRequest]) -> None:
         if requests:
             with self.lock:
-                self.slots.ask(SlotRequest(self._id(one), self.info.run, one.node, one.labels) for one in requests)
+                self.slots.ask(SlotRequest(self._id(one), self.info.run, one.node, one.labels, one.device) for one in requests)
             self._tell()
 
     def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:
@@ -95,8 +96,8 @@ class PoolClient:
         return self.view.surplus
 
     @property
-    def surplus_nodes(self) -> tuple[str, ...]:
-        return self.view.surplus_nodes
+    def surplus_leases(self) -> tuple[str, ...]:
+        return self.view.surplus_slots
 
     def may_wait(self) -> bool:
         """Return whether a needed slot comes although its deadline is over: other runs hold slots, and give back what is this run's."""

@@ -32,12 +32,13 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """A request for one slot, on a node (any if empty) that has these labels."""
+    """A request for one slot, on a node (any if empty) that has these labels, or for this device of the node."""
 
     id: str
     run: str
     node: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    device: int | str | None = None
 
 
 @dataclass
@@ -57,7 +58,11 @@ class PoolSlot:
 
 @dataclass(frozen=True)
 class PoolView:
-    """A run's view of the pool. `surplus`: slots above its target that runs below their targets wait for and could use."""
+    """A run's view of the pool.
+
+    `surplus`: slots that it should give back to runs below their targets: those above its own target, and those to which processes with
+    state of these runs must return.
+    """
 
     slots: int
     runs: int
@@ -73,7 +78,7 @@ class PoolView:
     waiting: tuple[str, ...] = ()  # other runs below their target that want slots
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of the parked processes of other runs, by node
     due: tuple[tuple[float, int], ...] = ()  # seconds until other runs expect to give back slots above their targets, and how many
-    surplus_nodes: tuple[str, ...] = ()  # nodes of the slots among which the surplus is
+    surplus_slots: tuple[str, ...] = ()  # requests of the slots among which the surplus is
     today_slot_s: float = 0.0  # the part of `slot_s` that belongs to `day`
     day: int = 0  # UTC day, in days since the epoch
 

@@ -33,6 +33,7 @@ class PoolRun:
     waits_since_s: float | None = None  # time since which it has fewer slots than it can work with; reset RECENT_S after a withdrawal
     withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
     withdrew: SlotRequest | None = None  # that request
+    homes: set[tuple[str, int | str]] = field(default_factory=set)  # devices to which processes with state must return
     slot_s: float = 0.0  # slot-seconds that it has paid for
     today_slot_s: float = 0.0  # those of the state's day
     lent_slot_s: float = 0.0
@@ -188,6 +189,8 @@ class PoolState:
             return
         run = self.runs[request.run]
         self.requests.setdefault(request.id, request)
+        if request.device is not None:
+            run.homes.add((request.node, request.device))
         if self._lacks(run, self.held(request.run)) and run.waits_since_s is None:
             run.waits_since_s, self._cleared = now_s, None
 
@@ -230,9 +233,9 @@ class PoolState:
             for request in sorted(self.requests.values(), key=lambda request: not below(request.run)):
                 if not below(request.run) and len(free) <= pausing:
                     continue
-                fitting = [slot for slot in free if self._fits(request, slot.node)]
-                # prefer the slot that the run held before, where its processes are
-                slot = min(fitting, key=lambda slot: slot.last != request.run, default=None)
+                fitting = [slot for slot in free if self._fits(request, slot)]
+                # prefer the slot that the run held before, where its processes are, and leave others those to which they must return
+                slot = min(fitting, key=lambda slot: (slot.last != request.run, self._is_home(slot, request.run)), default=None)
                 if slot is not None:
                     break
             if slot is None:
@@ -333,7 +336,7 @@ class PoolState:
         self._account(now_s)
         known, cleared, held = self.runs[run], self.clearing(), self.held(run)
         waiting = {name: missing for name, missing in self.waiting(now_s).items() if name != run}
-        surplus, nodes = self._surplus(run, held - cleared.slots[run], waiting)
+        surplus, wanted = self._surplus(run, held - cleared.slots[run], waiting)
         parked_mb: dict[str, float] = {}
         due = []
         for name, other in self.runs.items():
@@ -357,25 +360,28 @@ class PoolState:
             tuple(sorted(waiting)),
             parked_mb,
             tuple(sorted(due)),
-            nodes,
+            wanted,
             known.today_slot_s,
             self.day,
         )
 
     def _surplus(self, run: str, above: int, waiting: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
-        """Return how many of `above` slots of a run other runs wait for, and the nodes of its slots that these could use.
+        """Return how many slots a run should give back to runs that wait, and the requests of its slots that these could use.
 
-        `waiting`: slots that each of them lacks. A learner waits for the node of its state, and engines may wait for a label.
+        `above`: slots above its target. `waiting`: slots that each of them lacks. A learner waits for the node of its state, on GPU for its
+        device, and engines may wait for a label. The run also gives back a device below its target: it can use any other one instead.
         """
-        if above <= 0 or not waiting:
-            return 0, ()
-        held, count, nodes = Counter([slot.node for slot in self.slots.values() if slot.holder == run]), 0, set[str]()
-        asked = {name: {(one.node, *one.labels.items()): one for one in self._asked(name)} for name in waiting}
+        held, count, usable = [slot for slot in self.slots.values() if slot.holder == run], 0, set[str]()
         for name, missing in waiting.items():
-            usable = {node for node in held if any(self._fits(request, node) for request in asked[name].values())}
-            count += min(missing, sum(held[node] for node in usable))
-            nodes |= usable
-        return min(above, count), tuple(sorted(nodes))
+            asked = {(one.node, one.device, *one.labels.items()): one for one in self._asked(name)}.values()
+            bound = [one for one in asked if one.device is not None]
+            if needed := tuple(slot.request for slot in held if any(self._fits(one, slot) for one in bound))[:missing]:
+                return len(needed), needed
+            fitting = [slot.request for slot in held if any(self._fits(one, slot) for one in asked)]
+            count += min(missing, len(fitting))
+            usable |= set(fitting)
+        surplus = max(0, min(above, count))
+        return surplus, tuple(sorted(usable)) if surplus else ()
 
     def _asked(self, run: str) -> list[SlotRequest]:
         """Return the requests of a run, or the one that it withdrew last."""
@@ -384,11 +390,20 @@ class PoolState:
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _fits(self, request: SlotRequest, node: str) -> bool:
-        labels = self.nodes.get(node, (0, {}))[1]
-        if node in self.runs[request.run].avoids:
+    def _fits(self, request: SlotRequest, slot: PoolSlot) -> bool:
+        labels = self.nodes.get(slot.node, (0, {}))[1]
+        if slot.node in self.runs[request.run].avoids or request.node not in ("", slot.node) or request.device not in (None, slot.device):
             return False
-        return request.node in ("", node) and all(labels.get(name) == value for name, value in request.labels.items())
+        return all(labels.get(name) == value for name, value in request.labels.items())
+
+    def _is_home(self, slot: PoolSlot, run: str) -> bool:
+        """Return whether processes of another run must return to this device."""
+        return any((slot.node, slot.device) in other.homes for name, other in self.runs.items() if name != run)
+
+    def is_held(self, request: SlotRequest) -> bool:
+        """Return whether the device that a request names is in the pool already, so that Ray need not be asked for it."""
+        home = request.node, request.device
+        return request.device is not None and any((slot.node, slot.device) == home for slot in self.slots.values())
 
     def _give(self, slot: PoolSlot, request: SlotRequest, now_s: float) -> None:
         run = request.run

@@ -26,12 +26,16 @@ POOL_PREFIX = "rlhfless-pool-"  # prefix of the names of the shared pool's place
 
 @dataclass(eq=False)
 class LeaseRequest:
-    """A slot that was requested and may not be granted yet, on a node (any if empty) that has these labels."""
+    """A slot that was requested and may not be granted yet, on a node (any if empty) that has these labels.
+
+    `device`: the only one that is of use, see `SlotSource.grants_devices`.
+    """
 
     id: str
     from_s: float  # wall-clock time before which it was not granted
     node: str = ""
     labels: dict[str, str] = field(default_factory=dict)
+    device: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,12 @@ class Grant:
 
 
 class SlotSource(Protocol):
-    """A source of slots: Ray's queue, or the pool that the runs of a cluster share."""
+    """A source of slots: Ray's queue, or the pool that the runs of a cluster share.
+
+    `grants_devices`: on GPU, a request that names a device gets no other. Ray's queue grants any device of the node.
+    """
+
+    grants_devices: bool
 
     def ask(self, requests: list[LeaseRequest], /) -> None: ...
 
@@ -66,8 +75,8 @@ class SlotSource(Protocol):
         ...
 
     @property
-    def surplus_nodes(self) -> Collection[str]:
-        """Nodes whose slots these runs could use."""
+    def surplus_leases(self) -> Collection[str]:
+        """Ids of the leases whose slots these runs could use."""
         ...
 
     def may_wait(self) -> bool:
@@ -80,7 +89,8 @@ class SlotSource(Protocol):
 class RayGroups:
     """Slots as this run's own placement groups, from Ray's queue."""
 
-    surplus, surplus_nodes = None, ()
+    grants_devices = False
+    surplus, surplus_leases = None, ()
 
     def __init__(self, resource: str) -> None:
         self.resource = resource

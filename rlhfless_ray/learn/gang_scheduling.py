@@ -6,7 +6,7 @@ import time
 
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance
-from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.functions.lease import PREFERRED_S, Lease, Slot
 from rlhfless_ray.functions.worker_pool import ATTEMPT_S, WorkerPool
 from rlhfless_ray.learn.recovery import LearnerLost
 
@@ -34,10 +34,12 @@ class GangScheduler:
             if gone := leases.nodes.find_lost(homes):
                 self.broker.put(leases.without_lost([*fitting, *spare]))
                 raise LearnerLost(f"node {gone[0]} is gone")
-            leases.release([lease for lease in spare if homes and lease.slot.node not in homes])
-            spare = [lease for lease in spare if not homes or lease.slot.node in homes]  # on GPU: of the wrong device, so far
-            requests = leases.ask(missing, homes_of(by_rank, fitting))
-            got = leases.collect(requests, self.pool.kind, ATTEMPT_S)
+            # Ray grants any device, so those of home nodes are kept until the right one comes; other runs may need them meanwhile
+            kept = [lease for lease in spare if not homes or (lease.slot.node in homes and not leases.source.grants_devices)]
+            leases.release([lease for lease in spare if lease not in kept])
+            spare, patience_s = kept, PREFERRED_S if kept and leases.resource == "gpu" else ATTEMPT_S
+            requests = leases.ask_again(self._missing(by_rank, fitting)) if by_rank else leases.ask(missing)
+            got = leases.collect(requests, self.pool.kind, patience_s)
             fitting, spare = self.fit(by_rank, [*fitting, *spare, *got])
             late = time.monotonic() - start > leases.deadline_s
             if len(fitting) == self.ranks or (len(got) == missing and not late):
@@ -63,6 +65,14 @@ class GangScheduler:
                 fitting.append(lease_for_rank)
         return fitting, left
 
+    def _missing(self, by_rank: list[Instance], fitting: list[Lease]) -> list[Slot]:
+        """Return the slots of the processes that none of the `fitting` leases is for."""
+        slots, left = [], list(fitting)
+        for instance in by_rank:
+            lease = next((lease for lease in left if self.pool.fits(instance, lease.slot)), None)
+            left.remove(lease) if lease is not None else slots.append(instance.slot)
+        return slots
+
     def _more(self, shares: list[list[Lease]], spare: list[Lease], max_leases: int, patience_s: float) -> list[Lease]:
         """Add leases of a rank's own node to its share, spare ones first. Returns the leases left over."""
         leases = self.pool.leases
@@ -81,9 +91,6 @@ class GangScheduler:
         return spare
 
 
-def homes_of(by_rank: list[Instance], assigned: list[Lease] | tuple[()] = ()) -> list[str]:
-    """Return the node of each rank's process, without the ranks that `assigned` leases serve; empty before the processes exist."""
-    homes = [instance.slot.node for instance in by_rank]
-    for lease in assigned if homes else ():
-        homes.remove(lease.slot.node)
-    return homes
+def homes_of(by_rank: list[Instance]) -> list[str]:
+    """Return the node of each rank's process; empty before the processes exist."""
+    return [instance.slot.node for instance in by_rank]

@@ -125,7 +125,7 @@ class SharedSlots:
         self.leaving &= set(working)
         now, spare = time.monotonic(), len(working) - len(self.leaving) - 1
         if (surplus := min(self.source.surplus, spare)) > 0 and now > self.look_again_s and not driver.migrations.leaving:
-            usable = {number for number, instance in working.items() if instance.slot.node in self.source.surplus_nodes}
+            usable = {number for number, one in working.items() if any(lease.id in self.source.surplus_leases for lease in one.leases)}
             if by_work := sorted(usable - self.leaving, key=lambda number: len(driver.token_log.owed(number)))[:surplus]:
                 self.leaving |= set(by_work)
                 self.look_again_s = now + PAUSE_S

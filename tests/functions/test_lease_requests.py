@@ -25,6 +25,7 @@ from tests.functions.test_pool_state import pool
 class Source:
     """A shared pool without Ray. Each call reaches it at once, and a wait ends at once."""
 
+    grants_devices = True
     surplus = None
 
     def __init__(self, state: PoolState, slots: RunSlots) -> None:
@@ -34,7 +35,7 @@ class Source:
         self.slots.accept(say(self.state, self.slots.statement()))
 
     def ask(self, requests: list[LeaseRequest]) -> None:
-        self.slots.ask(SlotRequest(one.id, self.slots.run, one.node, one.labels) for one in requests)
+        self.slots.ask(SlotRequest(one.id, self.slots.run, one.node, one.labels, one.device) for one in requests)
         self.tell()
 
     def wait(self, request: LeaseRequest, until_s: float) -> Grant | None:

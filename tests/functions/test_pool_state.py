@@ -327,16 +327,53 @@ def test_a_run_is_asked_for_slots_of_nodes_that_the_waiting_run_can_use():
     assert len(state.match(0.0)) == 4 and state.view("x", 0.0).surplus == 0
     state.ask(SlotRequest("y/1", "y", "a"), 1.0)
     state.match(1.0)
-    assert (state.view("x", 1.0).surplus, state.view("x", 1.0).surplus_nodes) == (2, ("a",))
+    assert (state.view("x", 1.0).surplus, nodes_of(state, "x", 1.0)) == (2, {"a"})
     state.release(["y/1"], 2.0)
-    assert state.view("x", 2.0).surplus_nodes == ("a",), "it asks again after a moment"
+    assert nodes_of(state, "x", 2.0) == {"a"}, "it asks again after a moment"
     state.ask(SlotRequest("y/2", "y", labels={"zone": "2"}), 2.0)
     state.match(2.0)
-    assert (state.view("x", 2.0).surplus, state.view("x", 2.0).surplus_nodes) == (0, ())
+    assert (state.view("x", 2.0).surplus, nodes_of(state, "x", 2.0)) == (0, set())
     state.release(["y/2", *x[:1]], 3.0)
     state.ask(SlotRequest("y/3", "y", labels={"zone": "1"}), 3.0)
     state.match(3.0)
-    assert state.view("x", 3.0).surplus_nodes == ("b",)
+    assert nodes_of(state, "x", 3.0) == {"b"}
+
+
+def nodes_of(state: PoolState, run: str, now_s: float) -> set[str]:
+    """Nodes of the slots that a run should give back."""
+    wanted = state.view(run, now_s).surplus_slots
+    return {slot.node for slot in state.slots.values() if slot.request in wanted}
+
+
+def test_a_learner_gets_back_the_device_of_its_state_and_no_other_one():
+    """Before, it took every free device of the node, and held them, until the right one came."""
+    state = pool(3)
+    for name in ("x", "y"):
+        state.join(RunInfo(name), 0.0)
+        state.bid(Bid(name, (1, 2), (0.0, 9.0)), 0.0)
+    _, second = ask(state, "y", 2, 0.0)
+    state.match(0.0)
+    device = state.granted(second).device
+    state.ask(SlotRequest("x/1", "x", "a", device=device), 1.0)
+    assert not state.match(1.0), "another device is free"
+    assert state.is_held(state.requests["x/1"]), "Ray need not be asked for it"
+    view = state.view("y", 1.0)
+    assert (view.held, view.surplus, view.surplus_slots) == (2, 1, (second,)), "although it has no more than its target"
+    state.release([second], 2.0)
+    state.ask(SlotRequest("y/3", "y"), 2.0)
+    assert sorted(slot.request for slot in state.match(2.0)) == ["x/1", "y/3"] and state.granted("x/1").device == device
+    assert state.view("y", 2.0).surplus == 0
+
+
+def test_others_get_the_device_of_a_learners_state_last():
+    state = pool(3)
+    for name in ("x", "y"):
+        state.join(RunInfo(name), 0.0)
+    state.ask(SlotRequest("x/1", "x", "a", device=0), 0.0)
+    state.match(0.0)
+    state.release(["x/1"], 1.0)
+    ask(state, "y", 2, 1.0)
+    assert [slot.device for slot in state.match(1.0)] == [1, 2]
 
 
 def test_a_run_that_has_withdrawn_keeps_its_turn_only_for_a_moment():

@@ -65,13 +65,18 @@ class Cluster(LeaseManager):
     def ask(self, count: int, nodes: list[str] | None = None) -> list[Any]:
         return [nodes[i] if nodes and i < len(nodes) else None for i in range(count)]
 
+    def ask_again(self, slots: list[Slot]) -> list[Any]:
+        return [slot if self.source.grants_devices else slot.node for slot in slots]
+
     def collect(self, requests: list[Any], kind: str, wait_s: float, need: int = 0, have: Any = None) -> list[Lease]:
         got = []
-        for node in requests:
-            found = next((n for n in self.free if self.free[n] and node in (None, n)), None)
+        for request in requests:
+            node, device = (request.node, request.device) if isinstance(request, Slot) else (request, None)
+            found = next((n for n in self.free if self.free[n] and node in (None, n) and (device is None or device in self.free[n])), None)
             self.log.append(f"{node or 'any'} → {found}")
             if found is not None:
-                got.append(self.lease(found, self.free[found].pop(0)))
+                free = self.free[found]
+                got.append(self.lease(found, free.pop(0 if device is None else free.index(device))))
         return got
 
     def without_lost(self, leases: list[Lease]) -> list[Lease]:
@@ -190,6 +195,16 @@ def test_on_gpu_it_holds_the_wrong_devices_until_the_right_one_comes():
     assert [lease.slot.device for lease in worker_group.by_rank[0].leases] == [2]
     assert [lease.slot.device for lease in left] == [0, 1]
     assert cluster.log == ["here → here"] * 3 + ["unpark"]
+
+
+def test_in_a_shared_pool_it_takes_no_device_but_its_own(monkeypatch):
+    """It held every free device of the node before, for which other runs waited."""
+    cluster = Cluster("gpu", {"here": [0, 1, 3]})
+    monkeypatch.setattr(cluster.source, "grants_devices", True)
+    worker_group = gang_on(cluster, Slot("here", 1), Slot("here", 2))
+    left = worker_group.assign_leases([cluster.lease("here", 4), cluster.lease("here", 2)])
+    assert [[lease.slot.device for lease in instance.leases] for instance in worker_group.by_rank] == [[1], [2]] and not left
+    assert cluster.free == {"here": [0, 3, 4]}, "what it cannot use goes back before it waits"
 
 
 def test_a_device_that_never_comes_is_named_after_the_deadline_and_nothing_is_kept(monkeypatch):

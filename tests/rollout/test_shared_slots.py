@@ -39,11 +39,11 @@ class Leases:
 
 
 class Engine(int):
-    """An engine and its number. Every third one is on node b."""
+    """An engine and its number. Its lease has the same number."""
 
     @property
-    def slot(self) -> SimpleNamespace:
-        return SimpleNamespace(node="aab"[self % 3])
+    def leases(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(id=f"lease-{int(self)}")]
 
 
 class Driver:
@@ -79,7 +79,7 @@ def shared(monkeypatch) -> SharedSlots:
     ready: set[str] = set()
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in ready], []))
     monkeypatch.setattr(module, "fetch_weights", lambda pool, weights: None)
-    source = SimpleNamespace(surplus=0, surplus_nodes=("a", "b"), arrival=lambda request: request.id, ready=ready)
+    source = SimpleNamespace(surplus=0, surplus_leases=("lease-0", "lease-1", "lease-2"), arrival=lambda request: request.id, ready=ready)
     return SharedSlots(Leases(), source, max_engines=3, start_s=0.1, renew=lambda left, context: 3)  # type: ignore[arg-type]
 
 
@@ -144,7 +144,7 @@ def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_st
 
 def test_an_engine_leaves_where_the_other_run_can_use_its_slot(shared):
     driver = Driver([4, 1, 3])
-    shared.source.surplus, shared.source.surplus_nodes = 1, ("b",)
+    shared.source.surplus, shared.source.surplus_leases = 1, ("lease-2",)
     shared.poll(driver)
     assert driver.evacuated == [([2], [0, 1], GIVEN.reason)]
     driver.pool.working.pop()
