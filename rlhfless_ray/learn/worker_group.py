@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayActorError
 
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError, UserError
@@ -228,7 +229,10 @@ class WorkerGroup:
     def warm_start(self, files: Any, recipe: Recipe) -> Files:
         first = self.by_rank[0]
         ref = first.actor.warm_start.remote(files, recipe, len(first.leases))
-        content, spans = get(ref, self.deadline_s, "the supervised warm start")
+        try:
+            content, spans = get(ref, self.deadline_s, "the supervised warm start")
+        except RayActorError as error:
+            raise RunError(f"the process of the supervised warm start was lost ({reason_of(error)}); start the run again") from error
         self._record_spans_of(first, spans)
         return content
 

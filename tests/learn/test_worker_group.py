@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ObjectLostError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions.broker import SlotBroker
@@ -396,3 +396,18 @@ def test_the_driver_reads_a_shared_base_only_for_other_machines(monkeypatch, tmp
     files = StoredFiles(tmp_path, read_files(tmp_path))
     worker_group.build(files, loopback, None)
     assert put == [(str(tmp_path), {"model.safetensors": 7}, "") if loopback else files.files] and worker_group.base == "ref"
+
+
+def test_a_process_that_is_lost_in_the_warm_start_ends_the_run_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool ends it if the driver was silent for too long. Before, Ray's error of many lines was printed with a traceback."""
+
+    def lose(*about: Any) -> Any:
+        raise ActorDiedError
+
+    monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", lose)
+    group = object.__new__(WorkerGroup)
+    actor = SimpleNamespace(warm_start=SimpleNamespace(remote=lambda *settings: None))
+    group.deadline_s = 1.0
+    monkeypatch.setattr(WorkerGroup, "by_rank", [SimpleNamespace(actor=actor, leases=[])], raising=False)
+    with pytest.raises(RunError, match=r"the process of the supervised warm start was lost .*; start the run again"):
+        group.warm_start({}, Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}}))
