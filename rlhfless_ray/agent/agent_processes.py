@@ -10,7 +10,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhfless_ray.agent.engine_api import Reply
 from rlhfless_ray.agent.load_agent import KEY
@@ -18,7 +17,8 @@ from rlhfless_ray.agent.messages import AgentHung, CpuTime, EpisodeEnd, EpisodeS
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
-from rlhfless_ray.functions.instance import GONE, reason_of
+from rlhfless_ray.functions.instance import GONE, reason_of, start_actor
+from rlhfless_ray.functions.lease import Slot
 from rlhfless_ray.functions.ledger import Ledger
 
 SILENCE_S = 30.0  # added to an agent's time limit: a process that is silent for longer cannot even report that it hangs
@@ -206,17 +206,4 @@ class AgentProcesses:
 
 def start_agent(cls: Any, *arguments: Any, resource: str = "cpu") -> Any:
     """Start an actor on this node without a slot. On GPU clusters no device is visible to it."""
-    remote: Any = ray.remote
-    node = ray.get_runtime_context().get_node_id()
-    return (
-        remote(concurrency_groups=cls.concurrency_groups)(cls)
-        .options(  # type: ignore[attr-defined]
-            num_cpus=0,
-            num_gpus=0,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if resource == "gpu" else None,
-        )
-        .remote(*arguments)
-    )
+    return start_actor(cls, Slot(ray.get_runtime_context().get_node_id(), ""), resource, {}, *arguments)
