@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from rlhfless_ray.learn.replaced_attribute import replaced
 from rlhfless_ray.learn.tensor_parallel import deepspeed_section
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def import_muon() -> None:
 
     Importing what compiles takes 1.1 CPU seconds and 46 MB in each rank.
     """
-    with replaced(torch, "compile", _not_compiled), suppress(ImportError):  # versions before it have none
+    with patch.object(torch, "compile", _not_compiled), suppress(ImportError):  # versions before it have none
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 

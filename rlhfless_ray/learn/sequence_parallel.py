@@ -8,6 +8,7 @@ ZeRO shard, and has the gradient of its own tokens, so that gradients add up ove
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlhfless_ray.learn.batch import UNKNOWN_EXPERT
-from rlhfless_ray.learn.replaced_attribute import replaced
 
 NAME = "sequence_parallel"  # of the attention in transformers' registry
 FILLERS = {"ids": 0, "seen": 0, "experts": UNKNOWN_EXPERT}  # tensors (rows, length, …) that are sliced, and what pads them
@@ -113,7 +113,7 @@ class SequenceParallel:
         mine = _Exchange.apply(torch.cat(parts, dim=2).movedim(1, 0), self.group)
         whole = mine.movedim(0, 2).flatten(2, 3)
         query, key, value = whole.split([part.shape[2] for part in parts], dim=1)
-        with replaced(module, "num_key_value_groups", per_kv):
+        with patch.object(module, "num_key_value_groups", per_kv):
             found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **more)
         back = _Exchange.apply(found.unflatten(1, (n, -1)).movedim(1, 0), self.group)
         return back.movedim(0, 2).flatten(2, 3), None

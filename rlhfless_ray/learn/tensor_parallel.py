@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
-from rlhfless_ray.learn.replaced_attribute import replaced
 from rlhfless_ray.weights.layout import Cut
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def visible_adapters() -> Iterator[None]:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    with replaced(BaseTunerLayer, "weight", None):
+    with patch.object(BaseTunerLayer, "weight", None):
         yield
 
 
