@@ -11,7 +11,7 @@ import os
 import signal
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -69,6 +69,8 @@ class SlotPool:
         self.others_wait, self.asked_s = False, now  # whether other programs wait for slots in Ray's queue, and when to ask again
         self.changed = asyncio.Event()  # set for a moment when slots or requests have changed
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
+        # One device of a node is named at a time, by one process. Ray would start a process for each: 8 devices took 0.6 to 3 s instead of 0.1 s.
+        self.naming: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.withdrawn: list[PlacementGroup] = []  # groups that are removed once no node reserves a slot for them
         self._begin(self._tick())
 
@@ -256,7 +258,7 @@ class SlotPool:
                 return
         node = table["bundles_to_node_id"][0]
         try:
-            device = await self._device(group) if self.resource == "gpu" else self._number(node)
+            device = await self._device(group, node) if self.resource == "gpu" else self._number(node)
         except RayError:  # the node was lost before it could name the device
             if self.creating.get(request.id) is group:
                 remove_placement_group(self.creating.pop(request.id))
@@ -274,9 +276,10 @@ class SlotPool:
         remove_placement_group(group)
         self.withdrawn.remove(group)
 
-    async def _device(self, group: PlacementGroup) -> int | str:
+    async def _device(self, group: PlacementGroup, node: str) -> int | str:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        ids = await device_ids.options(scheduling_strategy=strategy, max_retries=0).remote()  # it ends with its group
+        async with self.naming[node]:
+            ids = await device_ids.options(scheduling_strategy=strategy, max_retries=0).remote()  # it ends with its group
         return device_named(ids[0])
 
     def _number(self, node: str) -> int:
