@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import ray
@@ -166,6 +167,13 @@ def device_environment(slot: Slot, resource: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": str(slot.device), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
+@cache  # Ray sends each of these classes to the cluster once, and to every process that it starts
+def _actor_class(cls: type) -> Any:
+    groups = getattr(cls, "concurrency_groups", None)
+    remote: Any = ray.remote  # its annotations lack concurrency groups
+    return remote(concurrency_groups=groups)(cls) if groups else remote(cls)
+
+
 def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str], *args: Any) -> Any:
     """Start an actor without Ray resources on the slot's node. It sees only the slot's device.
 
@@ -174,10 +182,7 @@ def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str
     concurrent calls names their groups in `concurrency_groups` ({name: threads}).
     """
     environment = {**environment, **device_environment(slot, resource)}
-    groups = getattr(cls, "concurrency_groups", None)
-    remote: Any = ray.remote  # its annotations lack concurrency groups
-    made = remote(concurrency_groups=groups)(cls) if groups else remote(cls)
-    return made.options(
+    return _actor_class(cls).options(
         num_cpus=0,
         num_gpus=0,
         max_restarts=0,
