@@ -182,7 +182,8 @@ def start_actor(cls: type, slot: Slot, resource: str, environment: dict[str, str
     concurrent calls names their groups in `concurrency_groups` ({name: threads}).
     """
     environment = {**environment, **device_environment(slot, resource)}
-    return _actor_class(cls).options(
+    made = _actor_class(cls)
+    return made.options(
         num_cpus=0,
         num_gpus=0,
         max_restarts=0,

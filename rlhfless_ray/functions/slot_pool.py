@@ -69,7 +69,7 @@ class SlotPool:
         self.others_wait, self.asked_s = False, now  # whether other programs wait for slots in Ray's queue, and when to ask again
         self.changed = asyncio.Event()  # set for a moment when slots or requests have changed
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
-        # One device of a node is named at a time, by one process. Ray would start a process for each: 8 devices took 0.6 to 3 s instead of 0.1 s.
+        # Devices of a node are named in turn, by one process. Otherwise Ray starts a process for each: 8 took 0.6 to 3 s instead of 0.1 s.
         self.naming: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.withdrawn: list[PlacementGroup] = []  # groups that are removed once no node reserves a slot for them
         self._begin(self._tick())
