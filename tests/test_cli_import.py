@@ -103,11 +103,16 @@ def test_mistakes(tmp_path: Path, text: str, options: list[str], sentence: str) 
 
 
 def dump(path: Path, responses: list[tuple[str, str]]) -> Path:
-    return written(path, "".join(json.dumps({"input": a, "output": b, "gts": "7", "score": 1.0, "step": 2}) + "\n" for a, b in responses))
+    return written(
+        path,
+        "".join(
+            json.dumps({"input": a, "output": b, "gts": "7", "score": 1.0, "step": 2}, ensure_ascii=False) + "\n" for a, b in responses
+        ),
+    )
 
 
 def test_verls_dumps_of_rollouts(tmp_path: Path, capsys) -> None:
-    rows = [("a", "x"), ("a", "xyz"), ("b", ""), ("b", "xy"), ("c", "x"), ("c", "xx"), ("a", "xxxx"), ("a", "x")]
+    rows = [("a", "x"), ("a", "xyz"), ("b", ""), ("b", "xy"), ("c", "x"), ("c", "xx"), ("a", "xxxx"), ("a", "\u2028")]
     dump(tmp_path / "10.jsonl", rows)
     dump(tmp_path / "9.jsonl", rows[:2])
     read = read_dump(tmp_path, lambda texts: [len(text) for text in texts])

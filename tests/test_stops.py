@@ -130,6 +130,7 @@ class Ended:
         self.did: list[str] = []
         self.run = run = Runtime.__new__(Runtime)
         run.recipe = Recipe.parse(small_recipe(folder, run__steps=9, **overrides))
+        run.files = {"config.json": b"{}"}
         run.folder = RunFolder.create(run.recipe)
         run.folder.begin(run.recipe, "machine", 3)
         run.checkpoints, run.best = store(run.folder), Best("none")
@@ -350,8 +351,8 @@ def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytes
         run.__enter__()
     assert caught.value.signal_number == signal.SIGTERM and left == [True] and not caught.value.resumable
     folder = RunFolder.create(run.recipe)
-    store(folder, 1).save(2, writer({}), {})
-    run.resume = True
+    store(folder, 1).save(2, writer({}), {"cursor": {}, "step": 2})
+    run.resume, run.cursor = True, SimpleNamespace(restore=lambda _: None)  # type: ignore[assignment]
     with pytest.raises(Stopped) as caught:
         run.__enter__()
     assert caught.value.resumable, "what was there before this start is there still"

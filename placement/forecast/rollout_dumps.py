@@ -44,11 +44,13 @@ def read_dump(path: Path, count_tokens: Callable[[list[str]], Sequence[int]]) ->
             raise ValueError(f"{path}: a folder without dumps of rollouts, which verl calls <step>.jsonl")
         path = max(steps, key=lambda file: int(file.stem))
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # responses may contain other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as a dump of rollouts ({type(error).__name__})") from None
     outputs: dict[str, list[str]] = {}
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             prompt, response = row["input"], row["output"]

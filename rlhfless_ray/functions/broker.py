@@ -56,9 +56,9 @@ class SlotBroker:
         """Hand free leases to the ranks of `group`. It puts back those it does not use."""
         self.put(group.assign_leases(self.take()))
 
-    def release(self, keep: int = 0, first: Collection[str] = ()) -> None:
-        """Return free leases to Ray, except for the first `keep`. Those with ids in `first` go before others."""
-        leases = self.take(prefer=(lambda lease: lease.id not in first) if first else None)
+    def release(self, keep: int = 0, sooner: Collection[str] = ()) -> None:
+        """Return free leases to Ray, except for the first `keep`. Those with ids in `sooner` go before others."""
+        leases = self.take(prefer=(lambda lease: lease.id not in sooner) if sooner else None)
         self.put(leases[:keep])
         self.leases.release(leases[keep:])
 

@@ -167,7 +167,7 @@ def device_environment(slot: Slot, resource: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": str(slot.device), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
-@cache  # Ray sends each of these classes to the cluster once, and to every process that it starts
+@cache  # Ray exports a class again after each `ray.remote(cls)`, and every process loads all that were exported
 def _actor_class(cls: type) -> Any:
     groups = getattr(cls, "concurrency_groups", None)
     remote: Any = ray.remote  # its annotations lack concurrency groups

@@ -33,7 +33,7 @@ class PoolRun:
     waits_since_s: float | None = None  # time since which it has fewer slots than it can work with; reset RECENT_S after a withdrawal
     withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
     withdrew: SlotRequest | None = None  # that request
-    homes: set[tuple[str, int | str]] = field(default_factory=set)  # devices to which processes with state must return
+    homes: set[tuple[str, int | str]] = field(default_factory=set)  # devices for which processes with state have asked
     slot_s: float = 0.0  # slot-seconds that it has paid for
     today_slot_s: float = 0.0  # those of the state's day
     lent_slot_s: float = 0.0
@@ -234,8 +234,8 @@ class PoolState:
                 if not below(request.run) and len(free) <= pausing:
                     continue
                 fitting = [slot for slot in free if self._fits(request, slot)]
-                # prefer the slot that the run held before, where its processes are, and leave others those to which they must return
-                slot = min(fitting, key=lambda slot: (slot.last != request.run, self._is_home(slot, request.run)), default=None)
+                # leave other runs the devices of their learners, and prefer the slot that the run held before, where its processes are
+                slot = min(fitting, key=lambda slot: (self._is_home(slot, request.run), slot.last != request.run), default=None)
                 if slot is not None:
                     break
             if slot is None:
@@ -369,18 +369,21 @@ class PoolState:
         """Return how many slots a run should give back to runs that wait, and the requests of its slots that these could use.
 
         `above`: slots above its target. `waiting`: slots that each of them lacks. A learner waits for the node of its state, on GPU for its
-        device, and engines may wait for a label. The run also gives back a device below its target: it can use any other one instead.
+        device, and engines may wait for a label. The run also gives back a device below its target, because it can use any other one
+        instead, unless its own learner returns to it.
         """
-        held, count, usable = [slot for slot in self.slots.values() if slot.holder == run], 0, set[str]()
+        held, needed, usable, count = [slot for slot in self.slots.values() if slot.holder == run], set[str](), set[str](), 0
         for name, missing in waiting.items():
             asked = {(one.node, one.device, *one.labels.items()): one for one in self._asked(name)}.values()
-            bound = [one for one in asked if one.device is not None]
-            if needed := tuple(slot.request for slot in held if any(self._fits(one, slot) for one in bound))[:missing]:
-                return len(needed), needed
-            fitting = [slot.request for slot in held if any(self._fits(one, slot) for one in asked)]
+            fitting = [slot for slot in held if any(self._fits(one, slot) for one in asked)]
             count += min(missing, len(fitting))
-            usable |= set(fitting)
+            usable |= {slot.request for slot in fitting}
+            bound = [one for one in asked if one.device is not None]
+            foreign = [slot for slot in fitting if (slot.node, slot.device) not in self.runs[run].homes]
+            needed |= {slot.request for slot in foreign if any(self._fits(one, slot) for one in bound)}
         surplus = max(0, min(above, count))
+        if len(needed) > surplus:
+            return len(needed), tuple(sorted(needed))
         return surplus, tuple(sorted(usable)) if surplus else ()
 
     def _asked(self, run: str) -> list[SlotRequest]:
@@ -397,10 +400,10 @@ class PoolState:
         return all(labels.get(name) == value for name, value in request.labels.items())
 
     def _is_home(self, slot: PoolSlot, run: str) -> bool:
-        """Return whether processes of another run must return to this device."""
+        """Return whether processes of another run return to this device."""
         return any((slot.node, slot.device) in other.homes for name, other in self.runs.items() if name != run)
 
-    def is_held(self, request: SlotRequest) -> bool:
+    def has_device(self, request: SlotRequest) -> bool:
         """Return whether the device that a request names is in the pool already, so that Ray need not be asked for it."""
         home = request.node, request.device
         return request.device is not None and any((slot.node, slot.device) == home for slot in self.slots.values())

@@ -225,7 +225,7 @@ class SlotPool:
             self.withdrawn.append(group := self.creating.pop(id))
             self._begin(self._withdraw(group))
         for request in self.state.requests.values():
-            if request.id not in self.creating and not self.state.is_held(request):
+            if request.id not in self.creating and not self.state.has_device(request):
                 self._create(request)
         if self.state.past is not self.saved:
             self._save_costs()

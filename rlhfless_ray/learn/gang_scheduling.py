@@ -35,7 +35,7 @@ class GangScheduler:
                 self.broker.put(leases.without_lost([*fitting, *spare]))
                 raise LearnerLost(f"node {gone[0]} is gone")
             # Ray grants any device, so those of home nodes are kept until the right one comes; other runs may need them meanwhile
-            kept = [lease for lease in spare if not homes or (lease.slot.node in homes and not leases.source.grants_devices)]
+            kept = [] if leases.source.grants_devices else [lease for lease in spare if lease.slot.node in homes]
             leases.release([lease for lease in spare if lease not in kept])
             spare, patience_s = kept, PREFERRED_S if kept and leases.resource == "gpu" else ATTEMPT_S
             requests = leases.ask_again(self._missing(by_rank, fitting)) if by_rank else leases.ask(missing)

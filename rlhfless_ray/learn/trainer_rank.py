@@ -129,7 +129,7 @@ class TrainerRank:
         if self.stage == 3:  # one parameter after the other, so that no device ever holds the whole model
             for buffer in wrapped.buffers():
                 buffer.data = buffer.data.to(self.device)
-            os.environ.setdefault("LOCAL_RANK", "0")  # each rank sees one device
+            os.environ["LOCAL_RANK"] = "0"  # each rank sees one device
             deepspeed.zero.Init(module=wrapped, config_dict_or_path=config)
         with visible_adapters() if is_divided and self.lora is not None else nullcontext():
             self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)

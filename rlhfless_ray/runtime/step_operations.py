@@ -423,7 +423,7 @@ class StepOperations(CheckpointedRun):
         source = self.leases.source
         decision = slots_to_yield(len(self.broker.free), 1, end.others_wait, source.surplus)
         if decision.action == "Release":
-            self.broker.release(keep=decision.actors, first=source.surplus_leases)
+            self.broker.release(keep=decision.actors, sooner=source.surplus_leases)
         self.broker.check("the end of the step", self.stages.pools())
 
     def _write_row(self, step: Step) -> None:

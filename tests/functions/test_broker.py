@@ -52,7 +52,7 @@ def test_leases_are_taken_once_and_preferred_ones_first(broker: SlotBroker) -> N
     assert broker.free == (c,) and list(broker.leases.held.values()) == [c, d]
     assert broker.take() == [c] and broker.take() == []
     broker.put([c, d])
-    broker.release(keep=1, first=(c.id,))
+    broker.release(keep=1, sooner=(c.id,))
     assert broker.free == (d,), "another run can use c"
 
 

@@ -356,7 +356,7 @@ def test_a_learner_gets_back_the_device_of_its_state_and_no_other_one():
     device = state.granted(second).device
     state.ask(SlotRequest("x/1", "x", "a", device=device), 1.0)
     assert not state.match(1.0), "another device is free"
-    assert state.is_held(state.requests["x/1"]), "Ray need not be asked for it"
+    assert state.has_device(state.requests["x/1"]), "Ray need not be asked for it"
     view = state.view("y", 1.0)
     assert (view.held, view.surplus, view.surplus_slots) == (2, 1, (second,)), "although it has no more than its target"
     state.release([second], 2.0)
@@ -374,6 +374,23 @@ def test_others_get_the_device_of_a_learners_state_last():
     state.release(["x/1"], 1.0)
     ask(state, "y", 2, 1.0)
     assert [slot.device for slot in state.match(1.0)] == [1, 2]
+    ask(state, "y", 1, 2.0, start=2)
+    state.match(2.0)
+    state.release(["y/2", "y/0"], 3.0)
+    ask(state, "y", 1, 4.0, start=3)
+    assert [slot.device for slot in state.match(4.0)] == [1], "although it held both last"
+
+
+def test_two_learners_with_one_device_do_not_ask_each_other_for_it_below_their_targets():
+    state = pool(2)
+    for name in ("x", "y"):
+        state.join(RunInfo(name), 0.0)
+        state.ask(SlotRequest(f"{name}/1", name, "a", device=0), 0.0)
+        state.match(0.0)
+    assert state.granted("x/1") and state.view("x", 0.0).surplus == 0, "y waits until x has finished"
+    state.release(["x/1"], 1.0)
+    state.match(1.0)
+    assert state.granted("y/1")
 
 
 def test_a_run_that_has_withdrawn_keeps_its_turn_only_for_a_moment():

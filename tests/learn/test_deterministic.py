@@ -19,7 +19,9 @@ from rlhfless_ray.supervise.supervised_rank import SupervisedRank
 def test_ranks_use_deterministic_kernels(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
     told: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", told.append)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")  # so that pytest puts back what was before
+        del os.environ[name]
     run = {"deterministic": deterministic}
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "run": run})
     TrainerRank(learner_settings(recipe))
@@ -27,4 +29,4 @@ def test_ranks_use_deterministic_kernels(monkeypatch: pytest.MonkeyPatch, determ
     ReferenceRank(reference_settings(recipe))
     SupervisedRank(SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}, "run": run}), steps=1)
     assert told == [True] * (4 if deterministic else 0)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (":4096:8" if deterministic else "")
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
