@@ -6,7 +6,7 @@ import time
 
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance
-from rlhfless_ray.functions.lease import PREFERRED_S, Lease, Slot
+from rlhfless_ray.functions.lease import PREFERRED_S, Lease
 from rlhfless_ray.functions.worker_pool import ATTEMPT_S, WorkerPool
 from rlhfless_ray.learn.recovery import LearnerLost
 
@@ -25,10 +25,10 @@ class GangScheduler:
         `LeaseManager.try_again`. Raises LearnerLost if a rank's node is lost, and RunError after the lease deadline.
         """
         leases, start = self.pool.leases, time.monotonic()
-        fitting, spare = self.fit(by_rank, spare)
-        if len(fitting) < self.ranks:  # the run itself may hold them, and Ray would never grant those
-            fitting, spare = self.fit(by_rank, [*fitting, *spare, *leases.without_lost(self.broker.reclaim())])
-        while missing := self.ranks - len(fitting):
+        fitting, spare, missing = self.fit(by_rank, spare)
+        if missing:  # the run itself may hold them, and Ray would never grant those
+            fitting, spare, missing = self.fit(by_rank, [*fitting, *spare, *leases.without_lost(self.broker.reclaim())])
+        while missing:
             leases.withdraw(list(leases.pending.values()))  # earlier requests are for later phases
             homes = homes_of(by_rank)
             if gone := leases.nodes.find_lost(homes):
@@ -38,40 +38,39 @@ class GangScheduler:
             kept = [] if leases.source.grants_devices else [lease for lease in spare if lease.slot.node in homes]
             leases.release([lease for lease in spare if lease not in kept])
             spare, patience_s = kept, PREFERRED_S if kept and leases.resource == "gpu" else ATTEMPT_S
-            requests = leases.ask_again(self._missing(by_rank, fitting)) if by_rank else leases.ask(missing)
+            slots = [instance.slot for instance in missing if instance is not None]
+            requests = leases.ask_again(slots) if by_rank else leases.ask(len(missing))
             got = leases.collect(requests, self.pool.kind, patience_s)
-            fitting, spare = self.fit(by_rank, [*fitting, *spare, *got])
+            fitting, spare, missing = self.fit(by_rank, [*fitting, *spare, *got])
             late = time.monotonic() - start > leases.deadline_s
-            if len(fitting) == self.ranks or (len(got) == missing and not late):
+            if not missing or (len(got) == len(requests) and not late):
                 continue  # complete, or on GPU all leases came but not yet the right devices
             where = " on the nodes and devices that hold its state" if homes else ""
             wanted = f"the {self.name} worker group needs {self.ranks} × {leases.bundle} at once{where}"
             leases.try_again(start, [*fitting, *spare], wanted, 1, {})
-            fitting, spare = [], []
+            fitting, spare, missing = self.fit(by_rank, [])
         shares = [[lease] for lease in fitting]
         # The first placement groups of a new cluster take Ray longer, and a warm start uses every core.
         patience_s, self.wait_s = max(self.wait_s, 0.05 if by_rank else 2.0), 0.0
         return shares, self._more(shares, spare, max_leases, patience_s)
 
-    def fit(self, by_rank: list[Instance], leases: list[Lease]) -> tuple[list[Lease], list[Lease]]:
-        """Return a fitting lease for each rank, as far as there are any, and the leases left over."""
+    def fit(self, by_rank: list[Instance], leases: list[Lease]) -> tuple[list[Lease], list[Lease], list[Instance | None]]:
+        """Return a fitting lease for each rank, as far as there are any, the leases left over, and the ranks without one.
+
+        A rank is None while its process does not exist.
+        """
         fitting: list[Lease] = []
+        missing: list[Instance | None] = []
         left = list(leases)
         ranks: list[Instance | None] = [*by_rank] or [None] * self.ranks
         for instance in ranks:
             lease_for_rank = next((lease for lease in left if instance is None or self.pool.fits(instance, lease.slot)), None)
-            if lease_for_rank is not None:
+            if lease_for_rank is None:
+                missing.append(instance)
+            else:
                 left.remove(lease_for_rank)
                 fitting.append(lease_for_rank)
-        return fitting, left
-
-    def _missing(self, by_rank: list[Instance], fitting: list[Lease]) -> list[Slot]:
-        """Return the slots of the processes that none of the `fitting` leases is for."""
-        slots, left = [], list(fitting)
-        for instance in by_rank:
-            lease = next((lease for lease in left if self.pool.fits(instance, lease.slot)), None)
-            left.remove(lease) if lease is not None else slots.append(instance.slot)
-        return slots
+        return fitting, left, missing
 
     def _more(self, shares: list[list[Lease]], spare: list[Lease], max_leases: int, patience_s: float) -> list[Lease]:
         """Add leases of a rank's own node to its share, spare ones first. Returns the leases left over."""

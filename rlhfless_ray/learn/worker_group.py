@@ -150,7 +150,7 @@ class WorkerGroup:
         """Return whether these leases are enough for every rank, or the ranks have leases already."""
         if self.working:
             return True
-        return bool(self.by_rank) and not self._were_ended and len(self.scheduler.fit(self.by_rank, leases)[0]) == self.ranks
+        return bool(self.by_rank) and not self._were_ended and not self.scheduler.fit(self.by_rank, leases)[2]
 
     def prewarm(self, slot: Slot) -> None:
         """Start a process ahead of its lease, unless there are several ranks: their processes must start in order."""
