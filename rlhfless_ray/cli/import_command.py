@@ -41,31 +41,34 @@ def import_logs(
     if write is not None and write.suffix != ".json":
         raise UserError(f"--write {write}: give a file name that ends in .json")
     try:
+        step_s, yours = None, ""
         if is_dump(log):
-            _import_dump(log, write, model, device, devices, tokenizer)
-            return
-        history = read_log(log)
-        longest = "" if history.max_tokens is None else f", longest {history.max_tokens:.0f}"
-        print(f"{log}: {history.steps} steps of {history.system}; medians: responses of {history.mean_tokens:.0f} tokens{longest}")
-        for name, seconds in history.phases_s.items():
-            print(f"  {name}: {seconds:.4g} s")
+            lengths = _dumped_lengths(log, tokenizer)
+        else:
+            history = read_log(log)
+            longest = "" if history.max_tokens is None else f", longest {history.max_tokens:.0f}"
+            print(f"{log}: {history.steps} steps of {history.system}; medians: responses of {history.mean_tokens:.0f} tokens{longest}")
+            for name, seconds in history.phases_s.items():
+                print(f"  {name}: {seconds:.4g} s")
+            lengths = [] if write is None else history.lengths(prompts, samples).astype(int).tolist()
+            step_s = history.step_s
+            yours = "the log has no step time; " if step_s is None else f"your run: {step_s:.4g} s a step; "
         if write is not None:
-            write.write_text(json.dumps(history.lengths(prompts, samples).astype(int).tolist()))
+            write.write_text(json.dumps(lengths))
             print(f"lengths: {write}")
         if model is not None and write is not None:
-            yours = "the log has no step time" if history.step_s is None else f"your run: {history.step_s:.4g} s a step"
             fleet = _planned(write, model, device, devices)
             ours = f"{fleet.time_s:.4g} s, of which rollout {fleet.rollout_s:.4g} s"
-            print(f"{yours}; planned here: {ours} ({devices} × {device}, engines of {fleet.width})")
-            if history.step_s is not None:
-                factor = history.step_s / fleet.time_s
+            print(f"{yours}planned here: {ours} ({devices} × {device}, engines of {fleet.width})")
+            if step_s is not None:
+                factor = step_s / fleet.time_s
                 print(f"for plans with your times: rlhfless plan {write} --model {model} --fleet … --calibrate {factor:.3g}")
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
 
 
-def _import_dump(log: Path, write: Path | None, model: str | None, device: str, devices: int, tokenizer: Path | None) -> None:
-    """Read the lengths of dumped responses, and plan a step with them. Dumps have no times to compare with."""
+def _dumped_lengths(log: Path, tokenizer: Path | None) -> list[list[int]]:
+    """Read, describe and return the lengths of dumped responses, a list for each prompt."""
     from placement.forecast.rollout_dumps import read_dump
     from rlhfless_ray.local.fast_imports import transformers_without_torch
     from rlhfless_ray.weights.load_policy import load_tokenizer
@@ -87,14 +90,7 @@ def _import_dump(log: Path, write: Path | None, model: str | None, device: str, 
         f"{dump.path}: {len(tokens)} responses to {len(dump.lengths)} prompts; {sum(tokens) / len(tokens):.0f} tokens on average, "
         f"longest {max(tokens)}"
     )
-    if write is not None:
-        write.write_text(json.dumps(dump.lengths))
-        print(f"lengths: {write}")
-    if model is not None and write is not None:
-        fleet = _planned(write, model, device, devices)
-        print(
-            f"planned here: {fleet.time_s:.4g} s, of which rollout {fleet.rollout_s:.4g} s ({devices} × {device}, engines of {fleet.width})"
-        )
+    return dump.lengths
 
 
 def _planned(lengths: Path, model: str, device: str, devices: int) -> Fleet:

@@ -97,7 +97,7 @@ class PoolClient:
 
     @property
     def surplus_leases(self) -> tuple[str, ...]:
-        return self.view.surplus_slots
+        return self.view.surplus_leases
 
     def may_wait(self) -> bool:
         """Return whether a needed slot comes although its deadline is over: other runs hold slots, and give back what is this run's."""

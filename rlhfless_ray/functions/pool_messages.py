@@ -78,7 +78,7 @@ class PoolView:
     waiting: tuple[str, ...] = ()  # other runs below their target that want slots
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of the parked processes of other runs, by node
     due: tuple[tuple[float, int], ...] = ()  # seconds until other runs expect to give back slots above their targets, and how many
-    surplus_slots: tuple[str, ...] = ()  # requests of the slots among which the surplus is
+    surplus_leases: tuple[str, ...] = ()  # ids of the leases among which the surplus is
     today_slot_s: float = 0.0  # the part of `slot_s` that belongs to `day`
     day: int = 0  # UTC day, in days since the epoch
 

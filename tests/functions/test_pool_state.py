@@ -341,7 +341,7 @@ def test_a_run_is_asked_for_slots_of_nodes_that_the_waiting_run_can_use():
 
 def nodes_of(state: PoolState, run: str, now_s: float) -> set[str]:
     """Nodes of the slots that a run should give back."""
-    wanted = state.view(run, now_s).surplus_slots
+    wanted = state.view(run, now_s).surplus_leases
     return {slot.node for slot in state.slots.values() if slot.request in wanted}
 
 
@@ -358,7 +358,7 @@ def test_a_learner_gets_back_the_device_of_its_state_and_no_other_one():
     assert not state.match(1.0), "another device is free"
     assert state.has_device(state.requests["x/1"]), "Ray need not be asked for it"
     view = state.view("y", 1.0)
-    assert (view.held, view.surplus, view.surplus_slots) == (2, 1, (second,)), "although it has no more than its target"
+    assert (view.held, view.surplus, view.surplus_leases) == (2, 1, (second,)), "although it has no more than its target"
     state.release([second], 2.0)
     state.ask(SlotRequest("y/3", "y"), 2.0)
     assert sorted(slot.request for slot in state.match(2.0)) == ["x/1", "y/3"] and state.granted("x/1").device == device
