@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
+from ray.actor import ActorMethod
 from safetensors.numpy import load_file
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.rollout.overlap import BesideUpdate
 from rlhfless_ray.types import Sample, Step
 from tests.compat.test_runs import AGENT
 from tests.conftest import command_here, samples, small_recipe, write_recipe
@@ -153,17 +156,31 @@ def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path, lagging
 class Watched(Runtime):
     """Keeps the log-probabilities that the learner computed beside the rollout, by step and sample.
 
-    Its updates end before rollouts, whose tails are long enough for a pass on any machine.
+    Its updates end before rollouts, whose tails are long enough for a pass on any machine: engines wait until the driver has read their
+    last report, and it reads no more while a pass runs.
     """
 
     proximal: dict[int, dict[int, np.ndarray]]
 
     def generate(self, step: Step) -> list[Sample]:
-        if self.in_update:
-            self.learn_stage.update.result()
-            if self.learn_stage.passes.logprobs is not None:
-                self.learn_stage.passes.logprobs._takes_s = lambda tokens: 0.0  # type: ignore[method-assign]
-        return super().generate(step)
+        if not self.in_update:
+            return super().generate(step)
+        self.learn_stage.update.result()
+        passes, poll, options = self.learn_stage.passes.logprobs, BesideUpdate.poll, ActorMethod.options
+        if passes is not None:
+            passes._takes_s = lambda tokens: 0.0  # type: ignore[method-assign]
+
+        def wait_for_pass(beside: BesideUpdate, seconds: float) -> None:
+            poll(beside, seconds)
+            ray.wait(refs, num_returns=len(refs), timeout=60) if (refs := beside.refs()) else None
+
+        def step_by_step(method: ActorMethod, **more: Any) -> Any:
+            return options(method, **more, **({"_generator_backpressure_num_objects": 1} if more.get("num_returns") == "streaming" else {}))
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(BesideUpdate, "poll", wait_for_pass)
+            patched.setattr(ActorMethod, "options", step_by_step)
+            return super().generate(step)
 
     def advantages(self, samples: list[Sample]) -> Batch:
         passes = self.learn_stage.passes.logprobs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,21 +162,18 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
 
 
 class HeldForGradients(Runtime):
-    """Its engine is stopped in the second step as soon as a group will certainly be trained, until gradients of one were asked for."""
+    """Its driver looks at the engine again only once gradients of a group that will certainly be trained were asked for. The engine may be
+    far ahead of a driver that gets no time on a busy machine, and a rollout ends with its last report."""
 
     def generate(self, step: Step) -> list[Sample]:
-        if step.number != 2:
-            return super().generate(step)
-        poll, stopped, pid = PartialOverlap.poll, list[bool](), pid_of(self.rollout.working[0])
-        assert pid is not None
+        poll = PartialOverlap.poll
 
         def hold(tail: PartialOverlap, seconds: float) -> None:
             poll(tail, seconds)
-            if tail.learned:
-                os.kill(pid, signal.SIGCONT)
-            elif tail.added and not stopped:
-                stopped.append(True)
-                os.kill(pid, signal.SIGSTOP)
+            end_s = time.monotonic() + 60
+            while tail.added and not tail.learned and time.monotonic() < end_s:
+                time.sleep(0.02)
+                poll(tail, seconds)
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(PartialOverlap, "poll", hold)
@@ -194,12 +192,13 @@ def test_gradients_of_groups_that_are_certain_to_be_trained_change_nothing_but_t
     with Repeated(Recipe.parse(tree | {"run": tree["run"] | {"name": "again"}}), folder) as run:
         list(run)
     early, late = rows(folder, 1), rows(tmp_path / "runs" / "again", 1)
-    assert early[1]["overlap/learned"] > 0 and early[1]["overlap/scored"] >= early[1]["overlap/learned"]
+    assert any(row["overlap/learned"] for row in early) and all(row["overlap/scored"] >= row["overlap/learned"] for row in early)
     assert not any(row.get("overlap/learned") for row in late)
     for one, other in zip(early, late, strict=True):
         assert one["tokens/trained"] == other["tokens/trained"] and one["lag/max"] == other["lag/max"]
         for name in ("reward/mean", "learn/loss", "learn/grad_norm", "learn/importance_mean", "learn/effective_share", "lag/kl_0"):
-            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+            if name in one or name in other:  # a late driver may find all responses of a step finished, none of the newest version
+                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
 
 def under_kept_kv(policy: CheckpointPolicy, sample: Sample) -> np.ndarray:
