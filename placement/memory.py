@@ -127,6 +127,38 @@ def _head_width(config: Mapping[str, Any], family: dict[str, Any]) -> int:
     return family.get("head_dim") or _size(config, "hidden_size") // _size(config, "num_attention_heads")
 
 
+def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of weights in a causal LM's files that its Hugging Face configuration determines.
+
+    Keys are the ends of names, without the number of a layer or expert. Empty for a family that is not in `FAMILIES`, the parts of a
+    multimodal model, quantised weights, and a configuration that lacks a size.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or config.get("quantization_config") or config.get("num_key_value_heads") is None:
+        return {}
+    try:
+        hidden, vocabulary = _size(config, "hidden_size"), _size(config, "vocab_size")
+        width, inner = _head_width(config, family), _size(config, "intermediate_size")
+        expert = _size(config, family.get("experts", "intermediate_size"))
+        queries, keys = _size(config, "num_attention_heads") * width, _kv_heads(config) * width
+    except ValueError:
+        return {}
+    rows = {
+        "embed_tokens": vocabulary,
+        "lm_head": vocabulary,
+        "self_attn.q_proj": queries,
+        "self_attn.k_proj": keys,
+        "self_attn.v_proj": keys,
+    }
+    rows |= {"mlp.gate_proj": inner, "mlp.up_proj": inner, "experts.gate_proj": expert, "experts.up_proj": expert}
+    columns = {"self_attn.o_proj": queries, "mlp.down_proj": inner, "experts.down_proj": expert}
+    return {
+        "input_layernorm": (hidden,),
+        **{name: (size, hidden) for name, size in rows.items()},
+        **{name: (hidden, size) for name, size in columns.items()},
+    }
+
+
 def header_parameters(tensors: Iterable[tuple[str, list[int], str]], head: bool = True) -> int:
     """Count the parameters that the headers of safetensors files list. `tensors`: (name, shape, dtype) of each.
 

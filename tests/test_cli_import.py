@@ -93,6 +93,10 @@ def test_the_command_compares_with_a_plan(tmp_path: Path, capsys) -> None:
         (VERL, ["--model", "qwen2.5-7b"], "--model needs --write"),
         (VERL, ["--write", "lengths.csv"], "ends in .json"),
         (VERL, ["--samples", "1"], "must be at least 1 and 2"),
+        (VERL, ["--tokenizer", "t"], "leave out --tokenizer: .* has no dumps"),
+        (VERL, ["--prompts", "9"], "leave out --prompts: without --write"),
+        (VERL, ["--devices", "4"], "leave out --devices: without --model"),
+        ('{"input": "a", "output": "b"}', ["--write", "a.json", "--samples", "4"], "leave out --samples: .* has dumps"),
     ],
 )
 def test_mistakes(tmp_path: Path, text: str, options: list[str], sentence: str) -> None:
@@ -142,6 +146,7 @@ def character_tokenizer(symbols: str) -> Tokenizer:
         ("", "no responses"),
         ('{"input": "a", "output": "b"}\n{"input": 1}\n', "line 2: not a response"),
         ("[1]\n", "line 1: not a response"),
+        ('{"input": "a", "output": ""}\n' * 3 + '{"input": "b", "output": ""}\n' * 2, "one prompt has 3 responses and another 2"),
     ],
 )
 def test_broken_dumps(tmp_path: Path, text: str, sentence: str) -> None:

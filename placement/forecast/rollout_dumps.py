@@ -6,7 +6,6 @@ The folder has a file `<step>.jsonl` for each step. Each line is a response: `in
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +60,9 @@ def read_dump(path: Path, count_tokens: Callable[[list[str]], Sequence[int]]) ->
         outputs.setdefault(prompt, []).append(response)
     if not outputs:
         raise ValueError(f"{path}: no responses in it")
-    size = math.gcd(*map(len, outputs.values()))
+    size = min(map(len, outputs.values()))
+    if uneven := next((len(group) for group in outputs.values() if len(group) % size), None):
+        raise ValueError(f"{path}: one prompt has {uneven} responses and another {size}, so it is no whole step with equal groups")
     counts = count_tokens([text for group in outputs.values() for text in group])
     lengths = [max(1, count) for count in counts]  # an empty response had its end
     return RolloutDump(path, [lengths[first : first + size] for first in range(0, len(lengths), size)])

@@ -250,17 +250,20 @@ def assign_groups(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[
     return [np.concatenate(d) if d else np.empty(0, int) for d in dealt]
 
 
-def slots_to_yield(held: int, least: int, others_wait: bool, surplus: int | None = None) -> Decision:
+def slots_to_yield(held: int, least: int, others_wait: bool, surplus: int | None = None, usable: int = 0) -> Decision:
     """Decide how many slots to give up at the end of a step if other jobs wait.
 
-    surplus: slots that this run should give back to waiting runs, as the shared pool reports it. If it is None, or 0 because the waiting
-    jobs are not in the pool, half of the slots are given up, or all if only the minimum `least` is held. On a shared cluster leases pass
-    from phase to phase and never through Ray's queue, so without this another job's request would wait forever.
+    surplus: slots that this run should give back to waiting runs, as the shared pool reports it; usable: held slots that they could use.
+    If surplus is None, or 0 because the waiting jobs are not in the pool, half of the slots are given up, or all if only the minimum
+    `least` is held. On a shared cluster leases pass from phase to phase and never through Ray's queue, so without this another job's
+    request would wait forever.
     """
     if not others_wait or held == 0:
         return Hold(held, "no other job waits for slots")
     if surplus:
-        keep = max(0, held - surplus)
+        keep = held - min(surplus, usable)
+        if keep == held:
+            return Hold(held, "waiting runs can use none of these slots")
         return Release(keep, f"other runs wait for their share of the pool: {held - keep} of {held} slots go to them")
     keep = max(least, math.ceil(held / 2)) if held > least else 0
     return Release(keep, f"another job waits: {held - keep} of {held} slots go back to Ray")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlhfless_ray.cli.plan_command import leave_out
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def import_logs(
+    ctx: typer.Context,
     log: Annotated[
         Path,
         typer.Argument(
@@ -23,8 +25,8 @@ def import_logs(
         ),
     ],
     write: Annotated[Path | None, typer.Option(help="Write lengths like the log's into this .json file, for `rlhfless plan`.")] = None,
-    prompts: Annotated[int, typer.Option(help="Prompts per step.")] = 128,
-    samples: Annotated[int, typer.Option(help="Responses to each prompt.")] = 8,
+    prompts: Annotated[int, typer.Option(help="With --write, for a log: prompts per step.")] = 128,
+    samples: Annotated[int, typer.Option(help="With --write, for a log: responses to each prompt.")] = 8,
     model: Annotated[str | None, typer.Option(help="With --write: also plan a step of this model.")] = None,
     device: Annotated[str, typer.Option(help="The run's devices, with --model.")] = "H100",
     devices: Annotated[int, typer.Option(help="Number of devices: 1, 2, 4, 8, 16, …")] = 8,
@@ -38,11 +40,20 @@ def import_logs(
         raise UserError(f"--prompts and --samples: must be at least 1 and 2, got {prompts} and {samples}")
     if model is not None and write is None:
         raise UserError("--model needs --write: a step is planned for the lengths in that file")
+    dumped = is_dump(log)
+    if dumped:
+        leave_out(ctx, {"prompts", "samples"}, f"{log} has dumps of rollouts, and their prompts and responses are counted")
+    else:
+        leave_out(ctx, {"tokenizer"}, f"{log} has no dumps of rollouts, and a log has the numbers of tokens")
+    if write is None:
+        leave_out(ctx, {"prompts", "samples"}, "without --write no lengths are drawn")
+    if model is None:
+        leave_out(ctx, {"device", "devices"}, "without --model no step is planned")
     if write is not None and write.suffix != ".json":
         raise UserError(f"--write {write}: give a file name that ends in .json")
     try:
         step_s, yours = None, ""
-        if is_dump(log):
+        if dumped:
             lengths = _dumped_lengths(log, tokenizer)
         else:
             history = read_log(log)

@@ -10,13 +10,21 @@ from typing import Any
 from rlhfless_ray.common.errors import UserError, one_line
 
 
+def check_picture(path: Path) -> None:
+    """Raise UserError if no picture of this name can be drawn."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    if path.suffix[1:].lower() not in FigureCanvasBase.filetypes or not path.parent.is_dir():
+        raise UserError(f"--plot {path}: cannot be written: give a file name that ends in .svg, .png or .pdf, in a folder that exists")
+
+
 @contextmanager
 def picture(path: Path, **labels: Any) -> Iterator[Any]:
     """Yield matplotlib axes, and write them as a picture whose kind is the file name's ending. Raises UserError if that is impossible."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="tight")
     axes = figure.add_subplot()
     yield axes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +82,7 @@ def plan(
     if memory:
         from rlhfless_ray.cli.memory_table import show_memory
 
-        _leave_out(_given(ctx) - FOR_MEMORY, "--memory shows no plans")
+        leave_out(ctx, ctx.params.keys() - FOR_MEMORY, "--memory shows no plans")
         show_memory(lengths, overrides or [], as_json)
         return
     if overrides:
@@ -89,7 +90,8 @@ def plan(
     if fleet is not None:
         from rlhfless_ray.cli.fleet_table import show_fleets
 
-        _leave_out(_given(ctx) - FOR_FLEET, "--fleet chooses devices, widths and speed itself, and plans for exactly these lengths")
+        why = "--fleet chooses devices, widths and speed itself, and plans for exactly these lengths"
+        leave_out(ctx, ctx.params.keys() - FOR_FLEET, why)
         goal = _objective(prefer, deadline, budget, knee)
         show_fleets(
             lengths,
@@ -105,9 +107,12 @@ def plan(
         )
         return
     from rlhfless_ray.cli.frontier_table import draw_frontier, frontier_tree, show_frontier
+    from rlhfless_ray.cli.pictures import check_picture
     from rlhfless_ray.cli.plan_pools import PoolOptions
 
-    _leave_out(_given(ctx) & ONLY_FOR_FLEET, "without --fleet it changes nothing")
+    leave_out(ctx, ONLY_FOR_FLEET, "without --fleet it changes nothing")
+    if plot is not None:
+        check_picture(plot)
     _check_numbers(scenarios, seed)
     objective = _objective(prefer, deadline, budget, knee)
     options = PoolOptions(actors, speed, device, model, tensor_parallel, price, start, preempt, capacity)
@@ -129,15 +134,11 @@ def plan(
         print(warning, file=sys.stderr)
 
 
-def _given(ctx: typer.Context) -> set[str]:
-    """Return the names of the parameters that the command line has."""
-    return {name for name in ctx.params if (source := ctx.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"}
-
-
-def _leave_out(names: set[str], why: str) -> None:
-    """Raise UserError if there are any of these options, which would be ignored."""
-    if names:
-        raise UserError(f"leave out {', '.join('--' + name.replace('_', '-') for name in sorted(names))}: {why}")
+def leave_out(ctx: typer.Context, names: Collection[str], why: str) -> None:
+    """Raise UserError if the command line has any of these options, which would be ignored."""
+    given = [name for name in sorted(names) if (source := ctx.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise UserError(f"leave out {', '.join('--' + name.replace('_', '-') for name in given)}: {why}")
 
 
 def _check_numbers(scenarios: int, seed: int) -> None:

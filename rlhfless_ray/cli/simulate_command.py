@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfless_ray.cli.pictures import draw_bounds, picture
+from rlhfless_ray.cli.pictures import check_picture, draw_bounds, picture
 from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError, one_line
 
@@ -53,6 +53,8 @@ def simulate(
         raise UserError("give either a YAML file or --setting NAME; `rlhfless simulate --setting list` shows the built-in ones")
     if seeds < 1:
         raise UserError(f"--seeds must be at least 1, not {seeds}")
+    if plot is not None:
+        check_picture(plot)
     from placement import simulate as simulator
     from placement.speed.roofline import low_kv_warning
 

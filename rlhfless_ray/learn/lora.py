@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprobs import CHUNK_START
-from rlhfless_ray.weights.adapter import CONFIG, PREFIX, WEIGHTS, Adapter
+from rlhfless_ray.weights.adapter import CONFIG, PREFIX, Adapter
 from rlhfless_ray.weights.layout import Cut
+from rlhfless_ray.weights.model_folder import ADAPTER
 from rlhfless_ray.weights.tensor_file import Content, save_tensors
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class LoraAdapters:
         """Return the adapters' files as peft writes and reads them. They do not name a base model."""
         adapters = {saved_name(name): x for name, x in weights.items() if self.is_trained(name)}
         config = {**self._config(), "inference_mode": True}
-        return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), WEIGHTS: save_tensors(adapters, {"format": "pt"})}
+        return {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(), ADAPTER: save_tensors(adapters, {"format": "pt"})}
 
     def _config(self) -> dict[str, Any]:
         return {name: sorted(value) if isinstance(value, set) else value for name, value in self.config.to_dict().items()}

@@ -97,7 +97,13 @@ def base_outputs(model: Any, tensors: dict[str, Tensor], **more: Any) -> Any:
     """
     segments = tensors.get("segments")
     mask = None if segments is None else attention_mask(segments, model.dtype)
-    return model.base_model(input_ids=tensors["ids"], attention_mask=mask, position_ids=tensors.get("positions"), use_cache=False, **more)
+    positions = tensors.get("positions")
+    return without_head(model)(input_ids=tensors["ids"], attention_mask=mask, position_ids=positions, use_cache=False, **more)
+
+
+def without_head(model: Any) -> Any:
+    """Return the part of a model below its head. Llama 4's class names another attribute for it than it has."""
+    return model.model if model.base_model is model else model.base_model
 
 
 def router_loss(model: Any, router_logits: tuple[Tensor, ...], seen: Tensor) -> Tensor:
@@ -312,7 +318,7 @@ def check_head(model: Any) -> None:
     try:
         with torch.no_grad():
             whole = model(input_ids=ids, use_cache=False).logits.float()
-            ours = output_head(model)(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
+            ours = output_head(model)(without_head(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
     finally:
         hook.remove()
         model.train(training)

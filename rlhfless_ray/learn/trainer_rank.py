@@ -31,9 +31,8 @@ from rlhfless_ray.learn.tensor_parallel import ModelSlices, visible_adapters
 from rlhfless_ray.learn.tied_ends import TiedEnds
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
-from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
 from rlhfless_ray.weights.layout import whole_tensors
-from rlhfless_ray.weights.model_folder import AVERAGE, split_files
+from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, split_files
 from rlhfless_ray.weights.saved_names import saved_state
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, iterate_tensors, load_tensors, save_tensors

@@ -289,10 +289,10 @@ def connect(address: str, key: str = "cluster.address") -> None:
     _check_address(address, key)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
-    except AuthenticationError:
+    except AuthenticationError as error:  # without a token, or with another one
         raise UserError(
-            f"{key} {address}: {AUTH_MODE} is token, but there is no token; put the cluster's into ~/.ray/auth_token or RAY_AUTH_TOKEN, or "
-            f"unset {AUTH_MODE} if it asks for none"
+            f"{key} {address}: {AUTH_MODE} is token, and Ray says: {one_line(error.message, 200)}; put the cluster's token into "
+            f"~/.ray/auth_token or RAY_AUTH_TOKEN, or unset {AUTH_MODE} if it asks for none"
         ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
         has_token = os.environ.get(AUTH_MODE) == "token"

@@ -23,8 +23,9 @@ from rlhfless_ray.local.member_process import MemberProcess
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.values import to_finite_float
 from rlhfless_ray.types import Sample
-from rlhfless_ray.weights.model_folder import WEIGHTS, config_of, missing_files, read_folder, write_folder
-from rlhfless_ray.weights.tensor_file import Content, Files, read_header
+from rlhfless_ray.weights.load_policy import check_files, load_tokenizer
+from rlhfless_ray.weights.model_folder import config_of, read_folder, tensor_shapes, write_folder
+from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -54,6 +55,7 @@ class ModelSource(Source):
     deadline_s: float
     trust_remote_code: bool = False
     tensor_parallel: int = 1
+    deterministic: bool = False  # see `run.deterministic`
 
     @classmethod
     def load(cls, recipe: Recipe, tokenizer: Any) -> ModelSource:
@@ -72,6 +74,7 @@ class ModelSource(Source):
             reward.deadline_s,
             recipe.policy.trust_remote_code,
             reward.tensor_parallel,
+            recipe.run.deterministic,
         )
 
     def item(self, key: int, sample: Sample, decode: Decode) -> Tokens:
@@ -103,9 +106,9 @@ class ModelWorker(Worker):
         with tempfile.TemporaryDirectory(prefix="rlhfless-reward-") as name:
             self.model = ScalarModel.load(*self._load_arguments(Path(name)))
 
-    def _load_arguments(self, folder: Path) -> tuple[Path, str, str, bool]:
+    def _load_arguments(self, folder: Path) -> tuple[Path, str, str, bool, bool]:
         source = self.source
-        return write_folder(folder, source.files), source.head.name, source.dtype, source.trust_remote_code
+        return write_folder(folder, source.files), source.head.name, source.dtype, source.trust_remote_code, source.deterministic
 
     def open(self, threads: int) -> None:
         if self.device == "cpu":
@@ -188,13 +191,12 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     """Find the weight `name`.weight of shape (1, width), or the one that config.json names as `value_head_prefix`.
 
     OpenRLHF writes that key. With `normalize` the head takes `mean` and `std` of the rewards from config.json, if present.
-    Raises UserError, which names `setting`, for a missing head, with the candidates, and for a head with several scores.
+    Raises UserError, which names `setting`, for incomplete files, a missing head, with the candidates, and a head with several scores.
     """
     config = config_of(files)
     name = config.get("value_head_prefix") or name
-    if missing := missing_files(files):
-        raise UserError(f"{setting}: {missing[0]} is missing, which the model's index names; copy the whole folder")
-    shapes = {tensor: shape for file in files if file.endswith(WEIGHTS) for tensor, shape in _shapes(file, files[file], setting).items()}
+    check_files(files, setting)
+    shapes = dict(tensor_shapes(files))
     shape = shapes.get(f"{name}.weight")
     if shape is None:
         candidates = sorted(t.removesuffix(".weight") for t, s in shapes.items() if t.endswith(".weight") and len(s) == 2 and s[0] == 1)
@@ -205,18 +207,8 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     return Head(name, *output_scale(config, setting, "reward.normalize")) if normalize else Head(name)
 
 
-def _shapes(name: str, content: Content, setting: str) -> dict[str, list[int]]:
-    """Return {tensor: shape} from a safetensors header."""
-    header = read_header(content)
-    if header is None:
-        raise UserError(f"{setting}: {name} is not a complete safetensors file")
-    return {tensor: entry["shape"] for tensor, entry in header.items()}
-
-
 def check_same_tokens(files: Files, tokenizer: Any, trust_remote_code: bool) -> None:
     """Raise UserError unless both tokenizers have the same vocabulary: the model reads the policy's tokens."""
-    from rlhfless_ray.weights.load_policy import load_tokenizer
-
     if load_tokenizer(files, trust_remote_code, KEY).get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"{KEY}: its tokenizer differs from the policy's, whose tokens it would read; serve it with `python -m "

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -18,10 +17,11 @@ class RewardModelMember:
     def __init__(self) -> None:
         self.model: Any = None
 
-    def load(self, folder: Path, head: str, dtype: str, trust_remote_code: bool, *, divide: tuple[Any, ...]) -> None:
+    def load(self, *model: Any, divide: tuple[Any, ...]) -> None:
+        """`model`: arguments of `ScalarModel.load`."""
         from rlhfless_ray.reward.scalar_model import ScalarModel
 
-        self.model = ScalarModel.load(folder, head, dtype, trust_remote_code)
+        self.model = ScalarModel.load(*model)
         self.model.divide(*divide)
 
     def values(self, sequences: list[Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 
 
 class LastHiddenStates(nn.Module):
@@ -31,10 +32,10 @@ class ScalarModel:
         self.context_tokens: int | None = limit if isinstance(limit, int) and limit > 0 else None
 
     @classmethod
-    def load(cls, folder: Path, head: str, dtype: str, trust_remote_code: bool = False) -> ScalarModel:
+    def load(cls, folder: Path, head: str, dtype: str, trust_remote_code: bool = False, deterministic: bool = False) -> ScalarModel:
         """Load the base with transformers and the head by name, so the model's class need not be known to transformers.
 
-        Raises RunError if the folder lacks weights of the base model.
+        `deterministic`: this process then only uses deterministic kernels. Raises RunError if the folder lacks weights of the base model.
         """
         from safetensors import safe_open
         from transformers import AutoModel
@@ -42,6 +43,8 @@ class ScalarModel:
 
         transformers_logging.set_verbosity_error()  # it would warn that the head is unused
         transformers_logging.disable_progress_bar()
+        if deterministic:
+            use_deterministic_kernels()
         kind = getattr(torch, dtype)
         base, loading = AutoModel.from_pretrained(
             folder, dtype=kind, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True

@@ -33,6 +33,7 @@ class DrafterSettings:
     learning_rate: float
     temperature: float  # at which the tokens were sampled
     device: str = "cpu"
+    deterministic: bool = False  # see `run.deterministic`
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,11 @@ class DrafterTrainer:
         import torch
         from transformers import AutoModelForCausalLM
 
+        from rlhfless_ray.learn.deterministic import use_deterministic_kernels
+
         quiet_libraries()
+        if settings.deterministic:
+            use_deterministic_kernels()
         self.settings, self.torch = settings, torch
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         self.model.train()

@@ -30,8 +30,11 @@ def reload_weights(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) ->
         held.update(name for name, _ in model.named_parameters())
         names = held - (every - once)
         missing.update(name.replace(".base_layer.", ".") for name in names)
+        ids = {name.replace(".base_layer.", "."): id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         loaded = load(named)
-        missing.difference_update(missing if loaded is None else loaded)  # vLLM itself only warns
+        # vLLM itself only warns. A module may be a part of two others, as shared experts are: its parameters have two names.
+        there = {ids.get(name) for name in loaded or ()}
+        missing.difference_update(missing if loaded is None else {*loaded, *(name for name, id in ids.items() if id in there)})
         return loaded
 
     model.load_weights = load_and_record

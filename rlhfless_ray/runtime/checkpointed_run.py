@@ -25,17 +25,9 @@ from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.types import Group, Sample, WeightVersion
-from rlhfless_ray.weights.model_folder import config_of
 from rlhfless_ray.weights.remote_folder import writer
+from rlhfless_ray.weights.same_model import model_sizes
 from rlhfless_ray.weights.tensor_file import Files
-
-SIZES = ("model_type", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "intermediate_size", "num_attention_heads", "vocab_size")
-
-
-def model_sizes(files: Files) -> dict[str, Any]:
-    """Return what a configuration says about the shapes of a model's weights."""
-    config = config_of(files)
-    return {key: value for key, value in {**config, **(config.get("text_config") or {})}.items() if key in SIZES}
 
 
 class CheckpointedRun:
@@ -87,17 +79,6 @@ class CheckpointedRun:
             "model": model_sizes(self.files),
             "run_folder": str(self.folder.path.resolve()),
         }
-
-    def _check_model(self, state: dict[str, Any]) -> None:
-        """Raise UserError if a driver's state is of a run that trained another model. Older states do not tell."""
-        before = state.get("model", {})
-        now = model_sizes(self.files) if before else {}
-        for key, was in before.items():
-            if now.get(key, was) != was:
-                raise UserError(
-                    f"--resume: the checkpoint is of another model: its {key} is {was}, and that of policy.path is {now[key]}; name the "
-                    "model that the run began with, or another run.name"
-                )
 
     def _restore_driver(self, state: dict[str, Any]) -> None:
         """Restore a driver's state. Raises UserError if it is from another version of this program."""

@@ -102,7 +102,7 @@ class PoolMaker:
     def drafter(self, cls: type, drafter: list[Any]) -> WorkerPool:
         """Make the pool of the process that trains the drafter."""
         rollout, device = self.recipe.rollout, "cuda" if self.resource == "gpu" else "cpu"
-        settings = DrafterSettings(rollout.drafter_learning_rate, rollout.temperature, device)
+        settings = DrafterSettings(rollout.drafter_learning_rate, rollout.temperature, device, self.recipe.run.deterministic)
         return self._pool("drafter", self._starter(cls, *drafter, settings))
 
     def worker_group(self, kind: str, cls: type | None, settings: Callable[..., Any], ranks: int, name: str = "") -> WorkerGroup:

@@ -48,7 +48,7 @@ from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
-from rlhfless_ray.run.memory_check import check_ahead, check_on, room_ahead
+from rlhfless_ray.run.memory_check import check_ahead, check_on, local_room, room_ahead, starts_ray
 from rlhfless_ray.run.memory_fit import fit, models_with
 from rlhfless_ray.run.memory_needs import least_mb, lengths_of
 from rlhfless_ray.run.recorder import RunRecorder
@@ -60,7 +60,7 @@ from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, check_kept_kv, create_worker_pools
 from rlhfless_ray.types import Step
-from rlhfless_ray.weights.known_differences import check_differences
+from rlhfless_ray.weights.known_differences import check_differences, check_engines
 from rlhfless_ray.weights.load_policy import (
     cache_policy,
     cached_folder,
@@ -75,6 +75,7 @@ from rlhfless_ray.weights.load_policy import (
 )
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
+from rlhfless_ray.weights.same_model import check_same_model
 
 Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's files, the driver's state
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
@@ -120,6 +121,7 @@ class Runtime(StepOperations):
         self.files, self.owes_warm_start = initial_policy(recipe)
         if recipe.policy.path and self.actor_classes().computes:
             check_family(self.files)
+        check_engines(recipe, config_of(self.files), local_room(recipe).resource if starts_ray(recipe) else "")
         check_adapter(recipe, self.files)
         check_kept_kv(recipe, self.files)
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
@@ -188,6 +190,7 @@ class Runtime(StepOperations):
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
             check_quantization(self.recipe, resource)
+            check_engines(self.recipe, config_of(self.files), resource)
             note = check_on(self.cluster, resource, self.recipe, self.lengths)
             if resource == "cpu":
                 self.least_mb = least_mb(self.recipe, config_of(self.files), parameter_count(self.files), self.lengths)
@@ -259,7 +262,7 @@ class Runtime(StepOperations):
         self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
         checkpoint = self.checkpoints.load() if self.resume else None
         if checkpoint:  # before the folder is changed: a refused resume leaves a finished run as it was
-            self._check_model(checkpoint[2])
+            check_same_model(checkpoint[2].get("model", {}), self.files)
             self.cursor.restore(checkpoint[2]["cursor"])
         self.steps_done = checkpoint[0] if checkpoint else 0
         return checkpoint

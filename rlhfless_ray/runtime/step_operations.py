@@ -421,7 +421,8 @@ class StepOperations(CheckpointedRun):
         for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
             pool.end_expired(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
         source = self.leases.source
-        decision = slots_to_yield(len(self.broker.free), 1, end.others_wait, source.surplus)
+        usable = sum(lease.id in source.surplus_leases for lease in self.broker.free)
+        decision = slots_to_yield(len(self.broker.free), 1, end.others_wait, source.surplus, usable)
         if decision.action == "Release":
             self.broker.release(keep=decision.actors, sooner=source.surplus_leases)
         self.broker.check("the end of the step", self.stages.pools())

@@ -55,7 +55,7 @@ def remove_torn(folder: Path) -> None:
 
 
 def progress_saved(folder: Path) -> dict[str, Any]:
-    """Return `steps` that the newest checkpoint has done and the `order` of their rows; empty without one."""
+    """Return `steps` that the newest checkpoint has done, the `order` of their rows and sizes of its `model`; empty without one."""
     newest = newest_checkpoint(folder)
     return {} if newest is None else json.loads((newest / PROGRESS).read_text())
 

@@ -19,7 +19,7 @@ class RankStart:
     """The input of every rank.
 
     `data`: training rows and held-out rows. `model`: a folder that each node has, or its files. `others`: files of a model folder beside
-    its weights, with `checkpoint.save_hf`. `second`: folder of another reference, or of the teacher.
+    its weights, with `checkpoint.save_hf`. `sizes`: see `model_sizes`. `second`: folder of another reference, or of the teacher.
     """
 
     recipe: SupervisedRecipe
@@ -27,6 +27,7 @@ class RankStart:
     data: Any  # reference to list[Examples] in the object store
     model: Any  # Path, or reference to Files in the object store
     others: Any  # reference to Files in the object store, or None
+    sizes: Mapping[str, Any]
     second: Path | None
     reward_tokens: list[int] | None
     storage: Path  # folder of the checkpoints

@@ -45,6 +45,7 @@ from rlhfless_ray.weights.load_policy import (
     text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, read_files, read_folder, with_dtype, without_weights, write_folder
+from rlhfless_ray.weights.same_model import check_same_model, model_sizes
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ class SupervisedStage:
         if starts_ray(recipe):
             check_stage(recipe, lambda: local_room(recipe))
         self.model_path, self.files = _initial_model(recipe)
+        if resume:
+            check_same_model(progress_saved(self.storage).get("model", {}), self.files)
         with nullcontext() if recipe.policy.trust_remote_code else transformers_without_torch():
             tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         check_width("learner", recipe.learner.tensor_parallel, config_of(self.files))
@@ -239,6 +242,7 @@ class SupervisedStage:
             data=ray.put([self.rows.train, self.rows.heldout]),
             model=self.model_path or ray.put(self.files),
             others=ray.put(without_weights(self.files)) if self.recipe.checkpoint.save_hf else None,
+            sizes=model_sizes(self.files),
             second=self.second,
             reward_tokens=self.rows.reward_tokens,
             storage=self.storage,

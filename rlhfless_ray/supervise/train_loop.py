@@ -170,7 +170,8 @@ class _Loop:
                 if self.recipe.lora.rank:
                     has_space &= self._has_written_model(folder / "adapter", adapter=True)
             if self.rank == 0:
-                has_space &= _has_written(folder, {PROGRESS: json.dumps({"steps": done, "order": self.order.state()}).encode()})
+                progress = {"steps": done, "order": self.order.state(), "model": self.start.sizes}
+                has_space &= _has_written(folder, {PROGRESS: json.dumps(progress).encode()})
             if self._sum(float(not has_space)):
                 raise DiskFull(folder.parent)
             self._check_space(folder)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.weights.model_folder import ADAPTER, stored_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 # options of adapter_config.json that change more than W + scale · B A
 UNSUPPORTED = (
     "use_dora",
@@ -63,9 +64,9 @@ class Adapter:
             raise UserError(f"{folder}: the adapter uses {on[0]}, which is not merged here; merge it with peft")
         if config.get("bias", "none") != "none":
             raise UserError(f"{folder}: the adapter trains biases (bias = {config['bias']}), which is not merged here; merge it with peft")
-        if not (folder / WEIGHTS).is_file():
-            raise UserError(f"{folder}: there is no {WEIGHTS}; save it with safe_serialization")
-        return cls.of(config, load_file(folder / WEIGHTS), f"{folder}: ")
+        if not (folder / ADAPTER).is_file():
+            raise UserError(f"{folder}: there is no {ADAPTER}; save it with safe_serialization")
+        return cls.of(config, load_file(folder / ADAPTER), f"{folder}: ")
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str = "") -> Adapter:
@@ -115,6 +116,9 @@ class Adapter:
             shape = shape[::-1] if name in self.transposed else shape
             if shape != there:
                 raise UserError(f"{name}: the adapter has shape {shape}, but the base model's weight has {there}")
+        for name, tensor in sorted(self.whole.items()):
+            if name in shapes and tuple(tensor.shape) != (there := tuple(shapes[name])):
+                raise UserError(f"{name}: the adapter's has shape {tuple(tensor.shape)}, but the base model's weight has {there}")
         if head and f"{head}.weight" not in {*shapes, *added}:
             raise UserError(f"neither the base model nor the adapter has a scalar head `{head}`: this is not a reward model")
 
@@ -167,8 +171,6 @@ def merge_folder(base: Path, adapter: Adapter, output: Path, dtype: str, head: s
     """
     import torch
     from safetensors.torch import load_file, save_file
-
-    from rlhfless_ray.weights.model_folder import stored_tensors
 
     adapter.check({name: entry["shape"] for name, entry in stored_tensors(base).items()}, head)
     torch_dtype = getattr(torch, dtype)

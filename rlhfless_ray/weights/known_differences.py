@@ -1,12 +1,13 @@
-"""Models that vLLM (0.32) and transformers compute differently, by their config.json. Pure: imports no library of models.
+"""Models that vLLM (0.32) cannot run, or computes differently than transformers, by their config.json. Imports no library of models.
 
-Each case was measured with a small random policy in float32. `runtime.agreement` would end such a run after its first rollout or
-update, but not where rounding in bfloat16 hides the difference.
+Each case was tried with a small random policy in float32. `runtime.agreement` would end a run with a difference after its first rollout
+or update, but not where rounding in bfloat16 hides the difference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
@@ -18,6 +19,40 @@ COHERE2_WINDOW = 4096  # the family's default
 UNUSED_BIASES = {"ernie4_5": "use_bias", "qwen3": "attention_bias", "qwen3_moe": "attention_bias"}  # by the key that adds them
 
 
+# Families of which an engine cannot hold or compute the policy, and why.
+REFUSED = {
+    "gpt_neo": "vLLM has no such model",
+    "laguna": "vLLM leaves out the routers' biases when it loads new weights",
+    "minimax_m2": "vLLM cannot load new weights into it",
+    "mpt": "vLLM has had no such model since version 0.28",
+    "phi": "vLLM does not use the output head's bias",
+}
+# Families that vLLM cannot compute on CPU only.
+REFUSED_ON_CPU = ("falcon_h1", "gpt_oss", "lfm2", "mamba", "mimo_v2_flash", "phimoe")
+
+
+def find_obstacle(config: Mapping[str, Any], dtype: str, on_cpu: bool) -> str | None:
+    """Return why no engine can run a policy with this configuration, or None."""
+    text = config.get("text_config") or config
+    kind = str(text.get("model_type"))
+    if kind == "stablelm" and (key := next((key for key in ("use_parallel_residual", "qk_layernorm") if text.get(key)), None)):
+        return f"vLLM's has other norms than transformers' with {key}"
+    if kind == "qwen2" and len(set(text.get("layer_types") or ())) > 1:
+        return "vLLM takes a sliding window in all layers or in none, and it is in some of them"
+    if kind.startswith("qwen3_5") and find_spec("torchvision") is None:
+        return "vLLM needs torchvision for it, which is not installed"
+    if kind.startswith(("qwen3_5", "qwen3_next")) and on_cpu and dtype == "float32":
+        return "vLLM on CPU computes its linear attention in bfloat16 only; set policy.dtype to it"
+    return REFUSED.get(kind) or ("vLLM cannot compute it on CPU" if on_cpu and kind in REFUSED_ON_CPU else None)
+
+
+def check_engines(recipe: Recipe, config: Mapping[str, Any], resource: str) -> None:
+    """Raise UserError if no engine can run the policy on slots of this kind: "cpu", "gpu", or "" if it is not known yet."""
+    if why := find_obstacle(config, recipe.policy.dtype, resource == "cpu"):
+        kind = (config.get("text_config") or config).get("model_type")
+        raise UserError(f"policy.path: engines cannot run a policy of the type `{kind}`: {why}; take another model")
+
+
 def find_difference(config: Mapping[str, Any], longest_tokens: int) -> str | None:
     """Return why engines would sample from another policy than the learner trains, or None.
 
@@ -27,6 +62,8 @@ def find_difference(config: Mapping[str, Any], longest_tokens: int) -> str | Non
     kind = text.get("model_type")
     if (key := UNUSED_BIASES.get(str(kind))) and text.get(key):
         return f"with {key} transformers has biases that vLLM does not use"
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        return "log-probabilities of a token differed by 0.04 nats and more on average"
     if kind == "cohere2":
         window = text.get("sliding_window") or COHERE2_WINDOW
         if longest_tokens > window:

@@ -10,20 +10,28 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placement.memory import VALUE_BYTES
+from placement.memory import VALUE_BYTES, stored_shapes
 from rlhfless_ray.common.disk_space import DiskFull, writing
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.adapter import WEIGHTS as ADAPTER
-from rlhfless_ray.weights.model_folder import INDEX, KEPT_SUFFIXES, config_of, is_safetensors, missing_files, read_folder, write_folder
+from rlhfless_ray.weights.model_folder import (
+    INDEX,
+    KEPT_SUFFIXES,
+    config_of,
+    is_safetensors,
+    missing_files,
+    read_folder,
+    tensor_shapes,
+    write_folder,
+)
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -99,16 +107,28 @@ def check_files(files: Files, setting: str = "policy.path") -> None:
     config = config_of(files)
     if not (config.get("model_type") or config.get("auto_map")):
         raise UserError(f"{setting}: its config.json names no model_type, so nothing can load it; copy the whole model folder")
-    if ADAPTER in files and len([name for name in files if name.endswith(".safetensors")]) == 1:
-        raise UserError(
-            f"{setting}: it is the folder of an adapter, without its base model; merge both with rlhfless_ray.cli.lora_combiner, and name "
-            "the merged model"
-        )
     for name, content in files.items():
         if name.endswith(".safetensors") and not is_safetensors(content):
             raise UserError(f"{setting}: {name} is not a complete safetensors file ({len(content):,} bytes); copy it again")
     if missing := missing_files(files):
         raise UserError(f"{setting}: {missing[0]} is missing, which {INDEX} names; copy the whole model folder")
+    _check_shapes(files, config, setting)
+
+
+def _check_shapes(files: Files, config: Mapping[str, Any], setting: str) -> None:
+    """Raise UserError if the weights have other shapes, or fewer layers, than config.json says, for families whose names are known."""
+    wanted, layers = stored_shapes(config), 0
+    advice = "take both from the same model"
+    for name, shape in tensor_shapes(files):
+        *_, parent, module, kind = ("", "", *re.sub(r"\.experts\.\d+\.", ".experts.", name).split("."))
+        expected = wanted.get(f"{parent}.{module}", wanted.get(module)) if kind == "weight" else None
+        layers += (module, kind) == ("input_layernorm", "weight")
+        if expected not in (None, shape):
+            there, said = (" × ".join(map(str, one)) for one in (shape, expected))
+            raise UserError(f"{setting}: its weights do not fit its config.json: {name} is {there} instead of {said}; {advice}")
+    if wanted and layers < config["num_hidden_layers"]:
+        said = config["num_hidden_layers"]
+        raise UserError(f"{setting}: its weights do not fit its config.json: they have {layers} layers instead of {said}; {advice}")
 
 
 def check_family(files: Files) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 KEPT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
 WEIGHTS = ".safetensors"
+ADAPTER = "adapter_model.safetensors"
 AVERAGE = "ema.safetensors"  # in a checkpoint: the moving average of the weights
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9  # limit of a weights file, as in `save_pretrained`; a tenth of the hub's limit
@@ -37,6 +38,11 @@ def read_folder(path: Path, setting: str = "policy.path", needs_tokenizer: bool 
         hub = ", or a name `org/name` of the Hugging Face hub" if setting == "policy.path" else ""
         raise UserError(f"{setting}: {path} is not a folder; give a local Hugging Face model folder{hub}")
     files = {file.name: file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in KEPT_SUFFIXES}
+    if [name for name in files if name.endswith(WEIGHTS)] == [ADAPTER]:
+        raise UserError(
+            f"{setting}: {path} is the folder of an adapter, without its base model; merge both with rlhfless_ray.cli.lora_combiner, and "
+            "name the merged model"
+        )
     if "config.json" not in files:
         raise UserError(f"{setting}: {path} has no config.json, so it is not a Hugging Face model folder")
     if needs_tokenizer:
@@ -81,8 +87,14 @@ def is_safetensors(content: Content) -> bool:
 
 def parameter_count(files: Files) -> int:
     """Return the number of parameters that transformers would load from these files. Invalid files count as empty."""
-    headers = [read_header(files[name]) or {} for name in _loaded_files(files, files.get(INDEX))]
-    return sum(math.prod(entry["shape"]) for tensors in headers for entry in tensors.values())
+    return sum(math.prod(shape) for _, shape in tensor_shapes(files))
+
+
+def tensor_shapes(files: Files) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, shape) of the weights that transformers would load from these files. Invalid files count as empty."""
+    for file in _loaded_files(files, files.get(INDEX)):
+        for name, entry in (read_header(files[file]) or {}).items():
+            yield name, tuple(entry["shape"])
 
 
 def stored_tensors(path: Path) -> dict[str, Any]:

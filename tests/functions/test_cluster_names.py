@@ -66,7 +66,8 @@ def test_auto_that_is_a_private_ray_is_refused_at_once(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("mode", "raised", "said"),
     [
-        ("token", AuthenticationError("no token was found"), "RAY_AUTH_MODE is token, but there is no token; put the cluster's into"),
+        ("token", AuthenticationError("no token"), "RAY_AUTH_MODE is token, and Ray says: no token; put the cluster's token into"),
+        ("token", AuthenticationError("Invalid token"), "RAY_AUTH_MODE is token, and Ray says: Invalid token; put the"),
         ("token", ConnectionError("Failed"), "no Ray cluster answers there: Failed; it may ask for another token"),
         ("", ConnectionError("Failed"), "no Ray cluster answers there: Failed; if it asks for a token, set RAY_AUTH_MODE=token"),
     ],

@@ -223,7 +223,7 @@ class Cases:
         add("dropped", self.files, self.batches[:2], 0, 3, **drops)
         narrow = {"micro_batch_tokens": 1, "gradient_checkpointing": True}
         add("dropped narrow", self.files, self.batches[:2], 0, **drops, learner=narrow)
-        add("bf16 lora", self.bf16, self.batches, 2, dtype="bfloat16", lora={**lora, "target_modules": ["q_proj", "embed_tokens"]})
+        add("bf16 lora", self.bf16, self.batches, 2, 3, dtype="bfloat16", lora={**lora, "target_modules": ["q_proj", "embed_tokens"]})
         for of in self.PARKED:  # the device's part is played by the host's own memory
             cases[of.replace("/", " parked/")] = {**cases[of], "parks": True, "snapshots": (1,)}
         add("bf16 nan", self.bf16, self.with_nan, 2, 3, dtype="bfloat16")

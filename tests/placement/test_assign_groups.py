@@ -53,3 +53,9 @@ def test_slots_to_yield(held: int, least: int, waiting: bool) -> None:
     assert found.action == "Release" and 0 <= kept < held, "somebody waits: something is given up"
     assert kept == 0 or kept >= least, "what is kept is enough to work with"
     assert kept <= max(least, (held + 1) // 2)
+
+
+def test_only_slots_that_waiting_runs_can_use_are_yielded() -> None:
+    assert slots_to_yield(4, 1, True, surplus=3, usable=2).actors == 2
+    assert slots_to_yield(4, 1, True, surplus=1, usable=4).actors == 3
+    assert slots_to_yield(4, 1, True, surplus=3, usable=0).action == "Hold"

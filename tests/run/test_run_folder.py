@@ -22,10 +22,10 @@ from rlhfless_ray.run import checkpoints as saving
 from rlhfless_ray.run import folder as module
 from rlhfless_ray.run.checkpoints import Checkpoints, driver_state
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.runtime.checkpointed_run import model_sizes
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.remote_folder import Writer, writer
+from rlhfless_ray.weights.same_model import model_sizes
 
 # not "fork": this process may have threads of Ray, and its child would wait for ever for a lock that one of them held
 APART = multiprocessing.get_context("forkserver")
@@ -136,6 +136,7 @@ def test_a_resume_with_other_rows_leaves_the_folder_as_it_was(tmp_path: Path) ->
     store(begun(tmp_path), 2).save(5, learner(), {"cursor": Cursor(11, 2, True, 0).state()})
     run = Runtime.__new__(Runtime)
     run.recipe, run.folder, run.resume, run.cursor = recipe(tmp_path), RunFolder(tmp_path / "try"), True, Cursor(10, 2, True, 0)
+    run.files = {}
     with pytest.raises(UserError, match="the number of training rows was 11"):
         run._open_folder()  # which comes before the status and the recipe are written
 

@@ -226,17 +226,20 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         (["data.remainder=drop"], "data.remainder=drop was False"),
         (["lora.rank=4"], "lora.rank: .*a was trained with 0, and its checkpoint does not fit 4"),
         (["run.epochs=2", "learner.learning_rate=1e-4"], ""),
+        ([], "the checkpoint is of another model: its num_key_value_heads is 99, and that of policy.path is"),
     ],
 )
 def test_a_resume_does_not_repeat_or_skip_rows(tmp_path: Path, changes: list[str], message: str) -> None:
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
     from rlhfless_ray.supervise.run_supervised import SupervisedStage
+    from rlhfless_ray.weights.same_model import model_sizes
 
     path = recipe(tmp_path, "a")
-    order = SupervisedStage(SupervisedRecipe.load(path)).order
+    stage = SupervisedStage(SupervisedRecipe.load(path))
+    sizes = model_sizes(stage.files) | ({} if changes else {"num_key_value_heads": 99})
     checkpoint = tmp_path / "runs" / "a" / "checkpoints" / "checkpoint_1"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "progress.json").write_text(json.dumps({"steps": 8, "order": order.state()}))
+    (checkpoint / "progress.json").write_text(json.dumps({"steps": 8, "order": stage.order.state(), "model": sizes}))
     (tmp_path / "runs" / "a" / "recipe.yaml").write_text(SupervisedRecipe.load(path).to_yaml())
     with pytest.raises(UserError, match=message) if message else nullcontext():
         SupervisedStage(SupervisedRecipe.load(path, changes), resume=True)

@@ -18,12 +18,12 @@ peft = pytest.importorskip("peft")
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def model(kind: str, shard: str = "5GB", folder: Path | None = None, inner: int = 96) -> Any:
+def model(kind: str, shard: str = "5GB", folder: Path | None = None, inner: int = 96, words: int = len(WORDS)) -> Any:
     import torch
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=len(WORDS),
+        vocab_size=words,
         hidden_size=64,
         intermediate_size=inner,
         num_hidden_layers=2,
@@ -135,6 +135,10 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     model("LlamaForCausalLM", folder=tmp_path / "wider", inner=128)
     with pytest.raises(UserError, match=r"the adapter has shape .*, but the base model's weight has"):
         lora_combiner.combine(tmp_path / "wider", lora, out, False, "float32")
+    narrow = model("LlamaForCausalLM", folder=tmp_path / "narrow", words=30)
+    adapter(narrow, tmp_path / "resized", modules_to_save=["lm_head"])
+    with pytest.raises(UserError, match=r"^lm_head.weight: the adapter's has shape \(30, 64\), but the base model's weight has"):
+        lora_combiner.combine(base, tmp_path / "resized", out, False, "float32")
     assert not out.exists()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
@@ -22,7 +23,7 @@ from rlhfless_ray.weights.load_policy import (
     kv_cache_bytes,
     model_folder,
 )
-from rlhfless_ray.weights.model_folder import split_files, stored_weights, write_folder
+from rlhfless_ray.weights.model_folder import read_folder, split_files, stored_weights, write_folder
 from tests.conftest import small_recipe
 
 
@@ -72,13 +73,54 @@ def test_a_missing_shard_is_named_before_ray(tmp_path):
             Runtime(Recipe.parse(tree))
 
 
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({"vocab_size": 7}, r"(lm_head|embed_tokens)\.weight is \d+ × 64 instead of 7 × 64"),
+        ({"num_key_value_heads": 1}, r"self_attn\.k_proj\.weight is \d+ × 64 instead of"),
+        ({"intermediate_size": 100}, r"mlp\.\w+\.weight is .* instead of"),
+        ({"num_hidden_layers": 9}, "they have 2 layers instead of 9"),
+    ],
+)
+def test_weights_of_another_model_are_named_before_ray(tmp_path: Path, changed: dict[str, int], wrong: str) -> None:
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    files["config.json"] = json.dumps({**json.loads(files["config.json"]), **changed}).encode()
+    tree = small_recipe(tmp_path, policy__path=str(write_folder(tmp_path / "policy", files)))
+    with pytest.raises(UserError, match=f"^policy.path: its weights do not fit its config.json: .*{wrong}"):
+        Runtime(Recipe.parse(tree))
+
+
+def test_names_of_experts_and_of_other_families_are_found_or_left_alone() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 0, "vocab_size": 9}
+    mixture = {
+        **sizes,
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "moe_intermediate_size": 5,
+    }
+    for name, shape in (("mlp.experts.3.down_proj", (8, 5)), ("mlp.down_proj", (8, 12)), ("mlp.shared_expert.down_proj", (8, 7))):
+        weights = split_files({f"model.layers.0.{name}.weight": torch.zeros(shape)})
+        check_files({**config(**mixture), **weights})
+        for unknown in ({"model_type": "deepseek_v3"}, {"quantization_config": {"quant_method": "fp8"}}):
+            check_files({**config(**{**mixture, "hidden_size": 4, **unknown}), **weights})
+        other = {**config(**{**mixture, "hidden_size": 4}), **weights}
+        if "shared" in name:
+            check_files(other)
+        else:
+            with pytest.raises(UserError, match=rf"{name}\.weight is 8 × \d+ instead of 4"):
+                check_files(other)
+
+
 def test_an_adapter_is_no_policy(tmp_path):
     files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
     files["adapter_model.safetensors"] = files["model.safetensors"]
-    check_files(files)
-    del files["model.safetensors"]
-    with pytest.raises(UserError, match="it is the folder of an adapter, without its base model"):
-        check_files(files)
+    assert "model.safetensors" in read_folder(write_folder(tmp_path / "both", files))
+    for lost in ("model.safetensors", "config.json"):  # peft saves an adapter without a config.json
+        del files[lost]
+        with pytest.raises(UserError, match="is the folder of an adapter, without its base model"):
+            read_folder(write_folder(tmp_path / f"no {lost}", files))
 
 
 def test_a_cache_too_small_for_the_longest_sequence_is_named_with_what_it_takes(tmp_path):
