@@ -342,6 +342,7 @@ def test_the_hint_knows_whether_there_is_something_to_resume(monkeypatch, capsys
 def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own handler, in place while it starts, ends the process by SystemExit(15)."""
     run = Runtime.__new__(Runtime)
+    run.files = {}
     run.recipe, run.resume = Recipe.parse(small_recipe(tmp_path)), False
     left: list[bool] = []
     run.cluster = RayCluster(run.recipe)
