@@ -2,7 +2,8 @@
 
 The real loop, pools and placement groups on 32 logical GPUs. Engines and learner are replayed (recorded lengths, modelled
 speed, real time), so every second on the critical path in which no instance works is the runtime's own. `--lag` runs fixed pools and
-partial rollouts beside the update instead, and compares their speed and cost.
+partial rollouts beside the update instead, and compares their speed and cost. Steps at both ends do not count there: processes start in
+the first ones, and in the last ones fewer responses are begun, since no later step would train them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from rlhfless_ray.functions.ledger import read_ledger
 
 OVERHEAD = 0.01  # of the step
 FASTER = 1.8  # than fixed pools, with partial rollouts
+STEPS, LAG_STEPS = 5, 9
+UNCOUNTED, LAG_UNCOUNTED = (1, 0), (2, 2)  # first and last steps that do not count
 LAGS: dict[str, dict[str, Any]] = {
     "fixed": {"functions": {"slot": "gpu", "elastic": False}},
     "beside the update, bound 1": {"rollout": {"partial": "continue", "ahead": True, "max_lag_steps": 1}},
@@ -40,7 +43,7 @@ BASE_S, PER_SEQ_S = 8.5e-3, 3e-5  # a 3 B model's decode step on one L40S, by th
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=32, help="logical GPUs")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, help=f"default: {STEPS}, with --lag {LAG_STEPS}")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--prefer", type=float, default=0.5, help="0 cheapest, 1 fastest")
@@ -48,7 +51,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="4 GPUs, small and fast: shows that it runs, measures nothing")
     options = parser.parse_args()
     if options.quick:
-        options.gpus, options.steps, options.prompts, options.samples = 4, 3, 16, 4
+        options.gpus, options.steps, options.prompts, options.samples = 4, 5 if options.lag else 3, 16, 4
+    options.steps = options.steps or (LAG_STEPS if options.lag else STEPS)
     console = make_console()
     learn_s, max_tokens = (1.0, 256) if options.quick else (10.0, 2048)
     if options.lag:
@@ -112,7 +116,8 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, **secti
         path = run.folder.path
     rows = read_metrics(path)
     ledger = read_ledger(path / "ledger.csv")
-    steady = [number for number in range(2, options.steps + 1)]  # the first step starts every process
+    first, last = LAG_UNCOUNTED if options.lag else UNCOUNTED
+    steady = range(1 + first, options.steps - last + 1)
     parts = anatomy(ledger)
     steps = [parts[number] for number in steady]
     return {
@@ -120,8 +125,9 @@ def measure(folder: Path, options: Any, learn_s: float, max_tokens: int, **secti
         "full_slot_s": Spread.of(row["cost/full_slot_s"] for row in rows if row["step"] in steady),
         "overhead_s": Spread.of(s.overhead_s for s in steps),
         "overhead_share": Spread.of(s.overhead_share for s in steps),
-        "driver_cpu_s": Spread.of(cpu[1:]),
+        "driver_cpu_s": Spread.of(cpu[first : options.steps - last]),
         "gaps": {name: Spread.of(values) for name, values in gaps(ledger, steady).items()},
+        "all_step_s": [row["step_s"] for row in rows if row["step"] > 0],
         "actors": [row["pool/rollout_actors"] for row in rows if row["step"] > 0],
         "cores": len(os.sched_getaffinity(0)),
         "measured_s": time.time(),
