@@ -27,7 +27,16 @@ from rlhfless_ray.functions.cost_record import load_costs, save_costs, today
 from rlhfless_ray.functions.lease import LOOKING_SHARE
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import IDLE_S, PastRun, PoolState
-from rlhfless_ray.functions.slot_source import POOL_PREFIX, RESERVED_S, device_ids, device_named, is_reserving, others_wait, request_group
+from rlhfless_ray.functions.slot_source import (
+    POOL_PREFIX,
+    RESERVED_S,
+    device_ids,
+    device_named,
+    is_reserving,
+    others_wait,
+    request_group,
+    tasks_wait,
+)
 
 NAMESPACE = "rlhfless"
 RESOURCES = ("cpu", "gpu")
@@ -35,6 +44,7 @@ TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
 LOOK_S = 1.0  # interval at which it looks at the cluster's nodes
 POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a placement group that Ray has not granted yet
 LOOKS_PER_S = 200  # largest total number of such looks per second, because the pool answers no run during a look
+TASK_WAITS_S = 2.0  # a slot that no run takes for this long goes back to Ray if a task waits, whether or not the task could use it
 EMPTY_S = 5.0  # a pool that no run has joined for so long ends
 
 
@@ -66,7 +76,7 @@ class SlotPool:
             if info["name"].startswith(f"{POOL_PREFIX}{resource}-") and info["state"] != "REMOVED"
         }
         self.orphans_until_s = now + SILENT_S
-        self.others_wait, self.asked_s = False, now  # whether other programs wait for slots in Ray's queue, and when to ask again
+        self.idle_s, self.asked_s = IDLE_S, now  # how long free slots stay in the pool, and when to look again who waits for them
         self.changed = asyncio.Event()  # set for a moment when slots or requests have changed
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
         # Devices of a node are named in turn, by one process. Otherwise Ray starts a process for each: 8 took 0.6 to 3 s instead of 0.1 s.
@@ -219,7 +229,7 @@ class SlotPool:
         for slot in self.state.match(now):
             slot.granted_s = time.time()
         # after `match`: what one run does not take, or avoids, another may want
-        for slot in self.state.idle(now, -1.0 if self.others_wait else IDLE_S):
+        for slot in self.state.idle(now, self.idle_s):
             self._remove(slot)
         for id in set(self.creating) - set(self.state.requests):
             self.withdrawn.append(group := self.creating.pop(id))
@@ -288,9 +298,12 @@ class SlotPool:
         return next(n for n in range(first, first + len(taken) + 1) if n not in taken)
 
     def _look_at_others(self) -> None:
-        """Look whether other programs wait in Ray's queue. Slots that no run takes at once are theirs then."""
+        """Look whether other programs wait in Ray's queue. Slots that no run takes at once, or soon, are theirs then."""
         if (now := time.monotonic()) >= self.asked_s:
-            self.others_wait = others_wait(self.resource, set())
+            if others_wait(self.resource, set()):
+                self.idle_s = -1.0
+            else:
+                self.idle_s = TASK_WAITS_S if tasks_wait(self.resource) else IDLE_S
             self.asked_s = now + max(LOOK_S, (time.monotonic() - now) / LOOKING_SHARE)
 
     async def _tick(self) -> None:

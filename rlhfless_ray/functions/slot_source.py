@@ -198,6 +198,19 @@ def others_wait(resource: str, own: set[str]) -> bool:
     )
 
 
+def tasks_wait(resource: str) -> bool:
+    """Return whether a task or an actor outside of placement groups waits for a slot, as far as `ray status` knows: it lags by a second."""
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    name = "GPU" if resource == "gpu" else "CPU"
+    try:
+        status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=1)
+    except RayError:
+        return False
+    waiting = status.resource_demands.ray_task_actor_demand
+    return any(name in bundle.bundle for demand in waiting for bundle in demand.bundles_by_count)
+
+
 # max_calls=0: otherwise Ray ends a GPU task's process after each call, and the next call has to start one
 @ray.remote(num_cpus=0, num_gpus=1, max_calls=0)
 def device_ids() -> list[str]:
