@@ -211,8 +211,9 @@ class WorkerPool:
         return not self.labels or lease.slot.node in self.leases.nodes.slots(self.labels)
 
     def fits(self, instance: Instance, slot: Slot) -> bool:
-        """Return whether the instance can use the slot: on CPU any slot of its node, on GPU only its own device."""
-        return instance.slot == slot or (self.leases.resource == "cpu" and instance.slot.node == slot.node)
+        """Return whether the instance can use the slot: its own device if it holds memory of one, otherwise any slot of its node."""
+        is_bound = self.on_device and self.leases.resource == "gpu"
+        return instance.slot == slot or (not is_bound and instance.slot.node == slot.node)
 
     def _slot(self, leases: list[Lease]) -> Slot:
         """Return the slot of an instance with these leases. On GPU it names all devices, as CUDA_VISIBLE_DEVICES does."""

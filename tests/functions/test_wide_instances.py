@@ -36,7 +36,7 @@ def worker_class() -> type:
 def pool(request: Any, ray_cluster: None) -> Iterator[WorkerPool]:
     ledger = Ledger(request.param, 1.0)
     leases = LeaseManager(request.param, ledger, DEADLINE_S, f"wide{time.time_ns()}")
-    pool = WorkerPool("work", lambda slot: start_actor(worker_class(), slot, request.param, {}), leases, 600.0, width=2)
+    pool = WorkerPool("work", lambda slot: start_actor(worker_class(), slot, request.param, {}), leases, 600.0, width=2, on_device=True)
     yield pool
     pool.close()
     leases.release_all()

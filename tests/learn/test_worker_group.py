@@ -97,7 +97,7 @@ class Cluster(LeaseManager):
 def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1) -> WorkerGroup:
     """A gang whose ranks are parked on these slots, with their state."""
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "learner": {"ranks": len(slots), "max_slots_per_rank": threads}}
-    pool = WorkerPool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, 1e9)
+    pool = WorkerPool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, 1e9, on_device=True)
     worker_group = WorkerGroup(pool, len(slots), Recipe.parse(tree).learner, SlotBroker(cluster))
     worker_group._wait_for = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
     for slot in slots:
