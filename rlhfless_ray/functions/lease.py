@@ -102,16 +102,16 @@ class LeaseManager:
     ) -> list[Lease]:
         """Return `have` and the granted ones of `requests`; those not granted in time are withdrawn.
 
-        It waits for the first `need` leases until the lease deadline, and for the others for `wait_s`. If there are fewer than `need`,
-        all are released, and RunError names what is missing. The run's other requests are withdrawn before it waits for needed leases:
+        It waits for the first `need` leases until the lease deadline, and for each other one for `wait_s` after the last grant: slots come
+        one after the other, and on GPU Ray starts a process to name the first device. If there are fewer than `need`, all are released, and RunError names what is missing. The run's other requests are withdrawn before it waits for needed leases:
         they may be granted the only slot, which nothing would collect meanwhile.
         """
-        start = time.monotonic()
+        start = granted_s = time.monotonic()
         leases = list(have or [])
         for request in requests:
             if needed := len(leases) < need:
                 self.withdraw([one for one in self.pending.values() if one not in requests])
-            end = start + (self.deadline_s if needed else wait_s)
+            end = start + self.deadline_s if needed else granted_s + wait_s
             grant = self.source.wait(request, end)
             while grant is None and needed and (time.monotonic() < end or self.may_wait(1, request.labels)):  # sooner: its node was lost
                 grant = self.source.wait(request, max(end, time.monotonic() + PREFERRED_S))
@@ -119,6 +119,7 @@ class LeaseManager:
                 self.withdraw([request])
             else:
                 leases.append(self._granted(request, grant, kind))
+                granted_s = time.monotonic()
         seconds = time.monotonic() - start
         self.waited_s += seconds
         if len(leases) < need:

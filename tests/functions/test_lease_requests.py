@@ -12,7 +12,8 @@ import pytest
 from placement.market import Bid
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions import slot_source, worker_pool
-from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.instance import Instance
+from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_messages import RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
@@ -100,6 +101,35 @@ def test_a_needed_slot_whose_node_is_lost_as_it_is_granted_is_waited_for(monkeyp
     leases.release([lease])
     waits.clear()
     assert leases.take(1, "rollout", need=0, wait_s=5.0) == [] and len(waits) == 1, "one that is not needed is given up"
+
+
+@pytest.mark.parametrize(("pause_s", "expected"), [(0.05, 6), (1.0, 1)])
+def test_slots_that_come_one_after_the_other_are_waited_for(pause_s, expected):
+    """A rollout on 32 GPUs began with 1 to 3 engines, because the other devices were named after its wait."""
+    [slots] = joined(state := pool(6), "x")
+    source: Any = Source(state, slots)
+    granted, next_s = source.wait, [time.monotonic()]
+
+    def wait(request: LeaseRequest, until_s: float) -> Grant | None:
+        time.sleep(max(0.0, min(next_s[0], until_s) - time.monotonic()))
+        if time.monotonic() < next_s[0]:
+            return None
+        next_s[0] = time.monotonic() + pause_s
+        return granted(request, until_s)
+
+    source.wait = wait
+    leases = LeaseManager("cpu", Ledger("cpu"), 5.0, "x", source)
+    assert len(leases.take(6, "rollout", need=1, wait_s=0.2)) == expected and not leases.pending
+
+
+@pytest.mark.parametrize(("resource", "on_device", "expected"), [("gpu", False, True), ("gpu", True, False), ("cpu", True, True)])
+def test_only_a_process_with_memory_of_a_device_is_bound_to_it(resource, on_device, expected):
+    """The process of a reward function started anew, in seconds, in steps that had another device for it."""
+    leases: Any = SimpleNamespace(resource=resource, ledger=None)
+    pool = WorkerPool("score", lambda slot: None, leases, 60.0, on_device=on_device)
+    instance = Instance("score", Slot("a", 0), None)
+    assert pool.fits(instance, Slot("a", 1)) is expected
+    assert pool.fits(instance, Slot("a", 0)) and not pool.fits(instance, Slot("b", 0))
 
 
 @pytest.mark.parametrize(
