@@ -78,7 +78,7 @@ class Batch:
         """
         prompts = {id(s[0]): np.asarray(s[0], np.int64) for s in sequences}  # one for all responses to it
         parts = [piece for prompt, response, *_ in sequences for piece in (prompts[id(prompt)], response)]
-        advantages = [s[3] if isinstance(s[3], np.ndarray) else np.full(len(s[1]), s[3]) for s in sequences]
+        advantages = [s[3] if isinstance(s[3], np.ndarray) else np.full(len(s[1]), s[3], np.float32) for s in sequences]
         logprobs = [s[2] for s in sequences]
         mask = mask_of(masks or [], [len(s[1]) for s in sequences])
         if mask is not None and masks is not None:
@@ -86,12 +86,12 @@ class Batch:
             logprobs, advantages = ([x[one] for x, one in zip(xs, chosen, strict=True)] for xs in (logprobs, advantages))
         lengths = [len(s[0]) + len(s[1]) for s in sequences]
         return cls(
-            tokens=np.concatenate(parts or [np.empty(0)]).astype(np.int64),
+            tokens=np.concatenate(parts or [np.empty(0)], dtype=np.int64, casting="unsafe"),
             prompt_lengths=np.array([len(s[0]) for s in sequences], np.int64),
             lengths=np.array(lengths, np.int64),
             groups=np.array([s[4] for s in sequences], np.int64),
-            logprobs=np.concatenate(logprobs or [np.empty(0)]).astype(np.float32),
-            advantages=np.concatenate(advantages or [np.empty(0)]).astype(np.float32),
+            logprobs=np.concatenate(logprobs or [np.empty(0)], dtype=np.float32, casting="unsafe"),
+            advantages=np.concatenate(advantages or [np.empty(0)], dtype=np.float32, casting="unsafe"),
             mask=mask,
             experts=experts_of(experts, lengths),
         )
@@ -129,9 +129,10 @@ def batch_of(samples: Sequence[Sample], per_prompt: int) -> Batch:
 
 def lags_of(samples: Sequence[Sample], newest: int) -> np.ndarray:
     """Return the updates between each token's weight version and version `newest`, (Σ response length,) int8."""
-    lags = [np.repeat(newest - versions, tokens) for versions, tokens in (np.array(s.completion.versions).T for s in samples)]
-    parts = [x if s.action_mask is None else x[s.action_mask] for x, s in zip(lags, samples, strict=True)]
-    return np.concatenate([np.empty(0, np.int8), *parts]).astype(np.int8)
+    versions, tokens = np.array([part for s in samples for part in s.completion.versions], np.int64).reshape(-1, 2).T
+    lags = np.repeat((newest - versions).astype(np.int8), tokens)
+    mask = mask_of([s.action_mask for s in samples], [len(s.completion.token_ids) for s in samples])
+    return lags if mask is None else lags[mask]
 
 
 def mask_of(masks: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
