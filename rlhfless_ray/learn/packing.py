@@ -7,6 +7,7 @@ need the same number of micro-batches on every rank, so some may be empty.
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,16 +29,15 @@ def padded(lengths: np.ndarray, max_tokens: int, ranks: int = 1, overhead_tokens
     budget = max_tokens
     if ranks > 1 and len(lengths):  # at least one micro-batch per rank if there are enough sequences
         budget = min(max_tokens, max(int(size[0]), -(-int(size.sum()) // ranks)))
-    cost = np.full(len(size) + 1, np.inf)
-    cost[0] = 0.0
+    numbers = np.arange(len(size) + 1)
+    reach = np.minimum(len(size), numbers[:-1] + np.maximum(1, budget // size))  # end of the longest micro-batch from each sequence on
+    first = np.searchsorted(reach, numbers)  # the first sequence from which one reaches each end
+    begun = np.full(len(size) + 1, float(overhead_tokens))  # least cost of the sequences before each, and one more micro-batch
     came_from = np.zeros(len(size) + 1, np.int64)
-    for i, longest in enumerate(size.tolist()):
-        rows = min(len(size) - i, max(1, budget // longest))
-        through = cost[i] + overhead_tokens + longest * np.arange(1, rows + 1)
-        reach = slice(i + 1, i + rows + 1)
-        better = through < cost[reach]
-        cost[reach] = np.where(better, through, cost[reach])
-        came_from[reach] = np.where(better, i, came_from[reach])
+    for end, begin in enumerate(first[1:].tolist(), 1):
+        cost = begun[begin:end] + size[begin:end] * numbers[end - begin : 0 : -1]
+        best = int(cost.argmin())
+        came_from[end], begun[end] = begin + best, cost[best] + overhead_tokens
     bins, end = [], len(size)
     while end:
         bins.append(np.sort(order[came_from[end] : end]))
@@ -64,8 +64,7 @@ def shared(
         Per rank its micro-batches, and of each the rows: index arrays into `lengths`.
     """
 
-    def dealt(rows: list[np.ndarray]) -> tuple[float, list[list[list[np.ndarray]]]]:
-        sizes = np.array([row_tokens(prompts, lengths, row) for row in rows], np.int64)
+    def dealt(rows: list[np.ndarray], sizes: np.ndarray) -> tuple[float, list[list[list[np.ndarray]]]]:
         parts = padded(sizes, max_tokens, ranks)
         alone = np.array([len(row) == 1 for row in rows])
         # the largest of the micro-batches that ranks work on at the same time determines their duration
@@ -75,37 +74,46 @@ def shared(
         )
         return work, [[[rows[i] for i in part] for part in mine] for mine in parts]
 
-    work, best = dealt(list(np.arange(len(lengths))[:, None]))
+    work, best = dealt(list(np.arange(len(lengths))[:, None]), lengths)
     work *= MOST_WORK
-    count, largest = 1, int(np.bincount(groups).max(initial=0)) if len(groups) else 0
+    order = np.argsort(groups, kind="stable")
+    by_group = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(order) else []
+    options = [_cuts(prompts[members[0]], lengths[members], members, max_tokens, width) for members in by_group]
+    count, largest = 1, max(map(len, by_group), default=0)
     while count < largest:
-        work_of_cut, cut = dealt(_shared_rows(prompts, lengths, groups, max_tokens, width, count))
+        chosen = [min((alone, *(cut for cut in cuts if len(cut.rows) >= count)), key=lambda cut: cut.work) for alone, *cuts in options]
+        work_of_cut, cut = dealt([row for one in chosen for row in one.rows], np.concatenate([one.sizes for one in chosen]))
         if work_of_cut < work:
             work, best = work_of_cut, cut
         count *= 2
     return best
 
 
-def _shared_rows(
-    prompts: np.ndarray, lengths: np.ndarray, groups: np.ndarray, max_tokens: int, width: int, least_rows: int
-) -> list[np.ndarray]:
-    """Cut each group into `least_rows`, 2 · `least_rows`, … rows or single sequences, whichever takes the least work and fits."""
-    rows: list[np.ndarray] = []
-    order = np.argsort(groups, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(order) else ():
-        responses = lengths[members] - prompts[members]
-        best, least = list(members[:, None]), sum(_work(lengths[[i]], True, width) for i in members)
-        count = least_rows
-        while count < len(members):
-            spread = _spread(responses, np.argsort(-responses, kind="stable"), count)
-            cut = [members[np.sort(part)] for part in spread]
-            sizes = np.array([row_tokens(prompts, lengths, part) for part in cut])
-            work = sum(_work(sizes[[i]], False, width) for i in range(count))
-            if work < least and sizes.max() <= max_tokens:
-                best, least = cut, work
-            count *= 2
-        rows += best
-    return rows
+class _Cut(NamedTuple):
+    """A division of a group into rows of sequences, the tokens of each row, and the work on all of them."""
+
+    rows: list[np.ndarray]
+    sizes: np.ndarray
+    work: float
+
+
+def _cuts(prompt: int, lengths: np.ndarray, members: np.ndarray, max_tokens: int, width: int) -> list[_Cut]:
+    """Return the divisions of a group that fit: into single sequences first, then into 1, 2, 4, … rows."""
+    cuts = [_Cut(list(members[:, None]), lengths, _work_of_rows(lengths, True, width))]
+    responses, count = lengths - prompt, 1
+    order = np.argsort(-responses, kind="stable")
+    while count < len(members):
+        rows = _spread(responses, order, count)
+        sizes = np.array([prompt + responses[row].sum() for row in rows], np.int64)
+        if sizes.max() <= max_tokens:
+            cuts.append(_Cut([members[np.sort(row)] for row in rows], sizes, _work_of_rows(sizes, False, width)))
+        count *= 2
+    return cuts
+
+
+def _work_of_rows(sizes: np.ndarray, alone: bool, width: int) -> float:
+    """Return the work on rows of these sizes if each is a micro-batch, see `_work`."""
+    return sum((sizes * (1 + sizes / ((12 if alone else 6) * width))).tolist())
 
 
 def row_tokens(prompts: np.ndarray, lengths: np.ndarray, row: np.ndarray) -> int:
