@@ -26,6 +26,9 @@ def worker_class() -> type:
         def open(self, threads: int) -> dict[str, Any]:
             return {"memory_mb": 1.0, "spans": [], "threads": threads}
 
+        def park(self) -> dict[str, Any]:
+            return {"memory_mb": 1.0, "spans": []}
+
         def devices(self) -> str | None:
             return os.environ.get("CUDA_VISIBLE_DEVICES")
 
