@@ -103,8 +103,9 @@ class LeaseManager:
         """Return `have` and the granted ones of `requests`; those not granted in time are withdrawn.
 
         It waits for the first `need` leases until the lease deadline, and for each other one for `wait_s` after the last grant: slots come
-        one after the other, and on GPU Ray starts a process to name the first device. If there are fewer than `need`, all are released, and RunError names what is missing. The run's other requests are withdrawn before it waits for needed leases:
-        they may be granted the only slot, which nothing would collect meanwhile.
+        one after the other, and on GPU Ray starts a process to name the first device. If there are fewer than `need`, all are released, and
+        RunError names what is missing. The run's other requests are withdrawn before it waits for needed leases: they may be granted the
+        only slot, which nothing would collect meanwhile.
         """
         start = granted_s = time.monotonic()
         leases = list(have or [])

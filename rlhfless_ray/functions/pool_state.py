@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots, exact_slots
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
 
-# A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update, and Ray takes up to 0.8 s
-# to grant a slot again and 10 ms or more to name its device.
+# A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update, and Ray takes up to
+# 0.8 s to grant a slot again and 10 ms or more to name its device.
 IDLE_S = 30.0
 RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long: worker groups repeat requests after a short pause
 HEARD_S = 5.0  # a run with a message in this time is alive: it sends one every second
