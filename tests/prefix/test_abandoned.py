@@ -23,13 +23,17 @@ SCRIPT = str(Path(__file__).with_name("abandoned.py"))
 
 @pytest.fixture
 def shared() -> Iterator[str]:
-    """The address of a cluster that outlives its drivers."""
+    """The address of a cluster that outlives its drivers. Its end leaves the store of keys to the Ray of other tests (`ray_cluster`)."""
     from ray.cluster_utils import Cluster
+    from ray.experimental.internal_kv import _initialize_internal_kv, internal_kv_get_gcs_client
 
+    of_others = internal_kv_get_gcs_client()
     with local_ray():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20})
     yield cluster.address
     cluster.shutdown()
+    if of_others is not None:
+        _initialize_internal_kv(of_others)
 
 
 def start(address: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
