@@ -1,4 +1,4 @@
-"""What a run left in its folder, and its policy under the weights of any of its checkpoints."""
+"""What a run left in its folder, its policy under the weights of any of its checkpoints, and runs that tests look into."""
 
 from __future__ import annotations
 
@@ -65,3 +65,21 @@ def watched_phases(run: Runtime, look: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         progress.phase = phase  # type: ignore[method-assign]
+
+
+@contextmanager
+def engines_in_step() -> Iterator[None]:
+    """Inside the block, an engine goes on only after the driver has read its last report, however late that is on a busy machine."""
+    from ray.actor import ActorMethod
+
+    options = ActorMethod.options
+
+    def one_ahead(method: Any, **more: Any) -> Any:
+        streams = more.get("num_returns") == "streaming"
+        return options(method, **more, **({"_generator_backpressure_num_objects": 1} if streams else {}))
+
+    ActorMethod.options = one_ahead
+    try:
+        yield
+    finally:
+        ActorMethod.options = options

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.actor import ActorMethod
 from safetensors.numpy import load_file
 
 from benchmarks.common.fault_injection import pid_of
@@ -22,13 +21,12 @@ from rlhfless_ray.rollout.overlap import BesideUpdate
 from rlhfless_ray.types import Sample, Step
 from tests.compat.test_runs import AGENT
 from tests.conftest import command_here, samples, small_recipe, write_recipe
-from tests.run_files import CheckpointPolicy, rows, watched_phases
+from tests.run_files import CheckpointPolicy, engines_in_step, rows, watched_phases
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
 EVERY_STEP = {"rollout__stream_interval_s": 0.02, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
 LAG = {"rollout__max_lag_steps": 1, **EVERY_STEP}
-NO_LAG = {"max_lag_steps": 0, "partial": "off", "oversample": "auto", "partial_kv": "recompute", "ahead": False}
 
 Ran = tuple[Recipe, list[Step], Path]
 
@@ -48,20 +46,8 @@ def lagging(private_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def synchronous(private_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Two steps without a lag, whose recipe names none of the keys of asynchrony."""
+    """Two steps without a lag."""
     return ran(tmp_path_factory.mktemp("synchronous"), **EVERY_STEP, run__steps=2)
-
-
-def test_a_lag_of_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, synchronous: Ran) -> None:
-    """With every key of asynchrony at the value that means none. Both runs are of this machine."""
-    explicit = {f"rollout__{key}": value for key, value in NO_LAG.items()}
-    _, steps, folder = ran(tmp_path, **EVERY_STEP, **explicit, run__steps=2)
-    for mine, theirs in zip(steps, synchronous[1], strict=True):
-        for one, other in zip(mine.samples, theirs.samples, strict=True):
-            np.testing.assert_array_equal(one.completion.token_ids, other.completion.token_ids)
-            np.testing.assert_array_equal(one.completion.logprobs, other.completion.logprobs)
-            assert (one.prompt, one.reward, one.advantage) == (other.prompt, other.reward, other.advantage)
-    assert_same(folder, synchronous[2], steps=(1, 2))
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -106,11 +92,11 @@ def test_engines_and_learner_hold_slots_at_once_and_the_run_resumes(tmp_path: Pa
     assert overlap_s(one / "ledger.csv") > 0
 
 
-def assert_same(run: Path, other: Path, steps: tuple[int, ...] = (1, 2, 3, 4)) -> None:
+def assert_same(run: Path, other: Path) -> None:
     """The same samples in every step, and the same weights at the end."""
-    for step in steps:
+    for step in (1, 2, 3, 4):
         assert samples(run, step) == samples(other, step)
-    mine, theirs = (load_file(of / "checkpoints" / f"step_{steps[-1]}" / "model.safetensors") for of in (run, other))
+    mine, theirs = (load_file(of / "checkpoints" / "step_4" / "model.safetensors") for of in (run, other))
     assert mine.keys() == theirs.keys()
     for name, weights in mine.items():
         np.testing.assert_array_equal(weights, theirs[name])
@@ -156,8 +142,8 @@ def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path, lagging
 class Watched(Runtime):
     """Keeps the log-probabilities that the learner computed beside the rollout, by step and sample.
 
-    Its updates end before rollouts, whose tails are long enough for a pass on any machine: engines wait until the driver has read their
-    last report, and it reads no more while a pass runs.
+    Its updates end before rollouts, whose tails are long enough for a pass on any machine: engines wait for the driver, which reads no
+    more of their reports while a pass runs.
     """
 
     proximal: dict[int, dict[int, np.ndarray]]
@@ -166,7 +152,7 @@ class Watched(Runtime):
         if not self.in_update:
             return super().generate(step)
         self.learn_stage.update.result()
-        passes, poll, options = self.learn_stage.passes.logprobs, BesideUpdate.poll, ActorMethod.options
+        passes, poll = self.learn_stage.passes.logprobs, BesideUpdate.poll
         if passes is not None:
             passes._takes_s = lambda tokens: 0.0  # type: ignore[method-assign]
 
@@ -174,12 +160,8 @@ class Watched(Runtime):
             poll(beside, seconds)
             ray.wait(refs, num_returns=len(refs), timeout=60) if (refs := beside.refs()) else None
 
-        def step_by_step(method: ActorMethod, **more: Any) -> Any:
-            return options(method, **more, **({"_generator_backpressure_num_objects": 1} if more.get("num_returns") == "streaming" else {}))
-
-        with pytest.MonkeyPatch.context() as patched:
+        with engines_in_step(), pytest.MonkeyPatch.context() as patched:
             patched.setattr(BesideUpdate, "poll", wait_for_pass)
-            patched.setattr(ActorMethod, "options", step_by_step)
             return super().generate(step)
 
     def advantages(self, samples: list[Sample]) -> Batch:

@@ -421,6 +421,12 @@ def test_an_episode_is_as_long_as_its_limit() -> None:
     assert Recipe.parse({**AGENT, "agent": {"path": "agent.py", "max_tokens": 99}}).longest_tokens(40) == 99
 
 
+def test_a_lag_of_0_is_the_synchronous_recipe() -> None:
+    """With every key of asynchrony at the value that means none. Runs of equal recipes are the same run."""
+    keys = {"max_lag_steps": 0, "partial": "off", "oversample": "auto", "partial_kv": "recompute", "ahead": False}
+    assert Recipe.parse(merged(*((f"rollout.{key}", value) for key, value in keys.items()))) == Recipe.parse(merged())
+
+
 def test_a_lag_needs_importance_weights_and_keeps_no_samples_for_longer() -> None:
     lag = ("rollout.max_lag_steps", 1)
     assert "rollout.max_lag_steps: responses of older weights need" in refused(lag, ("algorithm.importance_cap", 0))

@@ -18,6 +18,7 @@ from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequ
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import EngineStep
 from tests.conftest import samples, small_recipe
+from tests.run_files import engines_in_step
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -35,8 +36,8 @@ class ToAndFro(MigrationPolicy):
 
 
 def longer(folder: Path, name: str, **overrides: Any) -> Recipe:
-    """Responses so long that there is something to move, also where the driver looks late at what the engines do. More steps than are
-    compared, for a machine on which four do not suffice for a move."""
+    """Responses so long that there is something to move. More steps than are compared, for a machine on which pages come too late in
+    each of four."""
     return Recipe.parse(small_recipe(folder, run__name=name, run__steps=12, rollout__max_tokens=96, evaluate__prompts=2, **overrides))
 
 
@@ -52,7 +53,7 @@ def test_prefix_kv_and_killed_processes_change_no_sample(private_ray: None, tmp_
     )
     moved: Counter[str] = Counter()
     nobody: Any = lambda run, moment: None  # noqa: E731
-    with FaultInjector(recipe, nobody) as run:
+    with engines_in_step(), FaultInjector(recipe, nobody) as run:  # what is to move must not have ended before the driver looks
         stage = run.rollout_stage
         assert stage.migration is not None and stage.migration.pages is not None
         stage.migration = ToAndFro("auto", 0.7, carries=True)
