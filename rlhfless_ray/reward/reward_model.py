@@ -24,8 +24,8 @@ from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.values import to_finite_float
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.load_policy import check_files, load_tokenizer
-from rlhfless_ray.weights.model_folder import config_of, read_folder, tensor_shapes, write_folder
-from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.model_folder import WEIGHTS, config_of, read_folder, write_folder
+from rlhfless_ray.weights.tensor_file import Files, read_header
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -196,7 +196,9 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     config = config_of(files)
     name = config.get("value_head_prefix") or name
     check_files(files, setting)
-    shapes = dict(tensor_shapes(files))
+    # Of all files, also of a head beside the base that no index names: `ScalarModel.load` finds it.
+    headers = [read_header(content) or {} for file, content in files.items() if file.endswith(WEIGHTS)]
+    shapes = {tensor: entry["shape"] for header in headers for tensor, entry in header.items()}
     shape = shapes.get(f"{name}.weight")
     if shape is None:
         candidates = sorted(t.removesuffix(".weight") for t, s in shapes.items() if t.endswith(".weight") and len(s) == 2 and s[0] == 1)
