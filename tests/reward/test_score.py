@@ -88,8 +88,10 @@ class FakePool:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Time passes only where the driver waits and nothing is ready: a busy machine makes no call late."""
     if "ray_cluster" in request.fixturenames:
         return
+    clock = SimpleNamespace(now_s=0.0)
 
     def get(ref: Any) -> Any:
         if isinstance(ref.value, Exception):
@@ -98,6 +100,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
     def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
         ready = [ref for ref in refs if ref.ready][:1]
+        clock.now_s += 0.0 if ready else timeout
         return ready, [ref for ref in refs if ref not in ready]
 
     class Ref(SimpleNamespace):
@@ -105,6 +108,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
     monkeypatch.setitem(globals(), "SimpleNamespace", Ref)
     monkeypatch.setattr(module, "ray", SimpleNamespace(get=get, wait=wait, exceptions=module.ray.exceptions))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     monkeypatch.setattr(module, "SLACK_S", -module.REPLY_AFTER_S)
 
 
