@@ -127,7 +127,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
         pool.resize(2, [], need=2)
         for instance in pool.working:
             instance.start_result(120.0)
-        version = WeightVersion(1, ray.put(weights), checksum(weights))
+        version = WeightVersion(1, (ray.put(weights),), checksum(weights))
         rng = np.random.default_rng(0)
         for context in (64, *contexts):  # the first rollout of an engine compiles what it needs
             sizes = [context] * longs + [32] * (2 * others)

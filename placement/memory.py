@@ -256,15 +256,14 @@ class Training:
 class RankMemory:
     """Bytes that one rank holds.
 
-    opening: on the host, while it loads the model. loaded: from then until the first update, which creates the moments. offload:
-    optimizer state and gradients are in host memory.
+    weights: also while it loads the model. loaded: from then until the first update, which creates the moments. offload: optimizer
+    state and gradients are in host memory.
     """
 
     weights: int
     optimizer: int
     gradients: int
     activations: int
-    opening: int
     loaded: int
     offload: bool = False
 
@@ -298,9 +297,9 @@ def snapshot_bytes(parameters: int, value_bytes: int) -> int:
 def rank_memory(parameters: int, training: Training, activations: int = 0) -> RankMemory:
     """Return the memory of a rank of a worker group (ZeRO, arXiv 1910.02054, section 5).
 
-    Stage 1 shards the optimizer's state, stage 2 the gradients too, stage 3 the weights too. Each rank still loads the whole
-    model into host memory (`opening`), from which stage 3 brings one parameter after the other to the device. Gradients at stage 1
-    count as sharded: DeepSpeed's stage 1 may reduce them early, and bfloat16 is trained by its stage 2.
+    Stage 1 shards the optimizer's state, stage 2 the gradients too, stage 3 the weights too. A rank of stage 3 reads one parameter
+    after the other from the mapped files. Gradients at stage 1 count as sharded: DeepSpeed's stage 1 may reduce them early, and
+    bfloat16 is trained by its stage 2.
     """
     parameters, n, width = training.own(parameters), training.ranks // training.tensor_parallel, training.value_bytes
     whole = parameters * width
@@ -309,4 +308,4 @@ def rank_memory(parameters: int, training: Training, activations: int = 0) -> Ra
     shards = n if training.zero_stage else 1
     master = trained * MASTER_BYTES // shards if training.zero_stage else 0
     optimizer, gradients = master + trained * MOMENT_BYTES // shards, trained * GRADIENT_BYTES // shards
-    return RankMemory(weights, optimizer, gradients, activations, whole, weights + master, training.offload)
+    return RankMemory(weights, optimizer, gradients, activations, weights + master, training.offload)

@@ -192,10 +192,10 @@ class WeightVersion:
     """The weights of one version, checked by checksum when they are loaded."""
 
     version: int
-    ref: Any  # ray.ObjectRef of {name: array}; a return value owned by the driver, so it outlives its producer
+    shards: tuple[Any, ...]  # ray.ObjectRef of each shard, see `weights.parts`; return values owned by the driver outlive their ranks
     checksum: int = 0
-    node: str = ""  # id of the node that holds them, if it is not the driver's
-    copy: Any = None  # ray.ObjectRef of a copy on the driver's node, which survives the loss of `node`
+    nodes: tuple[str, ...] = ()  # id of each shard's node, empty for the driver's; none: all shards are there
+    copies: tuple[Any, ...] = ()  # shards on the driver's node, which survive the loss of `nodes`
     digests: Any = None  # ray.ObjectRef of {name: digest}, by which a receiver names a damaged tensor
     base: Any = None  # ray.ObjectRef of the files of the model that the weights adapt, or of where to map them; None: they are whole
 

@@ -87,7 +87,7 @@ def test_the_first_samples_and_those_after_the_first_update_are_checked() -> Non
     learner = Learner(0.0)
     checks, _ = agreement(learner)
     samples = {version: [sample(k, 6, version) for k in range(3)] for version in range(4)}
-    versions = [WeightVersion(version, None) for version in range(4)]
+    versions = [WeightVersion(version, ()) for version in range(4)]
     checks.check(samples[0], versions[0], 0.7, parks=False)
     checks.check(samples[0], versions[0], 0.7, parks=True)
     assert len(learner.asked) == 1 and checks.context.broker.free == ()
@@ -111,7 +111,7 @@ def test_the_first_samples_of_engines_of_another_width_are_checked() -> None:
     checked = []
     for version, width in enumerate((1, 1, 1, 2, 2, 1)):
         checks.engines.width = width
-        checks.check([sample(0, 6, version)], WeightVersion(version, None), 1.0, parks=False)
+        checks.check([sample(0, 6, version)], WeightVersion(version, ()), 1.0, parks=False)
         checks.updated(UpdateStats(applied=1, trained_tokens=9))
         checked.append(len(learner.asked))
     assert checked == [1, 2, 2, 3, 3, 4]
@@ -122,7 +122,7 @@ def test_samples_that_no_update_compares_are_checked() -> None:
     learner = Learner(0.0)
     checks, _ = agreement(learner)
     for version in range(3):
-        checks.check([sample(0, 6, version)], WeightVersion(version, None), 1.0, parks=False)
+        checks.check([sample(0, 6, version)], WeightVersion(version, ()), 1.0, parks=False)
         assert compare_mismatch(UpdateStats(), 1e-3, 1.0) == {}
         checks.updated(UpdateStats())
     assert len(learner.asked) == 3
@@ -140,23 +140,23 @@ def test_tokens_of_older_weights_are_no_disagreement(algorithm: dict[str, Any], 
 def test_too_large_a_difference_ends_the_run_or_is_told(apart: float) -> None:
     checks, said = agreement(Learner(apart))
     with pytest.raises(RunError, match=r"do not agree under weight version 0.*tolerance"):
-        checks.check([sample(0, 9)], WeightVersion(0, None), 1.0, parks=False)
+        checks.check([sample(0, 9)], WeightVersion(0, ()), 1.0, parks=False)
     assert said == []
     checks, said = agreement(Learner(apart), rollout={"agreement": "warn"})
-    checks.check([sample(0, 9)], WeightVersion(0, None), 1.0, parks=True)
+    checks.check([sample(0, 9)], WeightVersion(0, ()), 1.0, parks=True)
     assert len(said) == 1 and "do not agree" in said[0] and checks.context.broker.free == ("lease",)
 
 
 def test_why_no_tensor_is_named_is_told() -> None:
     checks, _ = agreement(Learner(1.0))
     with pytest.raises(RunError, match=r"finding the tensors that differ failed .*no model here"):
-        checks.check([sample(0, 9)], WeightVersion(0, None), 1.0, parks=False)
+        checks.check([sample(0, 9)], WeightVersion(0, ()), 1.0, parks=False)
 
 
 def test_bfloat16_and_top_p_have_their_own_tolerance() -> None:
     learner = Learner(0.02)
     checks, _ = agreement(learner, policy={"dtype": "bfloat16"}, learner={"zero_stage": 1}, rollout={"top_p": 0.9})
-    checks.check([sample(0, 9)], WeightVersion(0, None), 0.6, parks=False)
+    checks.check([sample(0, 9)], WeightVersion(0, ()), 0.6, parks=False)
     assert learner.asked[0][1:] == (0.6, 0.9), "the learner computes what was sampled from, so no tolerance is needed for the nucleus"
     stats = UpdateStats(skipped=1, trained_tokens=9)
     assert compare_mismatch(stats, 0.01, 0.9)["learn/mismatch_tolerance"] == pytest.approx(0.01 - math.log(0.9))
@@ -164,11 +164,11 @@ def test_bfloat16_and_top_p_have_their_own_tolerance() -> None:
 
 def test_what_rounding_explains_is_no_disagreement() -> None:
     checks, _ = agreement(Learner(0.01, moved=0.004))
-    checks.check([sample(0, 9)], WeightVersion(0, None), 1.0, parks=False)
+    checks.check([sample(0, 9)], WeightVersion(0, ()), 1.0, parks=False)
     assert checks.tolerance == pytest.approx(0.032, rel=1e-3)
     checks, _ = agreement(Learner(0.01, moved=0.001))
     with pytest.raises(RunError, match=r"differ by 0.01 nats .*float32: 0.008\)"):
-        checks.check([sample(0, 9)], WeightVersion(0, None), 1.0, parks=False)
+        checks.check([sample(0, 9)], WeightVersion(0, ()), 1.0, parks=False)
     edge = np.array([-1.0, -np.inf, -np.inf, -2.0], np.float32)
     assert compute_distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), 0.9)[:3].tolist() == [0.5, 1.0, 0.0]
     assert np.isnan(compute_distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), 0.9)[3])

@@ -356,7 +356,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     if not moment.startswith("begun"):
         run.script[(1, "published") if moment.startswith("published") else (2, "leases")] = lose
     with run:
-        assert run.weights is not None and run.weights.node == passing.node_id
+        assert run.weights is not None and run.weights.nodes == (passing.node_id,)
         held = 3 if "one slot" in moment else 2 if ranks == 2 else 0
         for group in taken[held:]:
             ray.util.remove_placement_group(group)

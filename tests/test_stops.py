@@ -137,7 +137,7 @@ class Ended:
         run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
         run.dynamic_sampling = DynamicSampling(run.recipe, Cursor(64, 8, True, 3))
         run.partial_rollouts = PartialRollouts(run.recipe)
-        run.weights, run.in_update, run.step = WeightVersion(3, "weights"), False, Step(4)
+        run.weights, run.in_update, run.step = WeightVersion(3, ("weights",)), False, Step(4)
         run.agreement, run.memory = None, SimpleNamespace(take=dict)
         run.least_mb, run.memory_fit = {}, Fit(run.recipe, [])
         run.ledger = SimpleNamespace(step=3, begin_step=lambda step: None)

@@ -15,13 +15,18 @@ from ray.experimental.locations import get_local_object_locations
 from rlhfless_ray import Recipe, Runtime
 
 
+def size(ref: Any) -> int:
+    return get_local_object_locations([ref])[ref]["object_size"]
+
+
 class Sized(Runtime):
     sizes: dict[int, int]
     told: Path
 
     def publish(self, version: int) -> Any:
         weights = super().publish(version)
-        self.sizes = {**getattr(self, "sizes", {}), version: get_local_object_locations([weights.ref])[weights.ref]["object_size"]}
+        shards = [weights.ref] if hasattr(weights, "ref") else weights.shards
+        self.sizes = {**getattr(self, "sizes", {}), version: sum(size(ref) for ref in shards)}
         self.told.write_text(json.dumps(self.sizes))
         return weights
 

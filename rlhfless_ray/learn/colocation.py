@@ -9,7 +9,6 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import WeightVersion
-from rlhfless_ray.weights.layout import Interval, even_share
 from rlhfless_ray.weights.remote_folder import StoredFiles
 
 LEARNER_FILES = ("model", "optimizer", "learner.json", "ema", "adapter_")  # beginnings of their names
@@ -54,16 +53,10 @@ class ColocatedGroups:
         """The nodes of the learner's ranks, where its weights are published."""
         return {instance.slot.node for instance in self.learner.by_rank}
 
-    def held_weights(self, size: int) -> dict[str, list[Interval]]:
-        """Return which bytes of a weight version of `size` bytes the learner's ranks hold, by node.
-
-        With ZeRO 3 each rank holds an even share of every tensor, otherwise the whole.
-        """
-        held: dict[str, list[Interval]] = {}
-        ranks, shards = self.learner.ranks, self.context.recipe.learner.zero_stage == 3
-        for rank, instance in enumerate(self.learner.by_rank):
-            held.setdefault(instance.slot.node, []).append(even_share(size, ranks, rank) if shards else (0, size))
-        return held
+    @property
+    def complete_nodes(self) -> set[str]:
+        """Nodes where a learner rank holds all weights. With ZeRO 3 each holds its part only."""
+        return set() if self.context.recipe.learner.zero_stage == 3 else {i.slot.node for i in self.learner.by_rank}
 
     @property
     def learner_slots(self) -> int:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from rlhfless_ray.learn.tensor_parallel import ModelSlices
 from rlhfless_ray.weights.layout import even_share
+from rlhfless_ray.weights.parts import Part
 from rlhfless_ray.weights.shards import Shards
+from rlhfless_ray.weights.tensor_file import as_numpy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"  # the float32 weights behind bfloat16 ones: most updates are smaller than a bfloat16 step
@@ -55,6 +57,16 @@ def whole_weights(engine: Any, stage: int, owner: Mapping[str, int], slices: Mod
             if owner[name] == rank:
                 weights[name] = parameter.detach().cpu().clone()
     return weights
+
+
+def held_weights(engine: Any) -> dict[str, Part]:
+    """Return this rank's parts of the weights at ZeRO 3, by parameter name. They are views of the live state if it is on the host."""
+    parts = {}
+    for name, parameter in engine.module.model.named_parameters():
+        shape, values = tuple(parameter.ds_shape), parameter.ds_tensor.detach()
+        start = min(torch.distributed.get_rank() * values.numel(), parameter.ds_numel)
+        parts[name] = Part(shape, start, as_numpy(values[: parameter.ds_numel - start].cpu()))  # the ranks' parts are padded
+    return parts
 
 
 def held_moments(engine: Any, stage: int, slices: ModelSlices | None = None) -> dict[str, tuple[int, Tensor]]:

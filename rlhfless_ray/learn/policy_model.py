@@ -16,6 +16,9 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.logprobs import chunked_distillation, chunked_logprobs, nucleus_logprobs, tokens_per_chunk
 from rlhfless_ray.learn.micro_batch_tensors import attention_mask
 from rlhfless_ray.learn.router_replay import RouterReplay
+from rlhfless_ray.weights.model_folder import stored_dtype
+
+WANTED_DTYPE = "wanted_dtype"  # attribute of a parameter that is to be converted when it is copied
 
 
 class TokenLogprobs(nn.Module):
@@ -166,15 +169,23 @@ class TokenValues(nn.Module):
         return (self.model.score(hidden_states(self.model, tensors)).float().squeeze(-1) - self.mean) / self.deviation
 
 
-def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str = "policy.path") -> Any:
+def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str = "policy.path", *, maps: bool = False) -> Any:
     """Load a causal LM from a Hugging Face folder, without dropout, because sampler and learner must compute the same policy.
+
+    `maps`: parameters stay views of the mapped files, in their dtype, and have the attribute WANTED_DTYPE if it is another one.
 
     Raises UserError, which names `setting`, if transformers cannot, or if weights are missing.
     """
     from transformers import AutoModelForCausalLM
 
     refusal = f"{setting}: it cannot be loaded as a causal language model"
-    model, missing, mismatched = _load(AutoModelForCausalLM, folder, dtype, trust_remote_code, refusal)
+    stored = stored_dtype(folder) if maps else None
+    model, missing, mismatched = _load(AutoModelForCausalLM, folder, stored or dtype, trust_remote_code, refusal)
+    if stored not in (None, dtype):
+        wanted, _, _ = _load(AutoModelForCausalLM, folder, dtype, trust_remote_code, refusal, device_map="meta")
+        for parameter, like in zip(model.parameters(), wanted.parameters(), strict=True):
+            setattr(parameter, WANTED_DTYPE, like.dtype)
+        model.config.dtype = wanted.config.dtype
     if wrong := sorted(missing | mismatched):
         raise UserError(
             f"{setting}: its weights do not fit its config.json: {wrong[0]} is missing or has another shape for "

@@ -12,6 +12,7 @@ import numpy as np
 from rlhfless_ray.learn.process_group import free_port
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
+from rlhfless_ray.weights.parts import Assembled, Shard
 from rlhfless_ray.weights.remote_folder import Delivery, deliver, map_files, sees
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -100,7 +101,7 @@ class RankActor:
 
     def model(self) -> tuple[Files, list[Span]]:
         """Return the files of the whole model's weights, adapters merged, from rank 0."""
-        return timed(self.rank.trainer.model_files, "transfer", "write the model")
+        return timed(lambda: self.rank.trainer.model_files(gathers=True), "transfer", "write the model")
 
     def keep(self) -> tuple[Files, tuple[float, int]]:
         """Return this rank's files of a checkpoint, and their processor seconds and bytes.
@@ -149,19 +150,19 @@ class LearnerActor(RankActor):
         logprobs, spans = timed(lambda: self.rank.agreement(share, temperature, top_p, noisy), "work", "check agreement", threads)
         return {"agreement": logprobs}, share.spans, spans
 
-    def weights(self) -> tuple[dict[str, np.ndarray] | None, tuple[dict[str, int], list[Span]]]:
-        """Return the weights, and a digest of each tensor with the spans.
+    def weights(self) -> tuple[Shard, tuple[dict[str, int], list[Span]]]:
+        """Return this rank's shard of the weights, and a digest of each piece with the spans.
 
-        These are two return values of the Ray call. The weights stay in this node's object store until engines pull them.
+        These are two return values of the Ray call. The shard stays in this node's object store until engines pull it.
         """
         from rlhfless_ray.weights.checksum import digests
 
         weights, spans = timed(self.rank.trainer.weights, "transfer", "publish weights")
-        return weights, (digests(weights) if weights is not None else {}, spans)
+        return weights, (digests(weights), spans)
 
-    def read_published(self, weights: dict[str, np.ndarray]) -> None:
-        """Call `TrainerRank.read_published`. `weights`: the weights that this rank published last, as views of the object store."""
-        self.rank.trainer.read_published(weights)
+    def read_published(self, *shards: Shard) -> None:
+        """Call `TrainerRank.read_published`. `shards`: those of the last version on this node, as views of the object store."""
+        self.rank.trainer.read_published(Assembled(shards))
 
 
 class CriticActor(RankActor):

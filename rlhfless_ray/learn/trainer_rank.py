@@ -22,7 +22,16 @@ from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
 from rlhfless_ray.learn.offload import leave_device, return_to_device
-from rlhfless_ray.learn.optimizer_state import held_moments, link_moments, parameter_sizes, plain_optimizer, restore_moments, whole_weights
+from rlhfless_ray.learn.optimizer_state import (
+    held_moments,
+    held_weights,
+    link_moments,
+    parameter_sizes,
+    plain_optimizer,
+    restore_moments,
+    whole_weights,
+)
+from rlhfless_ray.learn.policy_model import WANTED_DTYPE
 from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
@@ -31,8 +40,9 @@ from rlhfless_ray.learn.tensor_parallel import ModelSlices, visible_adapters
 from rlhfless_ray.learn.tied_ends import TiedEnds
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
-from rlhfless_ray.weights.layout import whole_tensors
+from rlhfless_ray.weights.layout import whole_layers
 from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, split_files
+from rlhfless_ray.weights.parts import Part
 from rlhfless_ray.weights.saved_names import saved_state
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, iterate_tensors, load_tensors, save_tensors
@@ -64,7 +74,6 @@ class TrainerRank:
         self.as_published: set[str] = set()  # names of weights that were published unchanged under the same name
         self.is_parked = False  # whether the state is parked in the GPU's host memory
         self.parked_state: dict[str, Any] = {}  # `_state` while parked, if it needs collectives on the devices
-        self.parked_weights: dict[str, Tensor] = {}  # `_trained_weights` while parked, likewise
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -96,9 +105,12 @@ class TrainerRank:
             restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps, self.slices)
             torch.set_rng_state(state["rng"])
 
-    def _load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    def _load_weights(self, model: Any, weights: Mapping[str, Tensor]) -> None:
         """Load a checkpoint's weights. Raises ValueError if they are of another model."""
-        missing, unexpected = model.load_state_dict(weights, strict=False)  # not strict: a tied head is stored once
+        maps = self.stage == 3 and self.lora is None  # `_CopiedParameters` copies them one by one
+        missing, unexpected = model.load_state_dict(weights, strict=False, assign=maps)  # not strict: a tied head is stored once
+        if maps:
+            model.tie_weights()
         if self.lora is not None:
             missing = sorted(set(missing) & set(trained(model)))  # the base's weights come from the model's files
         if unexpected or set(missing) - {"lm_head.weight"}:
@@ -125,11 +137,12 @@ class TrainerRank:
             fused=True,
         )
         config = deepspeed_config(self.section, self.dtype, self.device.type)
-        if self.stage == 3:  # one parameter after the other, so that no device ever holds the whole model
+        if self.stage == 3:  # one parameter after the other, so that neither host nor device ever holds the whole model
             for buffer in wrapped.buffers():
                 buffer.data = buffer.data.to(self.device)
             os.environ["LOCAL_RANK"] = "0"  # each rank sees one device
-            deepspeed.zero.Init(module=wrapped, config_dict_or_path=config)
+            deepspeed.zero.Init(module=_CopiedParameters(wrapped, self.device), config_dict_or_path=config)
+            release_free_heap()  # the copies leave holes between the parts that are kept
         with visible_adapters() if is_divided and self.lora is not None else nullcontext():
             self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)
         if is_divided:
@@ -280,28 +293,42 @@ class TrainerRank:
         """Return whether a name is the second one of tied weights, which files and engines do not have."""
         return name == "lm_head.weight" and getattr(self.engine.module.model.config, "tie_word_embeddings", False)
 
+    def _sizes(self) -> dict[str, int]:
+        """Return {name: elements} of all weights."""
+        sizes = parameter_sizes(self.engine, self.stage, self.slices)
+        return {name: size for name, size in sizes.items() if not self._is_tied(name)}
+
     def _stored(self) -> dict[str, int]:
         """Return {name: elements} of the weights in a checkpoint: all, or the adapters if only these are trained."""
-        sizes = parameter_sizes(self.engine, self.stage, self.slices)
-        return {name: size for name, size in sizes.items() if not self._is_tied(name) and (self.lora is None or self.lora.is_trained(name))}
+        return {name: size for name, size in self._sizes().items() if self.lora is None or self.lora.is_trained(name)}
 
     def _weights_of(self, owner: dict[str, int]) -> dict[str, Tensor]:
         return whole_weights(self.engine, self.stage, owner, self.slices)
 
-    def weights(self) -> dict[str, np.ndarray] | None:
-        """Return {name in a file: array} from rank 0, see `saved_state`. The other ranks take part and return None.
+    def weights(self) -> dict[str, np.ndarray | Part]:
+        """Return this rank's shard of the weights that engines get, by their names in a file (see `saved_state`). Every rank must call it.
 
-        With `lora.publish: adapter` these are the adapter's weights only.
+        With ZeRO 3 it is the part of each tensor that the rank holds. Otherwise, and where tensors are computed from several or have
+        another form in files, layers are shared out among the ranks. With `lora.publish: adapter` rank 0 returns the adapter's weights.
         """
         if self.lora is not None and self.settings.lora.publish == "adapter":
             own = self._trained_weights()
-            return None if self.rank else {saved_name(k): as_numpy(v) for k, v in own.items()}
-        found = self._merged()
-        if found is None:
-            return None
-        own = {name: parameter.data_ptr() for name, parameter in self.engine.module.model.named_parameters()}
-        self.as_published = {name for name, tensor in found.items() if own.get(name) == tensor.data_ptr()}
-        return {k: as_numpy(v) for k, v in found.items()}
+            return {} if self.rank else {saved_name(k): as_numpy(v) for k, v in own.items()}
+        parts: dict[str, np.ndarray | Part] = {}
+        if self.stage == 3 and self.lora is None:
+            whole = self._unconverted()
+            parts = {name: part for name, part in held_weights(self.engine).items() if name in whole}
+        found = self._merged(whole_layers({name: size for name, size in self._sizes().items() if name not in parts}, self.ranks))
+        if self.reads_published:  # the other ranks' weights are the same
+            self.as_published = self._unconverted()
+        return {**parts, **{name: as_numpy(tensor) for name, tensor in found.items()}}
+
+    def _unconverted(self) -> set[str]:
+        """Return the names of the parameters that files have under the same name and in the same form."""
+        model = self.engine.module.model
+        parameters = {name: torch.empty(_whole_shape(p), dtype=p.dtype, device="meta") for name, p in model.named_parameters()}
+        found = saved_state(model, parameters)
+        return {name for name, tensor in parameters.items() if found.get(name) is tensor}
 
     @property
     def reads_published(self) -> bool:
@@ -311,46 +338,52 @@ class TrainerRank:
     def read_published(self, weights: Mapping[str, np.ndarray]) -> None:
         """Take the weights from their published version, in shared memory, and release the memory of the rank's own.
 
-        The next optimizer step writes its own again. Every rank publishes the same weights, so ranks of a node share them.
+        The next optimizer step writes its own again. Every rank has the same weights, so ranks of a node share them.
+
+        Args:
+            weights: {name: array} of the shards that lie on the rank's node.
         """
         for name, parameter in self.engine.module.model.named_parameters():
-            if name in self.as_published:
+            if name in self.as_published and name in weights:
                 start, size = parameter.data_ptr(), parameter.nbytes
                 parameter.data = as_tensor(weights[name])
                 release_pages(start, size)
         gc.collect()  # an update leaves 0.3 GB behind at 494 M parameters
         release_free_heap()
 
-    def _merged(self) -> dict[str, Tensor] | None:
-        """Return the weights that engines get, adapters merged, from rank 0. Every rank must call it."""
-        weights = self._weights_of(dict.fromkeys(parameter_sizes(self.engine, self.stage), 0))
-        if self.rank:
-            return None
+    def _merged(self, owner: dict[str, int]) -> dict[str, Tensor]:
+        """Return this rank's weights in the form of files, adapters merged. Every rank must call it. `owner`: rank of each parameter."""
+        weights = self._weights_of(owner)
         weights = weights if self.lora is None else self.lora.merged(weights)
         return saved_state(self.engine.module.model, {name: tensor for name, tensor in weights.items() if not self._is_tied(name)})
 
-    def model_files(self, *, trained: bool = False) -> Files:
-        """Return the model's weights as the safetensors files of a Hugging Face folder, from rank 0; {} from others.
+    def model_files(self, *, trained: bool = False, gathers: bool = False) -> Files:
+        """Return this rank's safetensors files of a Hugging Face folder. The files of all ranks together are the model.
 
-        Every rank must call it. The files are views of the live state if the host has all of it.
+        Every rank must call it. The files are views of the live state if the host has it. Files of several ranks lack their index.
 
         Args:
-            trained: return only what is trained: adapters, or the weights' moving average if there is one. Needs no device. Otherwise
-                the current weights are returned, adapters merged.
+            trained: return only what is trained: adapters, or the weights' moving average if there is one, both from rank 0. Needs no
+                device. Otherwise the current weights are returned, adapters merged.
+            gathers: return the current weights from rank 0.
         """
         if not trained:
-            weights = self._merged()
-            return {} if weights is None else split_files(weights)
-        weights = self._trained_weights()
-        if self.rank:
+            weights = self._merged(dict.fromkeys(self._sizes(), 0) if gathers else whole_layers(self._sizes(), self.ranks))
+        elif self.lora is not None:
+            weights = self._state()["weights"]
+            return {} if self.rank else self.lora.files(weights)
+        elif self.settings.ema_beta is not None:
+            weights = saved_state(self.engine.module.model, self.average or {})
+        else:
+            weights = saved_state(self.engine.module.model, self._state()["weights"])
+        if not weights:
             return {}
-        if self.lora is not None:
-            return self.lora.files(weights)
-        return split_files(saved_state(self.engine.module.model, self.average or weights))
+        is_alone = gathers or (trained and self.average is not None)
+        return split_files(weights) if is_alone else split_files(weights, rank=self.rank, ranks=self.ranks)
 
     def _trained_weights(self) -> dict[str, Tensor]:
         """Return all weights that are trained, by their names in the model, from rank 0. Every rank must call it."""
-        return self.parked_weights if self.is_parked and self.stage else self._weights_of(dict.fromkeys(self._stored(), 0))
+        return self._weights_of(dict.fromkeys(self._stored(), 0))
 
     def _state(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint. The parts of all ranks together are complete.
@@ -362,7 +395,7 @@ class TrainerRank:
             return self.parked_state
         adapters = self.lora is not None
         return {
-            "weights": self._trained_weights() if adapters else self._weights_of(whole_tensors(self._stored(), self.ranks)),
+            "weights": self._trained_weights() if adapters else self._weights_of(whole_layers(self._stored(), self.ranks)),
             "moments": held_moments(self.engine, self.stage, self.slices),
             "average": self.average or {},
             "optimizer_steps": self.optimizer_steps,
@@ -408,7 +441,6 @@ class TrainerRank:
         start = time.time()
         if self.stage:
             self.parked_state = copy.deepcopy(self._state())
-            self.parked_weights = self.parked_state["weights"] if self.ranks == 1 else copy.deepcopy(self._trained_weights())
         leave_device(self.engine, self.stage, self.hosted)
         self.is_parked = True
         gc.collect()
@@ -421,8 +453,27 @@ class TrainerRank:
             return []
         start = time.time()
         return_to_device(self.engine, self.stage, self.device, self.hosted)
-        self.is_parked, self.parked_state, self.parked_weights = False, {}, {}
+        self.is_parked, self.parked_state = False, {}
         return [Span("transfer", "return to device", start, time.time())]
+
+
+class _CopiedParameters(nn.Module):
+    """A module whose weights are views of their mapped file, for `deepspeed.zero.Init`, which keeps a part of each parameter.
+
+    Each parameter is copied to the device, and converted, just before it is divided. DeepSpeed would write into the mapping, which makes
+    it private memory of the rank, and its last view keeps all of it.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module, self.device = module, device
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for parameter in self.module.parameters(recurse):
+            mapped = parameter.data
+            parameter.data = mapped.to(self.device, getattr(parameter, WANTED_DTYPE, mapped.dtype), copy=True)
+            release_pages(mapped.data_ptr(), mapped.nbytes)
+            yield parameter
 
 
 def _whole_shape(parameter: Tensor) -> torch.Size:

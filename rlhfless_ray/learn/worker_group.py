@@ -31,8 +31,9 @@ from rlhfless_ray.learn.shares import Cutter, joined
 from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.checksum import combined
+from rlhfless_ray.weights.model_folder import ADAPTER, INDEX, folder_index, read_content
 from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles, receive
-from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.tensor_file import Files, write_file
 
 SETTLE_S = 10.0  # time for a pending snapshot before its node is drained
 
@@ -81,8 +82,8 @@ class WorkerGroup:
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.update_s = 0.0  # seconds of the slowest rank's work in the last update
         self.requested_weights: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the last update
-        self.reads_published = False  # the first rank keeps no weights of its own between updates, see `TrainerRank.read_published`
-        self.reading_published: list[Any] = []  # reference of the pending `read_published` call
+        self.reads_published = False  # the ranks keep no weights of its own between updates, see `TrainerRank.read_published`
+        self.reading_published: list[Any] = []  # references of the pending `read_published` calls
 
     def assign_leases(self, spare: list[Lease]) -> list[Lease]:
         """Assign leases to the ranks, see `GangScheduler.take`, and restore lost ranks. Returns the leases that are left."""
@@ -332,7 +333,11 @@ class WorkerGroup:
         self._record_spans(spans for _, spans in replies)
         if self.working and not working:  # ranks that were lost have started again under leases
             self.broker.put(self.park())
-        return receive([delivery for delivery, _ in replies], folder)
+        sums = receive([delivery for delivery, _ in replies], folder)
+        files = {name: read_content(folder / name) for name in sums}
+        if len(files) > 1 and ADAPTER not in files and INDEX not in files:  # the ranks have written a part each
+            sums[INDEX] = write_file(folder / INDEX, folder_index(files))
+        return sums
 
     def config(self) -> bytes:
         """Return config.json of a critic's model."""
@@ -406,26 +411,31 @@ class WorkerGroup:
     def publish(self, version: int) -> WeightVersion:
         """Publish the current weights as a version that engines can pull.
 
-        The arrays stay in the object store of the first rank's node. If that is another node than the driver's, a copy is made
-        there in the background.
+        Each rank's shard stays in the object store of its node. Of shards on other nodes than the driver's, copies are made there in
+        the background.
         """
-        weights: list[Any] = []
+        shards: list[Any] = []
 
         def ask() -> list[Any]:
             refs, self.requested_weights = self.requested_weights or self._weights(), []
-            weights[:] = [refs[0][0]]
+            shards[:] = [shard for shard, _ in refs]
             return [digests for _, digests in refs]
 
         replies = self._call_until_answered(ask, "the learner to publish weights")
         self._record_spans(spans for _, spans in replies)
+        told = [digests for digests, _ in replies]  # a digest of each piece; of a replayed learner one number, whose first rank has all
+        total, digests, full = told[0], None, [0]
+        if isinstance(total, dict):
+            digest_of = {name: digest for of_rank in told for name, digest in of_rank.items()}
+            total, digests, full = combined(digest_of), ray.put(digest_of), [rank for rank, of_rank in enumerate(told) if of_rank]
+        held = [(shards[rank], self.by_rank[rank].slot.node) for rank in full]
         if self.reads_published:
-            self.reading_published = [self.by_rank[0].actor.read_published.remote(weights[0])]
-        node = self.by_rank[0].slot.node
-        copy, there = copy_to_driver_node(weights[0], node)
-        digest_of = replies[0][0]  # a digest of each tensor; of a replayed learner one number
-        known = isinstance(digest_of, dict)
-        total, digests = (combined(digest_of), ray.put(digest_of)) if known else (digest_of, None)
-        return WeightVersion(version, weights[0], total, node if there else "", copy if there else None, digests, self.base)
+            by_node = {node: [shard for shard, where in held if where == node] for _, node in held}
+            self.reading_published = [i.actor.read_published.remote(*by_node.get(i.slot.node, ())) for i in self.by_rank]
+        copied = [copy_to_driver_node(shard, node) for shard, node in held]
+        nodes = tuple(node if there else "" for (_, node), (_, there) in zip(held, copied, strict=True))
+        copies = tuple(copy for copy, _ in copied) if any(nodes) else ()
+        return WeightVersion(version, tuple(shard for shard, _ in held), total, nodes, copies, digests, self.base)
 
     def _weights(self) -> list[list[Any]]:
         return [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
@@ -436,15 +446,15 @@ class WorkerGroup:
         If the node is lost already, the copy takes the place of the original. If it was lost before the copy was complete, the
         weights are published again, which may need leases. Raises RunError if they differ from the first ones.
         """
-        while weights.copy is not None:
+        while weights.copies:
             try:
-                get(weights.copy, self.deadline_s, "the driver's copy of the weights")
+                get(list(weights.copies), self.deadline_s, "the driver's copy of the weights")
             except (ray.exceptions.RayTaskError, *GONE) as error:
                 if not is_loss(error):  # the next copy would fail too
                     raise RunError(
                         f"weight version {weights.version} could not be copied to the driver's node: {reason_of(error)}"
                     ) from error
-                if not self.pool.leases.nodes.confirm_lost(weights.node):
+                if not self._lost(weights):
                     self.pool.faults.count("the process that copies weights", FailureCause.DIED, reason_of(error))
                 self.recovery.say(f"weight version {weights.version} was lost before it was copied: the {self.name} publishes it again")
                 again = self.publish(weights.version)
@@ -452,11 +462,15 @@ class WorkerGroup:
                     raise RunError(f"the {self.name} published other weights as version {weights.version} the second time") from None
                 weights = again
             else:
-                if not self.pool.leases.nodes.confirm_lost(weights.node):
+                if not self._lost(weights):
                     return weights
                 self.recovery.say(f"weight version {weights.version} was lost with its node: engines load the copy")
-                weights = replace(weights, ref=weights.copy, copy=None)
+                weights = replace(weights, shards=weights.copies, nodes=(), copies=())
         return weights
+
+    def _lost(self, weights: WeightVersion) -> bool:
+        """Return whether a node that holds shards of this version is lost."""
+        return any(self.pool.leases.nodes.confirm_lost(node) for node in dict.fromkeys(weights.nodes) if node)
 
     def start_snapshot(self) -> None:
         """Start a snapshot of the current state if one is due. Does not wait, and needs no lease."""

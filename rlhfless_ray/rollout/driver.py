@@ -272,13 +272,13 @@ class RolloutDriver:
 
         Returns False if its call failed for another reason. Requests that it may have begun with older weights are cut and ignored.
         """
-        instance, copy = call.instance, self.weights.copy
-        if copy is None or call.number in self.reloaded or not lost_on_the_way(instance.loading):
+        instance, copies = call.instance, self.weights.copies
+        if not copies or call.number in self.reloaded or not lost_on_the_way(instance.loading):
             return False
         self.reloaded.add(call.number)
         self.calls.send_command(call, EngineCommand(cut=tuple(call.assigned), what="start over with the step's weights"))
         instance.version = None
-        fetch_into(instance, replace(self.weights, ref=copy))
+        fetch_into(instance, replace(self.weights, shards=copies))
         self.resend(call.number)
         return True
 

@@ -24,8 +24,9 @@ from rlhfless_ray.rollout.engine_members import start_members
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
-from rlhfless_ray.weights.checksum import combined, damaged, digests, listed
+from rlhfless_ray.weights.checksum import combined, damaged, digests, digests_like, listed
 from rlhfless_ray.weights.model_folder import stored_weights, write_folder
+from rlhfless_ray.weights.parts import Assembled, Shard
 from rlhfless_ray.weights.remote_folder import map_files
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -96,24 +97,26 @@ class EngineActor:
     def load(
         self,
         version: int,
-        weights: dict[str, np.ndarray],
+        shard: Shard,
         expected: int | Mapping[str, int],
         base: Files | tuple[str, Mapping[str, int], str] | None = None,
+        *more: Shard,
     ) -> list[Span]:
-        """Load a weight version.
+        """Load a weight version from its shards: `shard` and `more`.
 
         `expected`: the digest of each tensor, or one checksum. `base`: see `VllmEngine.load`, or the arguments of `map_files`.
 
         Raises ValueError, with the tensors' names if they are known, if the bytes differ from the published ones.
         """
         start = time.time()
-        digest_of = digests(weights)
+        shards = (shard, *more)
+        digest_of = {name: digest for one in shards for name, digest in digests(one).items()}
         wrong = damaged(digest_of, expected) if isinstance(expected, Mapping) else []
         if wrong or (not isinstance(expected, Mapping) and combined(digest_of) != expected):
             which = f": {listed(wrong)} differ from the published tensors" if wrong else ": its checksum is not the published one"
             raise ValueError(f"weight version {version} arrived damaged{which}")
         self.engine.unpark()
-        self.engine.load(version, weights, map_files(*base) if isinstance(base, tuple) else base)
+        self.engine.load(version, Assembled(shards), map_files(*base) if isinstance(base, tuple) else base)
         return [Span("transfer", f"load version {version}", start, time.time())]
 
     def differing(self, version: int, model: Files, published: Mapping[str, int] | None) -> tuple[list[str], list[str]]:
@@ -131,7 +134,7 @@ class EngineActor:
         from rlhfless_ray.weights.tensor_file import as_numpy
 
         arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(model)}
-        wrong = damaged(digests(arrays), published) if published else []
+        wrong = damaged(digests_like(arrays, published), published) if published else []
         if wrong:
             return wrong, []
         if self.engine.version is None:

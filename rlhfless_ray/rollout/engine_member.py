@@ -22,11 +22,15 @@ class ArrivingWeights:
 
     def __init__(self, reader: BinaryIO) -> None:
         self.reader = reader
-        self.headers: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = pickle.load(reader)  # of those that have not arrived
+        self.has_more = True
 
     def items(self) -> Iterator[tuple[str, np.ndarray]]:
-        while self.headers:
-            name, dtype, shape = self.headers.pop(0)
+        while self.has_more:
+            header: tuple[str, np.dtype[Any], tuple[int, ...]] | None = pickle.load(self.reader)
+            if header is None:
+                self.has_more = False
+                return
+            name, dtype, shape = header
             array = np.empty(shape, dtype)
             self.reader.readinto(bytes_of(array))  # type: ignore[attr-defined]
             yield name, array

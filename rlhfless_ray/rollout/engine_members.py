@@ -24,9 +24,10 @@ class EngineMember(MemberProcess):
 
     def send_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Send tensors one by one, so that no process holds a second copy of all."""
-        pickle.dump([(name, array.dtype, array.shape) for name, array in weights.items()], self.writer)
-        for array in weights.values():
+        for name, array in weights.items():
+            pickle.dump((name, array.dtype, array.shape), self.writer)
             self.writer.write(bytes_of(np.ascontiguousarray(array)))
+        pickle.dump(None, self.writer)
         self.writer.flush()
 
 

@@ -11,7 +11,6 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.types import Sample
-from rlhfless_ray.weights.layout import Interval
 
 
 class WeightPublisher(Protocol):
@@ -23,7 +22,8 @@ class WeightPublisher(Protocol):
     @property
     def learner_slots(self) -> int: ...
 
-    def held_weights(self, size: int) -> dict[str, list[Interval]]: ...
+    @property
+    def complete_nodes(self) -> set[str]: ...
 
 
 class PrefixPages(Protocol):

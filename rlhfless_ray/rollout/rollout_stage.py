@@ -226,7 +226,7 @@ class RolloutStage:
         if overlap is not None:
             overlap.finish()
         step.metrics |= {**result.metrics(step.metrics), **(overlap.metrics() if overlap is not None else {})}
-        step.metrics |= self.traffic.metrics(weights, self.publisher.held_weights)
+        step.metrics |= self.traffic.metrics(weights, self.publisher.complete_nodes)
         if isinstance(samples, EpisodeSamples):
             step.metrics |= samples.metrics()
             if partial_batch is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from rlhfless_ray.rollout.worker_weights import drop_memory, fingerprint, fused_
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.compare import differing
 from rlhfless_ray.weights.model_folder import stored_weights
+from rlhfless_ray.weights.parts import Assembled
 from rlhfless_ray.weights.tensor_file import Files, as_numpy
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class VllmEngine:
         start = kept.layout.start if kept is not None else partial(root, b"no pages")
         core.request_block_hasher = BlockHasher(start, size, core.request_block_hasher)
 
-    def load(self, version: int, weights: dict[str, np.ndarray], base: Files | None = None) -> None:
+    def load(self, version: int, weights: Mapping[str, np.ndarray], base: Files | None = None) -> None:
         """Replace the weights in place. Raises ValueError if the model has weights that are not among them.
 
         With `EngineSettings.adapter` the weights are an adapter's, by peft's names, and `base` has the files of the model below it.
@@ -116,11 +117,11 @@ class VllmEngine:
             self._replace_weights(version, weights)
         else:
             self._replace_adapter(version, weights, base)
-        if self.on_cpu and sum(array.nbytes for array in weights.values()) > LARGE_BYTES:
+        if self.on_cpu and (weights.nbytes if isinstance(weights, Assembled) else sum(x.nbytes for x in weights.values())) > LARGE_BYTES:
             release_free_heap()  # memory that packing left free
         self.version = version
 
-    def _replace_weights(self, version: int, weights: dict[str, np.ndarray]) -> None:
+    def _replace_weights(self, version: int, weights: Mapping[str, np.ndarray]) -> None:
         if self.width > 1:
             by_member = self.core.model_executor.load(reload_weights, weights, self.on_cpu)
         else:
@@ -135,7 +136,7 @@ class VllmEngine:
         """Return what `function(worker, *args)` returns in every member's vLLM worker."""
         return self.engine.collective_rpc(cast(Any, function), args=args)
 
-    def _replace_adapter(self, version: int, weights: dict[str, np.ndarray], base: Files | None) -> None:
+    def _replace_adapter(self, version: int, weights: Mapping[str, np.ndarray], base: Files | None) -> None:
         from rlhfless_ray.rollout.adapter_layers import REQUEST, put_adapter
 
         if not self.has_base:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import ray
 from ray.experimental.locations import get_local_object_locations
 
 from rlhfless_ray.types import WeightVersion
-from rlhfless_ray.weights.layout import Interval, missing_elements
 
 
 class WeightTraffic:
-    """Count the transfers of the newest version. Engines of a node share one copy of it, so receivers are nodes."""
+    """Count the transfers of the newest version. Engines of a node share one copy of each shard, so receivers are nodes."""
 
     def __init__(self) -> None:
         self._version = -1
@@ -24,19 +23,23 @@ class WeightTraffic:
             self._version, self._nodes = version, set()
         self._nodes |= set(nodes)
 
-    def metrics(self, weights: WeightVersion, held_weights: Callable[[int], Mapping[str, Sequence[Interval]]]) -> dict[str, float]:
-        """Return metrics of the version's transfers so far.
+    def metrics(self, weights: WeightVersion, complete_nodes: set[str]) -> dict[str, float]:
+        """Return metrics of the version's transfers so far. `complete_nodes`: see `least_bytes`."""
+        places, here = get_local_object_locations(list(weights.shards)), ray.get_runtime_context().get_node_id()
+        pulled, held = 0, list[tuple[str, int]]()
+        for number, shard in enumerate(weights.shards):
+            place, home = places.get(shard, {}), (weights.nodes[number] if weights.nodes else "") or here
+            held.append((home, place.get("object_size") or 0))
+            # Ray's records of copies lag behind. Engines that loaded the version certainly have one.
+            pulled += held[-1][1] * len(({*place.get("node_ids", ())} | self._nodes) - {home})
+        return {"weights/pulled_mb": pulled / 1e6, "weights/least_mb": least_bytes(held, self._nodes, complete_nodes) / 1e6}
 
-        `held_weights`: size in bytes → {node: intervals of bytes that the learner's ranks hold there}.
-        """
-        place = get_local_object_locations([weights.ref]).get(weights.ref, {})
-        home = weights.node or ray.get_runtime_context().get_node_id()
-        size = place.get("object_size") or 0
-        # Ray's records of copies lag behind. Engines that loaded the version certainly have one.
-        copies = ({*place.get("node_ids", ())} | self._nodes) - {home}
-        return {"weights/pulled_mb": size * len(copies) / 1e6, "weights/least_mb": least_bytes(size, self._nodes, held_weights(size)) / 1e6}
 
+def least_bytes(shards: Sequence[tuple[str, int]], nodes: Iterable[str], complete_nodes: Container[str] = ()) -> int:
+    """Return the fewest bytes that give each of these nodes a version.
 
-def least_bytes(size: int, nodes: Iterable[str], held: Mapping[str, Sequence[Interval]]) -> int:
-    """Return the fewest bytes that give each node a version of `size` bytes, of which nodes hold parts already."""
-    return sum(missing_elements([(0, size)], held.get(node, ())) for node in nodes)
+    Args:
+        shards: (node, bytes) of each shard of the version.
+        complete_nodes: nodes whose learner ranks hold all of it.
+    """
+    return sum(size for node in nodes if node not in complete_nodes for home, size in shards if home != node)

@@ -12,7 +12,7 @@ from rlhfless_ray.local.process_memory import release_pages
 from rlhfless_ray.weights.tensor_file import as_tensor
 
 
-def reload_weights(worker: Any, weights: dict[str, np.ndarray], on_cpu: bool) -> tuple[set[str], set[str]]:
+def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool) -> tuple[set[str], set[str]]:
     """Load the weights.
 
     Returns the names of parameters that got none, and of the biases among the weights that the model does not use, see `unused_biases`.

@@ -131,7 +131,7 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
 
 
 def _bytes_in_store(group: TrainingGroup) -> int:
-    """Return the bytes of the weights that the learner's first rank reads from their published version, see `TrainerRank.read_published`.
+    """Return the bytes of the weights that the ranks read from their published version, see `TrainerRank.read_published`.
 
     The optimizer step writes the rank's own again once it has freed the gradients, which take more.
     """
@@ -140,7 +140,7 @@ def _bytes_in_store(group: TrainingGroup) -> int:
     reads = (
         group.name == "learner" and is_large and training.zero_stage in (1, 2) and not training.adapters and training.tensor_parallel == 1
     )
-    return group.rank.weights if reads else 0
+    return group.ranks * group.rank.weights if reads else 0
 
 
 def _engines_beside_update(recipe: Recipe, engines: int, slots: int) -> int:

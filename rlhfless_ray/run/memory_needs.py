@@ -197,10 +197,10 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     needs, opened = [], driver
     for group in worker_groups:
         name, model, rank, ranks = group.name, group.model, group.rank, group.ranks
-        needs.append(Need(f"a {name} rank", model.key, ((f"in the {name}", rank.opening),), True))
+        needs.append(Need(f"a {name} rank", model.key, ((f"in the {name}", rank.weights),), True))
         several = "" if ranks == 1 else f" in its {ranks} ranks"
         passed_on = (("in the object store", model.stored),) if has_driver else ()  # the driver itself only maps the folder's files
-        loading = (*opened, *passed_on, (f"in the {name}", ranks * rank.opening))
+        loading = (*opened, *passed_on, (f"in the {name}", ranks * rank.weights))
         needs.append(Need(f"loading the {name}{several}", model.key, loading))
         opened = (*opened, idle[name])
         if recipe.run.steps > 0:

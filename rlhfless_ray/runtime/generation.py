@@ -144,7 +144,7 @@ class Generation(Runtime):
         self.worker_group.slots = 0  # no update follows a rollout
         arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.files)}
         digest_of = digests(arrays)
-        self.weights = WeightVersion(0, ray.put(arrays), combined(digest_of), digests=ray.put(digest_of))
+        self.weights = WeightVersion(0, (ray.put(arrays),), combined(digest_of), digests=ray.put(digest_of))
 
     def _save(self, *_: Any, **__: Any) -> None:
         """Save nothing: there is no learner's state, and responses are on disk already."""

@@ -311,7 +311,7 @@ class StepOperations(CheckpointedRun):
         """Update the critic, if there is one, and start the policy's update."""
         self.in_update, self.ahead, self.begun_ahead = True, (), None
         if self.weights is not None and not self.rolls_out_ahead:  # engines no longer need it: free its space for the next version
-            self.weights = replace(self.weights, ref=None, copy=None)
+            self.weights = replace(self.weights, shards=(), copies=())
         update = self.learn_stage.start_update(batch, self.step.samples)
         self.update_ends_s = time.monotonic() + self.autoscaler.expected_update_s
         self.update = Pending(lambda: self._updated(update), update.is_ready, update.has_failed)

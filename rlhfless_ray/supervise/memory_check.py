@@ -78,7 +78,7 @@ def stage_needs(recipe: SupervisedRecipe, models: dict[str, Model], resource: st
     if "teacher" in models:
         teacher = (("teacher", teacher_bytes(models["teacher"], training)),)
     at_peak = (*(rank.on_device if resource == GPU else rank.training), *teacher)
-    loading = (("weights while loading", rank.weights if resource == GPU else rank.opening), *teacher)
+    loading = (("weights while loading", rank.weights), *teacher)
     if "reference" in models:  # its log-probabilities are computed before the optimizer's state is made
         loading = (*loading, ("reference", models["reference"].parameters * width))
     if row_tokens:

@@ -125,7 +125,9 @@ class SupervisedRank:
                     load_critic(folder, policy.dtype, policy.trust_remote_code, self.loss.value_head, self.seed, "policy.path")
                 )
             else:
-                loaded = load_model(folder, policy.dtype, policy.trust_remote_code)
+                computes_first = self.task in WITH_REFERENCE  # as its own reference
+                maps = recipe.learner.zero_stage == 3 and recipe.lora.rank == 0 and not computes_first
+                loaded = load_model(folder, policy.dtype, policy.trust_remote_code, maps=maps)
                 check_head(loaded)
                 if self.task == "kd":
                     assert second is not None

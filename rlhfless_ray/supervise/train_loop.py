@@ -212,7 +212,7 @@ class _Loop:
 
     def _model(self, adapter: bool = False) -> Files:
         """Return the files of the model or of the adapter on rank 0. Every rank takes part in gathering them."""
-        files = self.work.trainer.model_files(trained=adapter)
+        files = self.work.trainer.model_files(trained=adapter, gathers=True)
         if self.rank:
             return files
         if adapter and isinstance(self.start.model, Path):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Interval = tuple[int, int]
@@ -74,6 +75,19 @@ def whole_tensors(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return owner
 
 
+def whole_layers(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Assign whole tensors to ranks as `whole_tensors` does, but all tensors of a layer, and all outside of layers, to one rank.
+
+    What is computed from several tensors of a layer, such as weights with merged adapters, then needs one rank only.
+    """
+    layer_of = {name: match[1] if (match := re.match(r"(.*?\.\d+)\.", name)) else "" for name in sizes}
+    layers = dict.fromkeys(layer_of.values(), 0)
+    for name, layer in layer_of.items():
+        layers[layer] += sizes[name]
+    owner = whole_tensors(layers, ranks)
+    return {name: owner[layer] for name, layer in layer_of.items()}
+
+
 def pieces(needed: Interval, held: Sequence[Interval]) -> list[tuple[int, Interval]]:
     """Return the intervals to read from each holder so that the needed interval is complete and no element is read twice.
 
@@ -92,17 +106,3 @@ def pieces(needed: Interval, held: Sequence[Interval]) -> list[tuple[int, Interv
         intervals.append((holder, (at, end)))
         at = end
     return intervals
-
-
-def missing_elements(needed: Iterable[Interval], held: Sequence[Interval]) -> int:
-    """Return the number of needed elements that a receiver lacks, which is the least that any transfer to it must move."""
-    return sum(end - start - _covered((start, end), held) for start, end in needed)
-
-
-def _covered(interval: Interval, held: Sequence[Interval]) -> int:
-    count, at = 0, interval[0]
-    for start, end in sorted(held):
-        start, end = max(start, at), min(end, interval[1])
-        if start < end:
-            count, at = count + end - start, end
-    return count

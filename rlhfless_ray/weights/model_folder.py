@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.weights.shards import shard_name
 from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, iterate_tensors, parts_of, read_header, save_tensors, write_file
 
 if TYPE_CHECKING:
@@ -118,6 +119,19 @@ def stored_tensors(path: Path) -> dict[str, Any]:
     return tensors
 
 
+def stored_dtype(path: Path) -> str | None:
+    """Return the dtype of most elements of a folder's weights, or None if it has no weights in `DTYPES`."""
+    return _main_dtype(stored_tensors(path).values())
+
+
+def _main_dtype(entries: Iterable[Mapping[str, Any]]) -> str | None:
+    counts: dict[str, int] = {}
+    for entry in entries:
+        if entry["dtype"] in DTYPES:
+            counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
+    return DTYPES[max(counts, key=lambda name: counts[name])] if counts else None
+
+
 def _loaded_files(names: Collection[str], index: Content | None) -> list[str]:
     """Return the files that transformers loads. A folder may hold its weights twice: in one file, and in shards or other formats.
 
@@ -153,8 +167,11 @@ def stored_weights(files: Files) -> Iterator[tuple[str, Tensor]]:
         yield from iterate_tensors(files[name])
 
 
-def split_files(tensors: Mapping[str, Tensor], most_bytes: int = MAX_FILE_BYTES) -> Files:
-    """Lay weights out in files as `save_pretrained` does: one file, or several of at most `most_bytes` with an index."""
+def split_files(tensors: Mapping[str, Tensor], most_bytes: int = MAX_FILE_BYTES, *, rank: int = 0, ranks: int = 1) -> Files:
+    """Lay weights out in files as `save_pretrained` does: one file, or several of at most `most_bytes` with an index.
+
+    `rank`: of the `ranks` that each lay out a part. Then there is no index, see `folder_index`.
+    """
     groups: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -163,15 +180,23 @@ def split_files(tensors: Mapping[str, Tensor], most_bytes: int = MAX_FILE_BYTES)
             size = 0
         groups[-1][name] = tensor
         size += tensor.nbytes
+    if ranks > 1:
+        stems = ["model", *(f"model.{number}" for number in range(2, len(groups) + 1))]
+        own = (shard_name(stem, rank, ranks) for stem in stems)
+        return {name: save_tensors(group, {"format": "pt"}) for name, group in zip(own, groups, strict=True)}
     if len(groups) == 1:
         return {"model.safetensors": save_tensors(groups[0], {"format": "pt"})}
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group},
-    }
     files: Files = {name: save_tensors(group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)}
-    return {**files, INDEX: json.dumps(index, indent=2).encode()}
+    return {**files, INDEX: folder_index(files)}
+
+
+def folder_index(files: Files) -> bytes:
+    """Return the content of INDEX for these weights files."""
+    headers = {name: read_header(content) or {} for name, content in files.items() if name.endswith(WEIGHTS)}
+    sizes = (end - start for header in headers.values() for start, end in (entry["data_offsets"] for entry in header.values()))
+    weight_map = {tensor: name for name, header in headers.items() for tensor in header}
+    return json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, indent=2).encode()
 
 
 def with_dtype(files: Files, weights: Iterable[Content]) -> Files:
@@ -179,14 +204,10 @@ def with_dtype(files: Files, weights: Iterable[Content]) -> Files:
 
     As in transformers' `save_pretrained`, config.json names their dtype: that of most elements.
     """
-    counts: dict[str, int] = {}
-    for content in weights:
-        for entry in (read_header(content) or {}).values():
-            if entry["dtype"] in DTYPES:
-                counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
+    dtype = _main_dtype(entry for content in weights for entry in (read_header(content) or {}).values())
     files = dict(files)
-    if counts and "config.json" in files:
-        config, dtype = config_of(files), DTYPES[max(counts, key=lambda name: counts[name])]
+    if dtype and "config.json" in files:
+        config = config_of(files)
         names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
         if any(config.get(name) != dtype for name in names):
             files["config.json"] = json.dumps({**config, **dict.fromkeys(names, dtype)}, indent=2).encode()

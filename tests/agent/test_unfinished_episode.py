@@ -64,7 +64,7 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
         SimpleNamespace(working=[None]),  # type: ignore[arg-type]
         [Request(key, (1, 2), key, 8, 1.0) for key in range(3)],
         np.full(3, 9.0),
-        WeightVersion(4, None),
+        WeightVersion(4, ()),
         interval_s=1.0,
         silence_s=1.0,
         needed_next=1,

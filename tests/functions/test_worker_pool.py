@@ -231,7 +231,7 @@ def roll_out(pool: WorkerPool, version: int, give_back=lambda *_: None, shares: 
         pool,
         requests,
         np.ones(4),
-        WeightVersion(version, None),
+        WeightVersion(version, ()),
         interval_s=0.1,
         silence_s=60.0,
         needed_next=0,

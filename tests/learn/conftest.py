@@ -21,6 +21,7 @@ from rlhfless_ray.learn.carry import carried
 from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings
 from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.parts import Assembled
 from tests.conftest import made_once
 
 HERE = Path(__file__).parent
@@ -307,7 +308,7 @@ class Cases:
         self.continued = run_gangs(self.folder / "second", {ranks: self.second(ranks) for ranks in (1, 2)})
 
     def result(self, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
-        """What a rank found. Its snapshots have the files of all ranks."""
+        """What a rank found. Its weights and snapshots have those of all ranks."""
         every = [of_rank[name] for of_rank in (self.continued if " of " in name else self.results)[ranks]]
         for found in every:
             assert "error" not in found, found["error"]
@@ -315,7 +316,9 @@ class Cases:
         for found in every:
             for when, files in found.get("snapshots", {}).items():
                 snapshots.setdefault(when, {}).update(files)
-        return {**every[rank], "snapshots": snapshots}
+        weights = [dict(Assembled(shards)) for shards in zip(*(found["weights"] for found in every), strict=True)]
+        model = {name: content for found in every for name, content in found.get("model", {}).items()}
+        return {**every[rank], "snapshots": snapshots, "weights": weights, "model": model, "shards": every[rank]["weights"]}
 
 
 @pytest.fixture(scope="session")

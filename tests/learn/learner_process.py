@@ -11,8 +11,8 @@ then given,
 `early`: how many groups of each batch are accumulated ahead, one at a time, `snapshots`: after how many
 updates to take one, `parks`: whether to leave the device after each, `reads`: whether to save memory as for a large
 model and read the published weights after each,
-`chunk_bytes`: of the logits that the head computes at once, `device`. The result holds `stats` per update and,
-from rank 0, `weights` after each update, and `snapshots` as {updates done: this rank's files}; on GPU `memory` as (bytes at work,
+`chunk_bytes`: of the logits that the head computes at once, `device`. The result holds `stats` per update, this rank's shard of the
+`weights` after each update, and `snapshots` as {updates done: this rank's files}; on GPU `memory` as (bytes at work,
 bytes away) per update.
 """
 
@@ -35,15 +35,17 @@ from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings, Refer
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.local.member_process import PARENT_DEATH_SIGNAL
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
+from rlhfless_ray.weights.parts import Part, Shard
 
 
-def _values(weights: dict[str, np.ndarray] | None) -> dict[str, np.ndarray] | None:
+def _values(shard: Shard) -> Shard:
     """Return copies that numpy can compute with: of bfloat16 as float32."""
     from rlhfless_ray.weights.tensor_file import BFLOAT16, as_tensor
 
-    if weights is None:
-        return None
-    return {k: as_tensor(v).float().numpy() if v.dtype == BFLOAT16 else v.copy() for k, v in weights.items()}
+    def copied(array: np.ndarray) -> np.ndarray:
+        return as_tensor(array).float().numpy() if array.dtype == BFLOAT16 else array.copy()
+
+    return {k: replace(v, values=copied(v.values)) if isinstance(v, Part) else copied(v) for k, v in shard.items()}
 
 
 def _read_published(trainer: Any, weights: dict[str, np.ndarray]) -> None:
@@ -51,7 +53,7 @@ def _read_published(trainer: Any, weights: dict[str, np.ndarray]) -> None:
     from rlhfless_ray.learn import trainer_rank
 
     trainer_rank.release_pages = lambda start, size: ctypes.memset(start, 255, size)
-    copies = {name: array.copy() for name, array in weights.items()}
+    copies = {name: array.copy() for name, array in weights.items()}  # of this rank's share; the others lie on other nodes
     for array in copies.values():
         array.setflags(write=False)
     trainer.read_published(copies)
@@ -149,7 +151,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         weights = learner.trainer.weights()  # arrays of the live parameters: Ray would copy them
         found["weights"].append(_values(weights))
         if case.get("reads"):
-            _read_published(learner.trainer, weights or {})
+            _read_published(learner.trainer, weights)
         if number in case.get("snapshots", ()):
             found["snapshots"][number] = _copied(learner.trainer.state_files())
         if case.get("parks"):

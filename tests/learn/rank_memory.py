@@ -1,6 +1,7 @@
 """Bytes of a real trainer of one rank, per parameter, as a line of JSON for each case: python rank_memory.py DTYPE:STAGE [DTYPE:STAGE …]
 
-Each case has a process of its own, forked after the imports.
+Each case has a process of its own, forked after the imports. DTYPE:shards: two ranks of ZeRO 3 open a policy of this type from
+files in bfloat16 and publish it. Each says how much private memory it took at most for both, as shares of the policy's bytes.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ import os
 import re
 import socket
 import sys
+import tempfile
+import threading
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import deepspeed  # noqa: F401
+import deepspeed
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhfless_ray.learn.policy_model import TokenLogprobs
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model
 from rlhfless_ray.learn.rank_settings import learner_settings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.parts import Part
+from rlhfless_ray.weights.tensor_file import as_numpy
 
 SHAPE = {"vocab_size": 2000, "num_hidden_layers": 6, "hidden_size": 768, "intermediate_size": 2304, "num_attention_heads": 12}
 
@@ -61,18 +70,96 @@ def measure(dtype: str, stage: int) -> None:
     print(json.dumps({"parameters": parameters} | {name: size / parameters for name, size in found.items()}), flush=True)
 
 
+class Peak:
+    """The most private memory that the process took inside the block, in bytes. Pages of mapped files are not private."""
+
+    def __enter__(self) -> Peak:
+        self.before, self.most, self.done = own_bytes("RssAnon"), 0, threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.done.wait(0.002):
+            self._look()
+
+    def _look(self) -> None:
+        self.most = max(self.most, own_bytes("RssAnon") - self.before)
+
+    def __exit__(self, *about: object) -> None:
+        if not self.done.is_set():
+            self.done.set()
+            self.thread.join()
+            self._look()
+
+
+def measure_shards(dtype: str, rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    learner = {"zero_stage": 3, "ranks": 2}
+    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"dtype": dtype}, "learner": learner}
+    settings = learner_settings(Recipe.parse(tree))
+    trainer = TrainerRank(replace(settings, rank=rank))
+    trainer.join_process_group(("127.0.0.1", port))
+    initialize, opening = deepspeed.initialize, Peak()
+
+    def initialized(**arguments: object) -> object:
+        opening.__exit__()  # what comes next is optimizer state
+        return initialize(**arguments)
+
+    deepspeed.initialize = initialized
+    with Peak():
+        pass  # a first thread's stack
+    with opening:
+        model = load_model(folder, dtype, False, maps=True)
+        size = sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
+        trainer.open(TokenLogprobs(model), None)
+    with Peak() as publishing:
+        published = trainer.weights()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        part, flat = published[name], as_numpy(tensor.to(getattr(torch, dtype))).reshape(-1)
+        assert isinstance(part, Part) and part.values.tobytes() == flat[part.start : part.end].tobytes(), name
+    own = sum(part.values.nbytes for part in published.values() if isinstance(part, Part))
+    found = {"published": own / size, "opening": opening.most / size, "publishing": publishing.most / size}
+    print(json.dumps({"rank": rank, **found}), flush=True)
+
+
+def start_shards(dtype: str) -> None:
+    """Run `measure_shards` in two processes."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        wait(fork(save_model, folder))  # the ranks would use the memory that it leaves behind
+        processes = [fork(measure_shards, dtype, rank, port, Path(folder)) for rank in range(2)]
+        for process in processes:
+            wait(process)
+
+
+def save_model(folder: str) -> None:
+    Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_key_value_heads=12, tie_word_embeddings=False)).to(torch.bfloat16).save_pretrained(folder)
+
+
+def wait(process: int) -> None:
+    assert os.waitpid(process, 0)[1] == 0
+
+
+def fork(work: Callable[..., None], *arguments: Any) -> int:
+    """Run a function in a forked process, and return the process's id."""
+    if process := os.fork():
+        return process
+    try:
+        work(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 def main(cases: list[str]) -> None:
     gc.freeze()  # or a collection would copy what the processes share
     for case in cases:
-        if (process := os.fork()) == 0:
-            try:
-                dtype, stage = case.split(":")
-                measure(dtype, int(stage))
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        assert os.waitpid(process, 0)[1] == 0, case
+        dtype, _, stage = case.partition(":")
+        wait(fork(start_shards, dtype) if stage == "shards" else fork(measure, dtype, int(stage)))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ def test_updates_equal_the_reference(cases: Any, name: str, ranks: int, tmp_path
         # of both halves of the batch, which are about equal
         assert got.value_mean == pytest.approx(before.mean(), abs=0.2) and got.return_mean == pytest.approx(batch.returns.mean(), abs=0.2)
         assert distance(weights, {n: p.detach().numpy() for n, p in reference.named.items()}, start) < 2e-4
+    exported = {name: tensor for content in found["model"].values() for name, tensor in load(content).items()}
+    assert len(found["model"]) == ranks, "each rank has its part"
+    assert exported.keys() == weights.keys() and all(np.array_equal(x.numpy(), weights[name]) for name, x in exported.items())
     assert max(s.clip_share for s in found["stats"]) > 0.05, "values are clipped"
     assert min(s.grad_norm for s in found["stats"]) > 0.3, "gradients are clipped"
 

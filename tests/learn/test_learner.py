@@ -22,6 +22,7 @@ from tiny_policy import EARLY
 from rlhfless_ray.learn.kl_estimators import token_kl
 from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches
 from rlhfless_ray.learn.trainer_rank import read_state
+from rlhfless_ray.weights.parts import Part
 
 Weights = dict[str, np.ndarray]
 FLOAT32 = (
@@ -148,7 +149,12 @@ def test_ranks_agree_on_what_happened(cases: Any) -> None:
     for name, found in cases.results[2][0].items():
         other = cases.result(name, 2, rank=1)
         assert repr(found["stats"]) == repr(other["stats"])
-        assert other["weights"] == [None] * len(other["weights"]), "rank 0 alone publishes"
+        for shards in zip(cases.result(name, 2)["shards"], other["shards"], strict=True):
+            sizes = [sum(piece.values.size if isinstance(piece, Part) else piece.size for piece in shard.values()) for shard in shards]
+            assert sum(sizes) == sum(array.size for array in other["weights"][0].values()), "no element is published twice"
+            assert min(sizes) > 0, "the ranks share the work"
+            if all(isinstance(piece, Part) for piece in shards[0].values()):
+                assert max(sizes) - min(sizes) <= len(shards[0]), "each has an even part of each tensor"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from rlhfless_ray.common.errors import RunError, UserError
@@ -26,7 +28,7 @@ from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.pool_maker import PoolMaker
 from rlhfless_ray.types import WeightVersion
-from rlhfless_ray.weights.model_folder import read_files
+from rlhfless_ray.weights.model_folder import INDEX, read_files, split_files, stored_weights
 from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles
 
 
@@ -311,6 +313,16 @@ def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == b"w"
 
 
+def test_the_driver_writes_the_index_of_what_several_ranks_wrote(tmp_path: Path) -> None:
+    worker_group = gang_on(Cluster("cpu", {"here": [0, 1]}), Slot("here", 0), Slot("here", 1))
+    for rank, instance in enumerate(worker_group.by_rank):
+        delivery = Delivery(files=split_files({f"layer.{rank}": torch.zeros(4)}, rank=rank, ranks=2))
+        instance.actor.save_model = SimpleNamespace(remote=lambda *_, delivery=delivery: lambda: (delivery, []))
+    sums = worker_group.save_model(tmp_path)
+    assert sorted(sums) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX]
+    assert dict(stored_weights(read_files(tmp_path))).keys() == {"layer.0", "layer.1"}
+
+
 def test_parked_ranks_that_are_lost_while_they_write_the_model_are_parked_again(monkeypatch, tmp_path):
     """The rollout of the next step may need every slot."""
     cluster = Cluster("cpu", {"here": [0]})
@@ -375,7 +387,7 @@ def test_weights_that_cannot_be_copied_are_not_published_again_for_ever(monkeypa
     monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", get)
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
     worker_group.pool.faults.limit = worker_group.pool.faults.remaining = 2
-    weights, versions = WeightVersion(7, "weights", 1, "a", "copy"), list[int]()
+    weights, versions = WeightVersion(7, ("weights",), 1, ("a",), ("copy",)), list[int]()
     monkeypatch.setattr(worker_group, "publish", lambda version: versions.append(version) or weights)
     with pytest.raises(RunError, match="could not be copied.* full" if error is RAISED else "max_replacements = 2 is used up"):
         worker_group.wait_for_copy(weights)

@@ -81,7 +81,7 @@ def make(serving: None) -> Iterator[Callable[..., PrefixStage]]:
 def weights(version: int = 1) -> WeightVersion:
     import ray
 
-    return WeightVersion(version, ray.put({}))
+    return WeightVersion(version, (ray.put({}),))
 
 
 def engines_of(stage: Any, count: int = 2) -> list[Instance]:

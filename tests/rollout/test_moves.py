@@ -180,7 +180,7 @@ class RunContext:
             self.pool,
             requests,
             np.array(lengths, float),
-            WeightVersion(4, None),
+            WeightVersion(4, ()),
             interval_s=INTERVAL_S,
             needed_next=1,
             give_back=self.give_back,

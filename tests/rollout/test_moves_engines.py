@@ -98,7 +98,7 @@ def roll_out(pool: WorkerPool) -> Any:
             pool,
             ASKED,
             np.full(len(ASKED), 100.0),
-            WeightVersion(version, ref, total),
+            WeightVersion(version, (ref,), total),
             interval_s=0.05,
             needed_next=2,
             drained=lambda tail_s, needed: Hold(1, "kept"),

@@ -102,7 +102,7 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
     path = tmp_path_factory.mktemp("agent") / "agent.py"
     path.write_text(AGENT)
     weights = weights_of(files)
-    version = WeightVersion(1, ray.put(weights), checksum(weights))
+    version = WeightVersion(1, (ray.put(weights),), checksum(weights))
     own = (AgentSource.load(str(path)), without_weights(files), False, 100, 20.0, TURN)
     agents = AgentProcesses(lambda: start_agent(AgentActor, *own), 1, 20.0, FailureBudget(5), 120.0, pool.ledger)
     agents.start()

@@ -82,7 +82,7 @@ def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_
                 pool,
                 [Request(0, (1,), 0, 4, 1.0)],
                 np.array([4.0]),
-                WeightVersion(4, None),
+                WeightVersion(4, ()),
                 interval_s=0.1,
                 silence_s=60.0,
                 needed_next=1,

@@ -25,7 +25,7 @@ def rollout_with(leases: Any) -> RolloutDriver:
         pool=SimpleNamespace(leases=leases, working=[]),
         requests=[],
         expected=np.zeros(0),
-        weights=WeightVersion(1, None),
+        weights=WeightVersion(1, ()),
         interval_s=0.1,
         silence_s=60.0,
         needed_next=1,

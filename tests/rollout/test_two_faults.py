@@ -81,7 +81,7 @@ def rollout_on(pool: Any, requests: int, migration: Any = None) -> RolloutDriver
         pool=pool,
         requests=[Request(key, (1, 2), key, 1000, 1.0) for key in range(requests)],
         expected=expected,
-        weights=WeightVersion(1, None),
+        weights=WeightVersion(1, ()),
         interval_s=0.1,
         silence_s=60.0,
         needed_next=1,
@@ -184,7 +184,7 @@ def test_moves_are_cancelled_when_the_source_starts_over(monkeypatch: pytest.Mon
     monkeypatch.setattr("rlhfless_ray.rollout.driver.lost_on_the_way", lambda ref: True)
     pool = Pool(["a", "b"], set())
     rollout = rollout_on(pool, 1)
-    rollout.weights = WeightVersion(1, "ref", 0, "a", "copy")
+    rollout.weights = WeightVersion(1, ("ref",), 0, ("a",), ("copy",))
     first, second = (rollout.calls.number(engine) for engine in pool.working)
     rollout.assign(first, np.array([0]))
     rollout.migrations.start(MigrationRequest(np.array([0]), first, second, "test"))

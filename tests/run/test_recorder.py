@@ -110,7 +110,7 @@ def test_every_leased_second_after_the_first_evaluation_is_in_the_costs_of_a_ste
     monkeypatch.setattr(ledger_module, "time", SimpleNamespace(time=lambda: now[0]))
     run = Runtime.__new__(Runtime)
     run.ledger, run.record, run.phases, run.best = record.ledger, record, StepTimer(lambda _: None), Best("none")
-    run.weights, run.cursor_after, run.leases = WeightVersion(0, "weights"), {}, SimpleNamespace()  # type: ignore[assignment]
+    run.weights, run.cursor_after, run.leases = WeightVersion(0, ("weights",)), {}, SimpleNamespace()  # type: ignore[assignment]
     run.dynamic_sampling, run.partial_rollouts = SimpleNamespace(state=list), SimpleNamespace(in_flight=())  # type: ignore[assignment]
     groups = SimpleNamespace(wait_for_copy=lambda weights: weights)
     run.learn_stage = SimpleNamespace(passes_s=0.0, worker_groups=groups)  # type: ignore[assignment]

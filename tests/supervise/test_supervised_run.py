@@ -293,7 +293,7 @@ def test_a_model_folder_beside_a_checkpoint_is_whole(tmp_path: Path, adapters: i
     loop: Any = _Loop.__new__(_Loop)
     loop.rank, loop.recipe = 0, SimpleNamespace(task="sft", lora=SimpleNamespace(rank=adapters))
     loop.work = SimpleNamespace(
-        trainer=SimpleNamespace(model_files=lambda trained: of_adapter if trained else {"model.safetensors": weights})
+        trainer=SimpleNamespace(model_files=lambda trained, gathers: of_adapter if trained else {"model.safetensors": weights})
     )
     loop.start = SimpleNamespace(others={"config.json": b'{"dtype": "float32"}', "tokenizer.json": b"{}"}, model=tmp_path / "base")
     loop.start.storage = tmp_path / "checkpoints" / "run"

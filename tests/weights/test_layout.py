@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.rollout.weight_traffic import least_bytes
-from rlhfless_ray.weights.layout import Cut, even_share, missing_elements, pieces, whole_tensors
+from rlhfless_ray.weights.checksum import damaged, digests, digests_like
+from rlhfless_ray.weights.layout import Cut, even_share, pieces, whole_layers, whole_tensors
+from rlhfless_ray.weights.parts import Assembled, Part
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
+from rlhfless_ray.weights.tensor_file import as_numpy
 
 
 @st.composite
@@ -37,21 +40,44 @@ def test_any_interval_is_put_together_from_any_layout(layout: tuple[int, list[tu
     np.testing.assert_array_equal(np.concatenate([[], *found]), values[start:end])
 
 
-@given(layouts(), st.data())
-def test_what_is_missing_is_counted_element_by_element(layout: tuple[int, list[tuple[int, int]]], data: st.DataObject) -> None:
+@given(layouts(), st.sampled_from(["float32", "bfloat16"]))
+def test_a_version_is_assembled_from_any_layout(layout: tuple[int, list[tuple[int, int]]], dtype: str) -> None:
     elements, intervals = layout
-    held = data.draw(st.lists(st.sampled_from(intervals), max_size=3))
-    start = data.draw(st.integers(0, elements))
-    end = data.draw(st.integers(start, elements))
-    owned = {x for a, b in held for x in range(a, b)}
-    assert missing_elements([(start, end)], held) == len(set(range(start, end)) - owned)
+    whole = as_numpy(torch.arange(elements * 2).to(getattr(torch, dtype)).view(2, elements))
+    flat = whole.reshape(-1)
+    held = [(2 * start, 2 * end) for start, end in intervals]
+    version = Assembled([{"w": Part(whole.shape, start, flat[start:end])} for start, end in held] + [{"b": flat}])
+    assert version["w"].dtype == whole.dtype and version["w"].shape == whole.shape
+    assert version["w"].tobytes() == whole.tobytes() and version["b"] is not flat and np.shares_memory(version["b"], flat)
+    assert list(version) == ["w", "b"] and version.nbytes == 2 * whole.nbytes
+
+
+def test_a_missing_part_of_a_version_is_named_and_a_damaged_one_too() -> None:
+    array = np.arange(8, dtype=np.float32).reshape(2, 4)
+    shards = [{"w": Part(array.shape, start, array.reshape(-1)[start : start + 4])} for start in (0, 4)]
+    with pytest.raises(ValueError, match=r"^w: elements 4 to 8 are in no part"):
+        Assembled(shards[:1])["w"]
+    published = {name: digest for shard in shards for name, digest in digests(shard).items()}
+    assert list(published) == ["w[0:4]", "w[4:8]"] and digests_like({"w": array}, published) == published
+    array[1, 0] = 7
+    assert damaged(digests_like({"w": array}, published), published) == ["w[4:8]"]
+
+
+def test_all_tensors_of_a_layer_have_one_owner() -> None:
+    layers = [f"model.layers.{n}.mlp.experts.{e}.weight" for n in range(4) for e in range(3)]
+    ends = ["model.embed.base_layer.weight", "model.embed.lora_embedding_A.default", "model.norm.weight"]
+    owner = whole_layers({name: 100 if name in ends else 90 for name in [*layers, *ends]}, 5)
+    assert owner.keys() == {*layers, *ends}
+    assert len({owner[name] for name in ends}) == 1 and len({owner[name] for name in layers}) == 4
+    assert len({(name.split(".experts")[0], owner[name]) for name in layers}) == 4
 
 
 @given(st.integers(0, 200), st.integers(1, 9))
-def test_nodes_that_hold_shares_lack_the_rest(size: int, ranks: int) -> None:
-    held = {f"node{rank}": [even_share(size, ranks, rank)] for rank in range(ranks)}
-    assert least_bytes(size, held, held) == size * (ranks - 1)
-    assert least_bytes(size, ["node0", "elsewhere"], {"node0": [(0, size)]}) == size
+def test_nodes_that_hold_shards_lack_the_rest(size: int, ranks: int) -> None:
+    held = [(f"node{rank}", end - start) for rank, (start, end) in enumerate(even_share(size, ranks, rank) for rank in range(ranks))]
+    nodes = [node for node, _ in held]
+    assert least_bytes(held, nodes) == size * (ranks - 1)
+    assert least_bytes(held, [*nodes, "elsewhere"], nodes) == size, "their ranks hold all of it"
 
 
 @given(st.integers(0, 200), st.integers(1, 9))

@@ -8,6 +8,7 @@ import pytest
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.weights.model_folder import (
     content_addressed_folder,
+    folder_index,
     parameter_count,
     read_folder,
     split_files,
@@ -145,3 +146,16 @@ def test_large_models_are_split_as_save_pretrained_splits_them(tmp_path: Path) -
     }
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert list(split_files(tensors)) == ["model.safetensors"]
+
+
+def test_parts_of_several_ranks_are_one_folder_with_an_index() -> None:
+    import torch
+
+    tensors = {f"layer.{n}": torch.arange(n, n + 100, dtype=torch.float32) for n in range(5)}
+    parts = [dict(list(tensors.items())[:3]), dict(list(tensors.items())[3:])]
+    files = {name: x for rank, part in enumerate(parts) for name, x in split_files(part, 900, rank=rank, ranks=2).items()}
+    assert sorted(files) == [f"model{which}.safetensors" for which in ("-00001-of-00002", "-00002-of-00002", ".2-00001-of-00002")]
+    index = json.loads(folder_index(files))
+    assert index["metadata"] == {"total_size": 2000} and index["weight_map"].keys() == tensors.keys()
+    read = dict(stored_weights({**files, "model.safetensors.index.json": folder_index(files)}))
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
