@@ -61,10 +61,10 @@ class EngineCalls:
         return next((call for call in self.running.values() if call.number == number), None)
 
     def available(self) -> list[int]:
-        """Return the numbers of the engines that work, or could start to at once."""
-        busy = {call.number for call in self.running.values()}
+        """Return the numbers of the engines that work, or could start to at once. One whose process still starts is not among them."""
+        calls = {call.number: call for call in self.running.values()}
         numbers = [self.number(instance) for instance in self.pool.working]
-        return [number for number in numbers if number in busy or _is_ready(self.engines[number])]
+        return [number for number in numbers if _is_ready(self.engines[number], calls.get(number))]
 
     def send(self, number: int, keys: np.ndarray, what: str = "", pages: tuple[Any, ...] = ()) -> None:
         """Let an engine continue these requests: in its running call, or in a new one. `pages`: references to their KV pages."""
@@ -113,8 +113,10 @@ class EngineCalls:
             self.send(number, np.array(part), f"take over {count_sequences(len(part))}")
 
 
-def _is_ready(instance: Instance) -> bool:
-    """Return whether an idle instance has loaded its weights."""
+def _is_ready(instance: Instance, call: EngineCall | None) -> bool:
+    """Return whether an instance with this call has started, or an idle one has loaded its weights."""
+    if call is not None:
+        return call.started or instance.started
     return instance.loading is None or bool(ray.wait([instance.loading], timeout=0)[0])
 
 

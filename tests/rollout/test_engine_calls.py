@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rlhfless_ray.rollout.engine_calls import EngineCalls
+from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls
 
 
 class Compared:
@@ -26,3 +26,14 @@ def test_numbers_of_engines_are_found_without_a_search() -> None:
         assert [calls.number(engine) for engine in engines] == list(range(50))
     assert calls.number(engines[7]) == 7 and [id(engine) for engine in calls.engines] == [id(engine) for engine in engines]
     assert Compared.count == 0
+
+
+def test_an_engine_that_still_starts_takes_no_requests_from_others() -> None:
+    """A request that was moved to it would wait until its process had started, while its old engine could go on with it."""
+    engines = [SimpleNamespace(started=started, loading=None) for started in (True, False, True)]  # the last one has no call
+    calls = EngineCalls(SimpleNamespace(working=engines), None, 1.0)  # type: ignore[arg-type]
+    for generator, engine in (("first", engines[0]), ("second", engines[1])):
+        calls.running[generator] = EngineCall(engine, calls.number(engine), 1, {0}, 0.0)  # type: ignore[arg-type]
+    assert calls.available() == [0, 2]
+    engines[1].started = True
+    assert calls.available() == [0, 1, 2]
