@@ -7,6 +7,7 @@ with Runtime(recipe) as run:
 
 from __future__ import annotations
 
+import gc
 import itertools
 import platform
 import signal
@@ -220,6 +221,9 @@ class Runtime(StepOperations):
             self.memory = MemoryWatch(private=self.cluster.private, job=ray.get_runtime_context().get_job_id())
             stack.callback(self.memory.close)
             self._start(checkpoint)
+            gc.collect()
+            gc.freeze()  # otherwise a full collection every other step scans all that is imported: 0.07 s, on busy cores 0.4 s
+            stack.callback(gc.unfreeze)
             self._stack = stack.pop_all()
         return self
 
