@@ -95,7 +95,7 @@ class Autoscaler(Predictor):
         learner_slots: int = 0,
         rooms: Mapping[int, Mapping[int, int]] | None = None,
     ) -> RolloutPlan:
-        """Plan the number of engines and each engine's sequences.
+        """Plan the number of engines and each engine's sequences, with the speed that `learn` has fitted.
 
         Args:
             warm: number of processes without a cold start.
@@ -105,7 +105,6 @@ class Autoscaler(Predictor):
         """
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
-        self.learn()
         if learner_slots:  # the pool may have granted fewer than were wanted
             self.learner_slots = max(1, learner_slots // self.recipe.learner.ranks)
         update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths), lambda: None)

@@ -143,7 +143,10 @@ class StepOperations(CheckpointedRun):
         return plan
 
     def plan_rest(self, step: Step) -> None:
-        """Plan what a rollout beside the update has left of a step, with all slots. Does nothing if no response is left."""
+        """Plan what a rollout beside the update has left of a step, with all slots. Does nothing if no response is left.
+
+        What that rollout showed of the engines' speed is learned beside the next update, because here everything waits.
+        """
         if self.rolls_out_ahead and not step.samples:
             if self.begun_ahead is not None:
                 step.work = self._forecast_work(step.partial_batch, step.forecast)
@@ -276,6 +279,7 @@ class StepOperations(CheckpointedRun):
                 return []
             prompts.extend(extra.prompts)
             extra.forecast = self.forecast(extra)
+            self.autoscaler.learn()
             extra.plan = self.plan(extra)
             with self.rollout_phase(extra.plan):
                 extra.samples = self.generate(extra)

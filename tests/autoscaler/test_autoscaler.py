@@ -54,6 +54,7 @@ def trained(auto: Autoscaler, steps: int = 6) -> Autoscaler:
     for step in range(steps):
         auto.observe_samples(prompts(), answers(prompts(), step))
         auto.observe_rollout([EngineStep(n, n, 20 * n, SPEED.step_s(n)) for n in range(1, 65)], 0.05)
+    auto.learn()
     return auto
 
 
