@@ -7,7 +7,7 @@ Arrays are numpy; nothing here imports ray, torch or vllm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,6 +70,10 @@ class Completion:
 
     def __post_init__(self) -> None:
         self.versions = self.versions or ((self.version, len(self.token_ids)),)
+
+    def with_key(self, key: int) -> Completion:
+        """Return the completion under this key: itself if it has it already."""
+        return self if key == self.key else replace(self, key=key)
 
 
 @dataclass

@@ -31,7 +31,7 @@ class PartialBatch:
         self.missing, self.seen = [count] * len(groups), 0  # unfinished responses of each group; finished keys that are counted
         self.forced = 0  # groups whose age forced the step to wait for them although enough others were complete
         self.samples = {
-            g * count + n: replace(sample, completion=replace(sample.completion, key=g * count + n))
+            g * count + n: replace(sample, completion=sample.completion.with_key(g * count + n))
             for g, group in enumerate(groups)
             for n, sample in enumerate(group.samples)
         }

@@ -125,7 +125,7 @@ class PartialRollouts:
             mine = samples[g * count : (g + 1) * count]
             if g in batch.chosen:
                 for sample in mine:  # the same objects: they may be in scoring
-                    sample.completion = replace(sample.completion, key=len(trained))
+                    sample.completion = sample.completion.with_key(len(trained))
                     trained.append(sample)
             else:
                 if self.rollout.partial == "restart":
