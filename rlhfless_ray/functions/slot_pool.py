@@ -303,7 +303,8 @@ class SlotPool:
             if others_wait(self.resource, set()):
                 self.idle_s = -1.0
             else:
-                self.idle_s = TASK_WAITS_S if tasks_wait(self.resource) else IDLE_S
+                has_free = any(not slot.holder for slot in self.state.slots.values())
+                self.idle_s = TASK_WAITS_S if has_free and tasks_wait(self.resource) else IDLE_S
             self.asked_s = now + max(LOOK_S, (time.monotonic() - now) / LOOKING_SHARE)
 
     async def _tick(self) -> None:
