@@ -10,27 +10,36 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from placement.speed.robust_fit import nonnegative
+from placement.speed.robust_fit import MIN_NOISE, huber_weights, nonnegative, robust_sd
 
 SOURCES = ("text", "model")  # where drafts come from; `Draft.source` is an index into it
 MOST_TOKENS = 16  # limit on the drafted tokens of one sequence in one step
 MODEL_SEQUENCES = 16  # sequences that a drafter drafts for at once and has a KV cache for: with more, verification costs more than it saves
 PRIOR_WEIGHT = 4.0  # weight of the source's estimate, in tried tokens
 FORGET_AFTER = 20_000  # tried tokens after which all earlier ones count half: a policy changes while it learns
+AGE_EVERY = 50  # steps
+HALF_LIFE = 1000  # steps after which a tried token counts half, so that what was refused for long is tried again
 MATCH_EDGES = (2, 3, 5, 9)  # lower ends of the buckets of match lengths, after the first
 POSITION_EDGES = (1, 2, 4, 8)  # lower ends of the buckets of positions in the draft (from 0), after the first
 ESTIMATE_BUCKETS = 10
-OUTLIER = 5.0  # multiple of the median step time from which a step is left out of a fit
+FIT_ROUNDS = 4  # of reweighting in a fit
 PRIOR_STEPS = 0.5  # weight of the earlier terms in a fit, in steps. They alone determine a term that does not vary
-ALLOWED_LOSS = 0.005  # share of the decode time that attempts may cost
+SCARCE_PRIOR_STEPS = 8.0  # the same where fewer than `TRIAL_STEPS` steps with drafts could disprove terms that were measured before
+BASE_PRIOR_STEPS = 0.01  # weight of 0 in a first fit for the constant term, which explains what no other term needs to
+ALLOWED_LOSS = 0.005  # share of the decode time that attempts may cost, and the same share for reading texts
 FIRST_BALANCE = 2.0  # time that attempts may cost at first, in steps
 LEAST_BALANCE, MOST_BALANCE = -2.0, 8.0  # bounds of the balance, in steps
+ENOUGH = 1.0  # steps on the balance from which it pays for reading texts too
 TRIAL_STEPS = 16  # steps with drafts after which the cost of a drafted token counts as measured
-LONGEST_REST = 64  # limit on the steps between two look-ups for a sequence whose drafts are refused
+TRIAL_TOKENS = 6  # most tokens drafted for a sequence until then. Their number varies, which tells a token's cost from a step's
+LONGEST_REST = 16  # limit on the steps between two look-ups for a sequence without useful drafts
+GAIN_RATE = 0.02  # weight of a look-up in the mean of what look-ups save
+OPTIMISM = 1.0  # standard deviations by which unknown acceptance rates are taken to be better, while the balance pays for trials
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,8 @@ News = tuple[np.ndarray, np.ndarray]  # cells of drafted tokens that were tried 
 class Acceptance:
     """The acceptance rate of drafted tokens, learned by source, match length, position in the draft and the source's estimate.
 
-    A cell's probability is (4 · mean estimate + accepted) / (4 + tried): the source's own estimate until there is evidence.
+    A cell's probability has a Beta distribution with the mean (4 · estimate + accepted) / (4 + tried): the source's own estimate until
+    there is evidence.
     """
 
     SHAPE = (len(SOURCES), len(MATCH_EDGES) + 1, len(POSITION_EDGES) + 1, ESTIMATE_BUCKETS)
@@ -64,10 +74,16 @@ class Acceptance:
         self.tried, self.accepted = np.zeros(size), np.zeros(size)
         self.news: list[News] = []  # since the last `take_news`
 
-    def survival(self, drafts: Sequence[Draft]) -> np.ndarray:
-        """Return (drafts, MOST_TOKENS) the probability that a token and all before it are accepted, 0 behind a draft's end."""
+    def survival(self, drafts: Sequence[Draft], deviations: float = 0.0) -> np.ndarray:
+        """Return (drafts, MOST_TOKENS) the probability that a token and all before it are accepted, 0 behind a draft's end.
+
+        deviations: standard deviations of the distribution that are added to its mean.
+        """
         cells, estimates = self._cells_of(drafts)
-        chance = (PRIOR_WEIGHT * estimates + self.accepted[cells]) / (PRIOR_WEIGHT + self.tried[cells])
+        weight = PRIOR_WEIGHT + self.tried[cells]
+        chance = (PRIOR_WEIGHT * estimates + self.accepted[cells]) / weight
+        if deviations:
+            chance = chance + deviations * np.sqrt(chance * np.maximum(1.0 - chance, 0.0) / (weight + 1.0))
         return np.cumprod(np.where(estimates > 0, np.minimum(chance, 1.0), 0.0), axis=1)
 
     def observe(self, drafts: Sequence[Draft], drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -91,6 +107,12 @@ class Acceptance:
         if self.tried.sum() > FORGET_AFTER:
             self.tried /= 2
             self.accepted /= 2
+
+    def age(self, steps: float) -> None:
+        """Let what was tried before these steps of an engine count less."""
+        left = 0.5 ** (steps / HALF_LIFE)
+        self.tried *= left
+        self.accepted *= left
 
     def take_news(self) -> list[News]:
         """Return what was observed since the last call, for `merge`."""
@@ -148,7 +170,7 @@ class StepTimes:
     """The time of an engine's decode step in seconds, learned from the steps.
 
     It is a + b · sequences + c · context tokens + v · drafted tokens + f + Σ h · max(0, rows - knot). The term f applies to steps that
-    verify or look up drafts. `rows` are sequences and drafted tokens together. A step with few rows takes as long as reading the weights;
+    verify drafts. `rows` are sequences and drafted tokens together. A step with few rows takes as long as reading the weights;
     beyond the knots it computes longer, which the terms h add. Without them the cheap drafts of a tail would make those of full steps
     look cheap.
     """
@@ -162,40 +184,64 @@ class StepTimes:
         self.steps: tuple[deque[tuple[float, ...]], ...] = (deque(maxlen=self.KEPT), deque(maxlen=self.KEPT))
         self.terms: np.ndarray | None = None
         self.trials = 0  # steps with drafts so far
+        self.count = 0  # steps so far
+        self.was_known = False  # whether the cost of a drafted token was measured before the last fit
         self._until_fit = self.FIRST
 
-    def observe(self, sequences: int, context_tokens: int, drafted: int, seconds: float, verifies: bool | None = None) -> None:
-        """Add a step. seconds: without the time of looking up drafts. verifies: whether it went through the verifying path."""
-        self.add(sequences, context_tokens, drafted, seconds, verifies)
+    def observe(self, sequences: int, context_tokens: int, drafted: int, seconds: float) -> None:
+        """Add a step. seconds: without the time of looking up drafts."""
+        self.add(sequences, context_tokens, drafted, seconds)
         self._until_fit -= 1
-        if self._until_fit <= 0:
+        if self._until_fit <= 0 or (self.trials == TRIAL_STEPS and drafted):
             self._until_fit = self.EVERY if self.is_known else self.FIRST
             self.fit()
 
-    def add(self, sequences: int, context_tokens: int, drafted: int, seconds: float, verifies: bool | None = None) -> None:
+    def add(self, sequences: int, context_tokens: int, drafted: int, seconds: float) -> None:
         """Add a step without a fit."""
+        self.count += 1
         self.trials += drafted > 0
-        path = float(drafted > 0 if verifies is None else verifies)
-        self.steps[drafted > 0].append((1.0, sequences, context_tokens, drafted, path, *self._beyond(sequences + drafted), seconds))
+        terms = (1.0, sequences, context_tokens, drafted, float(drafted > 0), *self._beyond(sequences + drafted))
+        self.steps[drafted > 0].append((self.count, *terms, seconds))
 
     def _beyond(self, rows: int) -> list[float]:
         return [max(0.0, rows - knot) for knot in self.KNOTS]
 
     def fit(self) -> None:
-        """Fit the terms to the newest steps. Without steps, leave them as they are."""
-        table = np.array([*self.steps[0], *self.steps[1]])
-        if not len(table):
+        """Fit the terms to the newest steps, by relative errors and robustly. Without steps, leave them as they are.
+
+        A machine may become slower or faster. So steps of one kind that are older than all kept ones of the other kind are left out, and
+        earlier terms are scaled to the level of the steps.
+        """
+        oldest = max((kind[0][0] for kind in self.steps if kind), default=0)
+        newest = [step for kind in self.steps for step in kind if step[0] >= oldest]
+        if not newest:
             return
-        seconds = table[:, -1]
-        usual = seconds <= OUTLIER * np.median(seconds)  # a step that another process delayed does not show the time of its work
-        rows, seconds = table[usual, :-1], seconds[usual]
-        scale = np.maximum(rows.max(0), 1.0)
-        rows = rows / scale
-        gram = rows.T @ rows + PRIOR_STEPS * np.eye(rows.shape[1])
-        moment = rows.T @ seconds
+        table = np.array(newest)
+        rows, seconds = table[:, 1:-1], table[:, -1]
+        typical, scale = float(np.median(seconds)), np.maximum(rows.max(0), 1.0)
+        prior = np.zeros(self.TERMS)
+        predicted = np.full(len(seconds), typical)
         if self.terms is not None:
-            moment = moment + PRIOR_STEPS * self.terms * scale
-        self.terms = nonnegative(gram, moment) / scale
+            plain = rows[:, 4] == 0
+            plain = plain if plain.any() else ~plain
+            expected = np.maximum(rows @ self.terms, 1e-9)
+            level = float(np.median(seconds[plain] / expected[plain]))
+            prior, predicted = self.terms * level * scale / typical, expected * level
+        rows = rows / scale
+        is_scarce = self.was_known and np.count_nonzero(rows[:, 4]) < TRIAL_STEPS
+        strength = np.full(self.TERMS, SCARCE_PRIOR_STEPS if is_scarce else PRIOR_STEPS)
+        if self.terms is None:
+            strength[0] = BASE_PRIOR_STEPS
+        self.was_known = self.is_known
+        for _ in range(FIT_ROUNDS):
+            residuals = np.log(seconds / predicted)
+            weights = huber_weights(residuals - np.median(residuals), max(robust_sd(residuals - np.median(residuals)), MIN_NOISE))
+            relative = rows * (typical / predicted)[:, None]
+            gram = (relative * weights[:, None]).T @ relative + np.diag(strength)
+            moment = relative.T @ (weights * seconds / predicted) + strength * prior
+            terms = nonnegative(gram, moment) * typical
+            predicted = np.maximum(rows @ terms, 0.1 * typical)
+        self.terms = terms / scale
 
     @property
     def is_known(self) -> bool:
@@ -206,7 +252,8 @@ class StepTimes:
         """Return the expected seconds of a step without drafts, None before the first fit."""
         if self.terms is None:
             return None
-        return max(float(self.terms @ (1.0, sequences, context_tokens, 0, 0, *self._beyond(sequences))), 1e-6)
+        a, b, c, _, _, *beyond = self.terms.tolist()
+        return max(a + b * sequences + c * context_tokens + sum(h * x for h, x in zip(beyond, self._beyond(sequences), strict=True)), 1e-6)
 
     def verify_s(self, sequences: int, drafted: np.ndarray) -> np.ndarray:
         """Return the seconds (n,) that these numbers of drafted tokens (n,) add to a step, without `path_s`."""
@@ -215,20 +262,21 @@ class StepTimes:
             return np.zeros_like(drafted)
         seconds = self.terms[3] * drafted
         for knot, term in zip(self.KNOTS, self.terms[-len(self.KNOTS) :], strict=True):
-            seconds = seconds + term * (np.maximum(0, sequences + drafted - knot) - max(0, sequences - knot))
+            if term:
+                seconds = seconds + term * (np.maximum(0, sequences + drafted - knot) - max(0, sequences - knot))
         return seconds
 
     @property
     def path_s(self) -> float:
-        """Seconds that a step takes longer because it may verify drafts."""
+        """Seconds that a step takes longer because it verifies drafts."""
         return 0.0 if self.terms is None else float(self.terms[4])
 
-    def saved_s(self, running: int, context_tokens: int, drafted: int, accepted: int, draft_s: float) -> float:
-        """Return the seconds that a step with drafts saved against steps without, by the fitted times. 0 before the first fit."""
+    def saved_s(self, running: int, context_tokens: int, drafted: int, accepted: int) -> float:
+        """Return the seconds that verifying drafts has saved in a step, by the fitted times, without those of look-ups."""
         step_s = self.step_s(running, context_tokens)
-        if step_s is None or not (drafted or draft_s):
+        if step_s is None or not drafted:
             return 0.0
-        return step_s * accepted / max(running, 1) - float(self.verify_s(running, np.array(drafted))) - self.path_s - draft_s
+        return step_s * accepted / max(running, 1) - float(self.verify_s(running, np.array(drafted))) - self.path_s
 
 
 class Learned:
@@ -258,38 +306,64 @@ class Learned:
             known = state["terms"]  # fewer in older checkpoints
             self.times.terms = np.array([*known, *[0.0] * (StepTimes.TERMS - len(known))])
             self.times.trials = state["trials"]
+            self.times.was_known = self.times.is_known
 
 
 class Attempts:
-    """Decides for which sequences an engine looks up drafts, so that attempts cannot lose much.
+    """Decides for which sequences an engine looks up drafts and how much is verified, so that attempts cannot lose much.
 
     The balance grows by the share `ALLOWED_LOSS` of each step's time. The time of look-ups and drafts is taken from it, and the time
-    that they save is added. While it is used up, no drafts are looked up. A sequence whose drafts were refused, or that had none, rests
-    for a number of steps that doubles each time.
+    that they save is added. While it is used up, no drafts are looked up. Reading texts has an account of its own with the same income,
+    because it would leave nothing for look-ups; a rich balance pays for it too. Unless look-ups save more than they take on average, a
+    sequence without useful drafts rests for a number of steps that doubles each time.
     """
 
     def __init__(self, learned: Learned) -> None:
         self.learned = learned
         self.balance = FIRST_BALANCE  # in steps
+        self.reading = FIRST_BALANCE  # of the account for reading, in steps
         self.look_up_s = 0.0  # seconds to look up a draft for one sequence
+        self.gain = 0.0  # tokens that verifying what a look-up found has gained, on average, less those that its time would make
+        self.worth_s = 0.0  # seconds that a look-up is expected to save after this step
+        self.looked = [0, 0]  # sequences that were looked up after this step, and after the one before
         self.number = 0  # number of the current step
         self.rests: dict[str, tuple[int, int]] = {}  # by sequence: (step from which it may try again, length of its last rest)
 
     def begin_step(self, running: int, context_tokens: int) -> int:
-        """Count a step, and return for how many sequences drafts may be looked up in it."""
+        """Count a step, and return for how many of its `running` sequences drafts may be looked up after it."""
         self.number += 1
+        self.looked = [0, self.looked[0]]
+        if self.number % AGE_EVERY == 0:
+            self.learned.acceptance.age(AGE_EVERY)
         times = self.learned.times
         step_s = times.step_s(running, context_tokens)
         if step_s is None or not times.is_known:
             return max(1, running // 4) if self.number % 2 else 0
+        self.worth_s = self.gain * step_s / max(running, 1)
         self.balance = min(self.balance + ALLOWED_LOSS, MOST_BALANCE)
-        affordable = max(self.balance * step_s - times.path_s, 0.0)
-        return min(running, int(affordable / self.look_up_s)) if self.look_up_s else int(affordable > 0)
+        self.reading = min(self.reading + ALLOWED_LOSS, FIRST_BALANCE)
+        if self.balance <= 0:
+            return 0
+        return min(running, max(1, int(self.balance * step_s / self.look_up_s))) if self.look_up_s else running
+
+    def choose(self, drafts: Sequence[Draft], running: int, context_tokens: int) -> list[int]:
+        """Return how many tokens of each draft the next step verifies.
+
+        The drafts are of some of its `running` sequences. While the balance pays for trials, rates that are little known are taken to be
+        better than their mean.
+        """
+        times = self.learned.times
+        step_s = times.step_s(running, context_tokens)
+        if step_s is None or not times.is_known:
+            return [min(1 + times.trials % TRIAL_TOKENS, len(draft.tokens)) for draft in drafts]
+        survival = self.learned.acceptance.survival(drafts, OPTIMISM if self.balance > 0 else 0.0)
+        return choose_lengths(survival, step_s, partial(times.verify_s, running), times.path_s, running)
 
     def due(self, names: Sequence[str], most: int) -> list[int]:
         """Return the positions of at most `most` sequences that may try, those whose drafts did best first."""
         rests = [self.rests.get(name, (0, 0)) for name in names]
-        rested = [i for i, (until, _) in enumerate(rests) if until <= self.number]
+        pays = self.worth_s > self.look_up_s
+        rested = [i for i, (until, _) in enumerate(rests) if pays or until <= self.number]
         return rested if len(rested) <= most else sorted(rested, key=lambda i: rests[i][1])[:most]
 
     def forget_all_but(self, names: Sequence[str]) -> None:
@@ -303,21 +377,38 @@ class Attempts:
         self.rests.pop(name, None)
 
     def note(self, name: str, succeeded: bool) -> None:
-        """Record whether a look-up gave a draft, or a draft at least one token."""
+        """Record whether a look-up gave a draft that is worth being verified."""
         rest = 0 if succeeded else min(max(1, 2 * self.rests.get(name, (0, 0))[1]), LONGEST_REST)
         self.rests[name] = (self.number + rest, rest)
 
     def observe_look_up(self, seconds: float, sequences: int) -> None:
         """Record that looking up drafts for so many sequences took `seconds`."""
+        self.looked[0] = sequences
         each = seconds / sequences
         self.look_up_s += 0.1 * (each - self.look_up_s) if self.look_up_s else each
 
     def settle(self, running: int, context_tokens: int, drafted: int, accepted: int, draft_s: float) -> None:
         """Add what a step with drafts or look-ups has saved, which may be negative."""
-        self.spend(-self.learned.times.saved_s(running, context_tokens, drafted, accepted, draft_s), running, context_tokens)
+        times = self.learned.times
+        saved_s, step_s = times.saved_s(running, context_tokens, drafted, accepted), times.step_s(running, context_tokens)
+        if step_s is not None and (looked := self.looked[1]):
+            self.gain += (1 - (1 - GAIN_RATE) ** looked) * (saved_s * running / (step_s * looked) - self.gain)
+        self.balance = self._after(self.balance, draft_s - saved_s, running, context_tokens)
 
-    def spend(self, seconds: float, running: int, context_tokens: int) -> None:
-        """Take seconds from the balance. `running`, `context_tokens`: of a step, whose time is the balance's unit."""
+    @property
+    def may_read(self) -> bool:
+        """Whether there is time to add a text to those that drafts come from."""
+        return self.reading > 0 or self.balance > ENOUGH
+
+    def pay_reading(self, seconds: float, running: int, context_tokens: int) -> None:
+        """Take the seconds of reading a text from an account. `running`, `context_tokens`: of a step, whose time is the unit."""
+        if self.balance > ENOUGH:
+            self.balance = self._after(self.balance, seconds, running, context_tokens)
+        else:
+            self.reading = self._after(self.reading, seconds, running, context_tokens)
+
+    def _after(self, account: float, seconds: float, running: int, context_tokens: int) -> float:
         step_s = self.learned.times.step_s(running, context_tokens)
-        if step_s is not None and self.learned.times.is_known:
-            self.balance = min(max(self.balance - seconds / step_s, LEAST_BALANCE), MOST_BALANCE)
+        if step_s is None or not self.learned.times.is_known:
+            return account
+        return min(max(account - seconds / step_s, LEAST_BALANCE), MOST_BALANCE)

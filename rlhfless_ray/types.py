@@ -127,6 +127,7 @@ class EngineStep:
     accepted: int = 0  # of these, the tokens that were drawn
     draft_s: float = 0.0  # of `seconds`: for looking up drafts
     by_model: tuple[int, int] = (0, 0)  # the part of `drafted` and of `accepted` that a drafter model has drafted
+    work_s: float = 0.0  # without `draft_s`: of the processor, where an engine is one thread on CPU, else of the clock
 
     @property
     def token_s(self) -> float:

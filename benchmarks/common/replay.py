@@ -117,7 +117,7 @@ class Decoding:
             if steps <= 0:
                 return
             context, record_s = int(self.done[live].sum()), self.speed.step_s(running)
-            self.steps += [EngineStep(running, running, context + i * running, record_s) for i in range(steps)]
+            self.steps += [EngineStep(running, running, context + i * running, record_s, work_s=record_s) for i in range(steps)]
             self.done[live] += steps
             self.at_s += steps * step_s
 

@@ -12,15 +12,19 @@ PRIOR_SHARE = 0.5  # any term may be wrong by this share of a typical record
 ROUNDS = 8
 MIN_S = 1e-12  # a smaller seed carries no information
 MIN_NOISE = 0.01  # relative noise of a record
+MOST_SUBSETS = 5  # terms up to which every subset is tried
 REJECT = 6.0  # standard deviations from the middle beyond which a record is a hiccup, not noise
 
 
 def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
     """Return the β ≥ 0 (k,) that minimises β'Gβ - 2β'm for a positive definite G (k, k).
 
-    Solves on every subset of terms and keeps the best. For two or three terms this is faster than an active-set search.
+    Solves on every subset of terms and keeps the best. For two or three terms this is faster than an active-set search, which more
+    than `MOST_SUBSETS` terms take.
     """
     k = len(moment)
+    if k > MOST_SUBSETS:
+        return _active_set(gram, moment)
     best, least = np.zeros(k), 0.0
     for size in range(1, k + 1):
         for terms in itertools.combinations(range(k), size):
@@ -32,6 +36,32 @@ def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
                 best = np.zeros(k)
                 best[at] = found
     return best
+
+
+def _active_set(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """Solve `nonnegative` by Lawson and Hanson's algorithm."""
+    k = len(moment)
+    beta, free = np.zeros(k), np.zeros(k, bool)
+    tolerance = 1e-10 * max(float(np.abs(moment).max()), 1e-300)
+    for _ in range(3 * k):
+        slope = np.where(free, -np.inf, moment - gram @ beta)
+        new = int(np.argmax(slope))
+        if slope[new] <= tolerance:
+            break
+        free[new] = True
+        while True:
+            at = np.flatnonzero(free)
+            found = np.zeros(k)
+            found[at] = np.linalg.solve(gram[np.ix_(at, at)], moment[at])
+            if (found[at] > 0).all():
+                beta = found
+                break
+            low = at[found[at] <= 0]
+            steps = beta[low] / np.maximum(beta[low] - found[low], 1e-300)
+            beta = beta + steps.min() * (found - beta)
+            free[low[steps == steps.min()]] = False
+            beta[~free] = 0.0
+    return beta
 
 
 def robust_sd(residuals: np.ndarray) -> float:

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from placement.drafting import MODEL_SEQUENCES, MOST_TOKENS, Attempts, Draft, Learned, choose_lengths
+from placement.drafting import MODEL_SEQUENCES, MOST_TOKENS, Attempts, Draft, Learned
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.rollout.head_config import is_head
 from rlhfless_ray.rollout.text_drafts import TextSource
@@ -34,7 +33,6 @@ ALL = 1 << 30  # sequences
 MODEL = "model"  # name of the drafter among the sequences that rest; those have numbers
 TRIAL_PASSES = 4  # passes of the drafter until their time is known, and in each step without `auto`
 ENOUGH_PROMISED = 4.0  # a draft from text with so many expected tokens is used without a draft by the model
-TRIAL_TOKENS = 2  # tokens drafted for a sequence until the time of a verified token is known
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,10 @@ class _Sequence:
 
 
 class Drafter:
-    """vLLM's proposer of drafts (`method="custom_class"`).
+    """vLLM's proposer of drafts (`method="custom_class"`), which hands them to the scheduler itself, after an engine step.
 
-    `attach` completes it. Before that, and in further members of an engine, it drafts nothing.
+    vLLM would have drafts proposed within a step, and such a step takes a slower path even if it verifies nothing. `attach` completes
+    the drafter. Before that, and in further members of an engine, it drafts nothing.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -59,10 +58,10 @@ class Drafter:
         self.runner: Any = None
         self.failure = ""  # why the drafter model was dropped
 
-    def attach(self, runner: Any, always: bool, model: Path | None = None) -> None:
+    def attach(self, runner: Any, scheduler: Any, always: bool, model: Path | None = None) -> None:
         """Start drafting. `always`: verify all drafts in each step. `model`: folder of a model, or of a head, that drafts too."""
-        self.runner, self.always = runner, always
-        # vLLM would verify zeros for all sequences when one is near the end of the context. `propose` limits drafts to the end itself.
+        self.runner, self.scheduler, self.always = runner, scheduler, always
+        # vLLM would verify zeros for all sequences when one is near the end of the context. `look_up` limits drafts to the end itself.
         runner.effective_drafter_max_model_len = self.most_tokens + MOST_TOKENS + 1
         self.config = runner.speculative_config
         self.text, self.learned = TextSource(), Learned()
@@ -73,10 +72,9 @@ class Drafter:
                 self.model = self._load(model)
         self.pass_s = 0.0  # seconds of a pass of the model, for one token of each sequence
         self.offered: dict[str, Draft] = {}  # by vLLM's request id: the draft whose first tokens the next step verifies
-        self.max_sequences = 0  # sequences for which the step looks up drafts
         self.verified: dict[str, Draft] = {}  # likewise, for the step that has just ended
-        self.draft_s = 0.0  # seconds that the step spent on drafts
-        self.running = self.context_tokens = 0  # of the last step
+        self.draft_s = 0.0  # seconds that were spent on drafts after the step
+        self.running = self.context_tokens = 0  # of the sequences that go on after the step
 
     def _load(self, folder: Path) -> DraftSource:
         from rlhfless_ray.rollout.model_drafts import ModelSource
@@ -120,14 +118,10 @@ class Drafter:
             print(f"the drafter failed, so this engine continues without it ({self.failure})", file=sys.stderr, flush=True)
             self.model = None
 
-    def begin_step(self, running: int, context_tokens: int) -> None:
-        """Decide whether the next step looks up drafts. `running`, `context_tokens`: of the last step.
-
-        A step that neither looks up nor verifies drafts uses vLLM's faster path without a speculative configuration.
-        """
-        self.running, self.context_tokens, self.draft_s = running, context_tokens, 0.0
-        self.max_sequences = ALL if self.always else self.attempts.begin_step(running, context_tokens)
-        self.runner.speculative_config = self.config if self.max_sequences or self.offered else None
+    def begin_step(self) -> None:
+        """Let the next step verify the offered drafts. Without any it takes vLLM's faster path without a speculative configuration."""
+        self.draft_s = 0.0
+        self.runner.speculative_config = self.config if self.offered else None
 
     def count_by_model(self, tried: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
         """Return how many of a step's verified and accepted tokens the drafter model had drafted."""
@@ -139,11 +133,8 @@ class Drafter:
         known = {name: counts for name, counts in tried.items() if name in self.verified}
         drafted, accepted = ([counts[i] for counts in known.values()] for i in (0, 1))
         self.learned.acceptance.observe([self.verified[name] for name in known], drafted, accepted)
-        for name, (_, hits) in known.items():
-            self.attempts.note(name, hits > 0)
         if step.new_tokens == step.running:  # the step computed no prompt
-            verifies = self.runner.speculative_config is not None
-            self.learned.times.observe(step.running, step.context_tokens, step.drafted, step.seconds - step.draft_s, verifies)
+            self.learned.times.observe(step.running, step.context_tokens, step.drafted, step.work_s)
         self.attempts.settle(step.running, step.context_tokens, step.drafted, step.accepted, step.draft_s)
 
     def finish(self, number: int, response: Sequence[int]) -> None:
@@ -162,61 +153,56 @@ class Drafter:
 
     def _read(self, read: Callable[..., None], *text: Any) -> None:
         """Add a text or hidden states, unless drafts have saved too little time to pay for it."""
-        if self.always or self.attempts.balance > 0:
+        if self.always or self.attempts.may_read:
             begin = time.thread_time()
             read(*text)
-            self.attempts.spend(time.thread_time() - begin, self.running, self.context_tokens)
+            self.attempts.pay_reading(time.thread_time() - begin, self.running, self.context_tokens)
 
     def load_model(self, *_: Any) -> None:
         """Do nothing. vLLM calls this, but there is no model."""
 
-    def propose(self, sampled: list[list[int]], lengths: np.ndarray, token_ids: np.ndarray, **_: Any) -> list[list[int]]:
-        """Return the drafted tokens of each sequence of the batch.
+    def propose(self, sampled: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        """Return no tokens. vLLM calls this within steps that verify drafts."""
+        return [[] for _ in sampled]
 
-        `sampled`: tokens of the step that has just ended; none for a prompt that is not computed yet. `lengths`: (sequences,) tokens
-        so far. `token_ids`: (sequences, columns) int32.
-        """
-        drafted: list[list[int]] = [[] for _ in sampled]
-        if self.runner is None:
-            return drafted
+    def look_up(self) -> None:
+        """Look up drafts for sequences that go on after an engine step, and give the scheduler those that the next step verifies."""
+        begin = time.thread_time()  # CPU time, because other processes may take the processor meanwhile
         self.verified, self.offered = self.offered, {}
-        if not self.max_sequences:
-            return drafted
-        begin = time.thread_time()
-        batch = self.runner.input_batch
-        names = batch.req_ids[: len(sampled)]
+        batch, requests = self.runner.input_batch, self.scheduler.requests
+        rows = []  # of the batch
+        for row, name in enumerate(batch.req_ids):
+            request = requests.get(name)  # None if it has ended
+            if request is not None and not request.is_prefill_chunk and request.num_output_tokens:
+                rows.append(row)
+        names, lengths = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec
+        self.running, self.context_tokens = len(rows), int(lengths[rows].sum())
+        most = ALL if self.always else self.attempts.begin_step(self.running, self.context_tokens)
+        self.attempts.forget_all_but([*names, MODEL])
+        chosen = list(range(len(rows))) if self.always else self.attempts.due(names, most) if most else []
+        if not chosen:
+            return
         keys = [self.runner.sampler.rows[name]["key"] for name in names]
         self.text.forget_all_but(keys)
-        self.attempts.forget_all_but([*names, MODEL])
-        rows = [row for row, new in enumerate(sampled) if new]
-        running, context_tokens = len(rows), int(lengths[rows].sum())
-        tries = rows if self.always else [rows[i] for i in self.attempts.due([names[row] for row in rows], self.max_sequences)]
-        due = [self._sequence(batch, row, keys[row], token_ids[row, : lengths[row]]) for row in tries]
+        due = [self._sequence(batch, rows[i], keys[i], batch.token_ids_cpu[rows[i], : lengths[rows[i]]]) for i in chosen]
         drafts = [self.text.propose(one.key, one.prompt_tokens, one.tokens, one.most) for one in due]
-        if self.model is not None and due:
+        if self.model is not None:
             self.model.forget_all_but(keys)
             if self.always or (len(due) <= MODEL_SEQUENCES and self.attempts.due([MODEL], 1)):
-                self._draft_by_model(self.model, due, drafts, running, context_tokens)
-        for row, draft, count in zip(tries, drafts, self._choose(drafts, running, context_tokens), strict=True):
+                self._draft_by_model(self.model, due, drafts, self.running, self.context_tokens)
+        for one, draft, count in zip(due, drafts, self._choose(drafts), strict=True):
             if count:
-                drafted[row] = draft.tokens[:count]
-                self.offered[names[row]] = draft
-            else:
-                self.attempts.note(names[row], False)
-        self.draft_s = time.thread_time() - begin  # CPU time, because other processes may take the processor meanwhile
-        if due:
-            self.attempts.observe_look_up(self.draft_s, len(due))
-        return drafted
+                requests[one.name].spec_token_ids = draft.tokens[:count]
+                self.offered[one.name] = draft
+            self.attempts.note(one.name, count > 0)
+        self.draft_s = time.thread_time() - begin
+        self.attempts.observe_look_up(self.draft_s, len(due))
 
-    def _choose(self, drafts: Sequence[Draft], running: int, context_tokens: int) -> list[int]:
+    def _choose(self, drafts: Sequence[Draft]) -> list[int]:
         """Return how many tokens of each draft the next step verifies."""
-        if self.always or not drafts:
+        if self.always or not any(draft.tokens for draft in drafts):
             return [len(draft.tokens) for draft in drafts]
-        times = self.learned.times
-        step_s = times.step_s(running, context_tokens)
-        if step_s is None or not times.is_known:
-            return [min(TRIAL_TOKENS, len(draft.tokens)) for draft in drafts]
-        return choose_lengths(self.learned.acceptance.survival(drafts), step_s, partial(times.verify_s, running), times.path_s, running)
+        return self.attempts.choose(drafts, self.running, self.context_tokens)
 
     def _sequence(self, batch: Any, row: int, key: int, tokens: np.ndarray) -> _Sequence:
         request = self.runner.requests[batch.req_ids[row]]

@@ -99,9 +99,9 @@ class SharedDrafts:
         for has_drafts in (False, True):
             kind = [step for step in steps if step.new_tokens == step.running and (step.drafted > 0) == has_drafts]
             for step in kind[:: len(kind) // times.KEPT + 1]:  # from the whole rollout, because its end has few sequences
-                verifies = bool(step.drafted or step.draft_s)
-                times.add(step.running, step.context_tokens, step.drafted, step.seconds - step.draft_s, verifies)
+                times.add(step.running, step.context_tokens, step.drafted, step.work_s)
         times.fit()
+        self.learned.acceptance.age(len(steps) / max(len(self.instances), 1))
         known_by = [{self.instances[owner]} if owner != NO_ENGINE else set() for owner in self.log.owner.tolist()]
         for i, engine in self.sent:
             known_by[i].add(self.instances[engine])
@@ -114,7 +114,7 @@ class SharedDrafts:
     def saved_s(self, steps: Iterable[EngineStep]) -> float:
         """Return the engines' time that drafts saved in these steps against decoding without, by the fitted step times."""
         times = self.learned.times
-        return sum(times.saved_s(step.running, step.context_tokens, step.drafted, step.accepted, step.draft_s) for step in steps)
+        return sum(times.saved_s(step.running, step.context_tokens, step.drafted, step.accepted) - step.draft_s for step in steps)
 
     def _keep(self, prompt: str, text: _Text) -> None:
         self.earlier[prompt] = [*self.earlier.pop(prompt, []), text]

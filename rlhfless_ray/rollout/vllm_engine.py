@@ -75,6 +75,8 @@ class VllmEngine:
         self.pages: PageStore | None = PageStore() if settings.prefix_kv else None
         self.kept_pages: dict[int, dict[bytes, np.ndarray]] = {}  # by ticket: pages of cut requests, by address
         self.steps: list[EngineStep] = []
+        # Other processes stretch the time of a step on the clock. This thread's time does not tell how long a device or members work.
+        self.work_clock = time.thread_time if on_cpu and self.width == 1 else time.perf_counter
         self.spans: list[Span] = []  # spans of commands
         self.stop_token_ids = read_stop_tokens(folder, settings.end_token_id)
         self.max_model_len = settings.max_model_len
@@ -83,7 +85,7 @@ class VllmEngine:
         core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
         self.core = core
         self.sampler = install_sampler(core.model_executor.driver_worker)
-        self.drafter = _attach_drafter(core.model_executor.driver_worker, settings.speculation, drafter)
+        self.drafter = _attach_drafter(core, settings.speculation, drafter)
         self.choices: RouterChoices | None = core.model_executor.driver_worker.choices if settings.records_experts else None
         self.experts: dict[int, np.ndarray] = {}  # by key: what routers chose in responses whose end was not reported yet
         # Otherwise vLLM fills up requests whose prompt is cached with drafts of -1, for CUDA graphs. A step that reads none would fail.
@@ -192,13 +194,16 @@ class VllmEngine:
                     if control_queue is None or control_queue.close_if_empty():
                         return
                     continue
-                start = time.perf_counter()
+                start, work_start = time.perf_counter(), self.work_clock()
                 if self.drafter is not None:
-                    self.drafter.begin_step(self.sampler.running, self.sampler.context_tokens)
+                    self.drafter.begin_step()
                 self.sampler.reset_counts()
                 outputs = self._step()
+                work_s = self.work_clock() - work_start
+                if self.drafter is not None:
+                    self.drafter.look_up()
                 now = time.perf_counter()
-                self._record_step(now - start)
+                self._record_step(now - start, work_s)
                 has_awaited = self._record_ends(outputs)
                 begun = self.live.find_begun(fresh)
                 if begun or has_awaited or not self.live.decoding or now - last >= interval_s:
@@ -214,10 +219,10 @@ class VllmEngine:
                 self.pages.computed.clear()
                 self.pages.copied.clear()
 
-    def _record_step(self, seconds: float) -> None:
+    def _record_step(self, seconds: float, work_s: float) -> None:
         drawn = self.sampler
         drafted, accepted = (sum(counts) for counts in zip(*drawn.tried.values(), strict=True)) if drawn.tried else (0, 0)
-        step = EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted)
+        step = EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted, work_s=work_s)
         if self.drafter is not None:
             step = replace(step, draft_s=self.drafter.draft_s, by_model=self.drafter.count_by_model(drawn.tried))
             self.drafter.observe_step(step, drawn.tried)
@@ -414,10 +419,11 @@ def find_sleeping_pools(allocator: Any) -> set[tuple[int, int]]:
     return {tuple(pool.id) for entries in pools for pool, _ in entries}
 
 
-def _attach_drafter(worker: Any, kind: str, model: Path | None) -> Drafter | None:
-    """Complete the drafter that vLLM has built in this worker."""
+def _attach_drafter(core: Any, kind: str, model: Path | None) -> Drafter | None:
+    """Complete the drafter that vLLM has built in the worker of this process."""
     if kind == "off":
         return None
-    drafter: Drafter = worker.model_runner.drafter
-    drafter.attach(worker.model_runner, kind == "on", model)
+    runner = core.model_executor.driver_worker.model_runner
+    drafter: Drafter = runner.drafter
+    drafter.attach(runner, core.scheduler, kind == "on", model)
     return drafter

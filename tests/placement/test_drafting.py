@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.drafting import (
-    ALLOWED_LOSS,
     FORGET_AFTER,
+    HALF_LIFE,
     LONGEST_REST,
     MOST_TOKENS,
     TRIAL_STEPS,
@@ -115,9 +116,8 @@ def test_step_times_are_recovered_with_noise_and_hiccups() -> None:
     for _ in range(4 * StepTimes.KEPT):
         running, context = int(rng.integers(1, 65)), int(rng.integers(100, 10_000))
         drafted = int(rng.integers(0, 200)) * (rng.random() < 0.6)
-        verifies = drafted > 0 or rng.random() < 0.3
-        seconds = 0.003 + 5e-5 * running + 2e-7 * context + 1e-5 * drafted + 2e-4 * verifies
-        times.observe(running, context, drafted, seconds * rng.normal(1, 0.05) * (50 if rng.random() < 0.02 else 1), verifies)
+        seconds = 0.003 + 5e-5 * running + 2e-7 * context + 1e-5 * drafted + 2e-4 * (drafted > 0)
+        times.observe(running, context, drafted, seconds * rng.normal(1, 0.05) * (50 if rng.random() < 0.02 else 1))
     times.fit()
     assert times.step_s(32, 5000) == pytest.approx(0.003 + 32 * 5e-5 + 5000 * 2e-7, rel=0.05)
     assert times.verify_s(32, np.array(100)) == pytest.approx(100 * 1e-5, rel=0.15) and times.path_s == pytest.approx(2e-4, rel=0.5)
@@ -126,7 +126,7 @@ def test_step_times_are_recovered_with_noise_and_hiccups() -> None:
     times.steps[1].clear()
     for _ in range(4 * StepTimes.KEPT):
         times.observe(8, 800, 0, 0.004)
-    assert price(times) == pytest.approx(before, rel=0.01), "a price is kept while nothing is drafted"
+    assert price(times) == pytest.approx(before, rel=0.1), "a price is kept while nothing is drafted"
 
 
 def test_a_term_that_never_varied_is_not_invented() -> None:
@@ -181,47 +181,104 @@ def test_what_was_learned_comes_back_from_a_state_and_from_news() -> None:
 TERMS = np.array([3e-3, 2e-5, 0.0, 2e-5, 1e-4, 0.0, 0.0])
 
 
-def attempt(chance: float, steps: int, running: int = 16, look_up_s: float = 5e-5) -> tuple[float, Attempts]:
-    """Decode with drafts that are accepted with a chance, and return the speed over decoding without drafts."""
-    rng, learned = np.random.default_rng(0), Learned()
-    learned.times.terms, learned.times.trials = TERMS, TRIAL_STEPS
-    attempts, names = Attempts(learned), [str(i) for i in range(running)]
-    draft, offered = Draft([1] * 8, [0.9] * 8, 4), dict[str, int]()
-    plain_s = learned.times.step_s(running, 0) or 0.0
-    taken_s, tokens = 0.0, 0
-    for _ in range(steps):
-        most = attempts.begin_step(running, 0)
-        drafted = sum(offered.values())
-        got = [int(np.argmin([*(rng.random(count) < chance), False])) for count in offered.values()]
-        learned.acceptance.observe([draft] * len(got), [*offered.values()], got)
-        for name, count in zip(offered, got, strict=True):
-            attempts.note(name, count > 0)
-        accepted = sum(got)
-        due = attempts.due(names, most)
-        draft_s = look_up_s * len(due)
-        if due:
-            attempts.observe_look_up(draft_s, len(due))
-        used = bool(drafted or due)
-        attempts.settle(running, 0, drafted, accepted, draft_s)
-        survivals = learned.acceptance.survival([draft] * len(due))
-        verify_s = partial(learned.times.verify_s, running)
-        chosen = choose_lengths(survivals, plain_s, verify_s, learned.times.path_s, running) if due else []
-        offered = {names[i]: count for i, count in zip(due, chosen, strict=True) if count}
-        for i, count in zip(due, chosen, strict=True):
-            if not count:
-                attempts.note(names[i], False)
-        taken_s += plain_s + float(verify_s(np.array(drafted))) + used * learned.times.path_s + draft_s
-        tokens += running + accepted
-    return tokens / taken_s / (running / plain_s), attempts
+@dataclass(frozen=True)
+class Engine:
+    """A simulated engine's times in steps of one sequence, and how often what is drafted is what is drawn.
+
+    path, token, row: what verifying at all adds, what a drafted token adds, and what each of `free` and more rows adds. found: share of
+    the look-ups that find a draft. chance: of a drafted token, by the share of the steps done. estimate: what the source says of it.
+    noise: standard deviation of the logarithm of a measured time. busy: factor of measured times, by the share of the steps done.
+    """
+
+    path: float = 0.25
+    token: float = 0.01
+    row: float = 0.015
+    free: int = 8
+    look_up: float = 0.04
+    found: float = 0.8
+    chance: Callable[[float], float] = lambda done: 0.5
+    estimate: float = 0.5
+    noise: float = 0.1
+    busy: Callable[[float], float] = lambda done: 1.0
+
+    def step_s(self, running: int, drafted: int) -> float:
+        rows = running + drafted
+        return 0.003 * (1 + 0.03 * running + self.token * drafted + self.path * (drafted > 0) + self.row * max(0, rows - self.free))
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.05, 0.15, 0.5, 0.95])
-@pytest.mark.parametrize("running", [1, 16, 64])
-def test_attempts_lose_next_to_nothing_and_gain_where_there_is_a_gain(chance: float, running: int) -> None:
-    speed, _ = attempt(chance, 800, running)
-    assert speed > 0.99 - ALLOWED_LOSS
-    if chance == 0.95:
-        assert speed > 1.5
+def speeds(engine: Engine, running: int | Sequence[int], steps: int = 1200, longest: int = 8) -> tuple[float, float]:
+    """Decode with `auto` and with `on`, and return their tokens per second over those without drafts.
+
+    running: sequences of each step, in turn.
+    """
+    turns = [running] if isinstance(running, int) else list(running)
+    found = []
+    for always in (False, True):
+        rng, learned = np.random.default_rng(0), Learned()
+        attempts, offered = Attempts(learned), dict[str, int]()
+        draft, nothing = Draft([1] * longest, [engine.estimate] * longest, 4), Draft([], [], 0)
+        spent_s = gained_s = 0.0
+        for number in range(steps):
+            count, done = turns[number % len(turns)], number / steps
+            names = [str(i) for i in range(count)]
+            offered = {name: length for name, length in offered.items() if name in names}
+            hits = [int(np.argmin([*(rng.random(length) < engine.chance(done)), False])) for length in offered.values()]
+            drafted, accepted = sum(offered.values()), sum(hits)
+            learned.acceptance.observe([draft] * len(hits), [*offered.values()], hits)
+            work_s = engine.step_s(count, drafted)
+            most = count if always else attempts.begin_step(count, 100 * count)
+            due = [names[i] for i in range(count)] if always else [names[i] for i in attempts.due(names, most)] if most else []
+            drafts = [draft if rng.random() < engine.found else nothing for _ in due]
+            chosen = [len(one.tokens) for one in drafts] if always else attempts.choose(drafts, count, 100 * count) if due else []
+            draft_s = 0.003 * engine.look_up * len(due) * (0.15 + 0.85 / max(count, 1))
+            for name, length in zip(due, chosen, strict=True):
+                attempts.note(name, length > 0)
+            if due:
+                attempts.observe_look_up(draft_s * engine.busy(done), len(due))
+            learned.times.observe(count, 100 * count, drafted, work_s * engine.busy(done) * np.exp(rng.normal(0, engine.noise)))
+            attempts.settle(count, 100 * count, drafted, accepted, draft_s * engine.busy(done))
+            offered = {name: length for name, length in zip(due, chosen, strict=True) if length}
+            spent_s += work_s + draft_s
+            gained_s += engine.step_s(count, 0) * (count + accepted) / count
+        found.append(gained_s / spent_s)
+    return found[0], found[1]
+
+
+CASES = {
+    "as measured": Engine(),
+    "rarely right": Engine(chance=lambda done: 0.25),
+    "never right": Engine(chance=lambda done: 0.02),
+    "nearly always right": Engine(chance=lambda done: 0.9, estimate=0.9),
+    "seldom found": Engine(found=0.1, chance=lambda done: 0.8),
+    "the source promises too much": Engine(chance=lambda done: 0.1, estimate=0.9),
+    "the source promises too little": Engine(chance=lambda done: 0.8, estimate=0.15),
+    "right later": Engine(chance=lambda done: 0.02 if done < 0.3 else 0.7),
+    "right at first": Engine(chance=lambda done: 0.7 if done < 0.5 else 0.02),
+    "dear path": Engine(path=0.7),
+    "dear look-ups": Engine(look_up=0.3),
+    "free": Engine(path=0.02, token=0.005, row=0.005, free=128, look_up=0.01),
+    "a core that computes": Engine(path=0.05, token=0.12, row=0.0, free=8, look_up=0.01),
+    "noise": Engine(noise=0.5),
+    "a machine that is busy at first": Engine(busy=lambda done: 2.0 if done < 0.2 else 1.0, noise=0.2),
+    "a machine that is busy in turn": Engine(busy=lambda done: 1.5 if int(done * 40) % 2 else 1.0, noise=0.2),
+}
+
+BOTH = ("as measured", "never right", "right later", "the source promises too little")  # also tried with one sequence
+
+TAIL = [16] * 8 + [8] * 4 + [4] * 6 + [2] * 6 + [1] * 10
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_auto_is_about_as_fast_as_the_better_of_on_and_off(case: str) -> None:
+    """Within 4 %, with all that it takes to learn times and acceptance. Trials and reading may cost 1 %."""
+    for running in (1, TAIL) if case in BOTH else (TAIL,):
+        auto, on = speeds(CASES[case], running)
+        assert auto > 0.96 * max(on, 1.0), running
+
+
+def test_never_as_slow_as_on_in_wide_steps() -> None:
+    auto, on = speeds(CASES["never right"], 64, 800)
+    assert auto > 0.98 and on < 0.5
 
 
 def test_nothing_is_looked_up_in_debt() -> None:
@@ -231,6 +288,7 @@ def test_nothing_is_looked_up_in_debt() -> None:
     attempts.observe_look_up(5e-5, 1)
     attempts.balance = -1.0
     assert attempts.begin_step(64, 0) == 0
+    assert attempts.choose([Draft([1], [0.9], 4)], 1, 0) == [1], "what is expected to pay is verified in any case"
     attempts.balance = 1.0
     assert 0 < attempts.begin_step(64, 0) <= 64
     attempts.note("a", False)
@@ -239,9 +297,63 @@ def test_nothing_is_looked_up_in_debt() -> None:
     assert attempts.due(["a"], 1) == [0]
 
 
+def test_reading_texts_leaves_time_for_look_ups() -> None:
+    """Once the balance was used up, reading responses took what it earned, and nothing was looked up again."""
+    learned = Learned()
+    learned.times.terms, learned.times.trials = TERMS, TRIAL_STEPS
+    attempts, allowed, read = Attempts(learned), 0, 0
+    attempts.balance = attempts.reading = -0.5
+    for _ in range(200):
+        allowed += attempts.begin_step(4, 100) > 0
+        if attempts.may_read:
+            read += 1
+            attempts.pay_reading(1e-4, 4, 100)
+    assert allowed > 80 and 5 < read < 50
+
+
+def test_an_unknown_rate_is_better_than_its_mean_while_trials_are_paid() -> None:
+    learned = Learned()
+    learned.times.terms, learned.times.trials = np.array([3e-3, 0, 0, 1e-4, 9e-4, 0, 0]), TRIAL_STEPS
+    attempts, draft = Attempts(learned), Draft([1], [0.25], 2)
+    assert attempts.choose([draft], 1, 0) == [1], "a third of a step is more than a quarter, but less than that and a deviation"
+    attempts.balance = -0.1
+    assert attempts.choose([draft], 1, 0) == [0]
+    attempts.balance = 1.0
+    for _ in range(400):
+        learned.acceptance.observe([draft] * 4, [1] * 4, [1, 0, 0, 0])
+    assert attempts.choose([draft], 1, 0) == [0], "it is known by now"
+    mean, better = (learned.acceptance.survival([draft], deviations)[0, 0] for deviations in (0.0, 1.0))
+    assert mean == pytest.approx(0.25) and better == pytest.approx(mean + np.sqrt(mean * (1 - mean) / 1605))
+
+
+def test_what_was_refused_long_ago_is_tried_again() -> None:
+    learned = Learned()
+    draft = Draft([1], [0.6], 2)
+    for _ in range(100):
+        learned.acceptance.observe([draft], [1], [0])
+    assert learned.acceptance.survival([draft])[0, 0] < 0.05
+    attempts = Attempts(learned)
+    for _ in range(6 * HALF_LIFE):
+        attempts.begin_step(1, 0)
+    assert learned.acceptance.survival([draft])[0, 0] > 0.4
+
+
+def test_a_slower_machine_does_not_change_the_relative_cost_of_drafts() -> None:
+    """Drafted steps of the quick time would make drafts look free beside plain steps of the slow time."""
+    rng, times = np.random.default_rng(3), StepTimes()
+    for k in range(600):
+        drafted = 8 * (k % 2)
+        times.observe(1, 100, drafted, 0.003 * (1 + 0.4 * (drafted > 0)) * rng.normal(1, 0.05))
+    for k in range(600):
+        drafted = 8 * (k % 100 == 0)
+        times.observe(1, 100, drafted, 0.012 * (1 + 0.4 * (drafted > 0)) * rng.normal(1, 0.05))
+    times.fit()
+    step_s = times.step_s(1, 100)
+    assert step_s == pytest.approx(0.012, rel=0.05)
+    assert (times.path_s + float(times.verify_s(1, np.array(8)))) / step_s == pytest.approx(0.4, rel=0.25)
+
+
 def test_sequences_whose_drafts_fail_rest_longer_and_longer() -> None:
-    _, attempts = attempt(0.0, 500)
-    assert max(rest for _, rest in attempts.rests.values()) > 2
     attempts = Attempts(Learned())
     attempts.number = 10
     for _ in range(10):

@@ -99,7 +99,11 @@ def engine_class(accepts_commands: bool = True) -> type:
                 span = Span("work", "generate", start, time.time())
                 start = span.to_s
                 deltas = TokenDeltas.of(self.version, news, tokens, np.array(logprobs))
-                return replace(deltas, observed=[(np.array([3, 4]), np.array([True, False]))]), [EngineStep(1, 1, 1, token_s)], [span]
+                return (
+                    replace(deltas, observed=[(np.array([3, 4]), np.array([True, False]))]),
+                    [EngineStep(1, 1, 1, token_s, work_s=token_s)],
+                    [span],
+                )
 
             while live or not self.control_queue.close_if_empty():
                 for command in self.control_queue.take():

@@ -125,12 +125,12 @@ def test_step_times_and_acceptance_of_all_engines_reach_the_next_call() -> None:
     shared = SharedDrafts()
     shared.begin(TokenLog([Request(0, (1,), 0, 50, 1.0)]))
     one, other = (np.array([3, 4]), np.array([True, False])), (np.array([4]), np.array([True]))
-    steps = [EngineStep(4, 4, 100, 0.012 + 0.001 * (k % 3), drafted=k % 3, draft_s=0.002 * (k % 3 > 0)) for k in range(64)]
+    steps = [EngineStep(4, 4, 100, 9.0, drafted=k % 3, draft_s=0.002 * (k % 3 > 0), work_s=0.012 + 0.001 * (k % 3)) for k in range(64)]
     shared.observe([one])
     shared.observe([other])
     shared.end([*steps, EngineStep(4, 90, 100, 9.0)])  # a step with prompts shows nothing
     learned = shared.for_call(0, "e", [0]).learned
     assert learned["cells"] == [3, 4] and learned["tried"] == [1.0, 2.0] and learned["accepted"] == [1.0, 1.0]
     assert learned["trials"] == 42 and sum(learned["terms"][3:]) > 0
-    assert shared.learned.times.step_s(4, 100) == pytest.approx(0.012, rel=0.15), "without the time of looking up"
+    assert shared.learned.times.step_s(4, 100) == pytest.approx(0.012, rel=0.15), "not the time on the clock"
     assert shared.learned.acceptance.survival([Draft([1], [0.4], 0)])[0, 0] > 0
