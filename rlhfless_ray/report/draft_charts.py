@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 
-from rlhfless_ray.report.charts import Chart, Row, lines
+from rlhfless_ray.report.charts import Chart, Row, lines, rounded
 from rlhfless_ray.report.formatting import duration, total
+
+BAND = "rollout/drafts_from_"  # metrics of engine steps of so many sequences and more, see `drafts_by_band`
+BAND_STEPS = re.compile(BAND + r"(\d+)_steps")
 
 
 def drafts(rows: Sequence[Row]) -> Chart | None:
@@ -29,6 +34,29 @@ def drafts(rows: Sequence[Row]) -> Chart | None:
         f"drafts {'saved' if saved_s >= 0 else 'cost'} {duration(abs(saved_s))} of engines' time."
     )
     return Chart("drafts", "Drafted tokens", note, data, {"yaxis": {"title": "tokens per engine step", "rangemode": "tozero"}})
+
+
+def drafts_within(rows: Sequence[Row]) -> Chart | None:
+    """Draw accepted and rejected tokens per engine step by the sequences of a step, over all rollouts."""
+    found = {int(match[1]) for row in rows for key in row if (match := BAND_STEPS.fullmatch(key))}
+    bands = [low for low in sorted(found, reverse=True) if total(rows, f"{BAND}{low}_steps")]
+    if not bands:
+        return None
+    ends = {low: high - 1 for low, high in itertools.pairwise(sorted(found))}
+    names = [f"{low}" if ends.get(low) == low else f"{low} to {ends[low]}" if low in ends else f"{low} and more" for low in bands]
+    data: list[Row] = []
+    kinds = [
+        ("text", "accepted, from text", "@rollout"),
+        ("model", "accepted, from the drafter", "@learn"),
+        ("vain", "drafted in vain", "@muted"),
+    ]
+    for what, name, colour in kinds:
+        values = [rounded((total(rows, f"{BAND}{low}_{what}") or 0.0) / (total(rows, f"{BAND}{low}_steps") or 1.0)) for low in bands]
+        if any(values):
+            data.append({"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": colour}})
+    note = "The same by the sequences that an engine's step had: from full rollouts on the left to their tails on the right."
+    layout = {"barmode": "stack", "xaxis": {"title": "sequences in the step"}, "yaxis": {"title": "tokens per engine step"}}
+    return Chart("drafts-within", "Drafted tokens within a rollout", note, data, layout)
 
 
 def drafter(rows: Sequence[Row]) -> Chart | None:

@@ -41,6 +41,7 @@ def write_report(run_folder: Path) -> Path:
         charts.forecast(drawn),
         charts.calibration(drawn),
         draft_charts.drafts(steps),
+        draft_charts.drafts_within(steps),
         draft_charts.drafter(steps),
     )
     prefix = _present(prefix_charts.tokens(drawn), prefix_charts.saved(drawn), prefix_charts.break_even(steps))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ from rlhfless_ray.functions.instance import Instance, State
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.inflight_migrations import MigrationStats
 from rlhfless_ray.types import Completion, EngineStep, WeightVersion
+
+DRAFT_BANDS = (1, 2, 5, 17)  # lower ends of the bands of sequences in an engine step, by which drafted tokens are counted
 
 
 @dataclass
@@ -52,12 +55,29 @@ class RolloutResult:
             "rollout/lost_s": self.silent_s,
             **self.exchanged,
         }
+        if sums["rollout/drafted"] or f"rollout/drafts_from_{DRAFT_BANDS[0]}_steps" in (before or {}):
+            sums |= drafts_by_band(self.steps)
         return {
             **{name: value + (before or {}).get(name, 0) for name, value in sums.items()},
             "rollout/move_p50_s": float(np.median(seconds)) if seconds else None,
             "rollout/move_pause_p50_s": float(np.median([move.pause_s for move in self.moved])) if seconds else None,
             "rollout/move_reason": self.decisions[-1] if self.decisions else "",
         }
+
+
+def drafts_by_band(steps: Sequence[EngineStep]) -> dict[str, int]:
+    """Return metrics of engine steps and their drafted tokens by the sequences of a step, which become fewer during a rollout."""
+    counts: dict[str, int] = {}
+    for low, high in zip(DRAFT_BANDS, [*DRAFT_BANDS[1:], math.inf], strict=True):
+        band = [step for step in steps if low <= step.running < high]
+        accepted, by_model = sum(step.accepted for step in band), sum(step.by_model[1] for step in band)
+        counts |= {
+            f"rollout/drafts_from_{low}_steps": len(band),
+            f"rollout/drafts_from_{low}_text": accepted - by_model,
+            f"rollout/drafts_from_{low}_model": by_model,
+            f"rollout/drafts_from_{low}_vain": sum(step.drafted for step in band) - accepted,
+        }
+    return counts
 
 
 def fetch_weights(pool: WorkerPool, weights: WeightVersion) -> None:

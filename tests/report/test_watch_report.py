@@ -411,6 +411,23 @@ def test_drafts_by_source_and_what_they_saved() -> None:
     assert drafts(rows[1:]) is None and drafts([{"step": 1}]) is None
 
 
+def test_drafts_by_the_sequences_that_are_left() -> None:
+    from rlhfless_ray.report.draft_charts import drafts_within
+    from rlhfless_ray.rollout.rollout_result import drafts_by_band
+    from rlhfless_ray.types import EngineStep
+
+    first = [EngineStep(40, 40, 0, 1.0, 10, 4), EngineStep(40, 40, 0, 1.0), EngineStep(4, 4, 0, 1.0, 6, 5, by_model=(3, 2))]
+    rows = [{"step": k, **drafts_by_band(steps)} for k, steps in enumerate([first, [EngineStep(1, 1, 0, 1.0, 8, 8)]], 1)]
+    chart = drafts_within(rows)
+    assert chart is not None
+    assert {trace["name"]: dict(zip(trace["x"], trace["y"], strict=True)) for trace in chart.data} == {
+        "accepted, from text": {"17 and more": 2.0, "2 to 4": 3.0, "1": 8.0},
+        "accepted, from the drafter": {"17 and more": 0.0, "2 to 4": 2.0, "1": 0.0},
+        "drafted in vain": {"17 and more": 3.0, "2 to 4": 1.0, "1": 0.0},
+    }
+    assert drafts_within([{"step": 1}]) is None
+
+
 def test_the_training_of_a_drafter() -> None:
     from rlhfless_ray.report.draft_charts import drafter
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from placement.drafting import Draft
+from placement.drafting import HALF_LIFE, Draft
 from rlhfless_ray.rollout.control_queue import DraftNews
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.token_deltas import GOES_ON, STOP, TokenDeltas
@@ -130,7 +130,9 @@ def test_step_times_and_acceptance_of_all_engines_reach_the_next_call() -> None:
     shared.observe([other])
     shared.end([*steps, EngineStep(4, 90, 100, 9.0)])  # a step with prompts shows nothing
     learned = shared.for_call(0, "e", [0]).learned
-    assert learned["cells"] == [3, 4] and learned["tried"] == [1.0, 2.0] and learned["accepted"] == [1.0, 1.0]
+    age = 0.5 ** (65 / HALF_LIFE)  # of an engine that made 65 steps
+    assert learned["cells"] == [3, 4]
+    assert learned["tried"] == pytest.approx([age, 2 * age]) and learned["accepted"] == pytest.approx([age, age])
     assert learned["trials"] == 42 and sum(learned["terms"][3:]) > 0
     assert shared.learned.times.step_s(4, 100) == pytest.approx(0.012, rel=0.15), "not the time on the clock"
     assert shared.learned.acceptance.survival([Draft([1], [0.4], 0)])[0, 0] > 0
