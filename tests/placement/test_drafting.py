@@ -206,7 +206,7 @@ class Engine:
         return 0.003 * (1 + 0.03 * running + self.token * drafted + self.path * (drafted > 0) + self.row * max(0, rows - self.free))
 
 
-def speeds(engine: Engine, running: int | Sequence[int], steps: int = 1200, longest: int = 8) -> tuple[float, float]:
+def speeds(engine: Engine, running: int | Sequence[int], steps: int = 900, longest: int = 8) -> tuple[float, float]:
     """Decode with `auto` and with `on`, and return their tokens per second over those without drafts.
 
     running: sequences of each step, in turn.
