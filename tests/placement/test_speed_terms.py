@@ -139,7 +139,7 @@ def test_a_rollout_is_predicted_from_another_loads_records() -> None:
     st.floats(0, 1),
     st.floats(0, 1e-3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_never_negative_never_nonsense(rows: list, base: float, per_seq: float, per_ctx: float) -> None:
     running, seconds, context = (np.array(x) for x in zip(*rows, strict=True))
     fit = SpeedFit(Speed(base, per_seq, per_ctx))
@@ -216,7 +216,7 @@ def test_a_term_that_was_thought_free() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(1e-6, 1e4)), min_size=1, max_size=40), st.floats(0, 10), st.floats(0, 1e-3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_terms_never_negative(pairs: list[tuple[float, float]], fixed: float, per_unit: float) -> None:
     term = Term(fixed, per_unit)
     for units, seconds in pairs:
