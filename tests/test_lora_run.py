@@ -85,8 +85,9 @@ def test_the_output_is_an_adapter_and_the_model_has_it_merged(run: tuple[Path, s
     assert found.keys() == final.keys() and all(np.array_equal(found[name], final[name]) for name in found)
 
 
+@pytest.mark.parametrize("run", ["adapter"], indirect=True)  # checkpoints do not depend on what is published
 def test_a_resumed_run_ends_where_this_one_did(run: tuple[Path, str]) -> None:
-    """Adapters, moments, dropout and groups that were left over come back; the base is what the run began with."""
+    """Adapters, moments, dropout and groups that were left over come back; the base, which engines get too, is what the run began with."""
     path, recipe = run
     before, learned = load_file(path / "adapter" / "adapter_model.safetensors"), samples(path, 2)
     shutil.rmtree(path / "checkpoints" / "step_2")
