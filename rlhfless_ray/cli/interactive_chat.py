@@ -62,12 +62,10 @@ def _talk(settings: dict[str, Any]) -> None:
     import torch
 
     from rlhfless_ray.learn.policy_model import load_model
-    from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_tokenizer, model_folder
-    from rlhfless_ray.weights.model_folder import read_folder
+    from rlhfless_ray.weights.load_policy import context_tokens, load_tokenizer, model_folder, read_model
 
     folder = model_folder(settings["policy.path"], "policy.path")
-    files = read_folder(folder)
-    check_files(files)
+    files = read_model(folder)
     tokenizer, longest = load_tokenizer(files, True), context_tokens(files)
     max_tokens = settings["chat.max_len"] if longest is None else min(settings["chat.max_len"], longest)
     conversation = Conversation(settings, tokenizer)

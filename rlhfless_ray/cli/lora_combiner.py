@@ -29,11 +29,12 @@ def _combine(options: argparse.Namespace) -> None:
 
 def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtype: str) -> None:
     from rlhfless_ray.weights.adapter import Adapter, merge_folder
-    from rlhfless_ray.weights.model_folder import config_of, read_folder, without_weights, write_folder
+    from rlhfless_ray.weights.load_policy import read_model
+    from rlhfless_ray.weights.model_folder import config_of, without_weights, write_folder
 
     if output.resolve() in (base.resolve(), adapter.resolve()):
         raise UserError(f"--output_path {output}: this is the folder of the model or the adapter; give another one")
-    files = read_folder(base, "--model_path")
+    files = read_model(base, "--model_path")
     print(f"merging {adapter} into {base}")
     parsed = Adapter.read(adapter)
     merge_folder(base, parsed, output, dtype, "score" if is_reward_model else "")

@@ -8,7 +8,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.head_config import EMBEDDINGS, NEEDED, is_head, plain_name, refusal
-from rlhfless_ray.weights.load_policy import load_tokenizer, model_folder
+from rlhfless_ray.weights.load_policy import check_files, load_tokenizer, model_folder
 from rlhfless_ray.weights.model_folder import check_tokenizer, config_of, read_folder, split_files, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, save_tensors
 
@@ -55,6 +55,7 @@ def read_drafter(recipe: Recipe, tokenizer: Any, policy: Files) -> Files | None:
     size, tokens = (config.get("text_config") or config).get("vocab_size", 0), max(words.values()) + 1
     if size < tokens:
         raise UserError(f"{KEY}: its vocab_size {size} does not cover the tokenizer's {tokens} tokens; name a model that has them all")
+    check_files(files, KEY)
     return files
 
 

@@ -14,7 +14,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.weights.adapter import CONFIG, Adapter, merge_folder
-from rlhfless_ray.weights.load_policy import check_files, first_supervised_policy, initial_policy, model_folder
+from rlhfless_ray.weights.load_policy import first_supervised_policy, initial_policy, model_folder, read_model
 from rlhfless_ray.weights.model_folder import (
     AVERAGE,
     WEIGHTS,
@@ -108,9 +108,7 @@ def _first_model(run: Path) -> Files:
         return read_folder(run / "reference")
     tree = yaml.safe_load((run / "recipe.yaml").read_text())
     if path := tree["policy"]["path"]:
-        files = read_folder(model_folder(path, "policy.path"))
-        check_files(files)
-        return files
+        return read_model(model_folder(path, "policy.path"))
     if "task" in tree:
         return first_supervised_policy(_scratch_recipe(SupervisedRecipe, "data", tree, task="sft"))
     return initial_policy(_scratch_recipe(Recipe, "prompts", tree, reward={"function": "task"}))[0]

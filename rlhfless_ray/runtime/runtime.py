@@ -67,11 +67,11 @@ from rlhfless_ray.weights.load_policy import (
     cached_folder,
     check_classifier,
     check_family,
-    check_files,
     context_tokens,
     initial_policy,
     other_model,
     policy_tokenizer,
+    read_model,
     text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
@@ -127,9 +127,7 @@ class Runtime(StepOperations):
         check_kept_kv(recipe, self.files)
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
         check_routers(recipe, config_of(self.files))
-        self.critic_files = read_folder(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
-        if self.critic_files is not None:
-            check_files(self.critic_files, "critic.path")
+        self.critic_files = read_model(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         if recipe.learns and recipe.algorithm.has_critic and (recipe.critic.path or recipe.policy.path):
             check_classifier(self.critic_files or self.files, "critic.path" if recipe.critic.path else "policy.path")
         if recipe.critic.normalize:

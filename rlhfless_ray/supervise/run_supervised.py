@@ -36,12 +36,12 @@ from rlhfless_ray.supervise.row_reader import SupervisedRows
 from rlhfless_ray.weights.load_policy import (
     check_classifier,
     check_family,
-    check_files,
     context_tokens,
     first_supervised_policy,
     load_tokenizer,
     model_folder,
     other_model,
+    read_model,
     text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, read_files, read_folder, with_dtype, without_weights, write_folder
@@ -363,8 +363,7 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
     """Return the folder that training begins with, and its files. A built-in task's policy has no folder."""
     if recipe.policy.path:
         folder = model_folder(recipe.policy.path, "policy.path").resolve()
-        files = read_folder(folder)
-        check_files(files)
+        files = read_model(folder)
         check_family(files)
         if recipe.task == "rm":
             check_classifier(files)

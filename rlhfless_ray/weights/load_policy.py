@@ -69,9 +69,7 @@ def _scratch_key(recipe: Recipe | SupervisedRecipe, task: str, more: dict[str, A
 def initial_policy(recipe: Recipe) -> tuple[Files, bool]:
     """Return the policy's files, and whether it still needs a warm start. Raises UserError for an invalid folder."""
     if recipe.policy.path:
-        files = read_folder(model_folder(recipe.policy.path, "policy.path"))
-        check_files(files)
-        return files, False
+        return read_model(model_folder(recipe.policy.path, "policy.path")), False
     built_in, key = task(recipe.prompts.task), warm_start_key(recipe)
     if (cached := _cached_policy(key)) is not None:
         return cached, False
@@ -99,6 +97,13 @@ def _scratch_policy(recipe: Recipe | SupervisedRecipe, built_in: Task, key: str 
     if key is not None:
         with suppress(OSError, DiskFull):  # making it again costs seconds only
             _cache(key, files)
+    return files
+
+
+def read_model(folder: Path, setting: str = "policy.path") -> Files:
+    """Read and check a model folder, see `read_folder` and `check_files`."""
+    files = read_folder(folder, setting)
+    check_files(files, setting)
     return files
 
 
@@ -253,8 +258,7 @@ def other_model(path: str, setting: str, tokenizer: Any) -> Path:
     Raises UserError, which names `setting`, for a folder that cannot be read, or with another vocabulary.
     """
     folder = model_folder(path, setting).resolve()
-    files = read_folder(folder, setting)
-    check_files(files, setting)
+    files = read_model(folder, setting)
     with transformers_without_torch():
         theirs = load_tokenizer(files, False, setting).get_vocab()
     ours = tokenizer.get_vocab()

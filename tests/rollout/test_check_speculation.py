@@ -70,6 +70,7 @@ def test_a_drafter_must_have_the_tokens_of_the_policy(tmp_path: Path) -> None:
         ("words", scratch_policy(recipe(tmp_path), task("sort")), "its tokenizer has other tokens"),
         ("weights", {name: part for name, part in files.items() if not name.endswith(".safetensors")}, "safetensors"),
         ("small", {**files, "config.json": _with(files, vocab_size=3)}, "its vocab_size 3 does not cover"),
+        ("wide", {**files, "config.json": _with(files, intermediate_size=7)}, "its weights do not fit its config.json"),
         ("window", {**files, "config.json": _with(files, layer_types=["mamba"])}, "full attention"),
     ):
         with pytest.raises(UserError, match=f"^rollout.drafter: .*{why}"):

@@ -17,8 +17,7 @@ from rlhfless_ray.run.folder import check_file
 from rlhfless_ray.run.responses import write_rows
 from rlhfless_ray.supervise.row_reader import RowReader
 from rlhfless_ray.types import Prompt
-from rlhfless_ray.weights.load_policy import check_files, context_tokens, load_tokenizer, model_folder
-from rlhfless_ray.weights.model_folder import read_folder
+from rlhfless_ray.weights.load_policy import context_tokens, load_tokenizer, model_folder, read_model
 
 ROW_KEYS = {
     "data.prompt_column": "--input_key",
@@ -63,8 +62,7 @@ def _reader(translation: InferenceTranslation) -> RowReader:
             },
         }
     )
-    files = read_folder(model_folder(settings["policy.path"], "policy.path"))
-    check_files(files)
+    files = read_model(model_folder(settings["policy.path"], "policy.path"))
     return RowReader(recipe, load_tokenizer(files, True), context_tokens(files))
 
 
