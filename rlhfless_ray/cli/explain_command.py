@@ -97,14 +97,12 @@ def _explained(translation: Translation | LauncherTranslation, here: bool) -> tu
     from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
     from rlhfless_ray.compat.openrlhf.memory import too_large_here, too_large_stage, width_note
-    from rlhfless_ray.compat.openrlhf.resources import fit, fit_copies, fit_width
+    from rlhfless_ray.compat.openrlhf.resources import fit, fit_width
     from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
 
     if isinstance(translation, LauncherTranslation):
         if here and (narrower := fit_width(translation.settings)):
             translation.notes.append(narrower)
-        if here and isinstance(translation, SupervisedTranslation) and (fewer := fit_copies(translation)):
-            translation.notes.append(fewer)
         problem = _problem(translation)
         if here and isinstance(translation, SupervisedTranslation) and not translation.refused and problem is None:
             problem = too_large_stage(translation)

@@ -35,13 +35,10 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
     from rlhfless_ray.cli.main import print_results
     from rlhfless_ray.common.disk_space import DiskFull
     from rlhfless_ray.common.errors import Stopped
-    from rlhfless_ray.compat.openrlhf.resources import fit_copies
     from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
     from rlhfless_ray.local.machine_memory import visible_gpus
 
     translation = translate_supervised(launcher, tokens, ranks=max(1, visible_gpus()))
-    if fewer := fit_copies(translation):
-        translation.notes.append(fewer)
     translation.check()
     recipe = translation.recipe()
     for name in [name for name in os.environ if OWN_VARIABLES.fullmatch(name)]:

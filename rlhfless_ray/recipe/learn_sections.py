@@ -313,7 +313,8 @@ class LearnerConfig(Section):
 
     def on_ranks(self, ranks: int) -> LearnerConfig:
         """Return the settings for another number of ranks of a supervised stage."""
-        return self.model_copy(update={"ranks": ranks, "sequence_parallel": math.gcd(ranks, self.sequence_parallel)})
+        together = {name: math.gcd(ranks, getattr(self, name)) for name in ("tensor_parallel", "sequence_parallel")}
+        return self.model_copy(update={"ranks": ranks, **together})
 
     @property
     def max_micro_batch_tokens(self) -> int:

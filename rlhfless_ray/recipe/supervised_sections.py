@@ -308,8 +308,6 @@ class SupervisedRecipe(RecipeFile):
         if self.learner.ranks // self.learner.tensor_parallel // self.learner.sequence_parallel > data.batch_rows:
             yield "learner.ranks: must not exceed data.batch_rows"
         yield from mistakes_in_precision(self.policy.dtype, self.learner)
-        if self.learner.tensor_parallel > 1 and self.min_ranks < self.learner.ranks:
-            yield "run.min_ranks: with learner.tensor_parallel the number of ranks is fixed; leave it out"
         if self.learner.overlap != "auto":
             yield "learner.overlap: a supervised stage has no rollout; leave it out"
         yield from self.lora.mistakes()

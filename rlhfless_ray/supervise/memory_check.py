@@ -57,7 +57,7 @@ def stage_training(recipe: SupervisedRecipe, policy: Model, resource: str, slots
     ranks = max(recipe.min_ranks, min(learner.ranks, slots)) if resource == GPU else recipe.min_ranks
     parameters = policy.body if recipe.task == "rm" else policy.parameters
     whole = memory.end_parameters(policy.config) - (policy.parameters - parameters)
-    division = (learner.tensor_parallel, whole, learner.on_ranks(ranks).sequence_parallel)
+    division = (learner.on_ranks(ranks).tensor_parallel, whole, learner.on_ranks(ranks).sequence_parallel)
     width = memory.VALUE_BYTES[recipe.policy.dtype]
     return parameters, memory.Training(ranks, learner.zero_stage, width, learner.offloads_optimizer, recipe.lora.rank > 0, *division)
 

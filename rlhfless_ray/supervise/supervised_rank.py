@@ -132,7 +132,7 @@ class SupervisedRank:
                 if self.task == "kd":
                     assert second is not None
                     teacher = load_model(second, policy.dtype, policy.trust_remote_code, "teacher.path").eval().requires_grad_(False)
-                    if (width := recipe.learner.tensor_parallel) > 1:
+                    if (width := self.trainer.section.tensor_parallel) > 1:
                         teacher = divided(TokenLogprobs(teacher), width).model
                     wrapped = TokenDistillation(loaded, teacher.to(self.device))
                 else:

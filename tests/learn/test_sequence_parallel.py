@@ -164,6 +164,7 @@ def test_settings_that_exclude_each_other(kind: Any, tree: dict[str, Any], sente
         kind.parse({**tree, "learner": {"ranks": 2, "sequence_parallel": 2, **tree.get("learner", {})}})
 
 
-def test_a_stage_on_fewer_ranks_shares_sequences_among_a_divisor() -> None:
-    learner = SupervisedRecipe.parse({**SFT, "learner": {"ranks": 4, "sequence_parallel": 4}}).learner
-    assert [learner.on_ranks(ranks).sequence_parallel for ranks in (4, 3, 2, 1)] == [4, 1, 2, 1]
+@pytest.mark.parametrize("what", ["sequence_parallel", "tensor_parallel"])
+def test_a_stage_on_fewer_ranks_shares_among_a_divisor(what: str) -> None:
+    learner = SupervisedRecipe.parse({**SFT, "learner": {"ranks": 4, what: 4}, "run": {"min_ranks": 1}}).learner
+    assert [getattr(learner.on_ranks(ranks), what) for ranks in (4, 3, 2, 1)] == [4, 1, 2, 1]

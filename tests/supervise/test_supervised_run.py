@@ -167,7 +167,6 @@ def test_a_stopped_run_goes_on_and_a_killed_rank_changes_nothing(folder: Path, w
         (["loss.beta=0.2"], "loss.beta: sft does not use it"),
         (["data.batch_row=4"], "unknown key `data.batch_row`; did you mean `data.batch_rows`?"),
         (["learner.ranks=2", "run.min_ranks=3"], "run.min_ranks: must not exceed learner.ranks"),
-        (["learner.ranks=2", "learner.tensor_parallel=2", "run.min_ranks=1"], "with learner.tensor_parallel the number of ranks is fixed"),
         (["learner.ranks=3", "learner.tensor_parallel=3"], "learner.tensor_parallel: 3 does not divide the model's"),
         (["learner.overlap=off"], "learner.overlap: a supervised stage has no rollout"),
         (["task=kd"], "teacher.path: name the teacher"),

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rlhfless_ray.compat.openrlhf.normalise import Values
 from rlhfless_ray.compat.openrlhf.translate import Translation
 from rlhfless_ray.local.machine_memory import visible_gpus
-
-if TYPE_CHECKING:
-    from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
 
 
 class Slots(NamedTuple):
@@ -117,22 +114,3 @@ def fit(translation: Translation, environment: Mapping[str, str] = os.environ) -
                 if together in translation.settings and together not in translation.own:
                     translation.settings[together] = math.gcd(here, translation.settings[together])
     return "; ".join(notes)
-
-
-def fit_copies(translation: SupervisedTranslation, environment: Mapping[str, str] = os.environ) -> str:
-    """Reduce the ranks of a supervised stage that share copies of a model to the available slots. Returns a note, or an empty string.
-
-    A stage without such copies starts with the slots that are free.
-    """
-    settings = translation.settings
-    here, ranks, width = slots_here(settings, environment), settings["learner.ranks"], settings.get("learner.tensor_parallel", 1)
-    if "learner.tensor_parallel" not in translation.owners or here is None or ranks <= here:
-        return ""
-    fewer = math.gcd(here, width)
-    if fewer > 1:
-        settings |= {"learner.ranks": here, "learner.tensor_parallel": fewer}
-    else:
-        del settings["learner.tensor_parallel"]
-        settings["run.min_ranks"] = 1
-    copies = f"of which {fewer} share a copy of the model" if fewer > 1 else "each with a copy of the model"
-    return f"the command requests {ranks} ranks, and {here} slots exist: it starts with {here}, {copies}, with the same results"

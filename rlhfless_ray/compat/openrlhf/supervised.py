@@ -99,8 +99,6 @@ def translate_supervised(
     for flag, value in given.items():
         translation.flags.append(Outcome(flag, *rules[_newest(flag[2:])].outcome(value, values)))
     translation.set_own(ours, known_keys(SupervisedRecipe))
-    if settings.get("learner.tensor_parallel", 1) != 1 and "run.min_ranks" not in own:
-        del settings["run.min_ranks"]  # the number of ranks is fixed then
     if launcher == RM:  # each evaluation sets the scale of the rewards in config.json
         settings["evaluate.each_epoch"] = True
         if not (settings.get("evaluate.path") or settings.get("evaluate.rows")):

@@ -108,12 +108,12 @@ def _why_not_divided(x: int, v: Values) -> str:
         return SLICED_INSTEAD
     models = [v["model.model_name_or_path"], *filter(None, [v.get("teacher_model")])]
     whys = (why_not_divided(x, v[RANKS], v["ds.zero_stage"], folder) for folder in models)
-    return next(filter(None, [_decided(v, "run.min_ranks"), *whys]), "")
+    return next(filter(None, [_decided(v), *whys]), "")
 
 
-def _decided(v: Values, *more: str) -> str:
-    """Return which of the command's own settings decides how ranks divide the work, or an empty string. `more`: keys that do, too."""
-    keys = {*DECIDING, *more} - {"learner.ranks"}  # programs that start ranks become this one (`command._ranks`)
+def _decided(v: Values) -> str:
+    """Return which of the command's own settings decides how ranks divide the work, or an empty string."""
+    keys = {*DECIDING} - {"learner.ranks"}  # programs that start ranks become this one (`command._ranks`)
     return next((f"{flag} decides here how ranks divide the work" for flag in v[OWN] if flag.removeprefix("--elastic.") in keys), "")
 
 
