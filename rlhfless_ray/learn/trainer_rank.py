@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import math
@@ -391,7 +390,7 @@ class TrainerRank:
         Tensors are views of the live state if it is on the host. If adapters are trained, the weights are the adapters', from rank 0:
         the base is in the run's initial files.
         """
-        if self.is_parked and self.stage:
+        if self.parked_state:
             return self.parked_state
         adapters = self.lora is not None
         return {
@@ -433,14 +432,14 @@ class TrainerRank:
     def leave_device(self) -> list[Span]:
         """Move all state to the host.
 
-        Parts of several ranks can be gathered on their devices only, so the state for a checkpoint before the next update is gathered
-        now.
+        Parts of a tensor that several ranks hold can be gathered on their devices only, so the state for a checkpoint before the next
+        update is gathered now.
         """
         if self.is_parked:
             return []
         start = time.time()
-        if self.stage:
-            self.parked_state = copy.deepcopy(self._state())
+        if self.stage == 3 or self.slices is not None:
+            self.parked_state = self._state()
         leave_device(self.engine, self.stage, self.hosted)
         self.is_parked = True
         gc.collect()
