@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -316,8 +317,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.part:
         part, name, folder, device = options.part
-        print(json.dumps(getattr(Part(name, Path(folder), device), part)()), flush=True)
-        os._exit(0)  # vLLM's exit hooks linger
+        try:
+            print(json.dumps(getattr(Part(name, Path(folder), device), part)()), flush=True)
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)  # vLLM's exit hooks linger, after a failure for minutes
     if not options.cpu and not visible_gpus():
         print("benchmarks.gpu: this machine shows no GPU; run it on one, or with --cpu to see that the command works", file=sys.stderr)
         raise SystemExit(2)

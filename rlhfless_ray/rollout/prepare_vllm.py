@@ -21,8 +21,8 @@ REQUIRED = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 # The engine is eager on CPU. This keeps functions that vLLM decorates from loading the compiler.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 # On GPU, attention in float32 uses Triton (FlashAttention has no float32). Its products default to TF32, with 10 bits of fraction,
-# while the learner's have 23.
-EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+# while the learner's have 23. FlashInfer's sampler, which vLLM would import and may compile, is never called: see REQUIRED.
+ON_GPU = {"TRITON_F32_DEFAULT": "ieee", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 # Not imported on CPU, because only audio and object detection need it. Packages that come with vLLM for GPUs may need it too.
 OPTIONAL = ("scipy",)
 COMPILER = ("torch._inductor.lowering",)  # vLLM patches it if it can be imported, which takes half a second
@@ -78,7 +78,7 @@ def _configure_logging() -> None:
 
 def set_environment(on_cpu: bool) -> None:
     """Set the variables that vLLM reads when it is imported."""
-    for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else EXACT)}.items():
+    for name, value in {**ENVIRONMENT, **(EAGER if on_cpu else ON_GPU)}.items():
         os.environ.setdefault(name, value)
     os.environ.update(REQUIRED)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the recipe's kv_cache_mb

@@ -377,8 +377,11 @@ class Runtime(StepOperations):
             self._save(learned=not self.recipe.policy.path)  # so that a stop at any later moment can be resumed
 
     def _prewarm(self, home: Slot) -> None:
-        """Start processes ahead of their leases, on the learner's node first."""
-        if self.leases.resource == "cpu":  # on GPU the device is unknown until there is a lease
+        """Start processes ahead of their leases, on the learner's node first. On GPU only the learner's devices are known by then."""
+        if self.leases.resource == "gpu" and self.rollout.width == 1:  # several devices of one engine may be others
+            for slot in list(dict.fromkeys(instance.slot for instance in self.worker_group.by_rank))[: self.context.max_actors]:
+                self.rollout.prewarm(slot)
+        elif self.leases.resource == "cpu":
             nodes = self.leases.nodes.slots(self.recipe.rollout.nodes)
             engines = {node: slots // self.rollout.width for node, slots in nodes.items()}
             for slot in places(engines, home.node, self.context.max_actors):

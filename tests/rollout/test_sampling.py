@@ -331,10 +331,10 @@ def test_an_engine_on_a_device_compiles_and_multiplies_in_float32(
 
     from rlhfless_ray.rollout import prepare_vllm
 
-    for name in {**prepare_vllm.ENVIRONMENT, **prepare_vllm.EAGER, **prepare_vllm.EXACT}:
+    for name in {**prepare_vllm.ENVIRONMENT, **prepare_vllm.EAGER, **prepare_vllm.ON_GPU}:
         monkeypatch.delenv(name, raising=False)
     prepare_vllm.prepare(on_cpu)  # vLLM is loaded already: only what it finds around it changes
     assert os.environ.get("TORCHDYNAMO_DISABLE") == eager and os.environ.get("TRITON_F32_DEFAULT") == float32
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    for name in {**prepare_vllm.ENVIRONMENT, **prepare_vllm.EAGER, **prepare_vllm.EXACT}:  # a monkeypatch does not know that these were set
+    for name in {**prepare_vllm.ENVIRONMENT, **prepare_vllm.EAGER, **prepare_vllm.ON_GPU}:  # the monkeypatch does not know these
         os.environ.pop(name, None)

@@ -1,0 +1,24 @@
+"""Which engines' processes a run starts while its learner starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhfless_ray.functions.lease import Slot
+from rlhfless_ray.runtime.runtime import Runtime
+
+
+@pytest.mark.parametrize(("width", "most", "expected"), [(1, 8, ["0", "1"]), (1, 1, ["0"]), (2, 8, [])])
+def test_on_gpu_engines_start_on_the_devices_of_the_learner(width: int, most: int, expected: list[str]) -> None:
+    """Other devices are unknown before a lease, and an engine of several may get others."""
+    run: Any = Runtime.__new__(Runtime)
+    started: list[Slot] = []
+    ranks = [Slot("node", "0"), Slot("node", "1"), Slot("node", "1")]
+    run.leases, run.context = SimpleNamespace(resource="gpu"), SimpleNamespace(max_actors=most)
+    run.worker_group = SimpleNamespace(by_rank=[SimpleNamespace(slot=slot) for slot in ranks])
+    run.rollout, run.stages = SimpleNamespace(width=width, prewarm=started.append), SimpleNamespace(agents=object())
+    run._prewarm(ranks[0])
+    assert [slot.device for slot in started] == expected
