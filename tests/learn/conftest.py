@@ -93,6 +93,14 @@ def run_gangs(folder: Path, jobs: dict[int, dict[str, Any]]) -> dict[int, list[d
     return run_gangs(folder, jobs)
 
 
+def joined(ranks: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """What the first of these ranks found in a case, with the weights that all of them published together."""
+    every = [of_rank[name] for of_rank in ranks]
+    for found in every:
+        assert "error" not in found, found["error"]
+    return {**every[0], "weights": [dict(Assembled(shards)) for shards in zip(*(found["weights"] for found in every), strict=True)]}
+
+
 class Cases:
     """What the gangs are asked and what they answered."""
 

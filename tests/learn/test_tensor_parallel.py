@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.learn.model_checks import DIVIDED, refusal
 from tests.conftest import made_once
-from tests.learn.conftest import Cases, learner_settings, run_gangs
+from tests.learn.conftest import Cases, joined, learner_settings, run_gangs
 from tests.rollout import families
 
 STAGES = ("plain/0", "plain/1", "plain/2", "full/1", "critic/0", "critic/1", "lora/0", "lora/2", "critic lora/0")
@@ -75,24 +75,24 @@ def close(found: dict[str, Any], wanted: dict[str, Any], apart: float, skip: int
 @pytest.mark.learner
 @pytest.mark.parametrize("name", STAGES)
 def test_two_ranks_of_one_copy_make_the_updates_of_one_rank(both: Wide, name: str) -> None:
-    close(both.results[2][0][name], both.results[1][0][name], 1e-6)
+    close(joined(both.results[2], name), joined(both.results[1], name), 1e-6)
 
 
 @pytest.mark.learner
 @pytest.mark.parametrize("family", DIVIDED)
 def test_every_family_that_is_divided(both: Wide, family: str) -> None:
-    close(both.results[2][0][family], both.results[1][0][family], 1e-6)
+    close(joined(both.results[2], family), joined(both.results[1], family), 1e-6)
 
 
 @pytest.mark.learner
 def test_in_bfloat16_and_with_a_moving_average(both: Wide) -> None:
-    close(both.results[2][0]["bf16/2"], both.results[1][0]["bf16/2"], 1e-3)
-    close(both.results[2][0]["averaged/1"], both.results[1][0]["averaged/1"], 1e-6)
+    close(joined(both.results[2], "bf16/2"), joined(both.results[1], "bf16/2"), 1e-3)
+    close(joined(both.results[2], "averaged/1"), joined(both.results[1], "averaged/1"), 1e-6)
 
 
 @pytest.mark.learner
 def test_each_rank_drops_its_slice_of_what_one_rank_drops(both: Wide) -> None:
-    close(both.results[2][0]["dropped/0"], both.results[1][0]["dropped/0"], 1e-6)
+    close(joined(both.results[2], "dropped/0"), joined(both.results[1], "dropped/0"), 1e-6)
 
 
 @pytest.mark.learner
@@ -100,7 +100,7 @@ def test_each_rank_drops_its_slice_of_what_one_rank_drops(both: Wide) -> None:
 def test_checkpoints_are_read_at_the_other_width(both: Wide, name: str) -> None:
     apart = 1e-3 if name.startswith("bf16") else 1e-6
     for ranks in (1, 2):
-        close(both.continued[ranks][0][name], both.results[1][0][name], apart, skip=1)
+        close(joined(both.continued[ranks], name), joined(both.results[1], name), apart, skip=1)
 
 
 @pytest.mark.learner
