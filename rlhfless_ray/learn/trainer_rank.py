@@ -457,7 +457,7 @@ class TrainerRank:
 
 
 class _CopiedParameters(nn.Module):
-    """A module whose weights are views of their mapped file, for `deepspeed.zero.Init`, which keeps a part of each parameter.
+    """A module whose weights may be views of a mapped file, for `deepspeed.zero.Init`, which keeps a part of each parameter.
 
     Each parameter is copied to the device, and converted, just before it is divided. DeepSpeed would write into the mapping, which makes
     it private memory of the rank, and its last view keeps all of it.

@@ -82,7 +82,7 @@ class WorkerGroup:
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.update_s = 0.0  # seconds of the slowest rank's work in the last update
         self.requested_weights: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the last update
-        self.reads_published = False  # the ranks keep no weights of its own between updates, see `TrainerRank.read_published`
+        self.reads_published = False  # the ranks read weights from shared memory between updates, see `TrainerRank.read_published`
         self.reading_published: list[Any] = []  # references of the pending `read_published` calls
 
     def assign_leases(self, spare: list[Lease]) -> list[Lease]:

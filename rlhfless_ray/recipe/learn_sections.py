@@ -330,6 +330,14 @@ class LearnerConfig(Section):
         return self.optimizer_offload is True
 
 
+def even_ranks(count: int, sharing: int) -> int:
+    """Return the most ranks up to `count` that can share copies of the model evenly, `sharing` a copy or a divisor of that.
+
+    Of 7 ranks that should be 8 a copy, 4 share one. All 7 would have the whole model each.
+    """
+    return count - count % sharing if count >= sharing else max((n for n in range(1, count + 1) if sharing % n == 0), default=0)
+
+
 def check_copies(section: str, ranks: int, width: int, slices: int = 1) -> None:
     """Raise ValueError if the ranks cannot be divided into groups of `width` that share one copy of a model, or of `slices` that share
     sequences."""

@@ -170,6 +170,9 @@ class Drafter:
         begin = time.thread_time()  # CPU time, because other processes may take the processor meanwhile
         self.verified, self.offered = self.offered, {}
         batch, requests = self.runner.input_batch, self.scheduler.requests
+        for name in self.verified:
+            if name in requests:
+                requests[name].spec_token_ids = []  # of a sequence that the step had no tokens left for
         rows = []  # of the batch
         for row, name in enumerate(batch.req_ids):
             request = requests.get(name)  # None if it has ended

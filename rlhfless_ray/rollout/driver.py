@@ -444,9 +444,7 @@ class RolloutDriver:
         if self.stopping:  # unreported tokens are generated in the next step
             self.pool.end_lost(instance, why, cause)
             return
-        others = [number for number in self.calls.available() if number != call.number]
-        if not others:  # an engine that still starts may hold the only slot that is left, and waiting for another slot would never end
-            others = [self.calls.number(other) for other in self.pool.working if other is not instance]
+        others = self.calls.available_or_starting(but=call.number)  # waiting for another slot might never end
         if not others:
             self.migrations.cancel(orphans.tolist())
             make_room = None

@@ -121,7 +121,7 @@ class InflightMigrations:
         for i in cut.tolist():
             route = self.landing[i] = self.leaving.pop(i)
             together.setdefault((route.source, route.target, route.ticket), []).append(i)
-        available = self.calls.available() if together else []
+        available = self.calls.available_or_starting() if together else []
         for (source, target, ticket), keys in together.items():
             if target in available:
                 giver = self.calls.engines[source]

@@ -378,11 +378,12 @@ class Runtime(StepOperations):
 
     def _prewarm(self, home: Slot) -> None:
         """Start processes ahead of their leases, on the learner's node first. On GPU only the learner's devices are known by then."""
+        nodes = self.leases.nodes.slots(self.recipe.rollout.nodes)
         if self.leases.resource == "gpu" and self.rollout.width == 1:  # several devices of one engine may be others
-            for slot in list(dict.fromkeys(instance.slot for instance in self.worker_group.by_rank))[: self.context.max_actors]:
+            slots = dict.fromkeys(instance.slot for instance in self.worker_group.by_rank if instance.slot.node in nodes)
+            for slot in list(slots)[: self.context.max_actors]:
                 self.rollout.prewarm(slot)
         elif self.leases.resource == "cpu":
-            nodes = self.leases.nodes.slots(self.recipe.rollout.nodes)
             engines = {node: slots // self.rollout.width for node, slots in nodes.items()}
             for slot in places(engines, home.node, self.context.max_actors):
                 self.rollout.prewarm(slot)

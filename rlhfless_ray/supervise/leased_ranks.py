@@ -20,6 +20,7 @@ from placement.planning.objective import Objective
 from rlhfless_ray.functions.lease import Lease, LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.recipe.learn_sections import even_ranks
 
 GROW_S = 60.0  # time without a change after which a stage takes slots that are free; starting its ranks again takes about 10 s
 WAIT_S = 1.0  # longest wait for the slots of ranks that are not needed
@@ -32,9 +33,19 @@ class LeasedRanks:
     """Leases of the ranks that train now."""
 
     def __init__(
-        self, pool: PoolClient, ledger: Ledger, deadline_s: float, min_ranks: int, max_ranks: int, slots_per_rank: int, name: str
+        self,
+        pool: PoolClient,
+        ledger: Ledger,
+        deadline_s: float,
+        min_ranks: int,
+        max_ranks: int,
+        slots_per_rank: int,
+        name: str,
+        sharing: int = 1,
     ) -> None:
+        """`sharing`: ranks that share a copy of the model (`learner.tensor_parallel`)."""
         self.pool, self.min_ranks, self.max_ranks, self.slots_per_rank = pool, min_ranks, max_ranks, slots_per_rank
+        self.sharing = sharing
         self.leases = LeaseManager(pool.resource, ledger, deadline_s, name, pool)
         self.ranks: list[list[Lease]] = []  # the leases of each, in no order that Ray Train knows
         self.unassigned: list[list[Lease]] = []
@@ -52,7 +63,9 @@ class LeasedRanks:
             if not leases:
                 break
             self.ranks.append(leases)
-        self.leases.release(spare)
+        even = max(self.min_ranks, even_ranks(len(self.ranks), self.sharing))
+        self.leases.release([*spare, *(lease for leases in self.ranks[even:] for lease in leases)])
+        del self.ranks[even:]
         self.unassigned, self.changed_s, self.wanted = list(self.ranks), time.monotonic(), self.max_ranks
         return [leases[0].slot.node for leases in self.ranks]
 
@@ -89,12 +102,14 @@ class LeasedRanks:
     def change(self) -> str:
         """Return why the ranks should start again in another number, which `take` will then ask for, or an empty string."""
         now, ranks = time.monotonic(), len(self.ranks)
-        fewer = max(self.min_ranks, ranks - -(-self.pool.surplus // self.slots_per_rank))
+        least = max(self.min_ranks, min(self.sharing, ranks))  # parts of a copy shared by fewer may not fit
+        fewer = max(least, even_ranks(ranks - -(-self.pool.surplus // self.slots_per_rank), self.sharing))
         if fewer < ranks:
             self.wanted = fewer
             return f"another run waits for its slots: training goes on with {fewer} of {ranks} ranks"
         view = self.pool.view
-        more = min(self.max_ranks, view.target // self.slots_per_rank, ranks + view.free // self.slots_per_rank)
+        most = min(self.max_ranks, view.target // self.slots_per_rank, ranks + view.free // self.slots_per_rank)
+        more = even_ranks(most, self.sharing)
         if more > ranks and now - self.changed_s > GROW_S:
             self.wanted = more
             return f"the pool has free slots: training goes on with {more} ranks after {ranks}"
@@ -112,7 +127,7 @@ class LeasedRanks:
     def _bid(self) -> None:
         """Bid as if ranks divided the work evenly."""
         self.bid_s, now = time.monotonic(), len(self.ranks) or self.max_ranks
-        numbers = range(self.min_ranks, self.max_ranks + 1)
+        numbers = [count for count in range(self.min_ranks, self.max_ranks + 1) if even_ranks(count, self.sharing) == count]
         points = [(count * self.slots_per_rank, self.left_s * now / count) for count in numbers]
         self.pool.bid(bid_of(self.pool.info.run, points, Objective(prefer=0.5)))
 

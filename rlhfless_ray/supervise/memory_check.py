@@ -16,6 +16,7 @@ from typing import Any
 from placement import memory
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.model_checks import slicing_refusal
+from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, sentence
 from rlhfless_ray.run.memory_needs import Model, Need, gb
@@ -51,10 +52,11 @@ def check_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], fetch: 
 def stage_training(recipe: SupervisedRecipe, policy: Model, resource: str, slots: int) -> tuple[int, memory.Training]:
     """Return the number of the model's parameters, and how the ranks train it.
 
-    The number of ranks is the one that needs least: the most on GPUs, which share optimizer state, and the fewest on cores.
+    The number of ranks is the one that needs least: on GPUs the most that share copies evenly, and the fewest on cores.
     """
     learner = recipe.learner
-    ranks = max(recipe.min_ranks, min(learner.ranks, slots)) if resource == GPU else recipe.min_ranks
+    most = even_ranks(min(learner.ranks, slots), learner.tensor_parallel)
+    ranks = max(recipe.min_ranks, most) if resource == GPU else recipe.min_ranks
     parameters = policy.body if recipe.task == "rm" else policy.parameters
     whole = memory.end_parameters(policy.config) - (policy.parameters - parameters)
     division = (learner.on_ranks(ranks).tensor_parallel, whole, learner.on_ranks(ranks).sequence_parallel)

@@ -223,7 +223,8 @@ class SupervisedStage:
 
         recipe, threads = self.recipe, self._threads(pool.resource)
         deadline_s = recipe.functions.lease_deadline_s
-        return LeasedRanks(pool, ledger, deadline_s, recipe.min_ranks, recipe.learner.ranks, threads, self.folder.path.name)
+        learner, name = recipe.learner, self.folder.path.name
+        return LeasedRanks(pool, ledger, deadline_s, recipe.min_ranks, learner.ranks, threads, name, learner.tensor_parallel)
 
     def _threads(self, resource: str) -> int:
         return self.recipe.learner.max_slots_per_rank if resource == "cpu" else 1

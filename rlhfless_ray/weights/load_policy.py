@@ -131,9 +131,9 @@ def _check_shapes(files: Files, config: Mapping[str, Any], setting: str) -> None
         if expected not in (None, shape):
             there, said = (" × ".join(map(str, one)) for one in (shape, expected))
             raise UserError(f"{setting}: its weights do not fit its config.json: {name} is {there} instead of {said}; {advice}")
-    if wanted and layers < config["num_hidden_layers"]:
-        said = config["num_hidden_layers"]
-        raise UserError(f"{setting}: its weights do not fit its config.json: they have {layers} layers instead of {said}; {advice}")
+    least = config.get("num_hidden_layers")
+    if wanted and isinstance(least, int) and layers < least:
+        raise UserError(f"{setting}: its weights do not fit its config.json: they have {layers} layers instead of {least}; {advice}")
 
 
 def check_family(files: Files) -> None:

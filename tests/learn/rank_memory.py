@@ -120,7 +120,8 @@ def measure_shards(dtype: str, rank: int, port: int, folder: Path) -> None:
         assert isinstance(part, Part) and part.values.tobytes() == flat[part.start : part.end].tobytes(), name
     own = sum(part.values.nbytes for part in published.values() if isinstance(part, Part))
     found = {"published": own / size, "opening": opening.most / size, "publishing": publishing.most / size}
-    print(json.dumps({"rank": rank, **found}), flush=True)
+    sys.stdout.write(json.dumps({"rank": rank, **found}) + "\n")  # in one piece: other ranks write there too
+    sys.stdout.flush()
 
 
 def start_shards(dtype: str) -> None:

@@ -34,6 +34,9 @@ def test_an_engine_that_still_starts_takes_no_requests_from_others() -> None:
     calls = EngineCalls(SimpleNamespace(working=engines), None, 1.0)  # type: ignore[arg-type]
     for generator, engine in (("first", engines[0]), ("second", engines[1])):
         calls.running[generator] = EngineCall(engine, calls.number(engine), 1, {0}, 0.0)  # type: ignore[arg-type]
-    assert calls.available() == [0, 2]
+    assert calls.available() == calls.available_or_starting() == [0, 2] and calls.available_or_starting(but=0) == [2]
+    calls.pool.working = engines[:2]  # type: ignore[misc]
+    assert calls.available_or_starting(but=0) == [1], "rather than none"
+    calls.pool.working = engines  # type: ignore[misc]
     engines[1].started = True
     assert calls.available() == [0, 1, 2]

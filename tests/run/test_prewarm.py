@@ -16,8 +16,10 @@ def test_on_gpu_engines_start_on_the_devices_of_the_learner(width: int, most: in
     """Other devices are unknown before a lease, and an engine of several may get others."""
     run: Any = Runtime.__new__(Runtime)
     started: list[Slot] = []
-    ranks = [Slot("node", "0"), Slot("node", "1"), Slot("node", "1")]
-    run.leases, run.context = SimpleNamespace(resource="gpu"), SimpleNamespace(max_actors=most)
+    ranks = [Slot("other", "0"), Slot("node", "0"), Slot("node", "1"), Slot("node", "1")]
+    nodes = SimpleNamespace(slots=lambda wanted: {"node": 2})  # where engines may start
+    run.leases, run.context = SimpleNamespace(resource="gpu", nodes=nodes), SimpleNamespace(max_actors=most)
+    run.recipe = SimpleNamespace(rollout=SimpleNamespace(nodes={}))
     run.worker_group = SimpleNamespace(by_rank=[SimpleNamespace(slot=slot) for slot in ranks])
     run.rollout, run.stages = SimpleNamespace(width=width, prewarm=started.append), SimpleNamespace(agents=object())
     run._prewarm(ranks[0])

@@ -10,6 +10,7 @@ import pytest
 
 from rlhfless_ray.compat.openrlhf.memory import too_large_stage
 from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
+from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run import memory_check as sizes
 from rlhfless_ray.run.memory_check import DoesNotFit, Room
@@ -20,6 +21,12 @@ from tests.placement.test_memory import LLAMA_70B, QWEN_7B
 
 GB = 10**9
 H100, MACHINE = Room("gpu", 8, 85 * GB, 85 * GB), Room("cpu", 8, 64 * GB, 64 * GB, has_driver=True)
+
+
+def test_ranks_that_share_copies_come_in_even_numbers() -> None:
+    """Of 7 ranks where 8 should share a copy, 4 do; 7 would have the whole model each."""
+    assert [even_ranks(count, 8) for count in (0, 1, 3, 7, 8, 15, 16)] == [0, 1, 2, 4, 8, 8, 16]
+    assert [even_ranks(count, 1) for count in range(5)] == [0, 1, 2, 3, 4]
 
 
 def folder(path: Path, config: dict[str, Any]) -> Path:

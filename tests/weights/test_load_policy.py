@@ -103,6 +103,7 @@ def test_names_of_experts_and_of_other_families_are_found_or_left_alone() -> Non
     for name, shape in (("mlp.experts.3.down_proj", (8, 5)), ("mlp.down_proj", (8, 12)), ("mlp.shared_expert.down_proj", (8, 7))):
         weights = split_files({f"model.layers.0.{name}.weight": torch.zeros(shape)})
         check_files({**config(**mixture), **weights})
+        check_files({**config(**{**mixture, "num_hidden_layers": None}), **weights})
         for unknown in ({"model_type": "deepseek_v3"}, {"quantization_config": {"quant_method": "fp8"}}):
             check_files({**config(**{**mixture, "hidden_size": 4, **unknown}), **weights})
         other = {**config(**{**mixture, "hidden_size": 4}), **weights}
