@@ -7,7 +7,7 @@ need the same number of micro-batches on every rank, so some may be empty.
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -112,8 +112,8 @@ def _cuts(prompt: int, lengths: np.ndarray, members: np.ndarray, max_tokens: int
 
 
 def _work_of_rows(sizes: np.ndarray, alone: bool, width: int) -> float:
-    """Return the work on rows of these sizes if each is a micro-batch, see `_work`."""
-    return sum((sizes * (1 + sizes / ((12 if alone else 6) * width))).tolist())
+    """Return the work on rows of these sizes if each is a micro-batch, see `_work_per_token`."""
+    return sum((sizes * _work_per_token(sizes, alone, width)).tolist())
 
 
 def row_tokens(prompts: np.ndarray, lengths: np.ndarray, row: np.ndarray) -> int:
@@ -122,13 +122,18 @@ def row_tokens(prompts: np.ndarray, lengths: np.ndarray, row: np.ndarray) -> int
 
 
 def _work(sizes: np.ndarray, alone: bool, width: int) -> float:
-    """Return the work on a micro-batch whose rows have these sizes, in units of a token's products with a layer's weights.
+    """Return the work on a micro-batch whose rows have these sizes, padded to the longest, see `_work_per_token`."""
+    longest = int(sizes.max(initial=0))
+    return len(sizes) * longest * _work_per_token(longest, alone, width)
+
+
+def _work_per_token(size: Any, alone: bool, width: int) -> Any:
+    """Return the work on each token of rows of `size` tokens (a number or an array), in units of its products with a layer's weights.
 
     These are about 24 · width² operations a token; attention takes 4 · width for each pair of positions. All pairs of a shared row are
     computed. Of single sequences (`alone`) half of them are, because a causal kernel skips the others.
     """
-    longest = int(sizes.max(initial=0))
-    return len(sizes) * longest * (1 + longest / ((12 if alone else 6) * width))
+    return 1 + size / ((12 if alone else 6) * width)
 
 
 def _spread(lengths: np.ndarray, order: np.ndarray, count: int) -> list[list[int]]:

@@ -68,10 +68,8 @@ class EngineCalls:
 
     def available_or_starting(self, but: int = -1) -> list[int]:
         """Return `available` engines, or if there is none those that still start, which may hold all slots. `but`: one to leave out."""
-        numbers = self.available()
-        if not set(numbers) - {but}:
-            numbers = [self.number(instance) for instance in self.pool.working]
-        return [number for number in numbers if number != but]
+        numbers = [number for number in self.available() if number != but]
+        return numbers or [number for instance in self.pool.working if (number := self.number(instance)) != but]
 
     def send(self, number: int, keys: np.ndarray, what: str = "", pages: tuple[Any, ...] = ()) -> None:
         """Let an engine continue these requests: in its running call, or in a new one. `pages`: references to their KV pages."""
