@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jsonschema
+import pytest
 import yaml
 
 from tests.conftest import ROOT
@@ -19,6 +23,44 @@ def test_the_slurm_script_is_bash_and_wants_a_recipe() -> None:
     assert subprocess.run(["bash", "-n", script], capture_output=True).returncode == 0
     done = subprocess.run(["bash", script], capture_output=True, text=True)
     assert done.returncode == 2 and "usage: sbatch" in done.stderr
+
+
+def job_and_schema() -> tuple[dict[str, Any], jsonschema.Draft202012Validator]:
+    schema = yaml.safe_load(Path(__file__).with_name("rayjob_schema.yaml").read_text())
+    return yaml.safe_load((FOLDER / "rayjob.yaml").read_text()), jsonschema.Draft202012Validator(schema)
+
+
+def test_the_ray_job_has_only_fields_that_kuberay_and_kubernetes_know() -> None:
+    job, schema = job_and_schema()
+    schema.check_schema(schema.schema)
+    assert [error.message for error in schema.iter_errors(job)] == []
+    cluster = job["spec"]["rayClusterSpec"]
+    workers = cluster["workerGroupSpecs"]
+    for group in (cluster["headGroupSpec"], *workers):
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert all(group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in workers)
+    assert job["spec"]["shutdownAfterJobFinishes"]  # without it KubeRay refuses ttlSecondsAfterFinished
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda spec, pod: spec.update(ttlSecondsAfterFinish=600),
+        lambda spec, pod: spec["rayClusterSpec"].update(workerGroupSpec=[]),
+        lambda spec, pod: spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"].update({"num-gpus": 0}),  # KubeRay wants text
+        lambda spec, pod: spec["rayClusterSpec"]["workerGroupSpecs"][0].pop("maxReplicas"),
+        lambda spec, pod: pod.update(terminationGracePeriod=60),
+        lambda spec, pod: pod["containers"][0].update(workdir="/app"),
+        lambda spec, pod: pod["containers"][0]["resources"]["limits"].update(memory="16 GB"),
+        lambda spec, pod: pod["volumes"][0]["persistentVolumeClaim"].pop("claimName"),
+    ],
+)
+def test_a_field_of_the_ray_job_that_is_wrong_is_found(spoil: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+    job, schema = job_and_schema()
+    spoil(job["spec"], job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"])
+    assert len([*schema.iter_errors(job)]) == 1
 
 
 def test_the_ray_job_trains_a_recipe_that_is_there_in_a_folder_that_stays() -> None:
@@ -34,6 +76,15 @@ def test_the_ray_job_trains_a_recipe_that_is_there_in_a_folder_that_stays() -> N
 def test_the_image_copies_what_there_is() -> None:
     copied = [line.split()[1:-1] for line in (FOLDER / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
     assert copied and all((ROOT / name).exists() for names in copied for name in names)
+
+
+def test_ray_starts_in_the_image_as_kuberay_starts_it() -> None:
+    """Its probes call wget, and before 1.4 its shells are login shells, where /etc/profile resets PATH."""
+    _, *stages = re.split("^FROM ", (FOLDER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    assert len(stages) == 2
+    for stage in stages:
+        assert " wget " in next(line for line in stage.splitlines() if line.startswith("RUN apt-get"))
+        assert "/etc/profile.d/" in stage
 
 
 def test_the_slurm_script_starts_a_ray_node_on_every_machine_and_passes_the_signal_on(tmp_path: Path) -> None:
