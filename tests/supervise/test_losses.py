@@ -1,6 +1,14 @@
-"""Losses against closed forms in numpy, and their gradients against differences."""
+"""Losses against closed forms in numpy, their gradients against differences, and both against values recorded from TRL.
+
+`benchmarks/peers/record_trl.py` wrote them.
+"""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +19,7 @@ from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss, ste
 RNG = np.random.default_rng(5)
 CHOSEN, REJECTED, MARGINS = RNG.normal(size=(3, 16)) * 3
 BETA = 0.3
+TRL: dict[str, Any] = json.loads(Path(__file__).with_name("trl_values.json").read_text())
 
 
 def log_sigmoid(x: np.ndarray) -> np.ndarray:
@@ -70,3 +79,35 @@ def test_steps_with_probabilities_and_with_classes() -> None:
     shares /= shares.sum(1, keepdims=True)
     assert np.allclose(loss.detach().numpy(), -np.log(shares[np.arange(16), classes]), rtol=1e-12)
     assert logits.grad is not None and np.allclose(logits.grad.numpy(), shares - np.eye(3)[classes], atol=1e-12)
+
+
+def dpo_of_trl(logprobs: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+    return dpo_loss(*(logprobs.sum(1) - torch.tensor(row["references"], dtype=torch.float64)).chunk(2), TRL["beta"])
+
+
+def kto_of_trl(logprobs: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+    references, kl, kl_references = (torch.tensor(row[key], dtype=torch.float64) for key in ("references", "kl", "kl_references"))
+    kl = (kl - kl_references).mean().clamp(min=0)
+    return kto_loss(logprobs.sum(1) - references, torch.tensor(row["desirable"]), kl, TRL["beta"], TRL["weights"])
+
+
+def reward_of_trl(rewards: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+    return pairwise_loss(*rewards.chunk(2), torch.tensor(row["margins"], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "ours"),
+    [
+        ("dpo", "logprobs", dpo_of_trl),
+        ("kto", "logprobs", kto_of_trl),
+        ("reward", "rewards", reward_of_trl),
+        ("reward_margin", "rewards", reward_of_trl),
+    ],
+)
+def test_losses_and_gradients_equal_trl(name: str, inputs: str, ours: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> None:
+    row = TRL[name]
+    given = torch.tensor(row[inputs], dtype=torch.float64, requires_grad=True)
+    loss = ours(given, row).mean()
+    loss.backward()
+    assert loss.item() == pytest.approx(row["loss"], abs=1e-6)
+    assert given.grad is not None and np.allclose(given.grad.numpy(), row["gradient"], rtol=0, atol=1e-6)
