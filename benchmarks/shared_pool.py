@@ -169,8 +169,10 @@ class Process:
 def together(processes: list[Process]) -> list[float]:
     """Wait for processes. Returns the seconds that each took. Raises RuntimeError if one fails."""
     try:
-        while not all([one.has_ended() for one in processes]):
+        ended = False
+        while not ended:
             time.sleep(0.05)
+            ended = all([one.has_ended() for one in processes])
             for one in processes:
                 if one.process.returncode:
                     raise RuntimeError(f"{one.name}: exit code {one.process.returncode}: {one.log.read_text()[-1500:]}")
