@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -13,8 +13,10 @@ from rlhfless_ray.prompts.read_rows import (
     NamedRow,
     cell_of,
     check_characters,
+    lost_turns,
+    lost_turns_note,
     missing_column,
-    printed_content,
+    rendering_problem,
     tools_of,
     turn_problem,
     without_nulls,
@@ -69,7 +71,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     prompts, overlong = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
     if not recipe.evaluate.path or not held:
         train, heldout = _split_heldout(prompts, held, len(overlong), recipe)
-        notes = unlimited + _overlong_notes(overlong, recipe) + _ending_notes(prompts, recipe)
+        notes = unlimited + _overlong_notes(overlong, recipe) + _turn_notes(prompts, recipe)
         if len(heldout) > len(train):
             notes += (f"{held} of {len(prompts)} rows are held out of training (evaluate.prompts); lower it, or name evaluate.path",)
         return _without_repeats(train, heldout, recipe, notes)
@@ -79,7 +81,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     heldout, overlong_heldout = _make_prompts(
         named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens
     )
-    notes = unlimited + _overlong_notes(overlong + overlong_heldout, recipe) + _ending_notes([*train, *heldout], recipe)
+    notes = unlimited + _overlong_notes(overlong + overlong_heldout, recipe) + _turn_notes([*train, *heldout], recipe)
     return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], notes)
 
 
@@ -166,14 +168,25 @@ def _overlong_notes(names: list[str], recipe: Recipe) -> tuple[str, ...]:
     return (f"{len(names)} prompts of more than {limit} tokens (prompts.max_prompt_tokens) {done}: {shown}",)
 
 
-def _ending_notes(prompts: list[Prompt], recipe: Recipe) -> tuple[str, ...]:
-    """Say that conversations end with the assistant's turn, which may be the answer: then the policy reads it before it writes its own."""
+def _turn_notes(prompts: list[Prompt], recipe: Recipe) -> tuple[str, ...]:
+    """Say which turns the chat template leaves out, and that conversations end with the assistant's turn.
+
+    That turn may be the answer: then the policy reads it before it writes its own.
+    """
     if recipe.prompts.template != "chat" or recipe.prompts.task:
         return ()
-    cells = [prompt.row[recipe.prompts.prompt_column] for prompt in prompts]
-    count = sum(isinstance(cell, list) and cell[-1].get("role") == "assistant" for cell in cells)
+    conversations = [_turns_of(prompt.row, recipe.prompts.prompt_column, recipe) for prompt in prompts]
+    lost = lost_turns_note([lost_turns(turns, prompt.text) for turns, prompt in zip(conversations, prompts, strict=True)])
+    count = sum(turns[-1].get("role") == "assistant" for turns in conversations)
     text = "end with a turn of the assistant, and the policy writes another one after it; remove that turn if it is the answer"
-    return (f"{count} of {len(prompts)} prompts {text}",) if count else ()
+    return lost + ((f"{count} of {len(prompts)} prompts {text}",) if count else ())
+
+
+def _turns_of(row: dict[str, Any], column: str, recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the turns that the chat template gets for a row."""
+    cell, system = cell_of(row, column), recipe.prompts.system
+    turns = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+    return [{"role": "system", "content": system}, *turns] if system else turns
 
 
 def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, recipe: Recipe) -> None:
@@ -216,14 +229,11 @@ def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe,
             f"prompts.template: the tokenizer of {recipe.policy.path or 'the built-in policy'} has no chat template; set "
             "prompts.template=none or use a chat model"
         )
-    system = [{"role": "system", "content": section.system}] if section.system else []
     texts = []
     for name, row in named_rows:
-        cell = cell_of(row, column)
-        row_turns = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
-        if system and row_turns[0].get("role") == "system":
+        turns = _turns_of(row, column, recipe)
+        if section.system and turns[1].get("role") == "system":
             raise UserError(f"{where}, {name}: the row has a system turn of its own; remove prompts.system, or the turn")
-        turns = [*system, *row_turns]
         if wrong := turn_problem(turns, str(tokenizer.chat_template)):
             raise UserError(f"{where}, {name}: {wrong}; fix or remove the row")
         try:
@@ -237,7 +247,7 @@ def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe,
                 f"{where}, {name}: the chat template failed ({one_line_with_type(error)}); change prompts.system or use "
                 "prompts.template=none"
             ) from None
-        if wrong := printed_content(turns, texts[-1]):
+        if wrong := rendering_problem(turns, texts[-1], str(tokenizer.chat_template)):
             raise UserError(f"{where}, {name}: {wrong}")
     return texts
 

@@ -204,14 +204,38 @@ def without_nulls(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in turn.items() if value is not None or key == "content"} for turn in turns]
 
 
-def printed_content(turns: Sequence[dict[str, Any]], text: str) -> str:
-    """Return which turn's list of parts a chat template for plain text has written as Python code, or an empty string."""
+def rendering_problem(turns: Sequence[dict[str, Any]], text: str, template: str) -> str:
+    """Return which turn `text`, the rendered conversation, garbles or lacks, or an empty string.
+
+    A chat template for plain text writes a list of parts as Python code. One that reads no tool calls writes an empty turn instead of them.
+    """
     for number, turn in enumerate(turns, 1):
         content = turn.get("content")
         if isinstance(content, (list, dict)) and content and str(content) in text:
             kind = type(content).__name__
             return f"turn {number} has a {kind} as `content`, which the chat template writes as Python code; give it a string"
+        if turn.get("tool_calls") and "tool_calls" not in template and "tool_calls" not in text:
+            return f"turn {number} has `tool_calls`, and the chat template reads none; remove them, or use another template"
     return ""
+
+
+def lost_turns(turns: Sequence[dict[str, Any]], text: str) -> set[str]:
+    """Return the roles of turns whose content `text`, the rendered conversation, lacks: many chat templates know two roles only.
+
+    The assistant's turns are not looked at, because templates leave out what it thought.
+    """
+    others = ((str(turn.get("role")), turn["content"]) for turn in turns if turn.get("role") != "assistant" and turn.get("content"))
+    strings = ((role, content.strip()) for role, content in others if isinstance(content, str))
+    return {role for role, content in strings if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text}
+
+
+def lost_turns_note(lost: Sequence[set[str]]) -> tuple[str, ...]:
+    """Return a note about lost turns. `lost`: their roles, for each row."""
+    if not (roles := set().union(*lost)):
+        return ()
+    names = ", ".join(f"`{role}`" for role in sorted(roles))
+    rows = f"{sum(map(bool, lost))} of {len(lost)} rows"
+    return (f"the chat template leaves out what turns of {names} say in {rows}, so the model never sees it",)
 
 
 def _json_type(value: Any) -> str:

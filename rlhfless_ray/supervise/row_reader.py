@@ -14,8 +14,10 @@ from rlhfless_ray.prompts.read_rows import (
     NamedRow,
     cell_of,
     check_characters,
+    lost_turns,
+    lost_turns_note,
     missing_column,
-    printed_content,
+    rendering_problem,
     tools_of,
     turn_problem,
     without_nulls,
@@ -24,6 +26,7 @@ from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, Supervise
 from rlhfless_ray.supervise.examples import Example, Examples
 
 NAMED = 5  # number of rows that a note names
+NOT_THE_MODEL = ("user", "system", "developer", "tool", "function")  # roles of turns that the model does not write
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class RowReader:
         self.left_out: list[str] = []
         self.cut: list[str] = []
         self.same: list[str] = []
+        self.lost: list[set[str]] = []  # of each row, the roles of turns that the chat template leaves out
         self.name = self.row = ""  # of the row that is read, with and without the data set's
         self.tools: list[dict[str, Any]] | None = None  # of that row
         self.bos: list[int] = []
@@ -76,6 +80,7 @@ class RowReader:
         examples, same_before, cut_before = [], len(self.same), len(self.cut)
         for name, row in rows:
             self.name, self.row, cut = f"{where}, {name}", name, len(self.cut)
+            self.lost.append(set())
             try:
                 examples.append(self._row(row))
                 self.cut[cut + 1 :] = []  # both sides of a pair, which is one row
@@ -118,7 +123,7 @@ class RowReader:
                 (self.same, f"have the same `{self.data.chosen_column}` and `{self.data.rejected_column}`, which teach no preference"),
             )
             if names
-        )
+        ) + lost_turns_note(self.lost)
 
     # ---- texts and tokens of a row --------------------------------------------------------------------------------------
 
@@ -156,6 +161,7 @@ class RowReader:
             except ValueError as error:
                 raise UserError(f"{self.name}: {error}; fix or remove the row, or set data.tools_column to nothing") from None
         if self.task in PAIRED:
+            self._check_prompts(row)
             chosen, rejected = (self._pair_side(row, column) for column in (data.chosen_column, data.rejected_column))
             if list(chosen.tokens) == list(rejected.tokens):
                 if data.contract == "own":
@@ -181,6 +187,21 @@ class RowReader:
         prompt = self._cell(row, data.prompt_column, "prompt_column") if data.prompt_column else None
         response = self._cell(row, data.response_column, "response_column") if data.response_column else None
         return [self._sequence(prompt, response, data.response_column or data.prompt_column)], extra
+
+    def _check_prompts(self, row: dict[str, Any]) -> None:
+        """Raise UserError for two whole conversations that are no responses to one prompt, whose log-probabilities tell no preference."""
+        data = self.data
+        if self.task != "dpo" or data.contract != "own" or data.prompt_column:
+            return
+        chosen, rejected = (
+            self._cell(row, column, f"{side}_column")
+            for side, column in (("chosen", data.chosen_column), ("rejected", data.rejected_column))
+        )
+        if isinstance(chosen, list) and isinstance(rejected, list) and chosen[:-1] != rejected[:-1]:
+            raise UserError(
+                f"{self.name}: the conversations in `{data.chosen_column}` and `{data.rejected_column}` differ before their last turn; "
+                "put the turns that they share into a column and name it in data.prompt_column, or remove the row"
+            )
 
     def _pair_side(self, row: dict[str, Any], column: str) -> Example:
         prompt = self._cell(row, self.data.prompt_column, "prompt_column") if self.data.prompt_column else None
@@ -362,8 +383,8 @@ class RowReader:
         if prompt is None or response is None:
             before = turns[:-1]
         whole = self._template(turns)
-        if turns[-1].get("role") == "user" and self.data.train_on != "all":
-            raise UserError(f"{self.name}: the last turn of column `{column}` is the user's, not a response; fix or remove the row")
+        if (role := turns[-1].get("role")) in NOT_THE_MODEL and self.data.train_on != "all":
+            raise UserError(f"{self.name}: the last turn of column `{column}` is of role `{role}`, not a response; fix or remove the row")
         if not before:
             head = self._opening(whole)
             return head, whole[len(head) :]
@@ -414,8 +435,10 @@ class RowReader:
         except Exception as error:  # a template may raise anything
             whose = "data.chat_template" if self.data.chat_template else "the chat template of policy.path"
             raise UserError(f"{self.name}: {whose} refuses the conversation: {one_line(error, 200)}") from None
-        if wrong := printed_content(turns, text):
+        if wrong := rendering_problem(turns, text, str(self.tokenizer.chat_template)):
             raise UserError(f"{self.name}: {wrong}")
+        if self.lost:
+            self.lost[-1] |= lost_turns(turns, text)
         return text
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Example:

@@ -156,6 +156,17 @@ def test_turns_and_characters_that_no_model_reads_name_the_row(tmp_path: Path) -
     assert load_prompts(called_rows, letters(chat=CHAT + "{# reads tool_calls #}")).train
 
 
+def test_turns_that_the_chat_template_leaves_out_are_named(tmp_path: Path) -> None:
+    users = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }};{% endif %}{% endfor %}"
+    file = write(tmp_path, "rows.jsonl", ROWS)
+    note = f"the chat template leaves out what turns of `system` say in {len(ROWS)} of {len(ROWS)} rows, so the model never sees it"
+    assert load_prompts(recipe(file, template="chat", system="Be brief."), letters(chat=users)).notes == (note,)
+    assert not load_prompts(recipe(file, template="chat", system="a"), letters(chat=CHAT)).notes
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]}]
+    rows = write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in ROWS])
+    assert "line 1: turn 2 has `tool_calls`, and the chat template reads none" in refused(recipe(rows, template="chat"), letters(chat=CHAT))
+
+
 def test_a_chat_template_gets_the_tools_of_a_row(tmp_path: Path) -> None:
     chat = CHAT + "{% for tool in tools or [] %}({{ tool['name'] }}){% endfor %}"
     asked = [{"role": "user", "content": "a"}]

@@ -154,7 +154,9 @@ def test_a_conversation_begins_and_ends_as_its_roles_say(tmp_path: Path, tokeniz
     for train_on in ("response", "assistant"):
         assert read(tmp_path, tokenizer, greets, train_on=train_on, **settings)[0] == ["a[b][;]"]
     asks = [{"prompt": [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}]
-    with pytest.raises(UserError, match=r"line 1: the last turn of column `prompt` is the user's, not a response; fix or remove the row"):
+    with pytest.raises(
+        UserError, match=r"line 1: the last turn of column `prompt` is of role `user`, not a response; fix or remove the row"
+    ):
         read(tmp_path, tokenizer, asks, **settings)
     assert read(tmp_path, tokenizer, asks, train_on="assistant", **settings)[0] == ["a[b][;]uc;"]
 
@@ -313,6 +315,32 @@ def test_a_list_of_parts_that_a_template_prints_is_refused(tmp_path: Path, token
     turns = [{"role": "user", "content": [{"type": "text", "text": "b"}]}]
     with pytest.raises(UserError, match="line 1: turn 1 has a list as `content`, which the chat template writes as Python code"):
         read(tmp_path, tokenizer, [{"prompt": turns, "response": "c"}], template="chat")
+
+
+def test_turns_that_a_template_leaves_out_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    named = deepcopy(tokenizer)
+    roles = "{% if m.role == 'user' %}b{{ m.content }}{% elif m.role == 'assistant' %}{{ m.content }};{% endif %}"
+    named.chat_template = f"{{% for m in messages %}}{roles}{{% endfor %}}"
+    asked = [{"role": "system", "content": "f"}, {"role": "user", "content": " c "}]
+    rows: list[dict[str, Any]] = [{"prompt": asked, "response": "d"}, {"prompt": asked[1:], "response": "d"}]
+    _, loaded = read(tmp_path, named, rows, template="chat")
+    assert loaded.notes == ("the chat template leaves out what turns of `system` say in 1 of 2 rows, so the model never sees it",)
+    assert not read(tmp_path, named, rows[1:], template="chat")[1].notes
+    called = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
+    with pytest.raises(UserError, match="line 1: turn 3 has `tool_calls`, and the chat template reads none; remove them, or use another"):
+        read(tmp_path, named, [{"prompt": asked, "response": called}], template="chat")
+
+
+def test_pairs_are_responses_to_one_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    turns = [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in ("ab", "ac", "db")]
+    settings: dict[str, Any] = {"template": "chat", "prompt_column": ""}
+    good, bad = {"chosen": turns[0], "rejected": turns[1]}, {"chosen": turns[0], "rejected": turns[2]}
+    assert read(tmp_path, tokenizer, [good], "dpo", **settings)[0] == ["ua;a[b][;]", "ua;a[c][;]"]
+    with pytest.raises(
+        UserError, match="line 2: the conversations in `chosen` and `rejected` differ before their last turn; put the turns"
+    ):
+        read(tmp_path, tokenizer, [good, bad], "dpo", **settings)
+    assert len(read(tmp_path, tokenizer, [good, bad], "rm", **settings)[0]) == 4, "a reward model reads whole conversations"
 
 
 def test_openrlhfs_contract_trains_equal_pairs_and_names_them(tmp_path: Path, tokenizer: Any) -> None:
