@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -210,9 +211,11 @@ def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, r
             )
         if not cell:
             raise UserError(f"{where}, {name}: the prompt in column `{prompt_column}` is empty; fix or remove the row")
-        if answer_column and row[answer_column] is None and not passes_labels_on:
+        answer = row[answer_column] if answer_column else ""
+        is_nan = isinstance(answer, float) and math.isnan(answer)  # where a table of numbers lacks one
+        if (answer is None or is_nan) and not passes_labels_on:
             raise UserError(
-                f"{where}, {name}: the answer in column `{answer_column}` is null; fix or remove the row, or set "
+                f"{where}, {name}: the answer in column `{answer_column}` is {'NaN' if is_nan else 'null'}; fix or remove the row, or set "
                 "prompts.answer_column to nothing"
             )
 

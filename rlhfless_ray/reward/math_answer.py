@@ -11,6 +11,7 @@ sign, thousands separators, `x =` or a final full stop: `$1,250.00` equals `1250
 from __future__ import annotations
 
 import logging
+import math
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -32,14 +33,7 @@ _CHANGES = re.compile(
 
 def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: str = "answer") -> float:
     """Return 1.0 if the answers are equal, else 0.0. Raises ValueError if the reference cannot be read."""
-    reference = row[answer_column]
-    if isinstance(reference, bool) or not isinstance(reference, (str, int, float)):
-        raise ValueError(f"the reference answer in column `{answer_column}` is of type {type(reference).__name__}")
-    text = format(Decimal(str(reference)), "f") if isinstance(reference, float) else str(reference).strip()
-    gold = _after_mark(text)
-    gold = text if gold is None else gold
-    if not gold:
-        raise ValueError(f"the reference answer in column `{answer_column}` is empty")
+    gold = reference_answer(row, answer_column)
     answer = final_answer(response)
     if not answer:
         return 0.0
@@ -49,6 +43,21 @@ def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: 
     if equal is None:
         raise ValueError(f"math-verify cannot read the reference answer {gold!r}")
     return float(equal)
+
+
+def reference_answer(row: dict[str, Any], column: str) -> str:
+    """Return a row's reference answer. Raises ValueError for another type, NaN and an empty one."""
+    reference = row[column]
+    if isinstance(reference, bool) or not isinstance(reference, (str, int, float)):
+        raise ValueError(f"the reference answer in column `{column}` is of type {type(reference).__name__}")
+    if isinstance(reference, float) and not math.isfinite(reference):  # a table writes NaN where a number is missing
+        raise ValueError(f"the reference answer in column `{column}` is {reference}, not a finite number")
+    text = format(Decimal(str(reference)), "f") if isinstance(reference, float) else str(reference).strip()
+    gold = _after_mark(text)
+    gold = text if gold is None else gold
+    if not gold:
+        raise ValueError(f"the reference answer in column `{column}` is empty")
+    return gold
 
 
 def prepare() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,19 @@ def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: floa
     scores: list[Score] = run_isolated(__name__, (source, items, timeout_s), limit_s, where, "a dry call", "return")
     if all(score.error is not None for score in scores):
         raise UserError(f"{where}: it fails in a dry call with made-up responses: {scores[0].error}")
+
+
+def check_references(source: Any, prompts: Iterable[Prompt]) -> None:
+    """Raise UserError for a prompt without a reference answer that `math` can compare with."""
+    if not isinstance(source, RewardSource) or source.kind != "math":
+        return
+    from rlhfless_ray.reward.math_answer import reference_answer
+
+    for prompt in prompts:
+        try:
+            reference_answer(prompt.row, source.answer_column)
+        except ValueError as error:
+            raise UserError(f"reward.function: `math` cannot score prompt {prompt.text[:80]!r}: {error}; fix or remove the row") from None
 
 
 def find_server(urls: Sequence[str], within_s: float) -> None:

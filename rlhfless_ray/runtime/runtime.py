@@ -43,7 +43,7 @@ from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary, load_
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.reward.load_reward import load_reward
-from rlhfless_ray.reward.preflight_reward import dry_call
+from rlhfless_ray.reward.preflight_reward import check_references, dry_call
 from rlhfless_ray.rollout.engine_settings import check_heads, check_quantization
 from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
@@ -144,6 +144,8 @@ class Runtime(StepOperations):
         self.reward_source = load_reward(recipe, self.tokenizer)
         if isinstance(self.reward_source, AgentSource):
             dry_play(recipe, self.reward_source, self.prompts.train, self.files)
+        if recipe.learns:
+            check_references(self.reward_source, [*self.prompts.train, *self.prompts.heldout])
         dry_call(self.reward_source, self.prompts.train, self.tokenizer, recipe.reward.timeout_s, recipe.answer_column)
         if recipe.save.path:
             check_writable(Path(recipe.save.path), "save.path")

@@ -222,6 +222,7 @@ def test_mistakes_in_rows_name_the_row(tmp_path: Path) -> None:
     assert "line 4: the prompt in column `question` is null" in say(changed(3, question=None))
     assert "line 1: the prompt in column `question` is empty" in say(changed(0, question=""))
     assert "line 6: the answer in column `answer` is null" in say(changed(5, answer=None))
+    assert "line 6: the answer in column `answer` is NaN" in say(changed(5, answer=float("nan")))
     own = {"reward": {"function": "reward.py:reward_func", "contract": "openrlhf"}}
     handed_on = Recipe.parse({**recipe(write(tmp_path, "r.jsonl", changed(5, answer=None))).model_dump(), **own})
     assert load_prompts(handed_on, letters()).train[5].row["answer"] is None

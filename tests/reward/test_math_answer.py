@@ -77,7 +77,14 @@ def test_wrong(reference: str, response: str) -> None:
 
 @pytest.mark.parametrize(
     ("reference", "sentence"),
-    [("", "is empty"), ("####", "is empty"), ([1], "is of type list"), (True, "is of type bool"), ("?", "cannot read")],
+    [
+        ("", "is empty"),
+        ("####", "is empty"),
+        ([1], "is of type list"),
+        (True, "is of type bool"),
+        (float("nan"), "is nan, not a finite number"),
+        ("?", "cannot read"),
+    ],
 )
 def test_a_reference_that_cannot_be_read_is_an_error_not_a_zero(reference: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

@@ -13,7 +13,7 @@ from rlhfless_ray.local import isolated_call as module
 from rlhfless_ray.reward import preflight_reward as dry
 from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.openrlhf_reward import QuerySource
-from rlhfless_ray.reward.preflight_reward import dry_call, find_server
+from rlhfless_ray.reward.preflight_reward import check_references, dry_call, find_server
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.reward.user_file import UserFile
 from rlhfless_ray.types import Prompt
@@ -119,6 +119,15 @@ def test_a_host_that_nobody_knows_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dry.socket, "create_connection", unknown)
     with pytest.raises(UserError, match=r"there is no server at https://nowhere/r \(Name or service not known\)"):
         find_server(["https://nowhere/r"], 1e9)
+
+
+def test_a_prompt_without_a_reference_answer_is_named() -> None:
+    math = RewardSource("math", "math_reward", answer_column="answer")
+    check_references(math, PROMPTS)
+    with pytest.raises(
+        UserError, match=r"`math` cannot score prompt 'w5': the reference answer in column `answer` is empty; fix or remove"
+    ):
+        check_references(math, [*PROMPTS, Prompt(2, "w5", (5,), {"answer": " "})])
 
 
 def test_the_verifier_of_a_task_is_not_called() -> None:
