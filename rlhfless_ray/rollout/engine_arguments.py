@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.head_config import is_head, layers_read
-from rlhfless_ray.weights.model_folder import content_addressed_folder, write_folder
+from rlhfless_ray.weights.model_folder import content_addressed_folder, stop_tokens, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -123,17 +122,6 @@ def engine_folder(scratch: Path, files: Files, settings: EngineSettings) -> Path
 
 
 def read_stop_tokens(folder: Path, end_token_id: int | None) -> list[int]:
-    """Return the tokens that end a response, as vLLM has them: those of generation_config.json, else config.json, and the tokenizer's.
-
-    They differ for a base model that was tuned to another end, say that of a chat's turn. `end_token_id`: the tokenizer's. One beyond the
-    vocabulary of the model is left out.
-    """
-    ids: list[int] = []
-    config = json.loads((folder / "config.json").read_bytes()) if (folder / "config.json").is_file() else {}
-    generation = folder / "generation_config.json"
-    for content in (json.loads(generation.read_bytes()) if generation.is_file() else {}, config, config.get("text_config") or {}):
-        if (found := content.get("eos_token_id")) is not None:
-            ids = [found] if isinstance(found, int) else list(found)
-            break
-    size = (config.get("text_config") or config).get("vocab_size", math.inf)
-    return [*ids, end_token_id] if end_token_id is not None and end_token_id < size and end_token_id not in ids else ids
+    """Return the tokens that end a response of the model in a folder, see `stop_tokens`."""
+    files = (folder / name for name in ("generation_config.json", "config.json"))
+    return stop_tokens({file.name: file.read_bytes() for file in files if file.is_file()}, end_token_id)

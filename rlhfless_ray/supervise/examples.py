@@ -23,6 +23,7 @@ TITLES = {  # of what determines the rows of a step
     "drops": "data.remainder=drop",
     "carries": "data.remainder=carry",
     "checksum": "the checksum of the training rows' tokens",
+    "labels": "the checksum of the training rows' labels and margins",
 }
 
 
@@ -85,6 +86,11 @@ class Examples:
         for part in (self.tokens, self.lengths, self.context_lengths, self.mask):
             found = zlib.crc32(part.tobytes(), found)
         return f"{found:08x}"
+
+    @property
+    def label_checksum(self) -> str:
+        """Checksum of the labels and margins."""
+        return f"{zlib.crc32(self.labels.tobytes(), zlib.crc32(self.extras.tobytes())):08x}"
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -182,6 +188,7 @@ class RowOrder:
     most_steps: int | None = None  # number of steps, instead of that of the epochs
     carries: bool = False  # whether these rows begin the next epoch's first batch instead
     checksum: str = ""  # of the rows
+    labels: str = ""  # checksum of their labels and margins
     whole_batches: bool = False  # whether the schedule of the learning rate counts no batch that `carries` adds
 
     @property

@@ -12,8 +12,10 @@ from rlhfless_ray.prompts.builtin_tasks import task as builtin_task
 from rlhfless_ray.prompts.load_prompts import without_embedding
 from rlhfless_ray.prompts.read_rows import NamedRow
 from rlhfless_ray.prompts.sources import read_sources, rows_notes, split_paths
-from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.recipe.supervised_sections import WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise.row_reader import Rendered, RowReader, SupervisedRows
+from rlhfless_ray.weights.model_folder import stop_tokens
+from rlhfless_ray.weights.tensor_file import Files
 
 DRAWS = 8  # responses of a built-in task that are drawn to find a right and a wrong one
 
@@ -68,6 +70,23 @@ def check_vocabulary(rows: SupervisedRows, tokenizer: Any, size: int | None) -> 
         start = int(examples.starts[sequence])
         text = tokenizer.decode(examples.tokens[start : start + int(examples.lengths[sequence])].tolist())
         raise without_embedding(f"the row {text[:80]!r}", token, tokenizer, size)
+
+
+def end_note(recipe: SupervisedRecipe, rows: SupervisedRows, files: Files, tokenizer: Any) -> tuple[str, ...]:
+    """Return a note if no trained response ends, because the chat template ends turns with another token than the model's rollouts.
+
+    `files`: the model's.
+    """
+    if recipe.task in WITH_NEXT or recipe.data.template != "chat" or recipe.data.train_on == "all":
+        return ()
+    ends = stop_tokens(files, tokenizer.eos_token_id)
+    if np.isin(rows.train.tokens[rows.train.mask], ends).any():
+        return ()
+    named = ", ".join(repr(tokenizer.decode([token])) for token in ends)
+    return (
+        f"no trained response has an end-of-sequence token ({named}), because the chat template writes none, so rollouts of the model will "
+        "end at their limit only; make the token that ends its turns the eos_token of the tokenizer",
+    )
 
 
 def _without_repeats(train: list[Rendered], heldout: list[Rendered]) -> list[Rendered]:

@@ -27,7 +27,7 @@ from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
 from rlhfless_ray.run.memory_check import Room, local_room, ray_room, starts_ray
 from rlhfless_ray.supervise.examples import TITLES, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
-from rlhfless_ray.supervise.load_rows import check_vocabulary, load_rows
+from rlhfless_ray.supervise.load_rows import check_vocabulary, end_note, load_rows
 from rlhfless_ray.supervise.memory_check import check_stage
 from rlhfless_ray.supervise.memory_fit import fit_stage
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
@@ -114,6 +114,7 @@ class SupervisedStage:
             self.files = {**self.files, "chat_template.jinja": recipe.data.chat_template.encode()}
         self.rows: SupervisedRows = load_rows(recipe, tokenizer, context_tokens(self.files))
         check_vocabulary(self.rows, tokenizer, text_config(self.files).get("vocab_size"))
+        self.rows = replace(self.rows, notes=self.rows.notes + end_note(recipe, self.rows, self.files, tokenizer))
         data = recipe.data
         self.order = RowOrder(
             rows=len(self.rows.train),
@@ -125,6 +126,7 @@ class SupervisedStage:
             most_steps=recipe.run.steps,
             carries=data.remainder == "carry",
             checksum=self.rows.train.checksum,
+            labels=self.rows.train.label_checksum,
             whole_batches=recipe.run.schedule_end == "whole_batches",
         )
         if not self.order.steps_per_epoch or not self.order.steps:

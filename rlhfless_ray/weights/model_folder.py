@@ -81,6 +81,22 @@ def config_of(files: Files) -> Any:
     return json.loads(bytes(files["config.json"]))
 
 
+def stop_tokens(files: Mapping[str, Content], end_token_id: int | None) -> list[int]:
+    """Return the tokens that end a response, as vLLM has them: those of generation_config.json, else config.json, and the tokenizer's.
+
+    They differ for a base model that was tuned to another end, say that of a chat's turn. `end_token_id`: the tokenizer's. One beyond the
+    vocabulary of the model is left out.
+    """
+    ids: list[int] = []
+    generation, config = (json.loads(bytes(files.get(name, b"{}"))) for name in ("generation_config.json", "config.json"))
+    for content in (generation, config, config.get("text_config") or {}):
+        if (found := content.get("eos_token_id")) is not None:
+            ids = [found] if isinstance(found, int) else list(found)
+            break
+    size = (config.get("text_config") or config).get("vocab_size", math.inf)
+    return [*ids, end_token_id] if end_token_id is not None and end_token_id < size and end_token_id not in ids else ids
+
+
 def is_safetensors(content: Content) -> bool:
     """Return whether the content is a safetensors file of the length that its header declares."""
     return read_header(content) is not None

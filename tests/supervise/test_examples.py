@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.micro_batches import PromptSharing
-from rlhfless_ray.supervise.examples import Example, Examples, RowOrder, cut_rows
+from rlhfless_ray.prompts.cursor import check_unchanged
+from rlhfless_ray.supervise.examples import TITLES, Example, Examples, RowOrder, cut_rows
 
 
 def pairs(rng: np.random.Generator, count: int, same_context: bool) -> Examples:
@@ -83,3 +86,12 @@ def test_batch_has_the_rows_asked_for() -> None:
     expected = [examples.tokens[starts[i] : starts[i] + examples.lengths[i]] for i in (6, 7, 2, 3)]
     assert np.array_equal(batch.tokens, np.concatenate(expected))
     assert batch.groups.tolist() == [0, 0, 1, 1]
+
+
+def test_other_labels_are_other_rows() -> None:
+    """A resume refuses them. Checkpoints from before know no labels."""
+    rows = [[Example([1, 2], 1)], [Example([1, 3], 1)]]
+    saved, now = (RowOrder(2, 1, 1, 0, labels=Examples.of(rows, extras).label_checksum) for extras in ([1.0, 0.0], [0.0, 1.0]))
+    with pytest.raises(UserError, match="the checksum of the training rows' labels and margins was"):
+        check_unchanged(saved.state(), now, TITLES)
+    check_unchanged({name: value for name, value in saved.state().items() if name != "labels"}, now, TITLES)

@@ -15,7 +15,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples
-from rlhfless_ray.supervise.load_rows import check_vocabulary, load_rows
+from rlhfless_ray.supervise.load_rows import check_vocabulary, end_note, load_rows
 from rlhfless_ray.supervise.row_reader import SupervisedRows
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
@@ -329,6 +329,19 @@ def test_turns_that_a_template_leaves_out_are_named(tmp_path: Path, tokenizer: A
     called = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
     with pytest.raises(UserError, match="line 1: turn 3 has `tool_calls`, and the chat template reads none; remove them, or use another"):
         read(tmp_path, named, [{"prompt": asked, "response": called}], template="chat")
+
+
+def test_a_chat_template_whose_turns_end_no_rollout_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    """A base model, say: its tokenizer's end-of-sequence token is not the one that ends a turn of its chat template."""
+    settings: dict[str, Any] = {"template": "chat"}
+    row = {"prompt": "a", "response": "b"}
+    parsed, (_, rows) = recipe(tmp_path, [row], **settings), read(tmp_path, tokenizer, [row], **settings)
+    (note,) = end_note(parsed, rows, {"config.json": b"{}"}, tokenizer)
+    assert note.startswith("no trained response has an end-of-sequence token ('<eos>'), because the chat template writes none")
+    generation = json.dumps({"eos_token_id": [1, tokenizer.convert_tokens_to_ids(";")]}).encode()
+    assert not end_note(parsed, rows, {"config.json": b"{}", "generation_config.json": generation}, tokenizer)
+    plain = recipe(tmp_path, [row])
+    assert not end_note(plain, load_rows(plain, tokenizer), {"config.json": b"{}"}, tokenizer)
 
 
 def test_pairs_are_responses_to_one_prompt(tmp_path: Path, tokenizer: Any) -> None:
