@@ -43,7 +43,20 @@ def find_obstacle(config: Mapping[str, Any], dtype: str, on_cpu: bool) -> str | 
         return "vLLM needs torchvision for it, which is not installed"
     if kind.startswith(("qwen3_5", "qwen3_next")) and on_cpu and dtype == "float32":
         return "vLLM on CPU computes its linear attention in bfloat16 only; set policy.dtype to it"
-    return REFUSED.get(kind) or ("vLLM cannot compute it on CPU" if on_cpu and kind in REFUSED_ON_CPU else None)
+    if kind in REFUSED or not on_cpu:
+        return REFUSED.get(kind)
+    if kind in REFUSED_ON_CPU:
+        return "vLLM cannot compute it on CPU"
+    size = _head_size(text)  # odd in tiny random models that libraries test with
+    return f"vLLM on CPU has no attention for heads of {size} values" if size is not None and size % 16 else None
+
+
+def _head_size(text: Mapping[str, Any]) -> int | None:
+    """Return the values of an attention head, or None if the configuration names other sizes than usual."""
+    width, heads = text.get("hidden_size", text.get("n_embd")), text.get("num_attention_heads", text.get("n_head"))
+    if text.get("kv_lora_rank") or not isinstance(width, int) or not isinstance(heads, int) or not heads:
+        return None
+    return text.get("head_dim") or width // heads
 
 
 def check_engines(recipe: Recipe, config: Mapping[str, Any], resource: str) -> None:

@@ -59,6 +59,7 @@ def test_others_and_short_sequences_are_not(config: dict, tokens: int) -> None:
         ({"model_type": "qwen3_5_moe_text"}, False, "torchvision"),
         ({"model_type": "gpt_oss"}, True, "on CPU"),
         ({"model_type": "qwen3_next"}, True, "set policy.dtype"),
+        ({"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4}, True, "has no attention for heads of 8 values"),
         ({"model_type": "llava", "text_config": {"model_type": "mpt"}}, False, "since version 0.28"),
     ],
 )
