@@ -26,7 +26,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     from rlhfless_ray.weights.model_folder import read_folder
 
     if "task" in read_tree(path, overrides):
-        raise UserError(f"--memory {path}: `task` makes it a supervised stage, whose memory is not predicted")
+        raise UserError(f"--memory {path}: `task` makes it a supervised stage, whose memory is checked when it starts")
     recipe = Recipe.load(path, overrides)
     models = models_of(recipe)
     if "policy" not in models and recipe.policy.path:
