@@ -238,6 +238,10 @@ class SupervisedRecipe(RecipeFile):
         yield from self.data.mistakes(self.policy.path, self.evaluate.path)
         if self.evaluate.train_share and (self.evaluate.path or self.evaluate.rows):
             yield "evaluate.train_share: rows are held out by evaluate.path or evaluate.rows; leave it or these out"
+        section = self.evaluate
+        asked = "each_epoch" if section.each_epoch else "every_steps" if section.every_steps else ""
+        if asked and self.data.contract == "own" and not (section.path or section.rows or section.train_share):
+            yield f"evaluate.{asked}: there are no rows to evaluate on; set evaluate.rows, evaluate.path or evaluate.train_share"
 
     def _mistakes_in_templates(self) -> Iterator[str]:
         """Check how rows become texts, and the tokens that count."""

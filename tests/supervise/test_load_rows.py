@@ -368,6 +368,16 @@ def test_openrlhfs_contract_trains_equal_pairs_and_names_them(tmp_path: Path, to
         read(tmp_path, tokenizer, [cut, cut], "dpo", contract="openrlhf", max_tokens=8)
 
 
+def test_evaluations_need_rows() -> None:
+    """OpenRLHF's launcher asks for them without any, and has none then."""
+    tree: dict[str, Any] = {"task": "sft", "policy": {"path": "x"}, "data": {"path": "a"}, "run": {"name": "a"}}
+    for asked in ({"each_epoch": True}, {"every_steps": 3}):
+        with pytest.raises(UserError, match=rf"evaluate.{[*asked][0]}: there are no rows to evaluate on; set evaluate.rows, evaluate.path"):
+            SupervisedRecipe.parse({**tree, "evaluate": asked})
+        SupervisedRecipe.parse({**tree, "evaluate": {**asked, "train_share": 0.1}})
+        SupervisedRecipe.parse({**tree, "data": {"path": "a", "contract": "openrlhf"}, "evaluate": asked})
+
+
 def test_shares_and_reward_tokens_are_checked() -> None:
     mix = {"paths": ["a", "b"], "probabilities": [0.5, 0.6]}
     with pytest.raises(UserError, match=r"data.probabilities: must be positive and add up to 1"):
