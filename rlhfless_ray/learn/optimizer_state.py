@@ -31,32 +31,32 @@ def parameter_sizes(engine: Any, stage: int, slices: ModelSlices | None = None) 
     return {name: parameter.ds_numel for name, parameter in module.named_parameters()}
 
 
-def whole_weights(engine: Any, stage: int, owner: Mapping[str, int], slices: ModelSlices | None = None) -> dict[str, Tensor]:
-    """Return {parameter name: whole tensor, on CPU} of the parameters that `owner` assigns to this rank.
+def whole_weights(engine: Any, stage: int, owner: Mapping[str, int], slices: ModelSlices | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (parameter name, whole tensor on CPU) of the parameters that `owner` assigns to this rank.
 
-    Every rank must call it at ZeRO 3 and with `slices`, where one parameter after the other is gathered.
+    Every rank must read all of them at ZeRO 3 and with `slices`, where one parameter after the other is gathered.
     """
     import deepspeed
 
     module, rank = engine.module.model, torch.distributed.get_rank()
     if slices is not None:
-        weights = {}
         for name, tensor in module.state_dict().items():
             if name in owner and owner[name] // slices.width == rank // slices.width:  # its copy of the model gathers it
                 whole = slices.gathered(name, tensor.detach())
                 if owner[name] == rank:
-                    weights[name] = whole.cpu()
-        return weights
-    if stage < 3:
-        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items() if owner.get(name) == rank}
-    weights = {}
-    for name, parameter in module.named_parameters():
-        if name not in owner:
-            continue
-        with deepspeed.zero.GatheredParameters([parameter]):
-            if owner[name] == rank:
-                weights[name] = parameter.detach().cpu().clone()
-    return weights
+                    yield name, whole.cpu()
+    elif stage < 3:
+        for name, tensor in module.state_dict().items():
+            if owner.get(name) == rank:
+                yield name, tensor.detach().cpu()
+    else:
+        for name, parameter in module.named_parameters():
+            if name not in owner:
+                continue
+            with deepspeed.zero.GatheredParameters([parameter]):
+                own = parameter.detach().cpu().clone() if owner[name] == rank else None
+            if own is not None:
+                yield name, own
 
 
 def held_weights(engine: Any) -> dict[str, Part]:

@@ -100,8 +100,8 @@ class RankActor:
         return timed(lambda: deliver(self.rank.trainer.model_files(trained=trained), folder), "transfer", "write the model")
 
     def model(self) -> tuple[Files, list[Span]]:
-        """Return the files of the whole model's weights, adapters merged, from rank 0."""
-        return timed(lambda: self.rank.trainer.model_files(gathers=True), "transfer", "write the model")
+        """Return this rank's files of the model's weights, adapters merged, and its activities: two return values of the Ray call."""
+        return timed(self.rank.trainer.model_files, "transfer", "write the model")
 
     def keep(self) -> tuple[Files, tuple[float, int]]:
         """Return this rank's files of a checkpoint, and their processor seconds and bytes.

@@ -67,7 +67,7 @@ class TrainerRank:
         self.optimizer_steps = 0
         self.engine: Any = None
         self.lora: LoraAdapters | None = None
-        self.average: dict[str, Tensor] | None = None  # moving average of the weights in float32 on rank 0's host, if one is kept
+        self.average: dict[str, Tensor] = {}  # on the host: moving average in float32 of the rank's layers, if one is kept
         self.is_large = False  # whether memory is released after each step
         self.linked = False  # whether ZeRO 1 and 2 know the moments of all parameters
         self.as_published: set[str] = set()  # names of weights that were published unchanged under the same name
@@ -276,15 +276,12 @@ class TrainerRank:
 
     def _average(self, start: dict[str, Tensor] | None = None) -> None:
         """Update the weights' moving average. With `start`, begin with that average, or with the weights if it is empty."""
-        weights = self._trained_weights()
-        if self.rank:
-            return
-        if start is not None:
-            self.average = start or {name: x.detach().float().clone() for name, x in weights.items()}
-        else:
-            assert self.average is not None and self.settings.ema_beta is not None
-            for name, mean in self.average.items():  # Polyak & Juditsky 1992; in float32, because bfloat16 would round small changes away
-                mean.lerp_(weights[name].to(mean.device, mean.dtype), 1 - self.settings.ema_beta)
+        assert self.settings.ema_beta is not None
+        for name, tensor in self._own_layers():
+            if start is not None:
+                self.average[name] = torch.empty(tensor.shape, dtype=torch.float32).copy_(start[name] if start else tensor)
+            else:  # Polyak & Juditsky 1992; in float32, because bfloat16 would round small changes away
+                self.average[name].lerp_(tensor.float(), 1 - self.settings.ema_beta)
 
     # ---- weights and state ------------------------------------------------------------------------------------
 
@@ -302,7 +299,11 @@ class TrainerRank:
         return {name: size for name, size in self._sizes().items() if self.lora is None or self.lora.is_trained(name)}
 
     def _weights_of(self, owner: dict[str, int]) -> dict[str, Tensor]:
-        return whole_weights(self.engine, self.stage, owner, self.slices)
+        return dict(whole_weights(self.engine, self.stage, owner, self.slices))
+
+    def _own_layers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name in the model, tensor) of this rank's share of what a checkpoint has. Every rank must read all."""
+        return whole_weights(self.engine, self.stage, whole_layers(self._stored(), self.ranks), self.slices)
 
     def weights(self) -> dict[str, np.ndarray | Part]:
         """Return this rank's shard of the weights that engines get, by their names in a file (see `saved_state`). Every rank must call it.
@@ -356,29 +357,25 @@ class TrainerRank:
         weights = weights if self.lora is None else self.lora.merged(weights)
         return saved_state(self.engine.module.model, {name: tensor for name, tensor in weights.items() if not self._is_tied(name)})
 
-    def model_files(self, *, trained: bool = False, gathers: bool = False) -> Files:
+    def model_files(self, *, trained: bool = False) -> Files:
         """Return this rank's safetensors files of a Hugging Face folder. The files of all ranks together are the model.
 
         Every rank must call it. The files are views of the live state if the host has it. Files of several ranks lack their index.
 
         Args:
-            trained: return only what is trained: adapters, or the weights' moving average if there is one, both from rank 0. Needs no
+            trained: return only what is trained: adapters (from rank 0), or the weights' moving average if there is one. Needs no
                 device. Otherwise the current weights are returned, adapters merged.
-            gathers: return the current weights from rank 0.
         """
         if not trained:
-            weights = self._merged(dict.fromkeys(self._sizes(), 0) if gathers else whole_layers(self._sizes(), self.ranks))
+            weights = self._merged(whole_layers(self._sizes(), self.ranks))
         elif self.lora is not None:
             weights = self._state()["weights"]
             return {} if self.rank else self.lora.files(weights)
         elif self.settings.ema_beta is not None:
-            weights = saved_state(self.engine.module.model, self.average or {})
+            weights = saved_state(self.engine.module.model, self.average)
         else:
             weights = saved_state(self.engine.module.model, self._state()["weights"])
-        if not weights:
-            return {}
-        is_alone = gathers or (trained and self.average is not None)
-        return split_files(weights) if is_alone else split_files(weights, rank=self.rank, ranks=self.ranks)
+        return split_files(weights, rank=self.rank, ranks=self.ranks) if weights else {}
 
     def _trained_weights(self) -> dict[str, Tensor]:
         """Return all weights that are trained, by their names in the model, from rank 0. Every rank must call it."""
@@ -394,9 +391,9 @@ class TrainerRank:
             return self.parked_state
         adapters = self.lora is not None
         return {
-            "weights": self._trained_weights() if adapters else self._weights_of(whole_layers(self._stored(), self.ranks)),
+            "weights": self._trained_weights() if adapters else dict(self._own_layers()),
             "moments": held_moments(self.engine, self.stage, self.slices),
-            "average": self.average or {},
+            "average": self.average,
             "optimizer_steps": self.optimizer_steps,
             "rng": torch.get_rng_state(),
         }
@@ -423,8 +420,8 @@ class TrainerRank:
             files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], extra, cuts)
         if self.rank == 0:
             files["learner.json"] = json.dumps({"optimizer_steps": state["optimizer_steps"]}).encode()
-            if state["average"]:
-                files[AVERAGE] = save_tensors(state["average"], {"format": "pt"})
+        if state["average"]:
+            files[shard_name(AVERAGE, self.rank, self.ranks)] = save_tensors(state["average"], {"format": "pt"})
         return files
 
     # ---- between updates --------------------------------------------------------------------------------------
@@ -483,12 +480,17 @@ def _whole_shape(parameter: Tensor) -> torch.Size:
 def read_state(files: Files) -> dict[str, Any]:
     """Read the files that `TrainerRank.state_files` returned on all ranks. Tensors are views of the files, which may be read-only."""
     moments = Shards(content for name, content in sorted(files.items()) if name.startswith("optimizer"))
-    average = load_tensors(files[AVERAGE]) if AVERAGE in files else {}
+    average = _tensors(files, AVERAGE)
     if ADAPTER in files:
         weights = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()}
     else:
-        shards = [content for name, content in sorted(files.items()) if name.startswith("model") and name.endswith(".safetensors")]
-        weights = {name: tensor for content in shards for name, tensor in iterate_tensors(content)}
+        weights = _tensors(files, "model")
     numbers = json.loads(bytes(files["learner.json"]))
     rng = moments.whole("rng").clone()
-    return {"weights": weights, "moments": moments, "rng": rng, "average": {k: v.clone() for k, v in average.items()}, **numbers}
+    return {"weights": weights, "moments": moments, "rng": rng, "average": average, **numbers}
+
+
+def _tensors(files: Files, stem: str) -> dict[str, Tensor]:
+    """Return the tensors of all files that `shard_name` names with this stem."""
+    shards = [content for name, content in sorted(files.items()) if name.startswith(stem) and name.endswith(".safetensors")]
+    return {name: tensor for content in shards for name, tensor in iterate_tensors(content)}

@@ -31,7 +31,7 @@ from rlhfless_ray.learn.shares import Cutter, joined
 from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.checksum import combined
-from rlhfless_ray.weights.model_folder import ADAPTER, INDEX, folder_index, read_content
+from rlhfless_ray.weights.model_folder import missing_index, read_content
 from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles, receive
 from rlhfless_ray.weights.tensor_file import Files, write_file
 
@@ -313,11 +313,17 @@ class WorkerGroup:
     def _count(self, stats: Any) -> None:
         self.cutter = replace(self.cutter, optimizer_steps=self.cutter.optimizer_steps + stats.applied)
 
-    def model(self) -> Files:
-        """Return the files of the complete weights as a model folder has them, adapters merged. Needs leases."""
-        replies = self._call_until_answered(lambda: [i.actor.model.remote() for i in self.by_rank], f"the {self.name}'s weights")
-        self._record_spans(spans for _, spans in replies)
-        return replies[0][0]
+    def model(self) -> list[Any]:
+        """Return references to each rank's files of the weights as a model folder has them, adapters merged. Needs leases."""
+        files: list[Any] = []
+
+        def ask() -> list[Any]:
+            refs = [i.actor.model.options(num_returns=2).remote() for i in self.by_rank]
+            files[:] = [of_rank for of_rank, _ in refs]
+            return [spans for _, spans in refs]
+
+        self._record_spans(self._call_until_answered(ask, f"the {self.name}'s weights"))
+        return files
 
     def save_model(self, folder: Path, *, trained: bool = False) -> dict[str, str]:
         """Write the files of the weights to a folder, and return their checksums.
@@ -334,10 +340,8 @@ class WorkerGroup:
         if self.working and not working:  # ranks that were lost have started again under leases
             self.broker.put(self.park())
         sums = receive([delivery for delivery, _ in replies], folder)
-        files = {name: read_content(folder / name) for name in sums}
-        if len(files) > 1 and ADAPTER not in files and INDEX not in files:  # the ranks have written a part each
-            sums[INDEX] = write_file(folder / INDEX, folder_index(files))
-        return sums
+        index = missing_index({name: read_content(folder / name) for name in sums})
+        return sums | {name: write_file(folder / name, content) for name, content in index.items()}
 
     def config(self) -> bytes:
         """Return config.json of a critic's model."""

@@ -25,7 +25,7 @@ from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.checksum import combined, damaged, digests, digests_like, listed
-from rlhfless_ray.weights.model_folder import stored_weights, write_folder
+from rlhfless_ray.weights.model_folder import missing_index, stored_weights, write_folder
 from rlhfless_ray.weights.parts import Assembled, Shard
 from rlhfless_ray.weights.remote_folder import map_files
 from rlhfless_ray.weights.tensor_file import Files
@@ -119,13 +119,13 @@ class EngineActor:
         self.engine.load(version, Assembled(shards), map_files(*base) if isinstance(base, tuple) else base)
         return [Span("transfer", f"load version {version}", start, time.time())]
 
-    def differing(self, version: int, model: Files, published: Mapping[str, int] | None) -> tuple[list[str], list[str]]:
+    def differing(self, version: int, published: Mapping[str, int] | None, *parts: Files) -> tuple[list[str], list[str]]:
         """Find the tensors that may explain different log-probabilities of engine and learner.
 
         Args:
             version: The weight version. An engine that was parked loads it again.
-            model: The safetensors files of the learner's weights, see `TrainerRank.model_files`.
             published: The digest of each tensor of the version.
+            parts: Each learner rank's safetensors files of the weights, see `TrainerRank.model_files`.
 
         Returns:
             Names of the tensors whose published values differ from the files, and of the tensors in which this engine differs from a
@@ -133,6 +133,8 @@ class EngineActor:
         """
         from rlhfless_ray.weights.tensor_file import as_numpy
 
+        model = {name: content for files in parts for name, content in files.items()}
+        model |= missing_index(model)
         arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(model)}
         wrong = damaged(digests_like(arrays, published), published) if published else []
         if wrong:

@@ -94,7 +94,7 @@ def _model_files(run: Path, checkpoint: Path) -> Files:
     from rlhfless_ray.weights.saved_names import saved_state
 
     others = without_weights(_first_model(run))
-    stored = [checkpoint / AVERAGE] if (checkpoint / AVERAGE).is_file() else sorted(checkpoint.glob(f"model*{WEIGHTS}"))
+    stored = sorted(checkpoint.glob(f"{AVERAGE}*{WEIGHTS}")) or sorted(checkpoint.glob(f"model*{WEIGHTS}"))
     live = {name: tensor for file in stored for name, tensor in iterate_tensors(read_content(file))}
     with as_folder(others) as folder, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

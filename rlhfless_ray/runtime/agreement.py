@@ -135,7 +135,7 @@ class Agreement:
             for engine in [*self.engines.working, *self.engines.parked]:
                 if engine.version not in (None, weights.version) or not engine.memory_mb:
                     continue
-                answer = engine.actor.differing.remote(weights.version, model, weights.digests)
+                answer = engine.actor.differing.remote(weights.version, weights.digests, *model)
                 published, held = get(answer, NAMING_S, "the names of tensors that differ")
                 if published:
                     return f"these tensors were not published as the learner has them: {listed(published)}"

@@ -11,7 +11,7 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.folder import RunFolder, put_files
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.adapter import with_base
-from rlhfless_ray.weights.model_folder import WEIGHTS, read_files, with_dtype, without_weights, write_folder
+from rlhfless_ray.weights.model_folder import complete_folder, read_files, without_weights
 from rlhfless_ray.weights.remote_folder import Writer
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -21,12 +21,7 @@ def model_folder(weights: Writer, files: Files) -> Writer:
 
     def write(folder: Path) -> dict[str, str]:
         sums = weights(folder)
-        written = read_files(folder)
-        if ADAPTER_CONFIG not in written:
-            stored = (content for name, content in written.items() if name.endswith(WEIGHTS))
-            write_folder(folder, with_dtype({**files, **{k: v for k, v in written.items() if k == "config.json"}}, stored))
-        else:
-            write_folder(folder, files)
+        complete_folder(folder, files)
         return sums
 
     return write

@@ -44,7 +44,7 @@ from rlhfless_ray.weights.load_policy import (
     read_model,
     text_config,
 )
-from rlhfless_ray.weights.model_folder import config_of, read_files, read_folder, with_dtype, without_weights, write_folder
+from rlhfless_ray.weights.model_folder import complete_folder, config_of, read_files, read_folder, without_weights
 from rlhfless_ray.weights.same_model import check_same_model, model_sizes
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -323,12 +323,9 @@ class SupervisedStage:
 
         def moved(part: str) -> Any:
             def write(target: Path) -> None:
-                weights = read_files(newest / part)
                 for file in (newest / part).iterdir():
                     shutil.move(file, target / file.name)
-                config = {k: v for k, v in weights.items() if k.endswith("config.json")}
-                stored = [content for name, content in weights.items() if name.endswith(".safetensors")]
-                write_folder(target, with_dtype({**others, **config}, stored) if part == MODEL else others)
+                complete_folder(target, others)
 
             return write
 

@@ -34,7 +34,7 @@ from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.adapter import with_base
-from rlhfless_ray.weights.model_folder import WEIGHTS, read_content, with_dtype, write_folder
+from rlhfless_ray.weights.model_folder import complete_folder, read_content, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 REFERENCES = "reference_logprobs.npz"
@@ -158,7 +158,7 @@ class _Loop:
             self.post("evaluation", (done, {f"eval/{name}": value for name, value in result.metrics.items()}))
 
     def _save(self, done: int, model: bool = False) -> None:
-        """Report a checkpoint: every rank its part of the state, and the first rank the model if `model`."""
+        """Report a checkpoint: every rank its part of the state, and of the model if `model`."""
         if self.saved == done:
             return
         begin = time.time()
@@ -184,12 +184,23 @@ class _Loop:
     def _save_folder(self, done: int) -> None:
         """Write the model, or the adapter, as a Hugging Face folder beside the checkpoints."""
         begin, has_adapter = time.time(), bool(self.recipe.lora.rank)
-        files = self._model(adapter=has_adapter)
+        folder = self.start.storage.with_name(f"global_step{done}_hf")
+        parts = folder.with_name(f".{folder.name}.parts")  # every rank writes its files here
         if self.rank == 0:
-            others = {**self._fetch(self.start.others, "the tokenizer's files"), **files}
-            if not has_adapter:
-                others = with_dtype(others, [content for name, content in files.items() if name.endswith(WEIGHTS)])
-            swap_folder(self.start.storage.with_name(f"global_step{done}_hf"), lambda target: write_folder(target, others))
+            shutil.rmtree(parts, ignore_errors=True)  # left by a killed run
+        self._sum(0.0)
+        has_space = self._has_written_model(parts, has_adapter)
+        if self._sum(float(not has_space)):
+            raise DiskFull(folder.parent)
+        if self.rank == 0:
+
+            def write(target: Path) -> None:
+                for file in parts.iterdir():
+                    shutil.move(file, target / file.name)
+                complete_folder(target, self._fetch(self.start.others, "the tokenizer's files"))
+
+            swap_folder(folder, write)
+            parts.rmdir()
         self._span("work", "checkpoint", begin)
 
     def _check_space(self, folder: Path) -> None:
@@ -211,8 +222,8 @@ class _Loop:
         return float(total.item())
 
     def _model(self, adapter: bool = False) -> Files:
-        """Return the files of the model or of the adapter on rank 0. Every rank takes part in gathering them."""
-        files = self.work.trainer.model_files(trained=adapter, gathers=True)
+        """Return this rank's files of the model, or of the adapter. Every rank must call it."""
+        files = self.work.trainer.model_files(trained=adapter)
         if self.rank:
             return files
         if adapter and isinstance(self.start.model, Path):
@@ -220,9 +231,9 @@ class _Loop:
         return {**files, "config.json": self.work.config()} if self.recipe.task == "rm" and not adapter else files
 
     def _has_written_model(self, folder: Path, adapter: bool = False) -> bool:
-        """On rank 0 write the model or the adapter. Returns whether the disk had space."""
+        """Write this rank's files of the model or of the adapter. Returns whether the disk had space."""
         files = self._model(adapter)
-        return self.rank > 0 or _has_written(folder, files)
+        return not files or _has_written(folder, files)
 
     def _span(self, activity: str, what: str, begin_s: float, end_s: float | None = None) -> Any:
         """Post a span, and return a reference to the answer."""

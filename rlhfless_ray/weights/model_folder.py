@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 KEPT_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".py")
 WEIGHTS = ".safetensors"
 ADAPTER = "adapter_model.safetensors"
-AVERAGE = "ema.safetensors"  # in a checkpoint: the moving average of the weights
+AVERAGE = "ema"  # in a checkpoint: the stem of the files with the moving average of the weights, see `shard_name`
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9  # limit of a weights file, as in `save_pretrained`; a tenth of the hub's limit
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -215,6 +215,12 @@ def folder_index(files: Files) -> bytes:
     return json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, indent=2).encode()
 
 
+def missing_index(files: Files) -> Files:
+    """Return the index of a model folder's weights if several ranks wrote a part each, else no file."""
+    several = sum(name.endswith(WEIGHTS) for name in files) > 1
+    return {INDEX: folder_index(files)} if several and INDEX not in files else {}
+
+
 def with_dtype(files: Files, weights: Iterable[Content]) -> Files:
     """Return a model folder's other files for these weights (safetensors).
 
@@ -228,6 +234,19 @@ def with_dtype(files: Files, weights: Iterable[Content]) -> Files:
         if any(config.get(name) != dtype for name in names):
             files["config.json"] = json.dumps({**config, **dict.fromkeys(names, dtype)}, indent=2).encode()
     return files
+
+
+def complete_folder(folder: Path, others: Files) -> None:
+    """Add the other files to a folder that has the weights of a model or an adapter, and an index where several ranks wrote a part each.
+
+    A model's config.json gets the dtype of its weights. If the folder has one already, it is kept instead of the one in `others`.
+    """
+    written = read_files(folder)
+    added = {**others, **missing_index(written)}
+    if ADAPTER not in written:
+        added |= {name: content for name, content in written.items() if name == "config.json"}
+        added = with_dtype(added, [content for name, content in written.items() if name.endswith(WEIGHTS)])
+    write_folder(folder, added)
 
 
 def content_addressed_folder(root: Path, files: Files) -> Path:

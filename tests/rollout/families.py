@@ -185,4 +185,4 @@ class EngineHost:
 
     def differing(self, name: str, model: bytes, published: Any) -> tuple[list[str], list[str]]:
         actor = self.actors[name]
-        return actor.differing(actor.engine.version, model, published)
+        return actor.differing(actor.engine.version, published, model)
