@@ -29,6 +29,7 @@ from rlhfless_ray.runtime.generation import Generation
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.load_policy import warm_start_key
 from rlhfless_ray.weights.model_folder import AVERAGE
+from rlhfless_ray.weights.shards import shard_name
 from tests.conftest import command_here, small_recipe
 
 
@@ -367,7 +368,9 @@ def test_an_average_of_the_weights_is_the_model_of_an_unfinished_run_wherever_it
     shutil.copytree(uninterrupted, run, ignore=shutil.ignore_patterns("model"))
     checkpoint = run / "checkpoints" / "step_4"
     weights = load_file(checkpoint / "model.safetensors")
-    save_file({name: 2 * array for name, array in weights.items()}, checkpoint / AVERAGE, {"format": "pt"})
+    for rank in range(2):
+        doubled = {name: 2 * weights[name] for name in sorted(weights)[rank::2]}
+        save_file(doubled, checkpoint / shard_name(AVERAGE, rank, 2), {"format": "pt"})
     found = load_file(find_model(run, "--model", tmp_path / "found") / "model.safetensors")
     assert found.keys() == weights.keys() and all(np.array_equal(found[name], 2 * weights[name]) for name in found)
     (tmp_path / "elsewhere").mkdir()

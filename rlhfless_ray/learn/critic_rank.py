@@ -38,7 +38,8 @@ class CriticRank:
         self.trainer.join_process_group(rendezvous)
         with as_folder(files) as folder:
             policy = self.settings.policy
-            model = load_critic(folder, policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed)
+            options = policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed
+            model = load_critic(folder, *options, maps=self.trainer.stage == 3)
         scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
         self.sharing = PromptSharing.of(model, self.settings.learner.share_prompts, self.settings.lora.dropout)
         self.trainer.open(self.trainer.slice_sequences(TokenValues(model, *scale)), state)

@@ -57,8 +57,7 @@ class LearnerRank:
         self.trainer.join_process_group(rendezvous)
         with as_folder(files) as folder:
             policy = self.settings.policy
-            maps = self.trainer.stage == 3 and self.trainer.settings.lora.rank == 0
-            model = load_model(folder, policy.dtype, policy.trust_remote_code, maps=maps)
+            model = load_model(folder, policy.dtype, policy.trust_remote_code, maps=self.trainer.stage == 3)
             check_head(model)
         self.sharing = PromptSharing.of(model, self.learner.share_prompts, self.settings.lora.dropout)
         loss = self.algorithm.loss

@@ -179,13 +179,7 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str =
     from transformers import AutoModelForCausalLM
 
     refusal = f"{setting}: it cannot be loaded as a causal language model"
-    stored = stored_dtype(folder) if maps else None
-    model, missing, mismatched = _load(AutoModelForCausalLM, folder, stored or dtype, trust_remote_code, refusal)
-    if stored not in (None, dtype):
-        wanted, _, _ = _load(AutoModelForCausalLM, folder, dtype, trust_remote_code, refusal, device_map="meta")
-        for parameter, like in zip(model.parameters(), wanted.parameters(), strict=True):
-            setattr(parameter, WANTED_DTYPE, like.dtype)
-        model.config.dtype = wanted.config.dtype
+    model, missing, mismatched = _load(AutoModelForCausalLM, folder, dtype, trust_remote_code, refusal, maps=maps)
     if wrong := sorted(missing | mismatched):
         raise UserError(
             f"{setting}: its weights do not fit its config.json: {wrong[0]} is missing or has another shape for "
@@ -194,11 +188,34 @@ def load_model(folder: Path, dtype: str, trust_remote_code: bool, setting: str =
     return as_sampled(model)
 
 
-def _load(kind: Any, folder: Path, dtype: str, trust_remote_code: bool, refusal: str, **options: Any) -> tuple[Any, set[str], set[str]]:
+@contextmanager
+def in_wanted_dtype(model: nn.Module) -> Iterator[None]:
+    """Give parameters with WANTED_DTYPE this dtype inside the block, without their values, for what looks at their dtype and shape only."""
+    mapped = {p: p.data for p in model.parameters() if hasattr(p, WANTED_DTYPE)}
+    for parameter in mapped:
+        parameter.data = torch.zeros((), dtype=getattr(parameter, WANTED_DTYPE)).expand(parameter.shape)
+    try:
+        yield
+    finally:
+        for parameter, data in mapped.items():
+            parameter.data = data
+
+
+def _load(
+    kind: Any, folder: Path, dtype: str, trust_remote_code: bool, refusal: str, *, maps: bool = False, **options: Any
+) -> tuple[Any, set[str], set[str]]:
     """Return a model of one of transformers' Auto classes, and the names of its weights that the folder lacks or has in another shape.
 
-    Raises UserError, which begins with `refusal`, if transformers cannot read the folder.
+    `maps`: see `load_model`. Raises UserError, which begins with `refusal`, if transformers cannot read the folder.
     """
+    if maps and (stored := stored_dtype(folder)) not in (None, dtype):
+        assert stored is not None
+        model, *wrong = _load(kind, folder, stored, trust_remote_code, refusal, **options)
+        wanted, *_ = _load(kind, folder, dtype, trust_remote_code, refusal, device_map="meta", **options)
+        for parameter, like in zip(model.parameters(), wanted.parameters(), strict=True):
+            setattr(parameter, WANTED_DTYPE, like.dtype)
+        model.config.dtype = wanted.config.dtype
+        return model, *wrong
     try:
         model, loading = kind.from_pretrained(
             folder,
@@ -219,8 +236,10 @@ def _load(kind: Any, folder: Path, dtype: str, trust_remote_code: bool, refusal:
     return model, missing, mismatched
 
 
-def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: str, seed: int, setting: str = "critic.path") -> Any:
-    """Load a critic from the folder of any causal LM, reward model or critic.
+def load_critic(
+    folder: Path, dtype: str, trust_remote_code: bool, value_head: str, seed: int, setting: str = "critic.path", *, maps: bool = False
+) -> Any:
+    """Load a critic from the folder of any causal LM, reward model or critic. `maps`: see `load_model`.
 
     The result is a model for sequence classification with one label, whose head gives values. The head's weights have the name in
     config.json's `value_head_prefix`, as OpenRLHF writes it, or else `value_head`. If the folder has none, they are drawn from a
@@ -229,7 +248,9 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
     """
     from transformers import AutoModelForSequenceClassification
 
-    model, missing, mismatched = _load(AutoModelForSequenceClassification, folder, dtype, trust_remote_code, setting, num_labels=1)
+    model, missing, mismatched = _load(
+        AutoModelForSequenceClassification, folder, dtype, trust_remote_code, setting, maps=maps, num_labels=1
+    )
     if not isinstance(getattr(model, "score", None), nn.Module):
         raise UserError(f"{setting}: {type(model).__name__} has no scalar head called `score`, so it cannot be a critic yet")
     value_head = getattr(model.config, "value_head_prefix", None) or value_head
@@ -239,17 +260,14 @@ def load_critic(folder: Path, dtype: str, trust_remote_code: bool, value_head: s
     if others:
         raise UserError(f"{setting}: the folder has no weights for {sorted(others)[0]}, or in another shape than its config.json says")
     if value_head != "score" or "score.weight" in missing:
-        weight = _stored(folder, f"{value_head}.weight")
-        with torch.no_grad():
-            if weight is None:
-                width = model.score.weight.shape[1]
-                drawn = torch.empty(model.score.weight.shape).normal_(0, 1 / (width + 1), generator=torch.Generator().manual_seed(seed))
-                model.score.weight.copy_(drawn)
-            elif weight.shape != model.score.weight.shape:
-                shape = " × ".join(map(str, weight.shape))
-                raise UserError(f"{setting}: its `{value_head}.weight` has the shape {shape}, so it is no scalar head; name another")
-            else:
-                model.score.weight.copy_(weight)
+        head, weight = model.score.weight, _stored(folder, f"{value_head}.weight")
+        if weight is None:
+            deviation = 1 / (head.shape[1] + 1)
+            weight = torch.empty(head.shape).normal_(0, deviation, generator=torch.Generator().manual_seed(seed))
+        elif weight.shape != head.shape:
+            shape = " × ".join(map(str, weight.shape))
+            raise UserError(f"{setting}: its `{value_head}.weight` has the shape {shape}, so it is no scalar head; name another")
+        head.data = weight.to(getattr(head, WANTED_DTYPE, head.dtype), copy=True)
     return as_sampled(model)
 
 

@@ -30,7 +30,7 @@ from rlhfless_ray.learn.optimizer_state import (
     restore_moments,
     whole_weights,
 )
-from rlhfless_ray.learn.policy_model import WANTED_DTYPE
+from rlhfless_ray.learn.policy_model import WANTED_DTYPE, in_wanted_dtype
 from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
@@ -89,7 +89,8 @@ class TrainerRank:
         """
         model: Any = wrapped.model
         section, seed = self.settings.lora, self.settings.seed % 2**63
-        self.lora = LoraAdapters(model, section, seed, task) if section.rank else None
+        with in_wanted_dtype(model):  # new adapters get the dtype of their layer
+            self.lora = LoraAdapters(model, section, seed, task) if section.rank else None
         if state is not None:
             self._load_weights(model, state["weights"])
         self.is_large = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) >= LARGE_PARAMETERS
@@ -457,7 +458,8 @@ class _CopiedParameters(nn.Module):
     """A module whose weights may be views of a mapped file, for `deepspeed.zero.Init`, which keeps a part of each parameter.
 
     Each parameter is copied to the device, and converted, just before it is divided. DeepSpeed would write into the mapping, which makes
-    it private memory of the rank, and its last view keeps all of it.
+    it private memory of the rank, and its last view keeps all of it. All copies take turns in one buffer: freed blocks would raise the
+    size from which malloc maps blocks, and what DeepSpeed frees later would stay on the heap.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -465,9 +467,13 @@ class _CopiedParameters(nn.Module):
         self.module, self.device = module, device
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        for parameter in self.module.parameters(recurse):
+        wanted = {p: getattr(p, WANTED_DTYPE, p.dtype) for p in self.module.parameters(recurse)}
+        buffer = torch.empty(
+            max((p.numel() * dtype.itemsize for p, dtype in wanted.items()), default=0), dtype=torch.uint8, device=self.device
+        )
+        for parameter, dtype in wanted.items():
             mapped = parameter.data
-            parameter.data = mapped.to(self.device, getattr(parameter, WANTED_DTYPE, mapped.dtype), copy=True)
+            parameter.data = buffer[: mapped.numel() * dtype.itemsize].view(dtype).view(mapped.shape).copy_(mapped)
             release_pages(mapped.data_ptr(), mapped.nbytes)
             yield parameter
 

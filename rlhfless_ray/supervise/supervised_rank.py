@@ -119,14 +119,13 @@ class SupervisedRank:
         recipe = self.recipe
         self.trainer.join_process_group(None)
         with as_folder(model) as folder:
-            policy = recipe.policy
+            policy, needs_reference = recipe.policy, self.task in WITH_REFERENCE and known is None
+            computes_whole = needs_reference and second is None and state is not None  # the initial weights, which a checkpoint replaces
+            maps = self.trainer.stage == 3 and not computes_whole
             if self.task == "rm":
-                wrapped: Any = TokenValues(
-                    load_critic(folder, policy.dtype, policy.trust_remote_code, self.loss.value_head, self.seed, "policy.path")
-                )
+                options = policy.dtype, policy.trust_remote_code, self.loss.value_head, self.seed, "policy.path"
+                wrapped: Any = TokenValues(load_critic(folder, *options, maps=maps))
             else:
-                computes_first = self.task in WITH_REFERENCE  # as its own reference
-                maps = recipe.learner.zero_stage == 3 and recipe.lora.rank == 0 and not computes_first
                 loaded = load_model(folder, policy.dtype, policy.trust_remote_code, maps=maps)
                 check_head(loaded)
                 if self.task == "kd":
@@ -139,15 +138,19 @@ class SupervisedRank:
                     wrapped = TokenLogits(loaded, reward_tokens) if self.task == "prm" else TokenLogprobs(loaded)
         self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)
         self.trainer.slice_sequences(wrapped)
-        if self.task in WITH_REFERENCE and known is None:
+        if needs_reference and (second is not None or not maps):
             base = wrapped
             if second is not None:
                 reference = load_model(second, policy.dtype, policy.trust_remote_code, "reference.path")
                 base = self.trainer.slice_sequences(TokenLogprobs(reference))
             known = [self._reference_sums(base.to(self.device), examples) for examples in data]
             del base
-        self.references = dict(enumerate(known or []))
         self.trainer.open(wrapped, state)
+        if needs_reference and known is None:  # as its own reference, divided among the ranks
+            self.trainer.engine.eval()
+            known = [self._reference_sums(self.trainer.engine, examples) for examples in data]
+            self.trainer.engine.train()
+        self.references = dict(enumerate(known or []))
         return known or []
 
     def _reference_sums(self, module: Any, examples: Examples) -> np.ndarray:

@@ -191,6 +191,7 @@ class _Loop:
         self._sum(0.0)
         has_space = self._has_written_model(parts, has_adapter)
         if self._sum(float(not has_space)):
+            shutil.rmtree(parts, ignore_errors=True)
             raise DiskFull(folder.parent)
         if self.rank == 0:
 

@@ -1,7 +1,8 @@
 """Bytes of a real trainer of one rank, per parameter, as a line of JSON for each case: python rank_memory.py DTYPE:STAGE [DTYPE:STAGE …]
 
 Each case has a process of its own, forked after the imports. DTYPE:shards: two ranks of ZeRO 3 open a policy of this type from
-files in bfloat16 and publish it. Each says how much private memory it took at most for both, as shares of the policy's bytes.
+files in bfloat16, publish it, and write it and its moving average as model folders. Each says how much private memory it took at most,
+and what it returned, as shares of the policy's bytes. DTYPE:critic, DTYPE:adapters: they only open a critic, or a policy with adapters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model
+from rlhfless_ray.learn.policy_model import TokenLogprobs, TokenValues, load_critic, load_model
 from rlhfless_ray.learn.rank_settings import learner_settings
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe import Recipe
@@ -93,10 +94,11 @@ class Peak:
             self._look()
 
 
-def measure_shards(dtype: str, rank: int, port: int, folder: Path) -> None:
+def measure_shards(kind: str, dtype: str, rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    learner = {"zero_stage": 3, "ranks": 2}
-    tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"dtype": dtype}, "learner": learner}
+    tree: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"dtype": dtype}}
+    tree |= {"learner": {"zero_stage": 3, "ranks": 2}}
+    tree |= {"shards": {"ema": {"beta": 0.9}}, "adapters": {"lora": {"rank": 4}}}.get(kind, {})
     settings = learner_settings(Recipe.parse(tree))
     trainer = TrainerRank(replace(settings, rank=rank))
     trainer.join_process_group(("127.0.0.1", port))
@@ -110,28 +112,45 @@ def measure_shards(dtype: str, rank: int, port: int, folder: Path) -> None:
     with Peak():
         pass  # a first thread's stack
     with opening:
-        model = load_model(folder, dtype, False, maps=True)
-        size = sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
-        trainer.open(TokenLogprobs(model), None)
+        if kind == "critic":
+            wrapped: Any = TokenValues(load_critic(folder, dtype, False, "value_head", 0, maps=True))
+        else:
+            wrapped = TokenLogprobs(load_model(folder, dtype, False, maps=True))
+        parameters = sum(p.numel() for p in wrapped.parameters())
+        size = parameters * getattr(torch, dtype).itemsize
+        trainer.open(wrapped, None, "CAUSAL_LM")
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in wrapped.parameters()}
+    found = {"kind": kind, "rank": rank, "dtypes": sorted(dtypes), "opening": opening.most / size}
+    if kind == "shards":
+        found |= measure_files(trainer, dtype, folder, size)
+    sys.stdout.write(json.dumps(found) + "\n")  # in one piece: other ranks write there too
+    sys.stdout.flush()
+
+
+def measure_files(trainer: TrainerRank, dtype: str, folder: Path, size: int) -> dict[str, float]:
     with Peak() as publishing:
         published = trainer.weights()
     for name, tensor in load_file(folder / "model.safetensors").items():
         part, flat = published[name], as_numpy(tensor.to(getattr(torch, dtype))).reshape(-1)
         assert isinstance(part, Part) and part.values.tobytes() == flat[part.start : part.end].tobytes(), name
     own = sum(part.values.nbytes for part in published.values() if isinstance(part, Part))
-    found = {"published": own / size, "opening": opening.most / size, "publishing": publishing.most / size}
-    sys.stdout.write(json.dumps({"rank": rank, **found}) + "\n")  # in one piece: other ranks write there too
-    sys.stdout.flush()
+    found = {"published": own / size, "publishing": publishing.most / size}
+    for name, trained in (("model", False), ("average", True)):
+        with Peak() as writing:
+            files = trainer.model_files(trained=trained)
+        whole = size * (4 // getattr(torch, dtype).itemsize if trained else 1)  # averages are in float32
+        found |= {name: sum(map(len, files.values())) / whole, f"writing {name}": writing.most / whole}
+    return found
 
 
-def start_shards(dtype: str) -> None:
+def start_shards(kind: str, dtype: str) -> None:
     """Run `measure_shards` in two processes."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
         wait(fork(save_model, folder))  # the ranks would use the memory that it leaves behind
-        processes = [fork(measure_shards, dtype, rank, port, Path(folder)) for rank in range(2)]
+        processes = [fork(measure_shards, kind, dtype, rank, port, Path(folder)) for rank in range(2)]
         for process in processes:
             wait(process)
 
@@ -160,7 +179,7 @@ def main(cases: list[str]) -> None:
     gc.freeze()  # or a collection would copy what the processes share
     for case in cases:
         dtype, _, stage = case.partition(":")
-        wait(fork(start_shards, dtype) if stage == "shards" else fork(measure, dtype, int(stage)))
+        wait(fork(measure, dtype, int(stage)) if stage.isdigit() else fork(start_shards, stage, dtype))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def test_changes_that_bfloat16_would_round_away_are_averaged(monkeypatch: pytest
     rank = TrainerRank(learner_settings(Recipe.parse(tree)))
     start = torch.linspace(0.5, 2.0, 64).bfloat16()
     weights = {"w": start}
-    monkeypatch.setattr(rank, "_trained_weights", lambda: weights)
+    monkeypatch.setattr(rank, "_own_layers", weights.items)
     rank._average({})
     wanted, in_bfloat16 = start.double(), start.clone()
     for number in range(1, 21):
@@ -29,6 +29,6 @@ def test_changes_that_bfloat16_would_round_away_are_averaged(monkeypatch: pytest
         rank._average()
         wanted = 0.995 * wanted + 0.005 * weights["w"].double()
         in_bfloat16.lerp_(weights["w"], 0.005)
-    assert rank.average is not None and rank.average["w"].dtype == torch.float32
+    assert rank.average["w"].dtype == torch.float32
     torch.testing.assert_close(rank.average["w"].double(), wanted, rtol=1e-6, atol=0.0)
     assert torch.equal(in_bfloat16, start) and not torch.equal(rank.average["w"].bfloat16(), start), "the average has moved"

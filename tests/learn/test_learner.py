@@ -23,6 +23,7 @@ from rlhfless_ray.learn.kl_estimators import token_kl
 from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.weights.parts import Part
+from rlhfless_ray.weights.shards import shard_name
 
 Weights = dict[str, np.ndarray]
 FLOAT32 = (
@@ -258,8 +259,10 @@ def test_the_average_of_the_weights_is_kept_and_goes_on(cases: Any, stage: int, 
     for done, weights in enumerate(found["weights"], 1):
         average = {name: 0.6 * mean + 0.4 * weights[name] for name, mean in average.items()}
         if done in found["snapshots"]:
-            kept = load_tensors(found["snapshots"][done]["ema.safetensors"])
-            assert kept.keys() == average.keys()
+            shards = {name: load_tensors(content) for name, content in found["snapshots"][done].items() if name.startswith("ema")}
+            assert sorted(shards) == [shard_name("ema", rank, ranks) for rank in range(ranks)]
+            kept = {name: tensor for of_rank in shards.values() for name, tensor in of_rank.items()}
+            assert kept.keys() == average.keys() and len(kept) == sum(map(len, shards.values()))
             assert max(float(np.abs(kept[n].numpy() - average[n]).max()) for n in average) < 1e-6
     if stage == 3:  # a run on one rank at ZeRO 0 that goes on from what two ranks left
         kept = load_tensors(cases.result("averaged/3 of 2 at 0 after 1", 1)["snapshots"][2]["ema.safetensors"])

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,8 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.supervise.examples import Example, Examples
+from rlhfless_ray.weights.model_folder import INDEX, read_files, stored_weights
+from rlhfless_ray.weights.shards import shard_name
 from tests.conftest import ROOT, command_here, environment
 
 DONE_AT_LEAST = 10  # steps before a run is disturbed
@@ -287,24 +291,34 @@ def test_a_model_folder_beside_a_checkpoint_is_whole(tmp_path: Path, adapters: i
     from rlhfless_ray.supervise.train_loop import _Loop
     from rlhfless_ray.weights.tensor_file import save_tensors
 
-    weights = save_tensors({"w": torch.zeros(2, dtype=torch.bfloat16)}, {"format": "pt"})
-    of_adapter = {"adapter_model.safetensors": weights, "adapter_config.json": b'{"r": 4}'}
-    loop: Any = _Loop.__new__(_Loop)
-    loop.rank, loop.recipe = 0, SimpleNamespace(task="sft", lora=SimpleNamespace(rank=adapters))
-    loop.work = SimpleNamespace(
-        trainer=SimpleNamespace(model_files=lambda trained, gathers: of_adapter if trained else {"model.safetensors": weights})
-    )
-    loop.start = SimpleNamespace(others={"config.json": b'{"dtype": "float32"}', "tokenizer.json": b"{}"}, model=tmp_path / "base")
-    loop.start.storage = tmp_path / "checkpoints" / "run"
-    loop._fetch, loop._span = lambda files, _: files, lambda *_: None
-    loop._save_folder(7)
+    def loop_of(rank: int) -> Any:
+        weights = save_tensors({f"layer.{rank}": torch.zeros(2, dtype=torch.bfloat16)}, {"format": "pt"})
+        adapter = {} if rank else {"adapter_model.safetensors": weights, "adapter_config.json": b'{"r": 4}'}
+        loop: Any = _Loop.__new__(_Loop)
+        loop.rank, loop.recipe = rank, SimpleNamespace(task="sft", lora=SimpleNamespace(rank=adapters))
+        files = {shard_name("model", rank, 2): weights}
+        loop.work = SimpleNamespace(trainer=SimpleNamespace(model_files=lambda trained: adapter if trained else files))
+        loop.start = SimpleNamespace(others={"config.json": b'{"dtype": "float32"}', "tokenizer.json": b"{}"}, model=tmp_path / "base")
+        loop.start.storage = tmp_path / "checkpoints" / "run"
+        loop._fetch, loop._span = lambda files, _: files, lambda *_: None
+        return loop
+
+    ranks = [loop_of(0), loop_of(1)]
+    together = Barrier(2)
+    ranks[0]._sum = ranks[1]._sum = lambda number: 0.0 * together.wait(60)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda loop: loop._save_folder(7), ranks))
     folder = tmp_path / "checkpoints" / "global_step7_hf"
-    own = sorted(of_adapter) if adapters else ["model.safetensors"]
+    own = (
+        ["adapter_model.safetensors", "adapter_config.json"] if adapters else [INDEX, *(shard_name("model", rank, 2) for rank in range(2))]
+    )
     assert sorted(os.listdir(folder)) == sorted([*own, "config.json", "tokenizer.json"])
+    assert os.listdir(folder.parent) == [folder.name]
     if adapters:
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config == {"r": 4, "base_model_name_or_path": str(tmp_path / "base")}
     else:
+        assert dict(stored_weights(read_files(folder))).keys() == {"layer.0", "layer.1"}
         assert json.loads((folder / "config.json").read_text()) == {"dtype": "bfloat16"}
 
 
