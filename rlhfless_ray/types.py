@@ -7,6 +7,7 @@ Arrays are numpy; nothing here imports ray, torch or vllm.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +204,11 @@ class WeightVersion:
     copies: tuple[Any, ...] = ()  # shards on the driver's node, which survive the loss of `nodes`
     digests: Any = None  # ray.ObjectRef of {name: digest}, by which a receiver names a damaged tensor
     base: Any = None  # ray.ObjectRef of the files of the model that the weights adapt, or of where to map them; None: they are whole
+    others: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # {node id: all shards once more, for receivers on this node}
+
+    def shards_for(self, node: str) -> tuple[Any, ...]:
+        """Return the shards that a receiver on this node pulls."""
+        return self.others.get(node, self.shards)
 
 
 @dataclass

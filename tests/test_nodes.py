@@ -6,19 +6,26 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes, node_slots
 from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.runtime.pool_maker import prices
+from rlhfless_ray.weights.checksum import checksum, digests
+from rlhfless_ray.weights.parts import Assembled
 from tests.conftest import samples, small_recipe, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -115,6 +122,43 @@ def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_p
     assert_same(run, uninterrupted, last.number)
     nodes.add_node(num_cpus=1, object_store_memory=256 * 2**20)
     nodes.wait_for_nodes(timeout=120)
+
+
+def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nodes):
+    """Before, each rank published some layers, and every node pulled the others."""
+    layers = {f"layer.{number}": np.full(2**18, number, np.float32) for number in range(4)}
+
+    class Rank:
+        def weights(self, place: int, count: int) -> Any:
+            own = {name: array for number, (name, array) in enumerate(layers.items()) if number % count == place}
+            return own, (digests(own), [])
+
+    def load(*shards: Any) -> int:
+        return checksum(Assembled(shards))
+
+    here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())
+    on = {node: {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} for node in (here, there)}
+    group = WorkerGroup(SimpleNamespace(ledger=Ledger("cpu", 1.0)), 3, Recipe.parse(small_recipe(".")).learner, SimpleNamespace())  # type: ignore[arg-type]
+    actors = [ray.remote(Rank).options(**on[node]).remote() for node in (here, there, there)]
+    group.by_rank = [
+        SimpleNamespace(actor=actor, slot=Slot(node, 0), leases=[])  # type: ignore[misc]
+        for actor, node in zip(actors, (here, there, there), strict=True)
+    ]
+
+    def traffic_of(*receivers: str) -> tuple[float, float]:
+        version = group.publish(1)
+        loaded = [ray.remote(load).options(**on[node]).remote(*version.shards_for(node)) for node in receivers]
+        assert ray.get(loaded, timeout=60) == [version.checksum] * len(receivers)
+        traffic = WeightTraffic()
+        traffic.loaded(1, receivers)
+        found = traffic.metrics(version, {instance.slot.node for instance in group.by_rank})
+        return found["weights/pulled_mb"], found["weights/least_mb"]
+
+    group.holds_all = True
+    assert traffic_of(here, there) == (0.0, 0.0)
+    del group.by_rank[1:]
+    pulled, least = traffic_of(here, there)
+    assert pulled == least > 4.1, "the node without a rank pulls each layer once"
 
 
 def worker_class() -> type:

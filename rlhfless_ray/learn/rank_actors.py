@@ -132,7 +132,8 @@ class LearnerActor(RankActor):
 
     def build(self, files: Source, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         built = super().build(files, rendezvous, threads, state)
-        return {**built, "reads_published": self.rank.trainer.reads_published}
+        trainer = self.rank.trainer
+        return {**built, "reads_published": trainer.reads_published, "holds_all": trainer.holds_all}
 
     def warm_start(self, files: Files, recipe: Recipe, threads: int) -> tuple[Files, list[Span]]:
         from rlhfless_ray.learn.warm_start import warm_start
@@ -150,14 +151,14 @@ class LearnerActor(RankActor):
         logprobs, spans = timed(lambda: self.rank.agreement(share, temperature, top_p, noisy), "work", "check agreement", threads)
         return {"agreement": logprobs}, share.spans, spans
 
-    def weights(self) -> tuple[Shard, tuple[dict[str, int], list[Span]]]:
-        """Return this rank's shard of the weights, and a digest of each piece with the spans.
+    def weights(self, *share: int) -> tuple[Shard, tuple[dict[str, int], list[Span]]]:
+        """Return this rank's shard of the weights, and a digest of each piece with the spans. `share`: see `TrainerRank.weights`.
 
         These are two return values of the Ray call. The shard stays in this node's object store until engines pull it.
         """
         from rlhfless_ray.weights.checksum import digests
 
-        weights, spans = timed(self.rank.trainer.weights, "transfer", "publish weights")
+        weights, spans = timed(lambda: self.rank.trainer.weights(*share), "transfer", "publish weights")
         return weights, (digests(weights), spans)
 
     def read_published(self, *shards: Shard) -> None:

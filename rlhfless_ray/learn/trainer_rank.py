@@ -306,20 +306,32 @@ class TrainerRank:
         """Yield (name in the model, tensor) of this rank's share of what a checkpoint has. Every rank must read all."""
         return whole_weights(self.engine, self.stage, whole_layers(self._stored(), self.ranks), self.slices)
 
-    def weights(self) -> dict[str, np.ndarray | Part]:
+    @property
+    def holds_all(self) -> bool:
+        """Whether each rank holds the whole model, so that some of them can publish all of it."""
+        return self.stage < 3 and self.section.tensor_parallel == 1
+
+    def weights(self, place: int | None = None, count: int | None = None) -> dict[str, np.ndarray | Part]:
         """Return this rank's shard of the weights that engines get, by their names in a file (see `saved_state`). Every rank must call it.
 
         With ZeRO 3 it is the part of each tensor that the rank holds. Otherwise, and where tensors are computed from several or have
-        another form in files, layers are shared out among the ranks. With `lora.publish: adapter` rank 0 returns the adapter's weights.
+        another form in files, layers are shared out among the ranks. With `lora.publish: adapter` the first one returns the adapter.
+
+        Args:
+            place: this rank's number among those that share out the layers, if these are not all ranks; needs `holds_all`.
+            count: number of these ranks.
         """
+        place, count = (self.rank, self.ranks) if place is None or count is None else (place, count)
+        first = self.rank - place  # ranks count from here on
         if self.lora is not None and self.settings.lora.publish == "adapter":
-            own = self._trained_weights()
-            return {} if self.rank else {saved_name(k): as_numpy(v) for k, v in own.items()}
+            own = self._weights_of(dict.fromkeys(self._stored(), first))
+            return {} if place else {saved_name(k): as_numpy(v) for k, v in own.items()}
         parts: dict[str, np.ndarray | Part] = {}
         if self.stage == 3 and self.lora is None:
             whole = self._unconverted()
             parts = {name: part for name, part in held_weights(self.engine).items() if name in whole}
-        found = self._merged(whole_layers({name: size for name, size in self._sizes().items() if name not in parts}, self.ranks))
+        owner = whole_layers({name: size for name, size in self._sizes().items() if name not in parts}, count)
+        found = self._merged({name: first + number for name, number in owner.items()})
         if self.reads_published:  # the other ranks' weights are the same
             self.as_published = self._unconverted()
         return {**parts, **{name: as_numpy(tensor) for name, tensor in found.items()}}

@@ -30,7 +30,7 @@ from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
 from rlhfless_ray.learn.shares import Cutter, joined
 from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
-from rlhfless_ray.weights.checksum import combined
+from rlhfless_ray.weights.checksum import combined, listed
 from rlhfless_ray.weights.model_folder import missing_index, read_content
 from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles, receive
 from rlhfless_ray.weights.tensor_file import Files, write_file
@@ -82,6 +82,7 @@ class WorkerGroup:
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.update_s = 0.0  # seconds of the slowest rank's work in the last update
         self.requested_weights: list[list[Any]] = []  # (weights, digests) of each rank, requested together with the last update
+        self.holds_all = False  # each rank holds the whole model
         self.reads_published = False  # the ranks read weights from shared memory between updates, see `TrainerRank.read_published`
         self.reading_published: list[Any] = []  # references of the pending `read_published` calls
 
@@ -258,7 +259,7 @@ class WorkerGroup:
         opened = self._wait_for(refs, f"the {self.name} to load its model")
         self._record_spans(one["spans"] for one in opened)
         self.cutter = opened[0]["cutter"]
-        self.reads_published = opened[0].get("reads_published", False)
+        self.reads_published, self.holds_all = (opened[0].get(name, False) for name in ("reads_published", "holds_all"))
         if self.cutter.sharing is not None and (obstacle := self.cutter.sharing.obstacle):
             self.recovery.say(f"the {self.name} computes a copy of the prompt for each response: {obstacle}")
         for instance, one in zip(self.by_rank, opened, strict=True):
@@ -415,8 +416,9 @@ class WorkerGroup:
     def publish(self, version: int) -> WeightVersion:
         """Publish the current weights as a version that engines can pull.
 
-        Each rank's shard stays in the object store of its node. Of shards on other nodes than the driver's, copies are made there in
-        the background.
+        Each rank's shard stays in the object store of its node. Where each rank holds the whole model, the ranks of every node publish all
+        of it, so that no node pulls what one of its ranks holds. If no rank is on the driver's node, copies of the shards are made there in
+        the background, or else of those on other nodes.
         """
         shards: list[Any] = []
 
@@ -431,18 +433,34 @@ class WorkerGroup:
         total, digests, full = told[0], None, [0]
         if isinstance(total, dict):
             digest_of = {name: digest for of_rank in told for name, digest in of_rank.items()}
+            differing = {name for of_rank in told for name, digest in of_rank.items() if digest_of[name] != digest}
+            if differing:
+                raise RunError(f"ranks of the learner hold different weights: {listed(sorted(differing))}; continue with --resume")
             total, digests, full = combined(digest_of), ray.put(digest_of), [rank for rank, of_rank in enumerate(told) if of_rank]
         held = [(shards[rank], self.by_rank[rank].slot.node) for rank in full]
+        by_node = {node: tuple(shard for shard, where in held if where == node) for _, node in held}
         if self.reads_published:
-            by_node = {node: [shard for shard, where in held if where == node] for _, node in held}
             self.reading_published = [i.actor.read_published.remote(*by_node.get(i.slot.node, ())) for i in self.by_rank]
+        others: dict[str, tuple[Any, ...]] = {}
+        if self.holds_all:
+            here = ray.get_runtime_context().get_node_id()
+            first = here if here in by_node else held[0][1]
+            others = {node: of_node for node, of_node in by_node.items() if node != first}
+            held = [(shard, first) for shard in by_node[first]]
         copied = [copy_to_driver_node(shard, node) for shard, node in held]
         nodes = tuple(node if there else "" for (_, node), (_, there) in zip(held, copied, strict=True))
         copies = tuple(copy for copy, _ in copied) if any(nodes) else ()
-        return WeightVersion(version, tuple(shard for shard, _ in held), total, nodes, copies, digests, self.base)
+        return WeightVersion(version, tuple(shard for shard, _ in held), total, nodes, copies, digests, self.base, others)
 
     def _weights(self) -> list[list[Any]]:
-        return [i.actor.weights.options(num_returns=2).remote() for i in self.by_rank]
+        return [i.actor.weights.options(num_returns=2).remote(*self._share(i)) for i in self.by_rank]
+
+    def _share(self, instance: Instance) -> tuple[int, ...]:
+        """Return the rank's share of a published version, see `TrainerRank.weights`."""
+        if not self.holds_all:
+            return ()
+        on_node = [other for other in self.by_rank if other.slot.node == instance.slot.node]
+        return on_node.index(instance), len(on_node)
 
     def wait_for_copy(self, weights: WeightVersion) -> WeightVersion:
         """Return the version once its copy is on the driver's node, so that engines can load it even if its node is lost.

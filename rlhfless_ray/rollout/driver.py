@@ -278,7 +278,7 @@ class RolloutDriver:
         self.reloaded.add(call.number)
         self.calls.send_command(call, EngineCommand(cut=tuple(call.assigned), what="start over with the step's weights"))
         instance.version = None
-        fetch_into(instance, replace(self.weights, shards=copies))
+        fetch_into(instance, replace(self.weights, shards=copies, others={}))
         self.resend(call.number)
         return True
 

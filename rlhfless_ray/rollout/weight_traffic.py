@@ -25,13 +25,18 @@ class WeightTraffic:
 
     def metrics(self, weights: WeightVersion, complete_nodes: set[str]) -> dict[str, float]:
         """Return metrics of the version's transfers so far. `complete_nodes`: see `least_bytes`."""
-        places, here = get_local_object_locations(list(weights.shards)), ray.get_runtime_context().get_node_id()
-        pulled, held = 0, list[tuple[str, int]]()
-        for number, shard in enumerate(weights.shards):
-            place, home = places.get(shard, {}), (weights.nodes[number] if weights.nodes else "") or here
-            held.append((home, place.get("object_size") or 0))
+        here, receivers = ray.get_runtime_context().get_node_id(), self._nodes - weights.others.keys()
+        homes = [node or here for node in weights.nodes or [""] * len(weights.shards)]
+        shards = [(shard, home, receivers) for shard, home in zip(weights.shards, homes, strict=True)]
+        shards += [(shard, node, set()) for node, of_node in weights.others.items() for shard in of_node]
+        places = get_local_object_locations([shard for shard, *_ in shards])
+        pulled, sizes = 0, list[int]()
+        for shard, home, loaded in shards:
+            place = places.get(shard, {})
+            sizes.append(place.get("object_size") or 0)
             # Ray's records of copies lag behind. Engines that loaded the version certainly have one.
-            pulled += held[-1][1] * len(({*place.get("node_ids", ())} | self._nodes) - {home})
+            pulled += sizes[-1] * len(({*place.get("node_ids", ())} | loaded) - {home})
+        held = list(zip(homes, sizes, strict=False))  # the others hold the same
         return {"weights/pulled_mb": pulled / 1e6, "weights/least_mb": least_bytes(held, self._nodes, complete_nodes) / 1e6}
 
 

@@ -323,6 +323,14 @@ def test_the_driver_writes_the_index_of_what_several_ranks_wrote(tmp_path: Path)
     assert dict(stored_weights(read_files(tmp_path))).keys() == {"layer.0", "layer.1"}
 
 
+def test_the_files_of_the_model_stay_with_their_ranks() -> None:
+    worker_group = gang_on(Cluster("cpu", {"here": [0, 1]}), Slot("here", 0), Slot("here", 1))
+    for rank, instance in enumerate(worker_group.by_rank):
+        call = SimpleNamespace(remote=lambda rank=rank: (f"files of {rank}", lambda: []))
+        instance.actor.model = SimpleNamespace(options=lambda num_returns, call=call: call)
+    assert worker_group.model() == ["files of 0", "files of 1"]
+
+
 def test_parked_ranks_that_are_lost_while_they_write_the_model_are_parked_again(monkeypatch, tmp_path):
     """The rollout of the next step may need every slot."""
     cluster = Cluster("cpu", {"here": [0]})
