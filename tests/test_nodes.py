@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes, node_slots
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
@@ -124,7 +125,7 @@ def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_p
     nodes.wait_for_nodes(timeout=120)
 
 
-def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nodes):
+def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nodes, tmp_path):
     """Before, each rank published some layers, and every node pulled the others."""
     layers = {f"layer.{number}": np.full(2**18, number, np.float32) for number in range(4)}
 
@@ -138,7 +139,8 @@ def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nod
 
     here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())
     on = {node: {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} for node in (here, there)}
-    group = WorkerGroup(SimpleNamespace(ledger=Ledger("cpu", 1.0)), 3, Recipe.parse(small_recipe(".")).learner, SimpleNamespace())  # type: ignore[arg-type]
+    pool: Any = SimpleNamespace(ledger=Ledger("cpu", 1.0), leases=SimpleNamespace(resource="cpu"))
+    group = WorkerGroup(pool, 3, Recipe.parse(small_recipe(tmp_path)).learner, SlotBroker(pool.leases))
     actors = [ray.remote(Rank).options(**on[node]).remote() for node in (here, there, there)]
     group.by_rank = [
         SimpleNamespace(actor=actor, slot=Slot(node, 0), leases=[])  # type: ignore[misc]

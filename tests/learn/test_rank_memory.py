@@ -53,9 +53,9 @@ def test_no_rank_of_zero_3_holds_the_whole_model(warm_processes: None) -> None:
     ranks = run("bfloat16:shards", "float32:shards", "float32:critic", "float32:adapters")
     assert sorted(told["rank"] for told in ranks) == [0] * 4 + [1] * 4
     for told in ranks:
-        assert told["opening"] < 0.95, told
+        assert told["opening"] < 0.8, told
         if told["kind"] == "shards":
-            assert told["publishing"] < 0.1 and told["writing model"] < 0.7 and told["writing average"] < 0.1, told
+            assert told["publishing"] < 0.1 and told["writing model"] < 0.9 and told["writing average"] < 0.1, told
             assert [told[what] for what in ("published", "model", "average")] == pytest.approx([0.5] * 3, abs=0.07), told
         else:
             assert told["dtypes"] == ["float32"], told
