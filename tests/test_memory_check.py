@@ -309,7 +309,8 @@ def test_a_local_machine_tells_its_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: 7 if gpu else 5)
     plain = Recipe.parse(small_recipe(tmp_path))
     cores = Recipe.parse(small_recipe(tmp_path, functions__slot="cpu", cluster__cpus=3))
-    assert sizes.local_room(plain) == Room("gpu", 2, 7, 7) and sizes.local_room(cores) == Room("cpu", 3, 5, 5, has_driver=True)
+    assert sizes.local_room(plain) == Room("gpu", 2, 7, 7, host_bytes=5)
+    assert sizes.local_room(cores) == Room("cpu", 3, 5, 5, has_driver=True)
 
 
 def test_a_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):

@@ -150,6 +150,19 @@ def test_a_gpu_gets_offload_where_it_is_auto(tmp_path):
         fitted(H100, unsharded)
 
 
+def test_the_state_of_parked_ranks_is_predicted_in_the_memory_beside_gpus(tmp_path):
+    """In bfloat16 at ZeRO 1 each of four ranks takes its weights along, and together they take 12 bytes a parameter of optimizer state."""
+    wanted = recipe(folder(tmp_path / "7b", QWEN_7B), learner={"ranks": 4})
+    found = {size: fitted(replace(H100, host_bytes=int(size * 1e9)), wanted) for size in (200, 128)}
+    for one in found.values():
+        need = next(need for need in one.needs if need.on_host)
+        assert need.parts == (("in the learner", pytest.approx((4 * 2 + 12) * 7.6156e9, rel=0.01)),)
+        assert "engines" not in one.predicted_mb and one.step_mb(engines=2) == {}
+    assert found[200].note == ""
+    said = "the memory may not be enough: policy.path: parked ranks need about 152.3 GB of host memory, and this machine has 128.0 GB"
+    assert found[128].note == said
+
+
 def test_a_billion_and_a_half_with_adapters_fit_a_laptop(tmp_path):
     wanted = recipe(folder(tmp_path / "15b", QWEN_15B), learner={"zero_stage": 1}, lora={"rank": 16}, rollout={"max_tokens": 128})
     found = fitted(LAPTOP, wanted)

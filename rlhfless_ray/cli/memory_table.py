@@ -60,7 +60,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
 
 
 def _row(need: Need) -> dict[str, Any]:
-    return {"what": need.who, "one_process": need.alone, "bytes": need.bytes, "parts": dict(need.parts)}
+    return {"what": need.who, "one_process": need.alone, "on_host": need.on_host, "bytes": need.bytes, "parts": dict(need.parts)}
 
 
 def _print_table(title: str, column: str, needs: list[Need]) -> None:
@@ -73,8 +73,9 @@ def _print_table(title: str, column: str, needs: list[Need]) -> None:
     table.add_column("")
     table.add_column(column, justify="right")
     table.add_column("parts")
-    for alone, heading in ((True, "one process"), (False, "at the same time")):
-        chosen = [need for need in needs if need.alone == alone]
+    kinds = (((True, False), "one process"), ((False, False), "at the same time"), ((True, True), "in host memory"))
+    for kind, heading in kinds:
+        chosen = [need for need in needs if (need.alone, need.on_host) == kind]
         if chosen:
             table.add_row(f"[bold]{heading}")
         for need in chosen:

@@ -20,7 +20,7 @@ from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, import_muon, lo
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
-from rlhfless_ray.learn.offload import leave_device, return_to_device
+from rlhfless_ray.learn.offload import HostBuffers, leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import (
     held_moments,
     held_weights,
@@ -72,6 +72,7 @@ class TrainerRank:
         self.linked = False  # whether ZeRO 1 and 2 know the moments of all parameters
         self.as_published: set[str] = set()  # names of weights that were published unchanged under the same name
         self.is_parked = False  # whether the state is parked in the GPU's host memory
+        self.host_buffers = HostBuffers() if self.device.type == "cuda" else None  # for it
         self.parked_state: dict[str, Any] = {}  # `_state` while parked, if it needs collectives on the devices
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -450,7 +451,7 @@ class TrainerRank:
         start = time.time()
         if self.stage == 3 or self.slices is not None:
             self.parked_state = self._state()
-        leave_device(self.engine, self.stage, self.hosted)
+        leave_device(self.engine, self.stage, self.hosted, self.host_buffers)
         self.is_parked = True
         gc.collect()
         if self.device.type == "cuda":

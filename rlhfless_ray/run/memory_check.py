@@ -39,7 +39,7 @@ class Room:
     """The available memory.
 
     `bytes`: of the largest GPU, or of the largest node if slots are cores; None if unknown. `total_bytes`: of all such nodes.
-    `has_driver`: the driver is on the only node.
+    `has_driver`: the driver is on the only node. `host_bytes`: host memory beside the GPUs of the only node; None if unknown.
     """
 
     resource: str
@@ -47,9 +47,12 @@ class Room:
     bytes: int | None
     total_bytes: int | None = None
     has_driver: bool = False
+    host_bytes: int | None = None
 
     def holds(self, need: Need, used_share: float = 1.0) -> bool:
         """Return whether the memory holds this need. `used_share`: share of the memory that may be used."""
+        if need.on_host:
+            return self.host_bytes is None or need.bytes <= self.host_bytes
         if self.bytes is None:
             return True
         there = self.bytes * need.share if need.alone or self.resource == GPU else self.total_bytes or self.bytes
@@ -103,6 +106,8 @@ def _with_fitting_width(recipe: Recipe, models: dict[str, Model], room: Room, le
 
 
 def sentence(need: Need, room: Room) -> str:
+    if need.on_host:
+        return f"{need.who} need {need} of host memory, and this machine has {gb(room.host_bytes or 0)}"
     assert room.bytes is not None
     if room.resource == GPU:
         part = f", of which {gb(room.bytes * need.share)} may be used (rollout.gpu_memory_share={need.share:g})" if need.share < 1 else ""
@@ -203,7 +208,7 @@ def local_room(recipe: Recipe | SupervisedRecipe, resource: str | None = None) -
     gpu = resource == GPU if resource else bool(gpus) and recipe.functions.slot != CPU
     slots = gpus if gpu else recipe.cluster.cpus or len(os.sched_getaffinity(0))
     there = memory_bytes(gpu)
-    return Room(GPU if gpu else CPU, slots, there, there, has_driver=not gpu)
+    return Room(GPU if gpu else CPU, slots, there, there, has_driver=not gpu, host_bytes=memory_bytes(False) if gpu else None)
 
 
 def ray_room(resource: str, slots: int) -> Room:

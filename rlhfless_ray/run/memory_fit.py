@@ -87,7 +87,7 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
     Settings that are `auto` count as their defaults. Rewards are part of the driver's figure.
     """
     on_gpu, width, policy = room.resource == GPU, memory.VALUE_BYTES[recipe.policy.dtype], models["policy"]
-    needs, idle, updates = [], {}, {}
+    needs, idle, updates, parked = [], {}, {}, []
     for group in training_groups(recipe, models, lengths):
         name, ranks = group.name, group.ranks
         parts = peak_memory.trainer_parts(
@@ -100,10 +100,11 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
             on_gpu=on_gpu,
         )
         needs.append(Need(f"a {name} rank", group.model.key, parts, True, predicted=True, function=name, processes=ranks, of_update=True))
+        parked.append((f"in the {name}", ranks * group.rank.idle))
         in_store = 0 if on_gpu else _bytes_in_store(group)
         idle[name], updates[name] = ranks * (group.rank.idle + peak_memory.LEARNER_BYTES) - in_store, (needs[-1], in_store)
     if on_gpu:
-        return needs
+        return [*needs, Need("parked ranks", policy.key, tuple(parked), True, predicted=True, on_host=True)] if parked else needs
     members, drafter = recipe.rollout.least_width, models.get("drafter")
     drafter_bytes = drafter.parameters * width if drafter else 0
     engine = peak_memory.engine_parts(policy.parameters, width, recipe.rollout.kv_cache_mb * 2**20, members, drafter_bytes)
@@ -186,7 +187,7 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     needs = predicted_needs(whole, models, lengths, room)
     too_large = room.first_without_room(_of_updates(needs), peak_memory.USED_SHARE)
     if too_large is None:
-        return Fit(whole, needs)
+        return Fit(whole, needs, note=_host_note(needs, room))
     assert room.bytes is not None
     there = room.bytes if too_large.alone else room.total_bytes or room.bytes
     budget = f"{peak_memory.USED_SHARE:.0%} of {gb(there)}"
@@ -194,7 +195,7 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
 
     def fitted(changed: Recipe, needs: list[Need]) -> Fit:
         others = [key for key in auto if getattr(changed.learner, key) != getattr(whole.learner, key)]
-        return Fit(changed, needs, f"{_settings(changed, others)} ({reason})" if others else "")
+        return Fit(changed, needs, f"{_settings(changed, others)} ({reason})" if others else "", _host_note(needs, room))
 
     tried = list(_tried(recipe, models, lengths, room, auto))
     for changed, needs in tried:
@@ -210,6 +211,12 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     if set(auto) - {"overlap"}:
         raise DoesNotFit(problem)
     return replace(fitted(changed, needs), note=f"the memory may not be enough: {problem}")
+
+
+def _host_note(needs: list[Need], room: Room) -> str:
+    """Return a message if the state of parked ranks is larger than the host memory beside their GPUs."""
+    short = room.first_without_room(need for need in needs if need.on_host)
+    return f"the memory may not be enough: {short.key}: {sentence(short, room)}" if short else ""
 
 
 def _fits(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> bool:

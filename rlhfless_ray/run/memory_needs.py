@@ -104,6 +104,7 @@ class Need:
         predicted: whether this is an estimate of the peak instead of a lower bound; `function` and `processes` name its function and
             the number of its processes.
         of_update: whether the settings of an update change it.
+        on_host: whether it is host memory beside GPUs.
     """
 
     who: str
@@ -116,6 +117,7 @@ class Need:
     function: str = ""
     processes: int = 1
     of_update: bool = False
+    on_host: bool = False
 
     @property
     def bytes(self) -> int:
