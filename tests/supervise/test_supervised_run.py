@@ -95,9 +95,9 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def weights(run: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
+    from rlhfless_ray.weights.tensor_file import as_numpy
 
-    return load_file(run / "model" / "model.safetensors")
+    return {name: as_numpy(tensor) for name, tensor in stored_weights(read_files(run / "model"))}  # each rank has written a file
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
