@@ -372,7 +372,7 @@ def test_evaluations_need_rows() -> None:
     """OpenRLHF's launcher asks for them without any, and has none then."""
     tree: dict[str, Any] = {"task": "sft", "policy": {"path": "x"}, "data": {"path": "a"}, "run": {"name": "a"}}
     for asked in ({"each_epoch": True}, {"every_steps": 3}):
-        with pytest.raises(UserError, match=rf"evaluate.{[*asked][0]}: there are no rows to evaluate on; set evaluate.rows, evaluate.path"):
+        with pytest.raises(UserError, match="there are no rows to evaluate on; set evaluate"):
             SupervisedRecipe.parse({**tree, "evaluate": asked})
         SupervisedRecipe.parse({**tree, "evaluate": {**asked, "train_share": 0.1}})
         SupervisedRecipe.parse({**tree, "data": {"path": "a", "contract": "openrlhf"}, "evaluate": asked})
