@@ -7,11 +7,10 @@ drafted tokens before it were kept. A draft therefore changes the time of a step
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +41,7 @@ GAIN_RATE = 0.02  # weight of a look-up in the mean of what look-ups save
 OPTIMISM = 1.0  # standard deviations by which unknown acceptance rates are taken to be better, while the balance pays for trials
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """Drafted tokens of one sequence. `estimates`: the source's probability of each, given those before. `match`: tokens of the
     sequence that the source has seen before these. `source`: index into `SOURCES`."""
 
@@ -67,19 +65,31 @@ class Acceptance:
     """
 
     SHAPE = (len(SOURCES), len(MATCH_EDGES) + 1, len(POSITION_EDGES) + 1, ESTIMATE_BUCKETS)
-    POSITIONS = np.searchsorted(POSITION_EDGES, np.arange(MOST_TOKENS), side="right")
+    COLUMNS = np.arange(MOST_TOKENS)
+    POSITIONS = ESTIMATE_BUCKETS * np.searchsorted(POSITION_EDGES, COLUMNS, side="right")  # first cell of each position
+    # The first cell of each source and match length, (sources, match lengths). Longer matches share the last one.
+    FIRST_CELLS = np.arange(math.prod(SHAPE)).reshape(SHAPE)[
+        :, np.searchsorted(MATCH_EDGES, np.arange(MATCH_EDGES[-1] + 1), side="right"), 0, 0
+    ]
 
     def __init__(self) -> None:
         size = int(np.prod(self.SHAPE))
         self.tried, self.accepted = np.zeros(size), np.zeros(size)
         self.news: list[News] = []  # since the last `take_news`
+        self.seen: tuple[Sequence[Draft], np.ndarray] = (), np.zeros((0, 0), int)  # drafts of the last `survival`, and their cells
 
     def survival(self, drafts: Sequence[Draft], deviations: float = 0.0) -> np.ndarray:
         """Return (drafts, MOST_TOKENS) the probability that a token and all before it are accepted, 0 behind a draft's end.
 
         deviations: standard deviations of the distribution that are added to its mean.
         """
+        found = self.survival_to_longest(drafts, deviations)
+        return np.pad(found, ((0, 0), (0, MOST_TOKENS - found.shape[1])))
+
+    def survival_to_longest(self, drafts: Sequence[Draft], deviations: float = 0.0) -> np.ndarray:
+        """Return `survival` without the columns behind the longest draft's end."""
         cells, estimates = self._cells_of(drafts)
+        self.seen = tuple(drafts), cells
         weight = PRIOR_WEIGHT + self.tried[cells]
         chance = (PRIOR_WEIGHT * estimates + self.accepted[cells]) / weight
         if deviations:
@@ -93,11 +103,11 @@ class Acceptance:
         """
         if not drafts:
             return
-        hits = np.array(accepted, int)
-        tried = np.minimum(hits + 1, drafted)
-        column = np.arange(MOST_TOKENS)
-        cells = self._cells_of(drafts)[0][column < tried[:, None]]
-        news = cells, (column < hits[:, None])[column < tried[:, None]]
+        hits = np.array(accepted, int)[:, None]
+        cells = self._seen_cells(drafts)
+        columns = self.COLUMNS[: cells.shape[1]]
+        tried = columns < np.minimum(hits + 1, np.array(drafted, int)[:, None])
+        news = cells[tried], (columns < hits)[tried]
         self._add(*news)
         self.news.append(news)
 
@@ -124,31 +134,35 @@ class Acceptance:
         for cells, hits in news:
             self._add(cells, hits)
 
+    def _seen_cells(self, drafts: Sequence[Draft]) -> np.ndarray:
+        """Return the cells of the drafts' tokens. Those of drafts that `survival` saw last are known."""
+        seen, cells = self.seen
+        rows = {id(draft): row for row, draft in enumerate(seen)}
+        found = [rows.get(id(draft)) for draft in drafts]
+        return self._cells_of(drafts)[0] if None in found else cells[found]
+
     def _cells_of(self, drafts: Sequence[Draft]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (drafts, MOST_TOKENS) the cell of each token, and its estimate, 0 behind a draft's end."""
-        counts = np.array([len(draft.tokens) for draft in drafts], int)
-        estimates = np.zeros((len(drafts), MOST_TOKENS))
-        estimates[np.arange(MOST_TOKENS) < counts[:, None]] = np.fromiter(
-            itertools.chain.from_iterable(draft.estimates for draft in drafts), float, counts.sum()
-        )
-        match = np.searchsorted(MATCH_EDGES, [draft.match for draft in drafts], side="right")[:, None]
-        source = np.array([draft.source for draft in drafts], int)[:, None]
+        """Return (drafts, tokens of the longest) the cell of each token, and its estimate, 0 behind a draft's end."""
+        if not drafts:
+            return np.zeros((0, 0), int), np.zeros((0, 0))
+        tokens, estimates_of, matches, sources = zip(*drafts, strict=True)
+        counts = np.fromiter(map(len, tokens), int, len(drafts))
+        columns = self.COLUMNS[: counts.max()]
+        estimates = np.zeros((len(drafts), len(columns)))
+        estimates[columns < counts[:, None]] = np.fromiter(itertools.chain.from_iterable(estimates_of), float, counts.sum())
+        first = self.FIRST_CELLS[np.array(sources), np.minimum(matches, MATCH_EDGES[-1])]
         bucket = np.minimum((estimates * ESTIMATE_BUCKETS).astype(int), ESTIMATE_BUCKETS - 1)
-        return ((source * self.SHAPE[1] + match) * self.SHAPE[2] + self.POSITIONS) * ESTIMATE_BUCKETS + bucket, estimates
+        return first[:, None] + self.POSITIONS[: len(columns)] + bucket, estimates
 
 
 def choose_lengths(
-    survivals: np.ndarray,
-    step_s: float,
-    verify_s: Callable[[np.ndarray], np.ndarray],
-    overhead_s: float = 0.0,
-    sequences: int | None = None,
+    survivals: np.ndarray, step_s: float, verify_s: np.ndarray, overhead_s: float = 0.0, sequences: int | None = None
 ) -> list[int]:
     """Return how many tokens of each draft to verify, for the most tokens per second.
 
     survivals: (drafts, tokens), the probabilities of `Acceptance.survival`, which do not increase along a row. step_s: seconds of the
-    step without drafts. verify_s: numbers of drafted tokens (n,) → seconds that so many add. overhead_s: seconds that verifying at all
-    adds. sequences: of the step, if some have no draft.
+    step without drafts. verify_s: seconds that 1, 2, … drafted tokens add, as many as there are. A further token never adds less than
+    the one before. overhead_s: seconds that verifying at all adds. sequences: of the step, if some have no draft.
 
     The expected tokens of a step are its sequences and the sum of the survivals that are chosen. The k greatest survivals are the
     best k tokens, and they are prefixes of the drafts, so the search over k is exact. Of equal rates the smallest k is taken.
@@ -156,14 +170,18 @@ def choose_lengths(
     rows, width = survivals.shape
     sequences = rows if sequences is None else sequences
     flat = survivals.ravel()
-    order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
+    rate = sequences / step_s  # without drafts
+    # A token that brings less than this rate for the least that it adds is not among the best.
+    order = np.flatnonzero(flat > rate * verify_s[0] * (1 - 1e-9) if len(verify_s) else flat)
     if not len(order):
         return [0] * rows
-    rates = (sequences + np.cumsum(flat[order])) / (step_s + overhead_s + verify_s(np.arange(1, len(order) + 1)))
+    found = flat[order]
+    best_first = np.argsort(-found, kind="stable")
+    rates = (sequences + np.cumsum(found[best_first])) / (step_s + overhead_s + verify_s[: len(order)])
     best = int(np.argmax(rates))
-    if rates[best] <= sequences / step_s:
+    if rates[best] <= rate:
         return [0] * rows
-    return np.bincount(order[: best + 1] // width, minlength=rows).tolist()
+    return np.bincount(order[best_first[: best + 1]] // width, minlength=rows).tolist()
 
 
 class StepTimes:
@@ -182,11 +200,22 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.steps: tuple[deque[tuple[float, ...]], ...] = (deque(maxlen=self.KEPT), deque(maxlen=self.KEPT))
-        self.terms: np.ndarray | None = None
+        self.terms = None
         self.trials = 0  # steps with drafts so far
         self.count = 0  # steps so far
         self.was_known = False  # whether the cost of a drafted token was measured before the last fit
         self._until_fit = self.FIRST
+
+    @property
+    def terms(self) -> np.ndarray | None:
+        """The fitted terms, None before the first fit. They are replaced, and never changed in place."""
+        return self._terms
+
+    @terms.setter
+    def terms(self, terms: np.ndarray | None) -> None:
+        self._terms = terms
+        self._numbers: list[float] = [] if terms is None else terms.tolist()
+        self._costs = 0, np.zeros(0)  # sequences, and what `costs_s` returns for them
 
     def observe(self, sequences: int, context_tokens: int, drafted: int, seconds: float) -> None:
         """Add a step. seconds: without the time of looking up drafts."""
@@ -252,8 +281,11 @@ class StepTimes:
         """Return the expected seconds of a step without drafts, None before the first fit."""
         if self.terms is None:
             return None
-        a, b, c, _, _, *beyond = self.terms.tolist()
-        return max(a + b * sequences + c * context_tokens + sum(h * x for h, x in zip(beyond, self._beyond(sequences), strict=True)), 1e-6)
+        a, b, c, _, _, *beyond = self._numbers
+        beyond_s = 0.0
+        for knot, term in zip(self.KNOTS, beyond, strict=True):
+            beyond_s += term * max(0.0, sequences - knot)
+        return max(a + b * sequences + c * context_tokens + beyond_s, 1e-6)
 
     def verify_s(self, sequences: int, drafted: np.ndarray) -> np.ndarray:
         """Return the seconds (n,) that these numbers of drafted tokens (n,) add to a step, without `path_s`."""
@@ -266,17 +298,25 @@ class StepTimes:
                 seconds = seconds + term * (np.maximum(0, sequences + drafted - knot) - max(0, sequences - knot))
         return seconds
 
+    def costs_s(self, sequences: int) -> np.ndarray:
+        """Return `verify_s` of 1, 2, … tokens, up to the most that the drafts of a step with so many sequences may have."""
+        if self._costs[0] != sequences:
+            self._costs = sequences, self.verify_s(sequences, np.arange(1, sequences * MOST_TOKENS + 1))
+        return self._costs[1]
+
     @property
     def path_s(self) -> float:
         """Seconds that a step takes longer because it verifies drafts."""
-        return 0.0 if self.terms is None else float(self.terms[4])
+        return 0.0 if self.terms is None else self._numbers[4]
 
     def saved_s(self, running: int, context_tokens: int, drafted: int, accepted: int) -> float:
         """Return the seconds that verifying drafts has saved in a step, by the fitted times, without those of look-ups."""
         step_s = self.step_s(running, context_tokens)
         if step_s is None or not drafted:
             return 0.0
-        return step_s * accepted / max(running, 1) - float(self.verify_s(running, np.array(drafted))) - self.path_s
+        known, costs_s = self._costs
+        verify_s = costs_s[drafted - 1] if known == running and drafted <= len(costs_s) else self.verify_s(running, np.array(drafted))
+        return step_s * accepted / max(running, 1) - float(verify_s) - self.path_s
 
 
 class Learned:
@@ -356,11 +396,18 @@ class Attempts:
         step_s = times.step_s(running, context_tokens)
         if step_s is None or not times.is_known:
             return [min(1 + times.trials % TRIAL_TOKENS, len(draft.tokens)) for draft in drafts]
-        survival = self.learned.acceptance.survival(drafts, OPTIMISM if self.balance > 0 else 0.0)
-        return choose_lengths(survival, step_s, partial(times.verify_s, running), times.path_s, running)
+        lengths = [0] * len(drafts)
+        some = [i for i, draft in enumerate(drafts) if draft.tokens]
+        survival = self.learned.acceptance.survival_to_longest([drafts[i] for i in some], OPTIMISM if self.balance > 0 else 0.0)
+        chosen = choose_lengths(survival, step_s, times.costs_s(running), times.path_s, running)
+        for i, count in zip(some, chosen, strict=True):
+            lengths[i] = count
+        return lengths
 
     def due(self, names: Sequence[str], most: int) -> list[int]:
         """Return the positions of at most `most` sequences that may try, those whose drafts did best first."""
+        if not self.rests:
+            return list(range(min(len(names), most)))
         rests = [self.rests.get(name, (0, 0)) for name in names]
         pays = self.worth_s > self.look_up_s
         rested = [i for i, (until, _) in enumerate(rests) if pays or until <= self.number]
@@ -368,8 +415,7 @@ class Attempts:
 
     def forget_all_but(self, names: Sequence[str]) -> None:
         """Forget the rests of all sequences except these."""
-        gone = self.rests.keys() - set(names)
-        for name in gone:
+        for name in self.rests.keys() - set(names) if self.rests else ():
             del self.rests[name]
 
     def forget(self, name: str) -> None:
@@ -378,8 +424,11 @@ class Attempts:
 
     def note(self, name: str, succeeded: bool) -> None:
         """Record whether a look-up gave a draft that is worth being verified."""
-        rest = 0 if succeeded else min(max(1, 2 * self.rests.get(name, (0, 0))[1]), LONGEST_REST)
-        self.rests[name] = (self.number + rest, rest)
+        if succeeded:
+            self.rests.pop(name, None)
+        else:
+            rest = min(max(1, 2 * self.rests.get(name, (0, 0))[1]), LONGEST_REST)
+            self.rests[name] = (self.number + rest, rest)
 
     def observe_look_up(self, seconds: float, sequences: int) -> None:
         """Record that looking up drafts for so many sequences took `seconds`."""

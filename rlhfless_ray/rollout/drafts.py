@@ -10,9 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +34,7 @@ TRIAL_PASSES = 4  # passes of the drafter until their time is known, and in each
 ENOUGH_PROMISED = 4.0  # a draft from text with so many expected tokens is used without a draft by the model
 
 
-@dataclass(frozen=True)
-class _Sequence:
+class _Sequence(NamedTuple):
     """A sequence for which drafts are looked up. `name`: vLLM's request id. `key`: the request's number. `most`: tokens to draft."""
 
     name: str
@@ -178,16 +176,17 @@ class Drafter:
             request = requests.get(name)  # None if it has ended
             if request is not None and not request.is_prefill_chunk and request.num_output_tokens:
                 rows.append(row)
-        names, lengths = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec
-        self.running, self.context_tokens = len(rows), int(lengths[rows].sum())
+        names, lengths = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows]
+        self.running, self.context_tokens = len(rows), int(lengths.sum())
         most = ALL if self.always else self.attempts.begin_step(self.running, self.context_tokens)
         self.attempts.forget_all_but([*names, MODEL])
         chosen = list(range(len(rows))) if self.always else self.attempts.due(names, most) if most else []
         if not chosen:
             return
-        keys = [self.runner.sampler.rows[name]["key"] for name in names]
+        sampled = self.runner.sampler.rows
+        keys = [sampled[name]["key"] for name in names]
         self.text.forget_all_but(keys)
-        due = [self._sequence(batch, rows[i], keys[i], batch.token_ids_cpu[rows[i], : lengths[rows[i]]]) for i in chosen]
+        due = self._sequences(batch, [rows[i] for i in chosen], [names[i] for i in chosen], lengths[chosen].tolist())
         drafts = [self.text.propose(one.key, one.prompt_tokens, one.tokens, one.most) for one in due]
         if self.model is not None:
             self.model.forget_all_but(keys)
@@ -207,12 +206,16 @@ class Drafter:
             return [len(draft.tokens) for draft in drafts]
         return self.attempts.choose(drafts, self.running, self.context_tokens)
 
-    def _sequence(self, batch: Any, row: int, key: int, tokens: np.ndarray) -> _Sequence:
-        request = self.runner.requests[batch.req_ids[row]]
-        # The step draws one token besides the drafted ones.
-        left = (request.sampling_params.max_tokens or 0) - len(request.output_token_ids) - 1
-        max_drafted = max(min(MOST_TOKENS, left, self.most_tokens - len(tokens) - 1), 0)
-        return _Sequence(batch.req_ids[row], key, int(batch.num_prompt_tokens[row]), tokens, max_drafted)
+    def _sequences(self, batch: Any, rows: list[int], names: list[str], lengths: list[int]) -> list[_Sequence]:
+        """Return the sequences with these rows of the batch, request ids and lengths."""
+        sampled, found = self.runner.sampler.rows, []
+        for row, name, length, prompt in zip(rows, names, lengths, batch.num_prompt_tokens[rows].tolist(), strict=True):
+            request = sampled[name]
+            # The step draws one token besides the drafted ones.
+            left = min(request["max_tokens"] - len(request["output"]), self.most_tokens - length) - 1
+            most = max(min(MOST_TOKENS, left), 0)
+            found.append(_Sequence(name, request["key"], prompt, batch.token_ids_cpu[row, :length], most))
+        return found
 
     def _draft_by_model(self, model: DraftSource, due: Sequence[_Sequence], drafts: list[Draft], running: int, context_tokens: int) -> None:
         """Replace drafts from text by the model's where those have more expected tokens."""

@@ -142,6 +142,7 @@ class KeyedSampler:
             # vLLM may fill up a request's drafts, also beyond its end
             "noise": draw_uniforms(extra["seed"], params.max_tokens + self.runner.num_spec_tokens, offset),
             "output": request.output_token_ids,
+            "max_tokens": params.max_tokens,
             "open_until": extra.get("min_tokens", 0) - offset,  # positions before this one cannot end the response
             "ends": extra.get("ends", ()),
             "prompt_tokens": request.num_prompt_tokens,

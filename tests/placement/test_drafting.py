@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from placement.drafting import (
     HALF_LIFE,
     LONGEST_REST,
     MOST_TOKENS,
+    OPTIMISM,
     TRIAL_STEPS,
     Acceptance,
     Attempts,
@@ -44,8 +44,8 @@ def padded(survivals: list[np.ndarray]) -> np.ndarray:
 survival = st.lists(st.floats(0.01, 1.0), max_size=4).map(lambda chances: np.cumprod(chances))
 
 
-def each(seconds: float) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda drafted: seconds * drafted
+def each(seconds: float) -> np.ndarray:
+    return seconds * np.arange(1, 64 * MOST_TOKENS + 1)
 
 
 @given(
@@ -67,7 +67,7 @@ def test_no_other_lengths_make_more_tokens_per_second(
         tokens = len(survivals) + sum(float(part[:count].sum()) for part, count in zip(survivals, lengths, strict=True))
         return tokens / (step_s + added_s(drafted) + overhead_s * (drafted > 0))
 
-    chosen = choose_lengths(padded(survivals), step_s, added_s, overhead_s)
+    chosen = choose_lengths(padded(survivals), step_s, added_s(np.arange(1, 4 * MOST_TOKENS + 1)), overhead_s)
     every = itertools.product(*(range(len(part) + 1) for part in survivals))
     assert rate(tuple(chosen)) >= max(map(rate, every)) * (1 - 1e-12)
 
@@ -153,8 +153,32 @@ def test_drafts_are_cheap_while_a_step_reads_weights_and_dear_while_it_computes(
         wanted = [seconds(running + drafted) - seconds(running) for drafted in (4, 16)]
         assert times.verify_s(running, np.array([4, 16])) == pytest.approx(wanted, rel=0.25, abs=5e-4)
     drafts = [np.array([0.6, 0.36])] * 64
-    few, many = (choose_lengths(padded(drafts[:n]), seconds(n), partial(times.verify_s, n), times.path_s, n) for n in (1, 64))
+    few, many = (choose_lengths(padded(drafts[:n]), seconds(n), times.costs_s(n), times.path_s, n) for n in (1, 64))
     assert few == [2] and many == [0] * 64
+
+
+def test_choices_from_tables_are_those_from_single_drafts() -> None:
+    """Cells that `survival` has seen, rows without a draft and costs of other widths must not change what is learned or chosen."""
+    rng, learned, again = np.random.default_rng(4), Learned(), Learned()
+    for one in (learned, again):
+        one.times.terms, one.times.trials = np.array([3e-3, 2e-5, 0.0, 2e-5, 1e-4, 1e-5, 2e-5]), TRIAL_STEPS
+    attempts = Attempts(learned)
+    for _ in range(20):
+        counts = rng.integers(0, MOST_TOKENS + 1, 12).tolist()
+        drafts = [Draft([7] * n, rng.uniform(0.1, 1, n).tolist(), int(rng.integers(12)), int(rng.integers(2))) for n in counts]
+        lengths = attempts.choose(drafts, 12, 0)
+        each_alone = np.concatenate([again.acceptance.survival([draft], OPTIMISM) for draft in drafts])
+        step_s, costs_s = learned.times.step_s(12, 0), learned.times.verify_s(12, np.arange(1, 12 * MOST_TOKENS + 1))
+        assert step_s is not None
+        assert lengths == choose_lengths(each_alone, step_s, costs_s, learned.times.path_s, 12)
+        tried = [(draft, n) for draft, n in zip(drafts, lengths, strict=True) if n]
+        hits = [int(rng.integers(n + 1)) for _, n in tried]
+        learned.acceptance.observe([draft for draft, _ in tried], [n for _, n in tried], hits)
+        for (draft, n), hit in zip(tried, hits, strict=True):
+            again.acceptance.observe([Draft(*draft)], [n], [hit])
+        assert (learned.acceptance.tried == again.acceptance.tried).all() and learned.acceptance.tried.any()
+        drafted, accepted = sum(lengths), sum(hits)
+        assert learned.times.saved_s(12, 0, drafted, accepted) == again.times.saved_s(12, 0, drafted, accepted)
 
 
 def test_what_was_learned_comes_back_from_a_state_and_from_news() -> None:
