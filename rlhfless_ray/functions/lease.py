@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import ray
@@ -41,6 +41,12 @@ class Lease:
     id: str
     slot: Slot
     holder: str = ""  # id of the instance that holds it
+    leaving: Callable[[], None] | None = None  # waits until an earlier holder, which may still be leaving the device, has left it
+
+    def wait_until_left(self) -> None:
+        leaving, self.leaving = self.leaving, None
+        if leaving is not None:
+            leaving()
 
 
 class LeaseManager:
@@ -233,6 +239,9 @@ class LeaseManager:
         self.ledger.hold(lease.id, lease.slot.node, str(lease.slot.device), kind, instance)
 
     def release(self, leases: list[Lease]) -> None:
+        """Return leases, once the devices are empty."""
+        for lease in leases:
+            lease.wait_until_left()
         held = [lease for lease in leases if self.held.pop(lease.id, None) is not None]
         for lease in held:
             self.ledger.release(lease.id)
@@ -246,6 +255,8 @@ class LeaseManager:
     def release_all(self) -> None:
         """Release everything, at the end of a run."""
         self.withdraw(list(self.pending.values()))
+        for lease in self.held.values():
+            lease.leaving = None  # the processes are ended
         self.release(list(self.held.values()))
         self.source.close()
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -37,6 +38,7 @@ class WorkerPool:
         *,
         on_device: bool = False,
         leave_s: float = 60.0,
+        waits_to_leave: bool = True,
         labels: dict[str, str] | None = None,
         give_back_after_s: float = float("inf"),
         faults: FailureBudget | None = None,
@@ -48,6 +50,7 @@ class WorkerPool:
         `start(slot)` creates an actor. Its `open(threads)` must return {"memory_mb": …, "spans": […]}.
         `on_device`: on GPU, instances hold device memory. Their `park()` releases it within `leave_s` before they lose a lease, and
         returns what `open` does, including memory that stays on the device.
+        `waits_to_leave`: whether parking waits for this. Otherwise those that need the device next wait, see `Lease.leaving`.
         `labels`: node labels that slots must have.
         `give_back_after_s`: on CPU, instances that are parked for longer release memory in the background, by the same `park()`. If
         earlier gaps were that long, they release it at once.
@@ -61,6 +64,7 @@ class WorkerPool:
         self.keep_alive_s = keep_alive_s
         self.on_device = on_device
         self.leave_s = leave_s
+        self.waits_to_leave = waits_to_leave
         self.labels = labels or {}
         self.give_back_after_s = float("inf") if on_device and leases.resource == "gpu" else give_back_after_s
         self.faults = FailureBudget(FAULTS) if faults is None else faults
@@ -144,7 +148,12 @@ class WorkerPool:
 
     def begin(self, count: int, spare: list[Lease], begin: Callable[[Instance], None]) -> list[Lease]:
         """Work with up to `count` instances under valid spare leases, and return the leases left. `resize` does the rest."""
-        shares = sorted(self._shares(spare), key=lambda share: self._find(self._slot(share)) is None)
+
+        def order(share: list[Lease]) -> tuple[bool, bool]:
+            instance = self._find(self._slot(share))
+            return instance is None, any(lease.leaving is not None and lease.holder != getattr(instance, "id", "") for lease in share)
+
+        shares = sorted(self._shares(spare), key=order)
         for share in shares[: max(0, count - len(self.working))]:
             begin(self.assign_leases(share))
             spare = [other for other in spare if other not in share]
@@ -192,7 +201,7 @@ class WorkerPool:
         else:
             self.parked.remove(instance)
             self._gave_back(instance)
-            instance.kept_mb = instance.giving_back = None
+            instance.kept_mb = instance.giving_back = instance.leaving = None
             self.gaps_s.append(time.monotonic() - instance.parked_since_s)
             self.ledger.unpark(instance.id)
             self.warm_starts += instance.opened is not None
@@ -200,6 +209,10 @@ class WorkerPool:
             instance.state = State.STALE
         instance.leases = leases
         for lease in leases:
+            if lease.holder == instance.id:
+                lease.leaving = None  # what it is asked to do next comes after it has left
+            elif self.on_device:
+                lease.wait_until_left()
             self.leases.hand_over(lease, self.kind, instance.id)
         if instance.opened is None:
             instance.state = State.STARTING
@@ -297,17 +310,36 @@ class WorkerPool:
         Engines lose their weights with the device memory, so their version becomes None. Dead processes hold nothing; their next
         use reports the failure.
         """
-        leaving = [(instance, instance.actor.park.remote()) for instance in instances]
-        for instance, ref in leaving:
-            instance.version = None
-            try:
-                reply = get(ref, self.leave_s, f"{instance.id} to leave its device")
-            except GONE:
-                continue
-            except RayTaskError as error:
-                raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error
-            instance.kept_mb = reply["memory_mb"]
-            self.ledger.spans([lease.id for lease in instance.leases], reply["spans"])
+        for instance in instances:
+            instance.leaving, instance.version = instance.actor.park.remote(), None
+        for instance in instances:
+            if self.waits_to_leave:
+                self._left(instance, instance.leases)
+            else:
+                for lease in instance.leases:
+                    lease.leaving = partial(self._left, instance, instance.leases)
+
+    def _left(self, instance: Instance, leases: list[Lease]) -> None:
+        """Wait until an instance has left its device, and record what it has kept. `leases`: those that it had."""
+        ref, instance.leaving = instance.leaving, None
+        if ref is None:
+            return
+        try:
+            reply = get(ref, self.leave_s, f"{instance.id} to leave its device")
+        except GONE:
+            return
+        except RayTaskError as error:
+            raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error
+        instance.kept_mb = reply["memory_mb"]
+        if instance.state == State.PARKED:
+            self.ledger.kept(instance.id, *instance.parked_memory)
+        self.ledger.spans([lease.id for lease in leases if lease.holder == instance.id], reply["spans"])
+
+    def note_left(self) -> None:
+        """Record the memory of parked instances that have left their devices, and for which nobody has waited."""
+        for instance in self.parked:
+            if instance.leaving is not None and ray.wait([instance.leaving], timeout=0, fetch_local=False)[0]:
+                self._left(instance, [])
 
     def end_expired(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
         """End parked instances whose keep-alive is over, that are not worth keeping, or whose node is gone; return their number.
@@ -320,6 +352,7 @@ class WorkerPool:
         if self.parked and now - self.looked_s >= look_every_s:
             self.looked_s = now
             lost = set(self.leases.nodes.find_lost([i.slot.node for i in self.parked])) | self.leases.nodes.draining()
+        self.note_left()
         over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
         for instance in over:
             self.end(instance)

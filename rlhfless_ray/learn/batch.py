@@ -78,13 +78,18 @@ class Batch:
         """
         prompts = {id(s[0]): np.asarray(s[0], np.int64) for s in sequences}  # one for all responses to it
         parts = [piece for prompt, response, *_ in sequences for piece in (prompts[id(prompt)], response)]
-        advantages = [s[3] if isinstance(s[3], np.ndarray) else np.full(len(s[1]), s[3], np.float32) for s in sequences]
-        logprobs = [s[2] for s in sequences]
-        mask = mask_of(masks or [], [len(s[1]) for s in sequences])
+        sizes = [len(s[1]) for s in sequences]
+        logprobs, given = [s[2] for s in sequences], [s[3] for s in sequences]
+        if any(isinstance(one, np.ndarray) for one in given):
+            advantages = [np.broadcast_to(np.asarray(one, np.float32), n) for one, n in zip(given, sizes, strict=True)]
+        else:
+            advantages = [np.repeat(np.array(given, np.float32), np.array(sizes, int))]
+        mask = mask_of(masks or [], sizes)
         if mask is not None and masks is not None:
             chosen = [slice(None) if one is None else one for one in masks]
-            logprobs, advantages = ([x[one] for x, one in zip(xs, chosen, strict=True)] for xs in (logprobs, advantages))
-        lengths = [len(s[0]) + len(s[1]) for s in sequences]
+            logprobs = [x[one] for x, one in zip(logprobs, chosen, strict=True)]
+            advantages = [np.concatenate(advantages)[mask]]
+        lengths = [len(s[0]) + n for s, n in zip(sequences, sizes, strict=True)]
         return cls(
             tokens=np.concatenate(parts or [np.empty(0)], dtype=np.int64, casting="unsafe"),
             prompt_lengths=np.array([len(s[0]) for s in sequences], np.int64),

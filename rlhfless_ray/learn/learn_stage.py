@@ -169,8 +169,11 @@ class LearnStage:
             batch = replace(batch, lags=lags_of(learned, self.number - 1))
         lengths = np.array([len(s.completion.token_ids) for s in samples], np.int64)
         mask = mask_of([s.action_mask for s in samples], lengths.tolist())
-        scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
+        scored_tokens: np.ndarray | slice = slice(None)  # all, as nearly always
+        if mask is not None or not known.all():
+            scored_tokens = np.repeat(known, lengths) if mask is None else np.repeat(known, lengths) & mask
         extra: dict[str, Any] = {}
+        tokens = int(lengths.sum())
         reference, logprobs, values_of = self.passes.reference, self.passes.logprobs, self.passes.values
         passed: dict[str, np.ndarray] = {}
         began_s = time.monotonic()
@@ -181,12 +184,12 @@ class LearnStage:
         if self.kl_in_reward and len(batch):
             kl = token_kl(passed["old"], passed["reference"], recipe.algorithm.kl.estimator, recipe.algorithm.kl.limit)
             self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
-            extra |= {"kl": _spread(kl, scored_tokens), "kl_coefficient": self.controller.coefficient}
+            extra |= {"kl": _spread(kl, scored_tokens, tokens), "kl_coefficient": self.controller.coefficient}
         batch = replace(batch, **passed)  # type: ignore[arg-type]
         if values_of is not None:
             values = values_of.of(learned, batch, self.worker_groups.turn)["values"]
             batch = replace(batch, values=values)
-            extra["values"] = _spread(values, scored_tokens)
+            extra["values"] = _spread(values, scored_tokens, tokens)
         self.passes_s += time.monotonic() - began_s
         truncated = np.array([s.completion.finish_reason == "length" for s in samples], bool)
         advantages, returns, earned = compute_advantages(
@@ -201,7 +204,7 @@ class LearnStage:
         )
         after = penalized(recipe.reward, rewards, lengths, truncated, recipe.rollout.max_tokens, mask)
         written = lengths if mask is None else counts_of(mask, lengths)
-        sums = np.concatenate([[0.0], np.cumsum(np.where(scored_tokens, advantages, 0.0))])[np.cumsum(lengths)]
+        sums = np.concatenate([[0.0], np.cumsum(_spread(advantages[scored_tokens], scored_tokens, tokens))])[np.cumsum(lengths)]
         means = np.diff(sums, prepend=0.0) / np.maximum(written, 1)
         for sample, scored, mean, sum_of, reward in zip(samples, known, means, earned, after, strict=True):
             if scored:
@@ -333,8 +336,10 @@ class LearnStage:
             return self.worker_group.publish(version)
 
 
-def _spread(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+def _spread(values: np.ndarray, chosen: np.ndarray | slice, tokens: int) -> np.ndarray:
     """Return an array for all tokens with these values at the chosen tokens, and 0 at the others."""
-    out = np.zeros(len(chosen))
+    if isinstance(chosen, slice):
+        return values.astype(np.float64, copy=False)
+    out = np.zeros(tokens)
     out[chosen] = values
     return out

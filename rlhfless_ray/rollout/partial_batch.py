@@ -21,10 +21,22 @@ class PartialBatch:
     A sample's key is group number × `count` + number in the group. `made` (n,): tokens of each response so far. `unfinished` (n,): bool.
     """
 
-    def __init__(self, groups: Sequence[Group], step: int, quota: int, max_lag: int, count: int, per_step: int | None = None) -> None:
-        """`quota`: number of groups to choose. `per_step`: number of groups that each later step trains on, if that differs."""
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        quota: int,
+        max_lag: int,
+        count: int,
+        per_step: int | None = None,
+        made_requests: Sequence[Request] = (),
+    ) -> None:
+        """`quota`: number of groups to choose. `per_step`: number of groups that each later step trains on, if that differs.
+
+        `made_requests`: those of the same groups, if they were made before.
+        """
         self.groups, self.step, self.quota, self.max_lag, self.count = groups, step, min(quota, len(groups)), max_lag, count
-        self.per_step = per_step or self.quota
+        self.per_step, self.made_requests = per_step or self.quota, made_requests
         self.last_steps = [group.begun + max_lag for group in groups]
         self.chosen: list[int] | None = None
         self.completed: list[int] = []  # complete groups, in the order of completion
@@ -42,11 +54,13 @@ class PartialBatch:
 
     def requests(self, recipe: Recipe) -> list[Request]:
         """Return all requests, also of finished responses. Their seeds are those of the step in which their group began."""
-        return [
-            make_request(recipe, g * self.count + n, group.prompt, recipe.rollout.temperature, group.begun, group.first_sample + n)
-            for g, group in enumerate(self.groups)
-            for n in range(self.count)
-        ]
+        if not self.made_requests:
+            self.made_requests = [
+                make_request(recipe, g * self.count + n, group.prompt, recipe.rollout.temperature, group.begun, group.first_sample + n)
+                for g, group in enumerate(self.groups)
+                for n in range(self.count)
+            ]
+        return list(self.made_requests)
 
     def before(self) -> list[Completion]:
         """Return the responses of earlier steps, finished or not."""
@@ -97,7 +111,7 @@ class PartialBatch:
 
     def after(self, samples: Sequence[Sample]) -> PartialBatch:
         """Return the batch of a rollout that continues in the same step, from these samples."""
-        return PartialBatch(self.with_samples(samples), self.step, self.quota, self.max_lag, self.count, self.per_step)
+        return PartialBatch(self.with_samples(samples), self.step, self.quota, self.max_lag, self.count, self.per_step, self.made_requests)
 
     def forecast_work(self, forecast: Scenarios) -> np.ndarray:
         """Return (n, S) tokens that this rollout will add to each response, at least 1. `forecast`: of whole responses.

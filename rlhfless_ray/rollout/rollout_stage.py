@@ -27,7 +27,7 @@ from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.rollout.neighbours import PrefixPages, WeightPublisher
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_requests
-from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into
+from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into, fetch_weights
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.shared_slots import SharedSlots
@@ -86,17 +86,29 @@ class RolloutStage:
         return self._prompts(self._shares(step, step.plan.actors))
 
     def begin(self, step: Step, weights: WeightVersion) -> None:
-        """Start engines of a planned step before its phase: they take free leases and load the weights."""
-        context = self.context
-        self.pool.set_width(step.plan.width or self.pool.width)
+        """Start engines of a planned step before its phase: they take free leases and load the weights.
+
+        Engines that have kept their devices since the part of the rollout beside the update load them too, and those that the plan does
+        not need leave.
+        """
+        context, pool = self.context, self.pool
+        width, kept = step.plan.width or pool.width, list(pool.working)
+        leases = self._reclaim(kept if width != pool.width else kept[step.plan.actors :])
+        self.load(weights)
+        pool.set_width(width)
         with self._warm_start_timed():
-            free = context.leases.without_lost(context.broker.take())
-            context.broker.put(self.pool.begin(step.plan.actors, free, partial(fetch_into, weights=weights)))
+            free = context.leases.without_lost([*leases, *context.broker.take()])
+            context.broker.put(pool.begin(step.plan.actors, free, partial(fetch_into, weights=weights)))
         context.broker.lend_idle(partial(self._reclaim, list(self.pool.working)))
 
+    def load(self, weights: WeightVersion) -> None:
+        """Let engines that hold leases load the weights, without waiting for it."""
+        fetch_weights(self.pool, weights)
+
     def _reclaim(self, idle: list[Instance]) -> list[Lease]:
-        """Park engines that wait for their phase, and return their leases."""
-        return [lease for instance in idle for lease in self._leave(instance)]
+        """Park those of these engines that still wait for their phase, and return their leases."""
+        waiting = [instance for instance in idle if instance in self.pool.working]
+        return [lease for instance in waiting for lease in self._leave(instance)]
 
     @contextmanager
     def _warm_start_timed(self) -> Iterator[None]:
@@ -143,6 +155,7 @@ class RolloutStage:
         wait_s: float = 0.0,
         ends: Callable[[], bool] | None = None,
         idle_s: Callable[[float], float] | None = None,
+        goes_on: Callable[[], bool] = lambda: False,
     ) -> Iterator[None]:
         """Hold the plan's engines inside the block. They load the weights as soon as they have leases.
 
@@ -151,6 +164,8 @@ class RolloutStage:
             wait_s: longest wait for slots that another run gives back.
             ends: for work beside an update, whether it has ended. There may be no engine then, see `_staff`.
             idle_s: for the same, seconds until the slot of an idle engine is needed again, from the seconds until the rollout ends.
+            goes_on: whether the rollout goes on at once under the update's weights. Then engines keep their devices and leases after the
+                block, until they are needed for something else.
         """
         context, self.idle_s = self.context, idle_s
         with context.phases.phase(name):
@@ -161,11 +176,14 @@ class RolloutStage:
             context.broker.release()
             context.autoscaler.actors = len(self.pool.working)
             yield
-            leases = self._park()
-            if idle_s is not None and context.recipe.functions.elastic and self.decide_lease(0.0, True).action == "Release":
-                context.leases.release(leases)  # the update goes on for long
+            if goes_on():
+                context.broker.lend_idle(partial(self._reclaim, list(self.pool.working)))
             else:
-                context.broker.put(leases)
+                leases = self._park()
+                if idle_s is not None and context.recipe.functions.elastic and self.decide_lease(0.0, True).action == "Release":
+                    context.leases.release(leases)  # the update goes on for long
+                else:
+                    context.broker.put(leases)
             self.idle_s = None
 
     def decide_lease(self, tail_s: float, needed_next: bool) -> Decision:

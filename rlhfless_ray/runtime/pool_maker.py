@@ -91,7 +91,8 @@ class PoolMaker:
         def start(slot: Any) -> Any:
             return start_actor(cls, slot, self.resource, {}, config, replace(engine, tensor_parallel=pool.width), *drafter)
 
-        pool = self._pool(kind, start, width=engine.tensor_parallel, give_back_after_s=GIVE_BACK_AFTER_S, **options)
+        options |= {"give_back_after_s": GIVE_BACK_AFTER_S, "waits_to_leave": False}
+        pool = self._pool(kind, start, width=engine.tensor_parallel, **options)
         return pool
 
     def reward(self, cls: type, source: Any) -> WorkerPool:

@@ -79,6 +79,7 @@ class StepOperations(CheckpointedRun):
     update: Pending[Any] = Pending(lambda: None)
     update_ends_s = 0.0  # when the update will end by its prediction, on the clock of time.monotonic
     in_update = False  # whether the learner makes an update
+    rest_follows = False  # whether the update has ended before the rollout beside it, which goes on under its weights
     unrecorded = False  # whether the learner has made an update that is not recorded yet
     has_old_tokens = False  # whether older weights drew some of the step's tokens
     finished = False
@@ -148,6 +149,8 @@ class StepOperations(CheckpointedRun):
         What that rollout showed of the engines' speed is learned beside the next update, because here everything waits.
         """
         if self.rolls_out_ahead and not step.samples:
+            if self.rest_follows:
+                self.rollout_stage.load(self._wait_for_weights())  # while this plans
             if self.begun_ahead is not None:
                 step.work = self._forecast_work(step.partial_batch, step.forecast)
             step.plan = self.plan(step)
@@ -205,7 +208,9 @@ class StepOperations(CheckpointedRun):
             self.step.metrics["pool/wait_reason"] = delay.reason
             self.record.progress.message(f"step {self.step.number}: the rollout {delay.reason}")
         ends, idle_s = (self.update.is_ready, self._idle_beside_s) if self.in_update else (None, None)
-        return self._accounted(name, self.rollout_stage.phase(plan, self.weights, name, delay.seconds, ends, idle_s))
+        self.rest_follows = False
+        phase = self.rollout_stage.phase(plan, self.weights, name, delay.seconds, ends, idle_s, lambda: self.rest_follows)
+        return self._accounted(name, phase)
 
     def _idle_beside_s(self, tail_s: float) -> float:
         """Return the seconds until the slot of an idle engine beside the update is needed again. `tail_s`: until the rollout ends.
@@ -252,7 +257,7 @@ class StepOperations(CheckpointedRun):
             # copies: a stop repeats the step, so its keys and rewards may not get into the checkpoint
             self.begun_ahead, self.cursor_after = batch.with_samples([replace(sample) for sample in samples]), self.cursor.state()
         if batch.chosen is None:
-            step.partial_batch = batch.after(samples)
+            step.partial_batch, self.rest_follows = batch.after(samples), True
             return []
         trained = self.partial_rollouts.train(step, batch, samples, self.autoscaler.terms.prefill.per_unit_s)
         self.learn_stage.rename({g * batch.count + n: k * batch.count + n for k, g in enumerate(batch.chosen) for n in range(batch.count)})
@@ -407,6 +412,9 @@ class StepOperations(CheckpointedRun):
         self.in_flight_done = self.partial_rollouts.in_flight if self.begun_ahead is None else self.begun_ahead
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
+        if not starts_next:
+            self.broker.put(self.broker.reclaim())  # engines whose rollout goes on have kept their devices
+        self.rollout.note_left()
         self.ledger.begin_step(step.number + starts_next)
         totals, metrics = self.record.costs()
         step.metrics |= metrics

@@ -252,6 +252,38 @@ def test_an_engine_that_left_its_device_loads_again_what_it_had(engines):
     assert any(row.activity == "transfer" and row.slots == 1 for row in engines.ledger.rows)  # billed, as a lease is held
 
 
+def test_only_what_uses_the_device_waits_until_an_engine_has_left_it(engines):
+    engines.waits_to_leave = False
+    engines.resize(1, [])
+    roll_out(engines, 0)
+    (engine,) = engines.working
+    (lease,) = engines.park_all()
+
+    def assign(kind: str, on_device: bool) -> None:
+        actor = SimpleNamespace(open=SimpleNamespace(remote=lambda threads: None))
+        WorkerPool(kind, lambda slot: actor, engines.leases, 600.0, on_device=on_device).assign_leases([lease])
+
+    assert engine.leaving is not None and lease.leaving is not None
+    assign("score", on_device=False)
+    assert engine.leaving is not None and lease.leaving is not None
+    assign("learn", on_device=True)
+    assert engine.leaving is None and lease.leaving is None and engine.kept_mb == 7.0
+
+
+def test_an_engine_that_works_again_need_not_have_left_its_device(engines):
+    engines.waits_to_leave = False
+    engines.resize(1, [])
+    for _ in range(2):
+        roll_out(engines, 0)
+        (engine,) = engines.working
+        engines.resize(1, engines.park_all())
+        assert engines.working == [engine] and engine.leaving is None and engine.leases[0].leaving is None
+    roll_out(engines, 0)
+    engines.leases.release(engines.park_all())
+    assert engine.leaving is None, "a device is empty before it is given back"
+    assert ray.get(engine.actor.told.remote(), timeout=120) == ["load 0", "rollout 4", "park"] * 3
+
+
 def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
     """As the runtime does it: parked, then released, while another works on."""
     engines.resize(2, [], need=2)
