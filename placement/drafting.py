@@ -138,8 +138,8 @@ class Acceptance:
         """Return the cells of the drafts' tokens. Those of drafts that `survival` saw last are known."""
         seen, cells = self.seen
         rows = {id(draft): row for row, draft in enumerate(seen)}
-        found = [rows.get(id(draft)) for draft in drafts]
-        return self._cells_of(drafts)[0] if None in found else cells[found]
+        found = [rows.get(id(draft), -1) for draft in drafts]
+        return self._cells_of(drafts)[0] if -1 in found else cells[found]
 
     def _cells_of(self, drafts: Sequence[Draft]) -> tuple[np.ndarray, np.ndarray]:
         """Return (drafts, tokens of the longest) the cell of each token, and its estimate, 0 behind a draft's end."""

@@ -78,7 +78,7 @@ class Batch:
         """
         prompts = {id(s[0]): np.asarray(s[0], np.int64) for s in sequences}  # one for all responses to it
         parts = [piece for prompt, response, *_ in sequences for piece in (prompts[id(prompt)], response)]
-        sizes = [len(s[1]) for s in sequences]
+        sizes, advantages = [len(s[1]) for s in sequences], list[np.ndarray]()
         logprobs, given = [s[2] for s in sequences], [s[3] for s in sequences]
         if any(isinstance(one, np.ndarray) for one in given):
             advantages = [np.broadcast_to(np.asarray(one, np.float32), n) for one, n in zip(given, sizes, strict=True)]
