@@ -258,6 +258,7 @@ class RolloutStage:
     def answer(self, prompts: list[Prompt], settings: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
         """Generate the responses of an evaluation on as many engines as possible. `settings`: (temperature, responses per prompt)."""
         context = self.context
+        context.broker.keep_idle()
         context.broker.resize(self.pool, context.most_engines(self.pool.width), wait_s=0.2)
         requests = make_evaluation_requests(context.recipe, prompts, settings)
         prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in settings])
