@@ -425,7 +425,8 @@ class Attempts:
     def note(self, name: str, succeeded: bool) -> None:
         """Record whether a look-up gave a draft that is worth being verified."""
         if succeeded:
-            self.rests.pop(name, None)
+            if self.rests:
+                self.rests.pop(name, None)
         else:
             rest = min(max(1, 2 * self.rests.get(name, (0, 0))[1]), LONGEST_REST)
             self.rests[name] = (self.number + rest, rest)

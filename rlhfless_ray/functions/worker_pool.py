@@ -335,12 +335,6 @@ class WorkerPool:
             self.ledger.kept(instance.id, *instance.parked_memory)
         self.ledger.spans([lease.id for lease in leases if lease.holder == instance.id], reply["spans"])
 
-    def note_left(self) -> None:
-        """Record the memory of parked instances that have left their devices, and for which nobody has waited."""
-        for instance in self.parked:
-            if instance.leaving is not None and ray.wait([instance.leaving], timeout=0, fetch_local=False)[0]:
-                self._left(instance, [])
-
     def end_expired(self, worth_s: float = float("inf"), look_every_s: float = 0.0) -> int:
         """End parked instances whose keep-alive is over, that are not worth keeping, or whose node is gone; return their number.
 
@@ -352,7 +346,9 @@ class WorkerPool:
         if self.parked and now - self.looked_s >= look_every_s:
             self.looked_s = now
             lost = set(self.leases.nodes.find_lost([i.slot.node for i in self.parked])) | self.leases.nodes.draining()
-        self.note_left()
+        for instance in self.parked:
+            if instance.leaving is not None and ray.wait([instance.leaving], timeout=0, fetch_local=False)[0]:
+                self._left(instance, [])
         over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
         for instance in over:
             self.end(instance)

@@ -184,9 +184,12 @@ class Drafter:
         if not chosen:
             return
         sampled = self.runner.sampler.rows
-        keys = [sampled[name]["key"] for name in names]
+        asked = [sampled[name] for name in names]
+        keys = [one["key"] for one in asked]
         self.text.forget_all_but(keys)
-        due = self._sequences(batch, [rows[i] for i in chosen], [names[i] for i in chosen], lengths[chosen].tolist())
+        due = self._sequences(batch, rows, names, asked, lengths)
+        if len(chosen) < len(due):
+            due = [due[i] for i in chosen]
         drafts = [self.text.propose(one.key, one.prompt_tokens, one.tokens, one.most) for one in due]
         if self.model is not None:
             self.model.forget_all_but(keys)
@@ -206,16 +209,18 @@ class Drafter:
             return [len(draft.tokens) for draft in drafts]
         return self.attempts.choose(drafts, self.running, self.context_tokens)
 
-    def _sequences(self, batch: Any, rows: list[int], names: list[str], lengths: list[int]) -> list[_Sequence]:
-        """Return the sequences with these rows of the batch, request ids and lengths."""
-        sampled, found = self.runner.sampler.rows, []
-        for row, name, length, prompt in zip(rows, names, lengths, batch.num_prompt_tokens[rows].tolist(), strict=True):
-            request = sampled[name]
-            # The step draws one token besides the drafted ones.
-            left = min(request["max_tokens"] - len(request["output"]), self.most_tokens - length) - 1
-            most = max(min(MOST_TOKENS, left), 0)
-            found.append(_Sequence(name, request["key"], prompt, batch.token_ids_cpu[row, :length], most))
-        return found
+    def _sequences(
+        self, batch: Any, rows: list[int], names: list[str], asked: list[dict[str, Any]], lengths: np.ndarray
+    ) -> list[_Sequence]:
+        """Return the sequences with these rows of the batch. `asked`: their rows in the sampler. `lengths`: (n,) tokens."""
+        prompts = batch.num_prompt_tokens[rows]
+        # The step draws one token besides the drafted ones.
+        left = np.minimum([one["max_tokens"] for one in asked] - (lengths - prompts), self.most_tokens - lengths) - 1
+        most, table = np.clip(left, 0, MOST_TOKENS).tolist(), batch.token_ids_cpu
+        return [
+            _Sequence(name, one["key"], prompt, table[row, :length], count)
+            for row, name, one, prompt, length, count in zip(rows, names, asked, prompts.tolist(), lengths.tolist(), most, strict=True)
+        ]
 
     def _draft_by_model(self, model: DraftSource, due: Sequence[_Sequence], drafts: list[Draft], running: int, context_tokens: int) -> None:
         """Replace drafts from text by the model's where those have more expected tokens."""

@@ -412,9 +412,6 @@ class StepOperations(CheckpointedRun):
         self.in_flight_done = self.partial_rollouts.in_flight if self.begun_ahead is None else self.begun_ahead
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
-        if not starts_next:
-            self.broker.put(self.broker.reclaim())  # engines whose rollout goes on have kept their devices
-        self.rollout.note_left()
         self.ledger.begin_step(step.number + starts_next)
         totals, metrics = self.record.costs()
         step.metrics |= metrics
@@ -427,6 +424,8 @@ class StepOperations(CheckpointedRun):
 
     def record_step(self, step: Step, end: StepEnd) -> None:
         """Record the step, save a checkpoint if it is due, and yield slots to waiting runs."""
+        if not end.starts_next:
+            self.broker.put(self.broker.reclaim())  # engines whose rollout goes on have kept their devices
         self._write_row(step)
         if end.save:
             self._save(metric=end.metric, best=end.best, export=True)
