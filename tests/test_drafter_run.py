@@ -44,7 +44,8 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
     waiting: list[int] = []  # the process before its update begins: Ray takes a moment to tell, in which an update may end
 
     def enough(tail: OverlapScheduler) -> bool:
-        """The second and fourth rollout have time until there is a new version. In the third the process is killed while it makes one."""
+        """The second rollout has time until there is a new version. In the third the process is killed while it makes one. The fourth
+        has time until a new process has worked."""
         drafter = tail.drafter
         assert isinstance(drafter, TrainedDrafter)
         if run.step.number == 3 and not drafter.running and drafter.pool.parked and not waiting:
@@ -52,7 +53,9 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
         if run.step.number == 3 and drafter.running and not killed:
             killed.append(waiting[0] if waiting else pid_of(drafter.pool.working[0]) or 0)
             os.kill(killed[0], signal.SIGKILL)
-        return drafter.failures == 1 if run.step.number == 3 else drafter.version > (run.step.number == 4)
+        if run.step.number == 3:
+            return drafter.failures == 1
+        return drafter.failures == 0 and drafter.version > (run.step.number == 4)
 
     with HeldPage(recipe, enough) as run:
         for step in run:

@@ -23,7 +23,7 @@ from rlhfless_ray.rollout.overlap import PartialOverlap
 from rlhfless_ray.types import UNFINISHED, Sample, Step, UpdateStats
 from tests.compat.test_runs import AGENT
 from tests.conftest import small_recipe
-from tests.run_files import CheckpointPolicy, rows, watched_phases
+from tests.run_files import CheckpointPolicy, engines_in_step, rows, watched_phases
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
@@ -262,7 +262,7 @@ class Struck(Runtime):
                 self.struck = True
                 os.kill(pid, signal.SIGKILL)
 
-        with watched_phases(self, strike):
+        with engines_in_step(), watched_phases(self, strike):  # an engine that has answered all before the driver looks leaves nothing cut
             return super().generate(step)
 
 

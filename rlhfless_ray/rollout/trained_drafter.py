@@ -45,7 +45,8 @@ class TrainedDrafter:
         self.calls = itertools.count(1)
         self.call = 0
         self.update_s = FIRST_UPDATE_S
-        self.failures = 0
+        self.failures = 0  # in a row
+        self.failures_in_step = 0
         self.imported: dict[str, Any] = {}  # by instance that was started ahead: a reference that is ready once its process is
         self.done: list[Trained] = []  # calls that ended in this step
 
@@ -149,6 +150,7 @@ class TrainedDrafter:
         self.pool.end(instance)
         self.imported.pop(instance.id, None)
         self.failures += 1
+        self.failures_in_step += 1
         goes_on = "a new one continues" if self.failures < MAX_FAILURES else "the drafter is no longer trained"
         self.context.record.progress.message(f"the drafter's process failed, so {goes_on}: {why}")
         leases = self.context.leases.without_lost(leases)
@@ -160,7 +162,8 @@ class TrainedDrafter:
         """Return metrics since the last call."""
         done, self.done = self.done, []
         updates = sum(report.updates for report in done)
-        metrics: dict[str, Any] = {"drafter/version": self.version, "drafter/updates": updates, "drafter/failures": self.failures}
+        metrics: dict[str, Any] = {"drafter/version": self.version, "drafter/updates": updates, "drafter/failures": self.failures_in_step}
+        self.failures_in_step = 0
         metrics["drafter/train_s"] = sum(span.to_s - span.from_s for report in done for span in report.spans)
         if updates:
             metrics["drafter/loss"] = sum(report.updates * report.loss for report in done) / updates

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.rollout import trained_drafter
 from rlhfless_ray.rollout.trained_drafter import PASSES, TrainedDrafter
 from rlhfless_ray.types import Completion, Prompt, Sample
@@ -87,6 +88,28 @@ def test_a_new_process_owes_no_tokens_of_sequences_that_were_lost_with_the_old_o
     assert not drafter.wants_slot and not drafter.running and not new.calls and pool.parked == [new]
     drafter.add_samples([sample(2)])
     assert drafter.start_ahead(leases, 100.0) == [] and new.calls == [(1, PASSES * 2)]
+
+
+def test_a_failure_is_counted_in_the_step_in_which_it_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when no process is called in the next step."""
+
+    def lost(*_: Any) -> None:
+        raise RunError("the process was killed")
+
+    monkeypatch.setattr(trained_drafter, "get", lost)
+    monkeypatch.setattr(trained_drafter, "lost_on_the_way", lambda ref: False)
+    process = Process("drafter-1")
+    process.failure = lambda: "killed"  # type: ignore[attr-defined]
+    pool: Any = Pool(process)
+    pool.end = lambda instance: pool.working.clear()
+    context: Any = SimpleNamespace(
+        record=SimpleNamespace(progress=SimpleNamespace(message=lambda text: None)), leases=SimpleNamespace(without_lost=lambda leases: [])
+    )
+    drafter = TrainedDrafter(context, pool)
+    drafter.add_samples([sample(5)])
+    drafter.start_ahead([SimpleNamespace(slot="slot")], 100.0)  # type: ignore[list-item]
+    assert drafter._collect(0.0) == []
+    assert [drafter.metrics()["drafter/failures"] for _ in range(2)] == [1, 0] and drafter.failures == 1
 
 
 def test_a_resumed_run_continues_only_its_own_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
