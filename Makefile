@@ -13,7 +13,7 @@ CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py
 # Compiled modules halve every process's start: Python must be allowed to keep them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test lint types pure costly install wheel docs docs-check pictures
+.PHONY: demo check test test-long lint types pure costly install wheel docs docs-check pictures
 
 install: $(VENV)/.installed
 
@@ -49,7 +49,11 @@ test: install
 	@$(MAKE) --no-print-directory --output-sync=target -j 4 PURE_WORKERS=1 lint types pure costly
 
 costly: install
-	@$(call pytest,"not pure",$(WORKERS))
+	@$(call pytest,"not pure and not long",$(WORKERS))
+
+# What `test` leaves out: more members of matrices of which it runs each kind once.
+test-long: install
+	@$(call pytest,long,$(WORKERS))
 
 lint: install
 	@$(BIN)/ruff check $(CODE)

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # No deadline and no complaint about slow draws: both measure a busy machine. What passed here passes everywhere. The examples are the same
 # each time, so more of them would be paid for in every run and find nothing new.
-settings.register_profile("same", derandomize=True, deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", derandomize=True, deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 # `--hypothesis-profile=search` looks for more
 settings.register_profile("search", settings.get_profile("same"), derandomize=False, max_examples=500)
 settings.load_profile("same")
@@ -131,7 +131,7 @@ def short_csv_fields() -> Iterator[None]:
     csv.field_size_limit(before)
 
 
-TIERS = ("ray", "engine", "learner", "slow", "gpu")  # their meaning: pyproject.toml; a test with none of these markers is `pure`
+TIERS = ("ray", "engine", "learner", "slow", "gpu", "long")  # their meaning: pyproject.toml; a test with none of these markers is `pure`
 
 # Fixtures that start what their tier is named after: whoever uses one is of that tier.
 FIXTURE_TIERS = {
@@ -145,7 +145,7 @@ FIXTURE_TIERS = {
 
 
 # A file whose tests are all of other tiers, by its own words. A session of pure tests does not import it.
-OTHER_TIERS = re.compile(r"^pytestmark = .*\bpytest\.mark\.(?:ray|engine|learner|slow|gpu)\b", re.MULTILINE)
+OTHER_TIERS = re.compile(rf"^pytestmark = .*\bpytest\.mark\.(?:{'|'.join(TIERS)})\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -73,6 +73,7 @@ def test_the_loop_runs(scratch: Path) -> None:
     assert "'model'" in listed and "'report.html'" in listed
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.engine
 def test_two_settings_are_compared(scratch: Path) -> None:
@@ -84,6 +85,7 @@ def test_two_settings_are_compared(scratch: Path) -> None:
     assert "done, step 4 of 4" in record
 
 
+@pytest.mark.long  # `test_workflow.py` runs the same stages
 @pytest.mark.ray
 @pytest.mark.engine
 @pytest.mark.learner

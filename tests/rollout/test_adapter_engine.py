@@ -99,7 +99,10 @@ def test_an_adapter_on_a_base_in_8_bits(new_engine: Callable[..., Any]) -> None:
     assert 1e-4 < trained.largest_mismatch(asked, answer(made, asked)) < 2.0
 
 
-@pytest.mark.parametrize("family", SERVED_FAMILIES)
+ALWAYS = ("llama", "phi3")  # separate and fused matrices
+
+
+@pytest.mark.parametrize("family", [one if one in ALWAYS else pytest.param(one, marks=pytest.mark.long) for one in SERVED_FAMILIES])
 def test_families(family: str, new_engine: Callable[..., Any]) -> None:
     files = policy(family)
     trained = Trained(files, 6)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from families import DENSE, EOS, ORDER, VOCABULARY, EngineHost, LearnerHost, policy
+from families import ALWAYS, DENSE, EOS, ORDER, VOCABULARY, EngineHost, LearnerHost, policy
 from families_table import TOLERANCE, read_table, write_table
 
 from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch
@@ -39,6 +39,10 @@ GARBLED = {
     "olmoe": "model.layers.1.post_attention_layernorm.weight",
     "gemma3": "model.embed_tokens.weight",
 }
+
+
+def families(*names: str) -> list[Any]:
+    return [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def requests(count: int = 16, seed: int = 0) -> list[Request]:
@@ -72,27 +76,41 @@ def replaying(settings: RankSettings) -> RankSettings:
     return replace(settings, algorithm=algorithm.model_copy(update={"loss": algorithm.loss.model_copy(update={"router_replay": True})}))
 
 
-@pytest.fixture(scope="module")
-def files() -> dict[str, dict[str, bytes]]:
-    return {name: policy(name, seed) for seed, name in enumerate(ORDER + DENSE)}
+class Opened:
+    """Policies of families, whose engine and learner are built when a test first needs them."""
+
+    def __init__(self, hosts: tuple[Any, Any]) -> None:
+        self.hosts = hosts
+        self.policies: dict[str, dict[str, bytes]] = {}
+        self.untrained: dict[str, Any] = {}
+
+    def files(self, family: str) -> dict[str, bytes]:
+        if family not in self.policies:
+            self.policies[family] = policy(family, (ORDER + DENSE).index(family))
+        return self.policies[family]
+
+    def open(self, family: str) -> Any:
+        """Return the learner's untrained weights, see `LearnerHost.open`."""
+        if family not in self.untrained:
+            from tests.learn.conftest import learner_settings
+
+            engines, learners = self.hosts
+            settings, has_router = learner_settings(learner={"micro_batch_tokens": 400}), family in WITH_ROUTERS
+            built = engines.open.remote(family, self.files(family), replace(ENGINE, records_experts=has_router))
+            made = learners.open.remote(family, self.files(family), replaying(settings) if has_router else settings)
+            _, self.untrained[family] = ray.get([built, made], timeout=300)
+        return self.untrained[family]
 
 
 @pytest.fixture(scope="module")
-def opened(hosts: tuple[Any, Any], files: dict[str, dict[str, bytes]]) -> dict[str, Any]:
-    """Every family's engine and learner are built. Returns the learners' untrained weights, see `LearnerHost.open`."""
-    from tests.learn.conftest import learner_settings
+def opened(hosts: tuple[Any, Any]) -> Opened:
+    return Opened(hosts)
 
+
+@pytest.mark.parametrize("family", families(*ORDER, *DENSE))
+def test_engine_and_learner_agree_for_two_steps(hosts: tuple[Any, Any], opened: Opened, family: str) -> None:
     engines, learners = hosts
-    settings = learner_settings(learner={"micro_batch_tokens": 400})
-    built = [engines.open.remote(name, files[name], replace(ENGINE, records_experts=name in WITH_ROUTERS)) for name in files]
-    opened = [learners.open.remote(name, files[name], replaying(settings) if name in WITH_ROUTERS else settings) for name in files]
-    ray.get(built, timeout=300)
-    return dict(zip(files, ray.get(opened, timeout=300), strict=True))
-
-
-@pytest.mark.parametrize("family", ORDER + DENSE)
-def test_engine_and_learner_agree_for_two_steps(hosts: tuple[Any, Any], opened: dict[str, Any], family: str) -> None:
-    engines, learners = hosts
+    opened.open(family)
     worst, before = [], None
     for version in range(2):
         weights = ray.get(learners.weights.remote(family), timeout=S)
@@ -113,10 +131,11 @@ def test_engine_and_learner_agree_for_two_steps(hosts: tuple[Any, Any], opened: 
     assert WORST[family] < TOLERANCE
 
 
-@pytest.mark.parametrize("family", WITH_ROUTERS)
-def test_an_engine_tells_the_experts_of_every_token(hosts: tuple[Any, Any], opened: dict[str, Any], family: str) -> None:
+@pytest.mark.parametrize("family", families(*WITH_ROUTERS))
+def test_an_engine_tells_the_experts_of_every_token(hosts: tuple[Any, Any], opened: Opened, family: str) -> None:
     """In float32 the learner chooses the same ones by itself. Prompts of a group are computed once, and their KV is cached."""
     engines, learners = hosts
+    opened.open(family)
     weights = ray.get(learners.weights.remote(family), timeout=S)
     asked = [replace(one, token_ids=(*range(2, 40), *one.token_ids)) for one in requests(seed=5)]  # a block of KV that all share
     answers = ray.get(engines.answer.remote(family, 5, weights, digests(weights), asked), timeout=S)
@@ -144,22 +163,21 @@ def test_the_page_lists_these_families() -> None:
     assert list(written) == sorted([*ORDER, *DENSE]) and max(written.values()) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ORDER + DENSE)
-def test_published_and_exported_names_are_those_of_save_pretrained(
-    opened: dict[str, Any], files: dict[str, dict[str, bytes]], family: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", families(*ORDER, *DENSE))
+def test_published_and_exported_names_are_those_of_save_pretrained(opened: Opened, family: str, tmp_path: Path) -> None:
     """Names, shapes and bits of a policy that was loaded and not trained; a checkpoint keeps the model's own names."""
     import torch
     from safetensors.torch import load
     from transformers import AutoModelForCausalLM
 
-    wanted = load(files[family]["model.safetensors"])
-    weights, kept, exported = opened[family]
+    files = opened.files(family)
+    wanted = load(files["model.safetensors"])
+    weights, kept, exported = opened.open(family)
     assert {name: array.shape for name, array in weights.items()} == {name: tuple(x.shape) for name, x in wanted.items()}
     assert all(np.array_equal(weights[name], x.numpy()) for name, x in wanted.items())
     assert load(exported).keys() == wanted.keys() and all(torch.equal(x, wanted[name]) for name, x in load(exported).items())
     assert (load(kept).keys() != wanted.keys()) == family.endswith(("moe", "mixtral", "gpt_neox"))
-    for name, content in {**files[family], "model.safetensors": exported}.items():
+    for name, content in {**files, "model.safetensors": exported}.items():
         (tmp_path / name).write_bytes(content)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -167,9 +185,10 @@ def test_published_and_exported_names_are_those_of_save_pretrained(
     assert all(torch.equal(x, live[name]) for name, x in model.state_dict().items() if name in live)
 
 
-@pytest.mark.parametrize("family", ORDER)
-def test_a_tensor_that_an_engine_gets_wrong_is_named(hosts: tuple[Any, Any], opened: dict[str, Any], family: str) -> None:
+@pytest.mark.parametrize("family", families(*ORDER))
+def test_a_tensor_that_an_engine_gets_wrong_is_named(hosts: tuple[Any, Any], opened: Opened, family: str) -> None:
     engines, learners = hosts
+    opened.open(family)
     weights, model = ray.get([learners.weights.remote(family), learners.model.remote(family)], timeout=S)
     published, asked, garbled = digests(weights), requests(seed=7), GARBLED[family]
     assert garbled in weights
@@ -188,7 +207,8 @@ def test_a_tensor_that_an_engine_gets_wrong_is_named(hosts: tuple[Any, Any], ope
     assert ray.get(engines.differing.remote(family, model, spoiled), timeout=S) == ([garbled], [])
 
 
-def test_the_checks_before_a_run_accept_these_policies(files: dict[str, dict[str, bytes]]) -> None:
-    for name in files:
-        check_files(files[name])
-        assert json.loads(files[name]["config.json"])["eos_token_id"] == EOS
+def test_the_checks_before_a_run_accept_these_policies(opened: Opened) -> None:
+    for family in ORDER + DENSE:
+        files = opened.files(family)
+        check_files(files)
+        assert json.loads(files["config.json"])["eos_token_id"] == EOS
