@@ -233,6 +233,8 @@ class Runtime(StepOperations):
     def __iter__(self) -> Iterator[Step]:
         """Return the run's only iterator: a second loop continues where the first one was left."""
         if self._steps is None:
+            if not self.owes_evaluation:
+                self.leave_out_start()
             self._steps = steps(self)
         return self._steps
 

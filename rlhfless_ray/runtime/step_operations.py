@@ -389,6 +389,11 @@ class StepOperations(CheckpointedRun):
         if self.steps_done and ((best := self.best.improved(metric)) or self.checkpoint_is_due(self.steps_done)):
             self._save(metric=metric, best=best, export=True)  # the one of the stop that interrupted the evaluation has no metric
 
+    def leave_out_start(self) -> None:
+        """Count the start of a resumed run in no step's time and costs. In a new run the first evaluation does so."""
+        self.phases.take()
+        self.record.evaluation(self.steps_done, {})
+
     def decide_end(self, step: Step, upcoming: Step | None) -> StepEnd:
         """Decide what to do at the end of a step.
 

@@ -104,7 +104,8 @@ def test_the_time_left_ends_with_the_run(record: RunRecorder) -> None:
         assert step.metrics["time_left_s"] == 3.0 * (last_step - number)
 
 
-def test_every_leased_second_after_the_first_evaluation_is_in_the_costs_of_a_step(record: RunRecorder, monkeypatch) -> None:
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_every_leased_second_after_the_start_is_in_the_costs_of_a_step(record: RunRecorder, monkeypatch, is_resumed: bool) -> None:
     """A step's costs and its wall time are of the same interval: what a checkpoint takes belongs to the next step."""
     now = [record.ledger.started_s]
     monkeypatch.setattr(ledger_module, "time", SimpleNamespace(time=lambda: now[0]))
@@ -118,7 +119,12 @@ def test_every_leased_second_after_the_first_evaluation_is_in_the_costs_of_a_ste
     run.rollout = SimpleNamespace(expect=lambda count: None)  # type: ignore[assignment]
     record.ledger.hold("slot", "node", "0", "learn", "")
     now[0] += 7.0
-    run.record_evaluation({})
+    if is_resumed:  # it owes no evaluation
+        run.owes_evaluation, run._steps = False, None
+        iter(run)
+    else:
+        run.record_evaluation({})
+    assert run.phases.take()[1] < 5.0
     found = []
     for number, starts_next in ((1, True), (2, False), (3, False)):
         run.begin_step(Step(number))
