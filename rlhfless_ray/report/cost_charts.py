@@ -51,7 +51,8 @@ def cost(ledger: Sequence[Row]) -> Chart | None:
     }  # fmt: skip
     note = (
         "Every leased slot-second of the run: work solid, transfer paler, start striped, idle grey. Start-up, a warm start "
-        "(the kind learn), the first evaluation and the writing of checkpoints belong to no step: they count here and in the totals only."
+        "(the kind learn), the first evaluation and what follows the last step belong to no step: they count here and in the totals "
+        "only. Writing a checkpoint is part of the costs of the step after it."
     )
     return Chart("cost", "Cost by kind and activity", note, data, layout, height=90 + 44 * len(kinds))
 
