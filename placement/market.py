@@ -4,7 +4,7 @@ Each run bids the worth of each number of slots that it can use. Clearing maximi
 No run gets less than its share while it can use it. A change pays back the slot-seconds that a hand-over takes. A run that holds less than
 its share earns a credit, which gives it precedence later.
 
-Worth is in slot-seconds: a run whose objective is `prefer` p pays p / (1 - p) slot-seconds for a second, as in `scaling.resize_policy`.
+Worth is in slot-seconds: a second is worth to a run what its objective pays for it alone, see `scaling.resize_policy.time_value`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Bid:
 
     Examples
     --------
-    >>> bid_of("a", [(1, 40.0), (2, 22.0), (4, 21.5)], Objective(prefer=0.5))
-    Bid(run='a', slots=(1, 2), worth=(0.0, 18.0), share=None, weight=1.0)
+    >>> bid_of("a", [(1, 40.0, 40.0), (2, 20.0, 40.0), (4, 20.0, 80.0)], Objective(prefer=0.5))
+    Bid(run='a', slots=(1, 2), worth=(0.0, 40.0), share=None, weight=1.0)
     """
 
     run: str
@@ -75,19 +75,21 @@ class Bid:
         return self.slots[-1]
 
 
-def bid_of(run: str, points: Sequence[tuple[int, float]], objective: Objective) -> Bid:
-    """Return the bid of a run that knows its time with each number of slots.
+def bid_of(run: str, points: Sequence[tuple[int, float, float]], objective: Objective, value_per_s: float | None = None) -> Bid:
+    """Return the bid of a run that knows its time and cost with each number of slots.
 
     Parameters
     ----------
     run : str
         Name of the run.
-    points : sequence of (int, float)
-        Slots, and seconds until the phase ends with them; every slot is held until then.
+    points : sequence of (int, float, float)
+        Slots, seconds until the phase ends with them, and its cost in slot-seconds.
     objective : Objective
         With `prefer`, a number of slots is offered if it is worth what it costs. With `deadline_s`, slots are worth the seconds that
-        they save, up to the number that meets the deadline; more are worth nothing. `budget` bounds slots × seconds. `knee` is
-        `prefer` 0.5.
+        they save, up to the number that meets the deadline; more are worth nothing. `budget` bounds the cost. `knee` is `prefer` 0.5.
+    value_per_s : float, optional
+        Slot-seconds that a second is worth with `prefer` p. None: p / (1 - p) · C / T, with the lowest cost C and the shortest time T of
+        the points, as in `time_value`. Then a run that nobody disturbs bids for the number that it would choose alone.
 
     Returns
     -------
@@ -102,23 +104,24 @@ def bid_of(run: str, points: Sequence[tuple[int, float]], objective: Objective) 
     if not points:
         raise ValueError(f"the bid of {run}: there are no points")
     ordered = sorted(points)
-    first, start_s = ordered[0]
+    first, start_s, cost = ordered[0]
     prefer = min(0.5 if objective.prefer is None else objective.prefer, MAX_PREFER)
-    exchange = prefer / (1 - prefer)
+    if value_per_s is None:
+        value_per_s = prefer / (1 - prefer) * min(cost for *_, cost in points) / max(min(seconds for _, seconds, _ in points), 1e-12)
     slots, worth, seconds_of, met = [first], [0.0], start_s, False
-    least = first * start_s + exchange * start_s  # what the best number so far costs the run, in slot-seconds
-    for count, seconds in ordered[1:]:
+    least = cost + value_per_s * start_s  # what the best number so far costs the run, in slot-seconds
+    for count, seconds, cost in ordered[1:]:
         if objective.deadline_s is not None:
             better = seconds < seconds_of and not met and seconds_of > objective.deadline_s
             met = met or seconds <= objective.deadline_s
         elif objective.budget is not None:
-            better = seconds < seconds_of and count * seconds <= objective.budget
+            better = seconds < seconds_of and cost <= objective.budget
         else:
-            better = count * seconds + exchange * seconds < least
-        gain = (exchange if objective.prefer is not None or objective.knee else 1 / (1 - MAX_PREFER)) * (start_s - seconds)
+            better = cost + value_per_s * seconds < least
+        gain = (value_per_s if objective.prefer is not None or objective.knee else 1 / (1 - MAX_PREFER)) * (start_s - seconds)
         if better and gain > worth[-1]:
             slots, worth, seconds_of = [*slots, count], [*worth, gain], seconds
-            least = min(least, count * seconds + exchange * seconds)
+            least = min(least, cost + value_per_s * seconds)
     return Bid(run, tuple(slots), tuple(worth))
 
 

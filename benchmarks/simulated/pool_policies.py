@@ -52,7 +52,7 @@ class Market:
 
     def bid(self, name: str, points: Sequence[tuple[int, float]], left: float = 1.0) -> Bid:
         """Return a run's bid for a stage. `points`: devices and seconds of the whole stage. `left`: share of it that is left."""
-        return bid_of(name, [(slots, seconds * left) for slots, seconds in points], Objective(prefer=self.prefer))
+        return bid_of(name, [(slots, seconds * left, slots * seconds * left) for slots, seconds in points], Objective(prefer=self.prefer))
 
     def clear(self, bids: Sequence[Bid], held: Mapping[str, int]) -> Clearing:
         return clear(self.devices, bids, held, self.credits, self.handover_s)

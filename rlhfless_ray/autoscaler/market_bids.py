@@ -12,6 +12,7 @@ from placement.planning.objective import Objective
 from placement.planning.plan import Plan
 from placement.scaling.learner_size import MIN_TRIALS, LearnerSize
 from placement.scaling.phase_delay import Delay, delay
+from placement.scaling.resize_policy import time_value
 from rlhfless_ray.functions.pool_client import PoolClient
 
 # Seconds until a rollout has moved the responses of an engine that it gives up: a move by pages pauses for 0.2 s at 494 M parameters, and
@@ -29,7 +30,8 @@ class MarketBids:
         self.rollout: Bid | None = None  # for the next rollout
         self.running: Bid | None = None  # for the rollout that runs
         self.begun_s, self.paid_slot_s = 0.0, 0.0  # when it began, and what the run had paid until then
-        self.points: list[tuple[int, float]] = []  # slots and seconds of its engines
+        self.points: list[tuple[int, float, float]] = []  # slots, seconds and slot-seconds of its engines
+        self.value_per_s = 0.0  # of the rollout, in slot-seconds: also what the rest of it is worth
         self.pair: Bid | None = None  # for an update and the rollout beside it, where they are sized together
         self.besides = 0  # slots that the run holds beside its engines during that rollout
 
@@ -38,10 +40,14 @@ class MarketBids:
 
         The smallest plan of each width always stays. `besides`: slots that the run holds beside its engines.
         """
-        self.points = _quickest((plan.actors * width, plan.time_s) for width, plans in frontiers.items() for plan in plans)
-        self.rollout, self.besides = self._bid(self.points, besides), besides
+        every = [plan for plans in frontiers.values() for plan in plans]
+        self.value_per_s, self.besides = time_value(self.objective, every), besides
+        self.points = self._points((plan.actors * width, plan) for width, plans in frontiers.items() for plan in plans)
+        self.rollout = self._bid(self.points, self.value_per_s, besides)
         cleared = self.pool.what_if(self.rollout)
         room = cleared.slots[self.rollout.run] - besides
+        if room >= self.most and self.objective.prefer is not None:  # it bids for the number that it would choose alone
+            return {width: list(plans) for width, plans in frontiers.items()}, ""
         left = {width: [plan for plan in plans if plan.actors * width <= room] for width, plans in frontiers.items()}
         kept = {width: plans or [min(frontiers[width], key=lambda plan: plan.actors)] for width, plans in left.items()}
         fewer = any(len(kept[width]) < len(plans) for width, plans in frontiers.items())
@@ -55,7 +61,8 @@ class MarketBids:
         objective = self.objective
         if objective.budget is not None:  # of the rollout alone, as its costs are
             pairs, objective = [pair for pair in pairs if pair[1].cost <= objective.budget] or pairs, Objective(prefer=1.0)
-        self.pair = self._bid(_quickest((slots, plan.time_s) for slots, plan in pairs), objective=objective)
+        value_per_s = time_value(objective, [plan for _, plan in pairs])
+        self.pair = self._bid(self._points(pairs, value_per_s), value_per_s, objective=objective)
         return self.pool.view.slots if self.alone else self.pool.what_if(self.pair).slots[self.pair.run]
 
     @property
@@ -87,7 +94,8 @@ class MarketBids:
         `plans`: frontier of the rest, beside an update with the time and cost of the step. Others learn of the bid with the next heartbeat,
         if it has changed much.
         """
-        bid = self._bid(_quickest((plan.actors, plan.time_s) for plan in plans), self.besides, self._rest_of_objective())
+        points = self._points((plan.actors, plan) for plan in plans)
+        bid = self._bid(points, self.value_per_s, self.besides, self._rest_of_objective())
         before = self.running
         if before is None or bid.slots != before.slots or abs(bid.worth[-1] - before.worth[-1]) > RENEWED * before.worth[-1]:
             self.running = bid
@@ -115,20 +123,20 @@ class MarketBids:
         fewer than `slots_per_rank` (or an empty string).
         """
         known = [count for count in sizes.counts if sizes.tried[count] >= MIN_TRIALS and count <= slots_per_rank] or [1]
-        points = [(self.learner_ranks * count, sizes.predict(count, tokens)) for count in known]
+        points = [_held(self.learner_ranks * count, sizes.predict(count, tokens)) for count in known]
         untried = []
         if known[-1] < slots_per_rank:  # as if slots divided the work evenly, otherwise it would never be tried
-            untried = [(self.learner_ranks * slots_per_rank, points[-1][1] * known[-1] / slots_per_rank)]
-        self.pool.bid(self._bid([*points, *untried]), points[-1][1])
+            untried = [_held(self.learner_ranks * slots_per_rank, points[-1][1] * known[-1] / slots_per_rank)]
+        self.pool.bid(self._bid([*points, *untried], value_per_s), points[-1][1])
         view = self.pool.view
         # alone, a run also tries numbers again that seem worse: that costs no other run
         room = slots_per_rank if self.alone else min(slots_per_rank, max(1, view.target // self.learner_ranks))
         found = self._delay(points, room * self.learner_ranks, 0, value_per_s)
         return replace(found, slots=found.slots // self.learner_ranks), view.reason if room < slots_per_rank else ""
 
-    def _delay(self, points: Sequence[tuple[int, float]], most: int, besides: int, value_per_s: float) -> Delay:
+    def _delay(self, points: Sequence[tuple[int, float, float]], most: int, besides: int, value_per_s: float) -> Delay:
         """Return whether a phase on up to `most` slots waits for those that it lacks. `besides`: slots that other work of the run holds."""
-        view, usable = self.pool.view, [point for point in points if point[0] <= most]
+        view, usable = self.pool.view, [(slots, seconds) for slots, seconds, _ in points if slots <= most]
         have = view.held + view.free - besides
         if not usable or have >= usable[-1][0] or have < usable[0][0]:  # nothing is missing, or it has to wait anyway
             return Delay(0.0, most, "")
@@ -138,18 +146,24 @@ class MarketBids:
     def metrics(self) -> dict[str, Any]:
         return self.pool.view.metrics()
 
-    def _bid(self, points: Sequence[tuple[int, float]], besides: int = 0, objective: Objective | None = None) -> Bid:
-        """Return the bid for a phase's slots and those that the run holds beside them. A budget does not cover the latter."""
-        run, objective = self.pool.info.run, objective or self.objective
-        if objective.budget is None:
-            return bid_of(run, [(slots + besides, seconds) for slots, seconds in points], objective)
-        bid = bid_of(run, points, objective)
+    def _bid(
+        self, points: Sequence[tuple[int, float, float]], value_per_s: float, besides: int = 0, objective: Objective | None = None
+    ) -> Bid:
+        """Return the bid for a phase's slots and those that the run holds beside them, which its cost does not cover."""
+        bid = bid_of(self.pool.info.run, points, objective or self.objective, value_per_s)
         return replace(bid, slots=tuple(slots + besides for slots in bid.slots))
 
+    def _points(self, plans: Iterable[tuple[int, Plan]], value_per_s: float | None = None) -> list[tuple[int, float, float]]:
+        """Return slots, seconds and slot-seconds of the best plans with so many slots, ascending: with `prefer` by what they are worth."""
+        second = self.value_per_s if value_per_s is None else value_per_s
+        by_worth, best = self.objective.prefer is not None, dict[int, tuple[float, float, Plan]]()
+        for slots, plan in plans:
+            key = (plan.cost + second * plan.time_s if by_worth else plan.time_s), plan.time_s, plan
+            if slots not in best or key[:2] < best[slots][:2]:
+                best[slots] = key
+        return [(slots, plan.time_s, plan.cost) for slots, (_, _, plan) in sorted(best.items())]
 
-def _quickest(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the shortest time for each number of slots, ascending."""
-    quickest: dict[int, float] = {}
-    for slots, seconds in points:
-        quickest[slots] = min(seconds, quickest.get(slots, seconds))
-    return sorted(quickest.items())
+
+def _held(slots: int, seconds: float) -> tuple[int, float, float]:
+    """Return the point of a phase that holds all its slots until it ends."""
+    return slots, seconds, slots * seconds

@@ -128,7 +128,8 @@ class LeasedRanks:
         """Bid as if ranks divided the work evenly."""
         self.bid_s, now = time.monotonic(), len(self.ranks) or self.max_ranks
         numbers = [count for count in range(self.min_ranks, self.max_ranks + 1) if even_ranks(count, self.sharing) == count]
-        points = [(count * self.slots_per_rank, self.left_s * now / count) for count in numbers]
+        slot_s = self.left_s * now * self.slots_per_rank
+        points = [(count * self.slots_per_rank, self.left_s * now / count, slot_s) for count in numbers]
         self.pool.bid(bid_of(self.pool.info.run, points, Objective(prefer=0.5)))
 
 

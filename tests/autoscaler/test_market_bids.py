@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from placement.market import Bid
-from placement.planning.objective import Objective
+from placement.planning.frontier import frontier
+from placement.planning.objective import Objective, choose_nearest
+from placement.planning.plan import Pool as PlannerPool
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.phase_delay import Delay
+from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.pool_state import PoolState
@@ -42,7 +46,7 @@ class Pool:
 
 
 def plans(*points: tuple[int, float]) -> list[SimpleNamespace]:
-    return [SimpleNamespace(actors=actors, time_s=seconds) for actors, seconds in points]
+    return [SimpleNamespace(actors=actors, time_s=seconds, cost=actors * seconds) for actors, seconds in points]
 
 
 def begin(bids: MarketBids, wanted: int = 4, seconds: float = 9.0, grows: bool = True) -> Delay:
@@ -78,6 +82,16 @@ def test_a_run_alone_may_plan_with_every_slot():
     bids = MarketBids(Pool(pool(4), "x"), Objective(prefer=0.8), 1)
     left, note = bids.divide({1: FRONTIER}, 0)
     assert left == {1: FRONTIER} and note == "" and bids.most == 4
+
+
+@pytest.mark.parametrize("prefer", [0.1, 0.5, 0.8, 0.9, 0.97])
+def test_a_run_that_nobody_disturbs_chooses_as_it_would_alone(prefer):
+    """Bids took a second for p / (1 - p) slot-seconds, however many slots had work: runs left free slots that they would pay for."""
+    lengths = np.random.default_rng(0).gamma(2.0, 150.0, 512).clip(1, 1000)
+    alone = frontier(lengths, pools=[PlannerPool(Speed(0.034, 1.2e-4), max_actors=16)])
+    objective = Objective(prefer=prefer)
+    left, note = MarketBids(Pool(pool(16), "x"), objective, 1).divide({1: alone}, 0)
+    assert note == "" and choose_nearest(left[1], objective).plan == choose_nearest(alone, objective).plan
 
 
 def test_a_plan_leaves_others_their_share_and_says_so(runs):

@@ -135,9 +135,10 @@ def test_a_run_that_owns_no_part_of_a_slot_gets_no_turn_with_it() -> None:
 
 
 def test_bids_follow_the_objective() -> None:
-    points = [(1, 40.0), (2, 22.0), (4, 15.0), (8, 14.0)]
+    points = [(1, 40.0, 40.0), (2, 22.0, 44.0), (4, 15.0, 60.0), (8, 14.0, 112.0)]
     assert bid_of("a", points, Objective(prefer=0.0)).slots == (1,)
-    assert bid_of("a", points, Objective(prefer=0.5)).slots == (1, 2)
+    assert bid_of("a", points, Objective(prefer=0.5), value_per_s=1.0).slots == (1, 2)
+    assert bid_of("a", points, Objective(prefer=0.5)).slots == (1, 2, 4)
     assert bid_of("a", points, Objective(prefer=0.99)).slots == (1, 2, 4, 8)
     assert bid_of("a", points, Objective(deadline_s=20.0)).slots == (1, 2, 4)
     assert bid_of("a", points, Objective(budget=50.0)).slots == (1, 2)
