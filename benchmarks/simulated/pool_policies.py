@@ -22,11 +22,12 @@ class Market:
     """
 
     devices: int
-    prefer: float = 0.9
+    prefer: float = 0.5
     handover_s: float = 1.0
     credits: Credits = field(default_factory=Credits)
     let_in: list[str] = field(default_factory=list)
     last: tuple[float, dict[str, int], dict[str, int]] = (0.0, {}, {})  # time, devices held and entitled since then
+    values_per_s: dict[str, float] = field(default_factory=dict)  # slot-seconds that a second is worth to each run in its present step
 
     def allocate(self, now_s: float, runs: Sequence[Progress]) -> Mapping[str, int]:
         since, held_before, entitled = self.last
@@ -42,6 +43,7 @@ class Market:
                 room -= progress.run.least_slots
                 self.let_in.append(name)
         let_in = [there[name] for name in self.let_in]
+        self.values_per_s = {progress.run.name: _value_per_s(progress, self.prefer) for progress in let_in}
         bids = self.bids(let_in)
         slots = dict(self.clear(bids, {progress.run.name: progress.slots for progress in let_in}).slots)
         self.last = now_s, slots, entitled_slots(self.devices, bids)
@@ -52,7 +54,8 @@ class Market:
 
     def bid(self, name: str, points: Sequence[tuple[int, float]], left: float = 1.0) -> Bid:
         """Return a run's bid for a stage. `points`: devices and seconds of the whole stage. `left`: share of it that is left."""
-        return bid_of(name, [(slots, seconds * left, slots * seconds * left) for slots, seconds in points], Objective(prefer=self.prefer))
+        held = [(slots, seconds * left, slots * seconds * left) for slots, seconds in points]
+        return bid_of(name, held, Objective(prefer=self.prefer), self.values_per_s[name])
 
     def clear(self, bids: Sequence[Bid], held: Mapping[str, int]) -> Clearing:
         return clear(self.devices, bids, held, self.credits, self.handover_s)
@@ -62,6 +65,12 @@ class Market:
 
     def billed(self, runs: Sequence[Progress]) -> Mapping[str, float]:
         return {progress.run.name: float(progress.slots) for progress in runs}
+
+
+def _value_per_s(progress: Progress, prefer: float) -> float:
+    """Return what a second is worth to a run, from the rollout that it expects, as `placement.scaling.resize_policy.time_value`."""
+    rollout = [stage for stage in progress.run.forecast[progress.step] if stage.kind != "learn"]
+    return prefer / (1 - prefer) * sum(stage.least_slot_s for stage in rollout) / sum(min(stage.seconds) for stage in rollout)
 
 
 def _expected(progress: Progress) -> list[tuple[int, float]]:

@@ -25,7 +25,7 @@ from benchmarks.simulated.simulate_pool import PoolOutcome, PoolPolicy, simulate
 from benchmarks.simulator_page import write_page
 from placement.simulate import named, names
 
-TUNED, PREFER = 2, 0.9
+TUNED, PREFER = 2, 0.5
 ROLLMUX = {"disaggregated": 1.84, "colocated": 1.38}  # what RollMux (arXiv 2512.11306) reports over each
 GRPO = [name for name in names() if name.startswith("qwen") and name.endswith("grpo")]
 ALL = [name for name in names() if name.startswith("qwen")]
