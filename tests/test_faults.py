@@ -286,7 +286,7 @@ def test_a_drained_node_is_left_before_it_goes(nodes: Any, clean: Hit, tmp_path:
     recipe = recipe_of(
         built(tmp_path / "slow", base_s=0.12),
         tmp_path,
-        steps=5,  # Ray's word of the notice must come while engines work
+        steps=4,  # Ray's word of the notice must come while engines work
         actors=5,
         objective={"prefer": 1.0},
         functions={"max_replacements": 0},
@@ -298,7 +298,7 @@ def test_a_drained_node_is_left_before_it_goes(nodes: Any, clean: Hit, tmp_path:
         (3, "update"): lambda run: here.append(any(i.leases for i in on(run, passing.node_id))),
     }
     run = go(Hit(recipe, script))
-    same(run, clean, steps=5)
+    same(run, clean, steps=4)
     assert here == [False] and not on(run, passing.node_id)
     row = run.rows()[2]
     assert run.total("faults/bugs") == 0 and row["faults/preempted"] >= 1
@@ -312,14 +312,14 @@ def test_a_lost_node_takes_engines_and_parked_processes_with_it(
         world,
         tmp_path,
         actors=5,
-        steps=5,
+        steps=4,
         objective={"prefer": 1.0},
         functions={"max_replacements": 0},
         rollout={"stream_interval_s": 0.05},
     )
     lose = when(engine_on(passing.node_id), lambda run: nodes.remove_node(passing, allow_graceful=False))
     run = go(Hit(recipe, {(3, "parked"): lose}))
-    same(run, clean, steps=5)
+    same(run, clean, steps=4)
     assert run.total("faults/bugs") == 0 and run.total("faults/preempted") >= 1 and not on(run, passing.node_id)
 
 

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("priv
 
 AHEAD = {"rollout__ahead": True}
 PARTIAL = {
+    "run__steps": 3,
     "rollout__partial": "continue",
     "rollout__max_lag_steps": 2,
     "rollout__oversample": 2,
@@ -269,7 +270,7 @@ class Struck(Runtime):
 @pytest.mark.parametrize("more", [{}, AHEAD], ids=["in turn", "ahead"])
 def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path, more: dict[str, Any]) -> None:
     """An engine is lost in step 1. The run is left after it."""
-    tree = small_recipe(tmp_path, **PARTIAL | more)
+    tree = small_recipe(tmp_path, **PARTIAL | {"run__steps": 4} | more)
     with Struck(Recipe.parse(tree)) as run:
         step = next(iter(run))
     assert run.struck and step.metrics["rollout/orphans"] > 0
@@ -305,7 +306,7 @@ def test_other_features_work_with_partial_rollouts(tmp_path: Path, case: str) ->
             "algorithm__filter_patience": 90,
         },
     }[case]
-    tree = small_recipe(tmp_path, **PARTIAL | {"run__steps": 3} | more)
+    tree = small_recipe(tmp_path, **PARTIAL | more)
     with Runtime(Recipe.parse(with_agent(tree, tmp_path) if case == "agents begin again" else tree)) as run:
         steps = list(run)
     assert all(len(step.samples) == 32 and step.stats is not None and step.stats.applied for step in steps)
