@@ -93,6 +93,7 @@ class RankRun:
                 torch_config=RankConfig(device=start.device, devices=start.devices),
                 has_dashboard=not private and has_dashboard(),
                 has_autoscaler=not private,
+                sharing=recipe.learner.tensor_parallel,
                 scaling_config=ScalingConfig(
                     num_workers=workers,
                     # to grow, Ray Train starts the ranks again from the last checkpoint

@@ -9,10 +9,12 @@ from typing import Any
 
 import ray
 import ray.train
+from ray.train import ScalingConfig
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, FixedScalingPolicy
 
+from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.supervise.rank_start import VISIBLE, RankStart
 
 
@@ -81,14 +83,27 @@ class WithoutAutoscaler(FixedScalingPolicy):
         pass
 
 
+class EvenRanks(ElasticScalingPolicy):
+    """A range of ranks, of which as many are started as share copies of the model evenly."""
+
+    def __init__(self, scaling_config: ScalingConfig, sharing: int) -> None:
+        """`sharing`: ranks that share a copy (`learner.tensor_parallel`)."""
+        super().__init__(scaling_config)
+        self.sharing = sharing
+
+    def _count_possible_workers(self, reserved_resources: Any) -> int:
+        count, least = super()._count_possible_workers(reserved_resources), self.scaling_config.min_workers
+        return count if count < least else max(least, even_ranks(count, self.sharing))
+
+
 class RankTrainer(TorchTrainer):
     """Without Ray Train's manager of Ray Data's sets, which are none here."""
 
-    def __init__(self, *arguments: Any, has_dashboard: bool, has_autoscaler: bool, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, has_dashboard: bool, has_autoscaler: bool, sharing: int, **settings: Any) -> None:
         """`has_dashboard`: if not, the cleaner of placement groups is left out: it asks the dashboard whether this run is alive, learns
-        nothing, and its end would be waited for 12 s. `has_autoscaler`: whether the cluster may grow."""
+        nothing, and its end would be waited for 12 s. `has_autoscaler`: whether the cluster may grow. `sharing`: see `EvenRanks`."""
         super().__init__(*arguments, **settings)
-        self.has_dashboard, self.has_autoscaler = has_dashboard, has_autoscaler
+        self.has_dashboard, self.has_autoscaler, self.sharing = has_dashboard, has_autoscaler, sharing
 
     def _create_default_callbacks(self) -> Any:
         unused = ("DatasetsCallback", *(() if self.has_dashboard else ("PlacementGroupCleanerCallback",)))
@@ -98,4 +113,6 @@ class RankTrainer(TorchTrainer):
         policy = settings["scaling_policy"]
         if not self.has_autoscaler and isinstance(policy, FixedScalingPolicy):
             settings["scaling_policy"] = WithoutAutoscaler(policy.scaling_config)
+        elif isinstance(policy, ElasticScalingPolicy):
+            settings["scaling_policy"] = EvenRanks(policy.scaling_config, self.sharing)
         return super()._initialize_and_run_controller(**settings)  # type: ignore[misc]
