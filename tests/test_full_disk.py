@@ -39,6 +39,7 @@ from rlhfless_ray.supervise import train_loop
 from rlhfless_ray.supervise.find_checkpoints import SNAPSHOT, remove_torn, steps_saved
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun
+from rlhfless_ray.supervise.rank_trainer import root_failure
 from rlhfless_ray.supervise.run_supervised import SupervisedStage
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.remote_folder import writer
@@ -303,7 +304,7 @@ def test_a_rank_that_finds_no_space_is_a_full_disk() -> None:
 
     for failure, path in (Failed(), "/somewhere/checkpoint"), (OfController(), "/checkpoints"):
         ranks = RankRun.__new__(RankRun)
-        ranks.failure = failure
+        ranks.failure = root_failure(failure)
         with pytest.raises(DiskFull, match=f"^{path} cannot be written"):
             ranks.raise_failure(Path("/checkpoints"))
 

@@ -16,7 +16,6 @@ MAX_ADDRESS = 100  # characters; a socket's path has at most 107
 # What other processes of the tests import: of rewards, agents, drafters, slot pools, replayed runs, Ray Serve and Ray Train. 0.1 to 0.3 CPU
 # seconds in each, and 0.5 here. Modules that import Ray are not among them, see `fork_server`.
 MORE = (
-    "pandas",
     "rlhfless_ray.agent.agent_actor",
     "rlhfless_ray.autoscaler.rollout_plan",
     "rlhfless_ray.cli.run_command",
@@ -26,7 +25,6 @@ MORE = (
     "rlhfless_ray.rollout.partial_batch",
     "rlhfless_ray.run.memory_fit",
     "rlhfless_ray.run.recorder",
-    "rlhfless_ray.supervise.supervised_rank",
 )
 keep: list[Any] = []
 
@@ -45,7 +43,6 @@ def start(folder: Path) -> None:
             reads = os.open(users, os.O_RDONLY | os.O_NONBLOCK)
             keep.append(os.open(users, os.O_WRONLY))
             command = server_command(address, ["Qwen2ForCausalLM"], (*OF_RAY_TRAIN, *MORE))
-            environment = {**server_environment(), "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # of pandas: it must not have threads
-            keep.append(subprocess.Popen(command, stdin=reads, env=environment, start_new_session=True))
+            keep.append(subprocess.Popen(command, stdin=reads, env=server_environment(), start_new_session=True))
             os.close(reads)
     os.environ[WORKER_PREFIX] = worker_prefix(address)

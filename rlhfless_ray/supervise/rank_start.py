@@ -10,6 +10,7 @@ from typing import Any
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import RowOrder
 
+INBOX = "the actor that the ranks report to"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MODEL = "model"  # folder of the model in the last checkpoint
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
 import ray.train
-from ray.train import ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, FixedScalingPolicy
 
 from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.supervise.rank_start import VISIBLE, RankStart
+
+NO_SLOT = {"memory": 2.0**20}  # what a worker of Ray Train takes whose slot is leased: a bundle must not be empty
+PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+RESIZE_S = 60.0  # interval in which Ray Train looks for slots of more ranks
 
 
 @dataclass
@@ -86,7 +92,7 @@ class WithoutAutoscaler(FixedScalingPolicy):
 class EvenRanks(ElasticScalingPolicy):
     """A range of ranks, of which as many are started as share copies of the model evenly."""
 
-    def __init__(self, scaling_config: ScalingConfig, sharing: int) -> None:
+    def __init__(self, scaling_config: Any, sharing: int) -> None:
         """`sharing`: ranks that share a copy (`learner.tensor_parallel`)."""
         super().__init__(scaling_config)
         self.sharing = sharing
@@ -116,3 +122,47 @@ class RankTrainer(TorchTrainer):
         elif isinstance(policy, ElasticScalingPolicy):
             settings["scaling_policy"] = EvenRanks(policy.scaling_config, self.sharing)
         return super()._initialize_and_run_controller(**settings)  # type: ignore[misc]
+
+
+def train_ranks(start: RankStart, nodes: list[str] | None, private: bool, has_dashboard: bool) -> BaseException | None:
+    """Start the ranks and wait for their end. Returns what ended them, if they failed. `nodes`, `private`: see `RankRun`."""
+    logging.getLogger("ray.train").setLevel(logging.ERROR)
+    recipe, ranks = start.recipe, start.recipe.learner.ranks
+    workers: Any = ranks if recipe.min_ranks == ranks else (recipe.min_ranks, ranks)
+    resources: dict[str, float] = {"CPU": 1, "GPU": 1} if start.device == "gpu" else {"CPU": start.threads}
+    selectors = None
+    if nodes is not None:
+        workers, resources, selectors = len(nodes), NO_SLOT, [{"ray.io/node-id": node} for node in nodes]
+    if private:  # its only node is this machine, which nobody drains, so no process needs to watch it
+        os.environ[PREEMPTION_WATCHER] = "0"
+    try:
+        RankTrainer(
+            partial(train_rank, start),
+            torch_config=RankConfig(device=start.device, devices=start.devices),
+            has_dashboard=not private and has_dashboard,
+            has_autoscaler=not private,
+            sharing=recipe.learner.tensor_parallel,
+            scaling_config=ScalingConfig(
+                num_workers=workers,
+                # to grow, Ray Train starts the ranks again from the last checkpoint
+                elastic_resize_monitor_interval_s=RESIZE_S if recipe.checkpoint.has_regular else float("inf"),  # type: ignore[call-arg]
+                use_gpu=start.device == "gpu" and nodes is None,
+                resources_per_worker=resources,
+                label_selector=selectors,
+            ),
+            run_config=RunConfig(
+                name=start.storage.name,
+                storage_path=str(start.storage.parent),
+                failure_config=FailureConfig(max_failures=recipe.run.max_restarts if nodes is None else 0),
+                checkpoint_config=CheckpointConfig(num_to_keep=recipe.checkpoint.keep),
+            ),
+        ).fit()
+    except BaseException as error:  # of any type: the driver tells the user of it
+        return root_failure(error)
+    return None
+
+
+def root_failure(error: BaseException) -> BaseException:
+    """Return the error that a rank or Ray Train's controller raised, of those that are wrapped around it."""
+    failures = getattr(error, "worker_failures", None)
+    return next(iter(failures.values())) if failures else getattr(error, "controller_failure", error)

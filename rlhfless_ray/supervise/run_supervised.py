@@ -304,6 +304,7 @@ class SupervisedStage:
                 changes = True
             self.recorder.check_deadline()
             time.sleep(POLL_S)
+        ranks.close()
         if stopped is not None and self.recorder.done < (self.recipe.run.steps or 0):
             stopped.resumable = steps_saved(self.storage) is not None
             raise stopped

@@ -28,8 +28,7 @@ from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.supervise.examples import Examples
 from rlhfless_ray.supervise.find_checkpoints import PROGRESS, newest_checkpoint
-from rlhfless_ray.supervise.inbox import INBOX
-from rlhfless_ray.supervise.rank_start import MODEL, VISIBLE, RankStart
+from rlhfless_ray.supervise.rank_start import INBOX, MODEL, VISIBLE, RankStart
 from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
