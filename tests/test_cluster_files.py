@@ -89,7 +89,8 @@ def test_ray_starts_in_the_image_as_kuberay_starts_it() -> None:
 
 def test_the_slurm_script_starts_a_ray_node_on_every_machine_and_passes_the_signal_on(tmp_path: Path) -> None:
     """With stand-ins for the commands of Slurm and Ray, each of which writes down how it was called."""
-    trained = 'sleep 60 & trap "kill $!; exit 143" TERM; sleep 0.3; echo ready; wait'
+    both = f'for _ in $(seq 200); do [ "$(grep -c "^ray start" {tmp_path}/log)" = 2 ] && break; sleep 0.1; done'  # nodes start beside it
+    trained = f'sleep 60 & trap "kill $!; exit 143" TERM; {both}; echo ready; wait'
     bodies = {
         "scontrol": "echo one; echo two",
         "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
