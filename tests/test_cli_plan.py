@@ -283,6 +283,8 @@ def test_memory_of_a_recipe(tmp_path: Path, capsys) -> None:
     assert needs["an engine", True] == 2 * 494_032_768 + 256 * 2**20
     with pytest.raises(UserError, match="a supervised stage, whose memory is checked when it starts"):
         run(recipe, "--memory", "task=sft")
+    with pytest.raises(UserError, match="`stages` makes it a workflow; give it"):
+        run(Path(__file__).parents[1] / "recipes" / "workflow.yaml", "--memory")
     with pytest.raises(UserError, match=r"policy\.path: nowhere is not a folder"):
         run(recipe, "--memory", "policy.path=nowhere")
     run(recipe, "--memory", "rollout.kv_cache_mb=512")

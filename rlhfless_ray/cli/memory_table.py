@@ -25,7 +25,10 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     from rlhfless_ray.weights.load_policy import model_folder
     from rlhfless_ray.weights.model_folder import read_folder
 
-    if "task" in read_tree(path, overrides):
+    tree = read_tree(path, overrides)
+    if "stages" in tree:
+        raise UserError(f"--memory {path}: `stages` makes it a workflow; give it the recipe of one of its stages")
+    if "task" in tree:
         raise UserError(f"--memory {path}: `task` makes it a supervised stage, whose memory is checked when it starts")
     recipe = Recipe.load(path, overrides)
     models = models_of(recipe)

@@ -240,7 +240,8 @@ class SupervisedRecipe(RecipeFile):
             yield "evaluate.train_share: rows are held out by evaluate.path or evaluate.rows; leave it or these out"
         section = self.evaluate
         asked = "each_epoch" if section.each_epoch else "every_steps" if section.every_steps else ""
-        if asked and self.data.contract == "own" and not (section.path or section.rows or section.train_share):
+        has_rows = section.path or section.train_share or "rows" in section.model_fields_set  # 0 turns evaluations off
+        if asked and self.data.contract == "own" and not has_rows:
             yield f"evaluate.{asked}: there are no rows to evaluate on; set evaluate.rows, evaluate.path or evaluate.train_share"
 
     def _mistakes_in_templates(self) -> Iterator[str]:

@@ -154,6 +154,7 @@ class Generation(Runtime):
 
     def __iter__(self) -> Iterator[Step]:
         if self._steps is None:
+            self.leave_out_start()
             self._steps = self._generate_steps()
         return self._steps
 

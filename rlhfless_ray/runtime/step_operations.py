@@ -390,7 +390,7 @@ class StepOperations(CheckpointedRun):
             self._save(metric=metric, best=best, export=True)  # the one of the stop that interrupted the evaluation has no metric
 
     def leave_out_start(self) -> None:
-        """Count the start of a resumed run in no step's time and costs. In a new run the first evaluation does so."""
+        """Count the start in no step's time and costs. In a new run of training the first evaluation does so."""
         self.phases.take()
         self.record.evaluation(self.steps_done, {})
 

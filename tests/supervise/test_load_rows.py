@@ -374,7 +374,8 @@ def test_evaluations_need_rows() -> None:
     for asked in ({"each_epoch": True}, {"every_steps": 3}):
         with pytest.raises(UserError, match="there are no rows to evaluate on; set evaluate"):
             SupervisedRecipe.parse({**tree, "evaluate": asked})
-        SupervisedRecipe.parse({**tree, "evaluate": {**asked, "train_share": 0.1}})
+        for rows in ({"train_share": 0.1}, {"rows": 0}):
+            SupervisedRecipe.parse({**tree, "evaluate": {**asked, **rows}})
         SupervisedRecipe.parse({**tree, "data": {"path": "a", "contract": "openrlhf"}, "evaluate": asked})
 
 
