@@ -11,11 +11,11 @@ import xxhash
 from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.read_rows import (
+    LostParts,
     NamedRow,
     cell_of,
     check_characters,
-    lost_turns,
-    lost_turns_note,
+    lost_parts,
     missing_column,
     rendering_problem,
     tools_of,
@@ -72,7 +72,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     prompts, overlong = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
     if not recipe.evaluate.path or not held:
         train, heldout = _split_heldout(prompts, held, len(overlong), recipe)
-        notes = unlimited + _overlong_notes(overlong, recipe) + _turn_notes(prompts, recipe)
+        notes = unlimited + _overlong_notes(overlong, recipe) + _turn_notes(prompts, recipe, tokenizer)
         if len(heldout) > len(train):
             notes += (f"{held} of {len(prompts)} rows are held out of training (evaluate.prompts); lower it, or name evaluate.path",)
         return _without_repeats(train, heldout, recipe, notes)
@@ -82,7 +82,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     heldout, overlong_heldout = _make_prompts(
         named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens
     )
-    notes = unlimited + _overlong_notes(overlong + overlong_heldout, recipe) + _turn_notes([*train, *heldout], recipe)
+    notes = unlimited + _overlong_notes(overlong + overlong_heldout, recipe) + _turn_notes([*train, *heldout], recipe, tokenizer)
     return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], notes)
 
 
@@ -169,18 +169,20 @@ def _overlong_notes(names: list[str], recipe: Recipe) -> tuple[str, ...]:
     return (f"{len(names)} prompts of more than {limit} tokens (prompts.max_prompt_tokens) {done}: {shown}",)
 
 
-def _turn_notes(prompts: list[Prompt], recipe: Recipe) -> tuple[str, ...]:
-    """Say which turns the chat template leaves out, and that conversations end with the assistant's turn.
+def _turn_notes(prompts: list[Prompt], recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Say what of the turns the chat template leaves out, and that conversations end with the assistant's turn.
 
     That turn may be the answer: then the policy reads it before it writes its own.
     """
     if recipe.prompts.template != "chat" or recipe.prompts.task:
         return ()
-    conversations = [_turns_of(prompt.row, recipe.prompts.prompt_column, recipe) for prompt in prompts]
-    lost = lost_turns_note([lost_turns(turns, prompt.text) for turns, prompt in zip(conversations, prompts, strict=True)])
-    count = sum(turns[-1].get("role") == "assistant" for turns in conversations)
+    lost, count, template = LostParts(), 0, str(tokenizer.chat_template)
+    for prompt in prompts:
+        turns = _turns_of(prompt.row, recipe.prompts.prompt_column, recipe)
+        lost.count(lost_parts(turns, prompt.text, template))
+        count += turns[-1].get("role") == "assistant"
     text = "end with a turn of the assistant, and the policy writes another one after it; remove that turn if it is the answer"
-    return lost + ((f"{count} of {len(prompts)} prompts {text}",) if count else ())
+    return lost.notes + ((f"{count} of {len(prompts)} prompts {text}",) if count else ())
 
 
 def _turns_of(row: dict[str, Any], column: str, recipe: Recipe) -> list[dict[str, Any]]:
@@ -202,9 +204,8 @@ def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, r
                 unneeded = ", or leave it empty if there are no answers" if key == "answer_column" else ""
                 raise UserError(f"{where}, {name}: {missing_column(row, column, f'prompts.{key}')}{unneeded}")
         cell = row[prompt_column]
-        if turns and isinstance(cell, list) and cell and all(isinstance(turn, dict) for turn in cell):
-            continue
-        if not isinstance(cell, str):
+        is_conversation = turns and isinstance(cell, list) and cell and all(isinstance(turn, dict) for turn in cell)
+        if not is_conversation and not isinstance(cell, str):
             kind = "null" if cell is None else f"of type {type(cell).__name__}"
             raise UserError(
                 f"{where}, {name}: the prompt in column `{prompt_column}` is {kind}, not a string; fix the row or set prompts.prompt_column"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from rlhfless_ray.common.errors import UserError
 
 NamedRow = tuple[str, dict[str, Any]]  # ("line 7", the row)
 MEDIA = ("image", "audio", "video")
+CALLS = "tool_calls"
+WORD = re.compile(r"[^\W\d_]{4,}")  # shorter ones are in many texts by chance
+ROLES = ("system", "user", "assistant", "tool")  # words that a template writes by itself
 
 
 class TableRow(dict[str, Any]):
@@ -204,38 +209,67 @@ def without_nulls(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in turn.items() if value is not None or key == "content"} for turn in turns]
 
 
-def rendering_problem(turns: Sequence[dict[str, Any]], text: str, template: str) -> str:
+def rendering_problem(turns: Sequence[dict[str, Any]], text: str, template: str, *, refuse_calls: bool = True) -> str:
     """Return which turn `text`, the rendered conversation, garbles or lacks, or an empty string.
 
-    A chat template for plain text writes a list of parts as Python code. One that reads no tool calls writes an empty turn instead of them.
+    A chat template for plain text writes a list of parts as Python code. With `refuse_calls` a turn that has nothing but tool calls must
+    not be rendered by a template that reads none: it would write an empty turn.
     """
     for number, turn in enumerate(turns, 1):
         content = turn.get("content")
         if isinstance(content, (list, dict)) and content and str(content) in text:
             kind = type(content).__name__
             return f"turn {number} has a {kind} as `content`, which the chat template writes as Python code; give it a string"
-        if turn.get("tool_calls") and "tool_calls" not in template and "tool_calls" not in text:
-            return f"turn {number} has `tool_calls`, and the chat template reads none; remove them, or use another template"
+        is_empty = not (content.strip() if isinstance(content, str) else content)
+        if refuse_calls and is_empty and _loses_calls(turn, text, template):
+            return f"turn {number} has `tool_calls` only, and the chat template reads none; remove the turn, or use another template"
     return ""
 
 
-def lost_turns(turns: Sequence[dict[str, Any]], text: str) -> set[str]:
-    """Return the roles of turns whose content `text`, the rendered conversation, lacks: many chat templates know two roles only.
+def _loses_calls(turn: dict[str, Any], text: str, template: str) -> bool:
+    return bool(turn.get("tool_calls")) and "tool_calls" not in template and "tool_calls" not in text
 
-    The assistant's turns are not looked at, because templates leave out what it thought.
+
+def lost_parts(turns: Sequence[dict[str, Any]], text: str, template: str) -> set[str]:
+    """Return what `text`, the rendered conversation, lacks: roles of turns, and CALLS. Many chat templates know two roles only.
+
+    A turn is lost if it has words and the text has none of them: a template may edit what a turn says. The assistant's turns are not
+    looked at, because templates leave out what it thought.
     """
-    others = ((str(turn.get("role")), turn["content"]) for turn in turns if turn.get("role") != "assistant" and turn.get("content"))
-    strings = ((role, content.strip()) for role, content in others if isinstance(content, str))
-    return {role for role, content in strings if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text}
+    lost = {CALLS} if any(_loses_calls(turn, text, template) for turn in turns) else set()
+    for turn in turns:
+        role, content = str(turn.get("role")), turn.get("content")
+        if role == "assistant" or role in lost or not isinstance(content, str):
+            continue
+        words = [word for word in WORD.findall(content) if word.lower() not in ROLES]
+        if words and not any(word in text for word in words):
+            lost.add(role)
+    return lost
 
 
-def lost_turns_note(lost: Sequence[set[str]]) -> tuple[str, ...]:
-    """Return a note about lost turns. `lost`: their roles, for each row."""
-    if not (roles := set().union(*lost)):
-        return ()
-    names = ", ".join(f"`{role}`" for role in sorted(roles))
-    rows = f"{sum(map(bool, lost))} of {len(lost)} rows"
-    return (f"the chat template leaves out what turns of {names} say in {rows}, so the model never sees it",)
+@dataclass
+class LostParts:
+    """What a chat template leaves out of the conversations in rows, see `lost_parts`."""
+
+    rows: int = 0
+    without_turns: int = 0  # rows with a lost turn
+    without_calls: int = 0  # rows with lost tool calls
+    roles: set[str] = field(default_factory=set)
+
+    def count(self, lost: set[str]) -> None:
+        """Count a row. `lost`: what is lost of it."""
+        roles = lost - {CALLS}
+        self.rows += 1
+        self.without_turns += bool(roles)
+        self.without_calls += CALLS in lost
+        self.roles |= roles
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        names = ", ".join(f"`{role}`" for role in sorted(self.roles))
+        turns = f"in {self.without_turns} of {self.rows} rows no word of a turn of {names} is in the text that the chat template writes"
+        calls = f"{self.without_calls} of {self.rows} rows have turns with `tool_calls`, and the chat template reads none"
+        return ((turns,) if self.without_turns else ()) + ((calls,) if self.without_calls else ())
 
 
 def _json_type(value: Any) -> str:

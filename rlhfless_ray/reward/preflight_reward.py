@@ -55,7 +55,8 @@ def check_references(source: Any, prompts: Iterable[Prompt]) -> None:
         try:
             reference_answer(prompt.row, source.answer_column)
         except ValueError as error:
-            raise UserError(f"reward.function: `math` cannot score prompt {prompt.text[:80]!r}: {error}; fix or remove the row") from None
+            end = prompt.text[-80:]  # with a chat template all begin alike
+            raise UserError(f"reward.function: `math` cannot score prompt {end!r}: {error}; fix or remove the row") from None
 
 
 def find_server(urls: Sequence[str], within_s: float) -> None:

@@ -17,6 +17,7 @@ from rlhfless_ray.supervise.row_reader import Rendered, RowReader, SupervisedRow
 from rlhfless_ray.weights.model_folder import stop_tokens
 from rlhfless_ray.weights.tensor_file import Files
 
+BLOCK = 1 << 16  # tokens that are searched at once: mostly the first response has what is searched
 DRAWS = 8  # responses of a built-in task that are drawn to find a right and a wrong one
 
 
@@ -80,8 +81,10 @@ def end_note(recipe: SupervisedRecipe, rows: SupervisedRows, files: Files, token
     if recipe.task in WITH_NEXT or recipe.data.template != "chat" or recipe.data.train_on == "all":
         return ()
     ends = stop_tokens(files, tokenizer.eos_token_id)
-    if np.isin(rows.train.tokens[rows.train.mask], ends).any():
-        return ()
+    tokens, mask = rows.train.tokens, rows.train.mask
+    for part in (slice(start, start + BLOCK) for start in range(0, len(tokens), BLOCK)):
+        if np.isin(tokens[part][mask[part]], ends).any():
+            return ()
     named = ", ".join(repr(tokenizer.decode([token])) for token in ends)
     return (
         f"no trained response has an end-of-sequence token ({named}), because the chat template writes none, so rollouts of the model will "

@@ -11,11 +11,11 @@ import numpy as np
 
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.prompts.read_rows import (
+    LostParts,
     NamedRow,
     cell_of,
     check_characters,
-    lost_turns,
-    lost_turns_note,
+    lost_parts,
     missing_column,
     rendering_problem,
     tools_of,
@@ -54,7 +54,8 @@ class RowReader:
         self.left_out: list[str] = []
         self.cut: list[str] = []
         self.same: list[str] = []
-        self.lost: list[set[str]] = []  # of each row, the roles of turns that the chat template leaves out
+        self.lost_parts = LostParts()
+        self.lost: set[str] = set()  # what the chat template leaves out of the row that is read
         self.name = self.row = ""  # of the row that is read, with and without the data set's
         self.tools: list[dict[str, Any]] | None = None  # of that row
         self.bos: list[int] = []
@@ -80,9 +81,10 @@ class RowReader:
         examples, same_before, cut_before = [], len(self.same), len(self.cut)
         for name, row in rows:
             self.name, self.row, cut = f"{where}, {name}", name, len(self.cut)
-            self.lost.append(set())
+            self.lost = set()
             try:
                 examples.append(self._row(row))
+                self.lost_parts.count(self.lost)
                 self.cut[cut + 1 :] = []  # both sides of a pair, which is one row
             except _LeftOut:
                 self.cut[cut:] = []
@@ -115,15 +117,18 @@ class RowReader:
 
     def _notes(self) -> tuple[str, ...]:
         longer = f"of more than {self.limit} tokens (data.max_tokens) are"
-        return tuple(
-            f"{len(names)} rows {what}: {', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"
-            for names, what in (
-                (self.left_out, f"{longer} left out: they are too long or have no response"),
-                (self.cut, f"{longer} cut at their end"),
-                (self.same, f"have the same `{self.data.chosen_column}` and `{self.data.rejected_column}`, which teach no preference"),
+        return (
+            tuple(
+                f"{len(names)} rows {what}: {', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"
+                for names, what in (
+                    (self.left_out, f"{longer} left out: they are too long or have no response"),
+                    (self.cut, f"{longer} cut at their end"),
+                    (self.same, f"have the same `{self.data.chosen_column}` and `{self.data.rejected_column}`, which teach no preference"),
+                )
+                if names
             )
-            if names
-        ) + lost_turns_note(self.lost)
+            + self.lost_parts.notes
+        )
 
     # ---- texts and tokens of a row --------------------------------------------------------------------------------------
 
@@ -197,7 +202,7 @@ class RowReader:
             self._cell(row, column, f"{side}_column")
             for side, column in (("chosen", data.chosen_column), ("rejected", data.rejected_column))
         )
-        if isinstance(chosen, list) and isinstance(rejected, list) and chosen[:-1] != rejected[:-1]:
+        if isinstance(chosen, list) and isinstance(rejected, list) and _as_read(chosen[:-1]) != _as_read(rejected[:-1]):
             raise UserError(
                 f"{self.name}: the conversations in `{data.chosen_column}` and `{data.rejected_column}` differ before their last turn; "
                 "put the turns that they share into a column and name it in data.prompt_column, or remove the row"
@@ -382,9 +387,13 @@ class RowReader:
             raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
         if prompt is None or response is None:
             before = turns[:-1]
-        whole = self._template(turns)
-        if (role := turns[-1].get("role")) in NOT_THE_MODEL and self.data.train_on != "all":
+        whole = self._whole(turns)
+        # A reward model also reads what an agent did until its last tool call, and OpenRLHF trains on any last turn.
+        refused = NOT_THE_MODEL if self.data.contract == "own" and self.task != "rm" else ("user",)
+        if (role := turns[-1].get("role")) in refused and self.data.train_on != "all":
             raise UserError(f"{self.name}: the last turn of column `{column}` is of role `{role}`, not a response; fix or remove the row")
+        if self.task == "rm" and (prompt is None or response is None):
+            return "", whole  # which is read as one text
         if not before:
             head = self._opening(whole)
             return head, whole[len(head) :]
@@ -397,7 +406,7 @@ class RowReader:
         return head, whole[len(head) :]
 
     def _every_turn(self, turns: list[dict[str, Any]]) -> Example:
-        whole, spans = self._template(turns), []
+        whole, spans = self._whole(turns), []
         for number, turn in enumerate(turns):
             if turn.get("role") != "assistant":
                 continue
@@ -425,6 +434,12 @@ class RowReader:
             return ""
         return head if text.startswith(head) else ""
 
+    def _whole(self, turns: list[dict[str, Any]]) -> str:
+        """Render a row's whole conversation, and note what the chat template leaves out of it."""
+        text = self._template(turns)
+        self.lost |= lost_parts(turns, text, str(self.tokenizer.chat_template))
+        return text
+
     def _template(self, turns: list[dict[str, Any]], prompts: bool = False) -> str:
         if wrong := turn_problem(turns, str(self.tokenizer.chat_template)):
             raise UserError(f"{self.name}: {wrong}; fix or remove the row")
@@ -435,10 +450,8 @@ class RowReader:
         except Exception as error:  # a template may raise anything
             whose = "data.chat_template" if self.data.chat_template else "the chat template of policy.path"
             raise UserError(f"{self.name}: {whose} refuses the conversation: {one_line(error, 200)}") from None
-        if wrong := rendering_problem(turns, text, str(self.tokenizer.chat_template)):
+        if wrong := rendering_problem(turns, text, str(self.tokenizer.chat_template), refuse_calls=self.data.contract == "own"):
             raise UserError(f"{self.name}: {wrong}")
-        if self.lost:
-            self.lost[-1] |= lost_turns(turns, text)
         return text
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Example:
@@ -464,6 +477,11 @@ class RowReader:
     def _encoded(self, text: str, **options: Any) -> Any:
         check_characters(text, self.name)
         return self.tokenizer(text, **options)
+
+
+def _as_read(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return turns without keys that chat templates do not read, such as a time or a score."""
+    return [{key: turn[key] for key in ("role", "content", "tool_calls") if turn.get(key)} for turn in turns]
 
 
 def _only_last(tokens: list[int], context: int) -> np.ndarray:

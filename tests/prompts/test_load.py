@@ -159,12 +159,19 @@ def test_turns_and_characters_that_no_model_reads_name_the_row(tmp_path: Path) -
 def test_turns_that_the_chat_template_leaves_out_are_named(tmp_path: Path) -> None:
     users = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }};{% endif %}{% endfor %}"
     file = write(tmp_path, "rows.jsonl", ROWS)
-    note = f"the chat template leaves out what turns of `system` say in {len(ROWS)} of {len(ROWS)} rows, so the model never sees it"
+    note = f"in {len(ROWS)} of {len(ROWS)} rows no word of a turn of `system` is in the text that the chat template writes"
     assert load_prompts(recipe(file, template="chat", system="Be brief."), letters(chat=users)).notes == (note,)
     assert not load_prompts(recipe(file, template="chat", system="a"), letters(chat=CHAT)).notes
-    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]}]
-    rows = write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in ROWS])
-    assert "line 1: turn 2 has `tool_calls`, and the chat template reads none" in refused(recipe(rows, template="chat"), letters(chat=CHAT))
+    asked = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]},
+        {"role": "user", "content": "c"},
+    ]
+    rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in ROWS]), template="chat")
+    assert load_prompts(rows, letters(chat=CHAT)).notes == ("10 of 10 rows have turns with `tool_calls`, and the chat template reads none",)
+    asked[1]["content"] = " "
+    rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in ROWS]), template="chat")
+    assert "line 1: turn 2 has `tool_calls` only, and the chat template reads none" in refused(rows, letters(chat=CHAT))
 
 
 def test_a_chat_template_gets_the_tools_of_a_row(tmp_path: Path) -> None:
@@ -223,6 +230,9 @@ def test_mistakes_in_rows_name_the_row(tmp_path: Path) -> None:
     assert "line 1: the prompt in column `question` is empty" in say(changed(0, question=""))
     assert "line 6: the answer in column `answer` is null" in say(changed(5, answer=None))
     assert "line 6: the answer in column `answer` is NaN" in say(changed(5, answer=float("nan")))
+    turns = [{**row, "question": [{"role": "user", "content": "a"}]} for row in changed(5, answer=None)]
+    conversations = recipe(write(tmp_path, "turns.jsonl", turns), template="chat")
+    assert "line 6: the answer in column `answer` is null" in refused(conversations, letters(chat=CHAT))
     own = {"reward": {"function": "reward.py:reward_func", "contract": "openrlhf"}}
     handed_on = Recipe.parse({**recipe(write(tmp_path, "r.jsonl", changed(5, answer=None))).model_dump(), **own})
     assert load_prompts(handed_on, letters()).train[5].row["answer"] is None

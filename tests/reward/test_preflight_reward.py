@@ -125,9 +125,9 @@ def test_a_prompt_without_a_reference_answer_is_named() -> None:
     math = RewardSource("math", "math_reward", answer_column="answer")
     check_references(math, PROMPTS)
     with pytest.raises(
-        UserError, match=r"`math` cannot score prompt 'w5': the reference answer in column `answer` is empty; fix or remove"
+        UserError, match=r"`math` cannot score prompt '\.{79}w': the reference answer in column `answer` is empty; fix or remove"
     ):
-        check_references(math, [*PROMPTS, Prompt(2, "w5", (5,), {"answer": " "})])
+        check_references(math, [*PROMPTS, Prompt(2, "system" + "." * 79 + "w", (5,), {"answer": " "})])
 
 
 def test_the_verifier_of_a_task_is_not_called() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.prompts.read_rows import lost_parts
 from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples
@@ -321,17 +322,48 @@ def test_turns_that_a_template_leaves_out_are_named(tmp_path: Path, tokenizer: A
     named = deepcopy(tokenizer)
     roles = "{% if m.role == 'user' %}b{{ m.content }}{% elif m.role == 'assistant' %}{{ m.content }};{% endif %}"
     named.chat_template = f"{{% for m in messages %}}{roles}{{% endfor %}}"
-    asked = [{"role": "system", "content": "f"}, {"role": "user", "content": " c "}]
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " c "}]
     rows: list[dict[str, Any]] = [{"prompt": asked, "response": "d"}, {"prompt": asked[1:], "response": "d"}]
     _, loaded = read(tmp_path, named, rows, template="chat")
-    assert loaded.notes == ("the chat template leaves out what turns of `system` say in 1 of 2 rows, so the model never sees it",)
+    note = "in 1 of 2 rows no word of a turn of `system` is in the text that the chat template writes"
+    assert loaded.notes == (note,)
+    long = {"prompt": asked, "response": "d" * 20}
+    _, left = read(tmp_path, named, [*rows, long], template="chat", max_tokens=9, overlong="leave_out")
+    assert left.notes[1:] == (note,), "a row that is left out does not count"
     assert not read(tmp_path, named, rows[1:], template="chat")[1].notes
     called = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
-    with pytest.raises(UserError, match="line 1: turn 3 has `tool_calls`, and the chat template reads none; remove them, or use another"):
-        read(tmp_path, named, [{"prompt": asked, "response": called}], template="chat")
+    row = {"prompt": asked[1:], "response": called}
+    with pytest.raises(UserError, match="line 1: turn 2 has `tool_calls` only, and the chat template reads none; remove the turn, or use"):
+        read(tmp_path, named, [row], template="chat")
+    note = "1 of 1 rows have turns with `tool_calls`, and the chat template reads none"
+    assert read(tmp_path, named, [row], template="chat", contract="openrlhf")[1].notes == (note,), "as OpenRLHF, which trains on it"
+    called[0]["content"] = "d"
+    assert read(tmp_path, named, [row], template="chat")[1].notes == (note,)
 
 
-def test_a_chat_template_whose_turns_end_no_rollout_is_named(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_turn_that_a_template_edits_is_not_lost() -> None:
+    turns = [{"role": "tool", "content": '{"name":  "<Rome>"}'}, {"role": "user", "content": "42"}, {"role": "system", "content": "user"}]
+    assert not lost_parts(turns, "{&quot;name&quot;: &quot;&lt;Rome&gt;&quot;}", "")
+    assert lost_parts(turns, "42", "") == {"tool"}
+    assert lost_parts([{"role": "system", "content": "You are an assistant. Be brief."}], "<assistant>", "") == {"system"}
+
+
+def test_the_last_turn_is_the_models(tmp_path: Path, tokenizer: Any) -> None:
+    """A reward model also judges an agent's work until its last tool call. OpenRLHF trains on any last turn."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "tool", "content": "c"}]
+    settings: dict[str, Any] = {"template": "chat", "prompt_column": "", "response_column": "turns"}
+    with pytest.raises(UserError, match="the last turn of column `turns` is of role `tool`, not a response"):
+        read(tmp_path, tokenizer, [{"turns": turns}], **settings)
+    named = deepcopy(tokenizer)
+    named.chat_template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    assert read(tmp_path, named, [{"turns": turns}], contract="openrlhf", **settings)[0]
+    pair = {"chosen": turns, "rejected": [*turns[:2], {"role": "tool", "content": "d"}]}
+    assert len(read(tmp_path, tokenizer, [pair], "rm", template="chat", prompt_column="")[0]) == 2
+    with pytest.raises(UserError, match="the last turn of column `turns` is of role `user`, not a response"):
+        read(tmp_path, tokenizer, [{"turns": turns[:1]}], contract="openrlhf", **settings)
+
+
+def test_a_chat_template_whose_turns_end_no_rollout_is_named(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A base model, say: its tokenizer's end-of-sequence token is not the one that ends a turn of its chat template."""
     settings: dict[str, Any] = {"template": "chat"}
     row = {"prompt": "a", "response": "b"}
@@ -340,6 +372,8 @@ def test_a_chat_template_whose_turns_end_no_rollout_is_named(tmp_path: Path, tok
     assert note.startswith("no trained response has an end-of-sequence token ('<eos>'), because the chat template writes none")
     generation = json.dumps({"eos_token_id": [1, tokenizer.convert_tokens_to_ids(";")]}).encode()
     assert not end_note(parsed, rows, {"config.json": b"{}", "generation_config.json": generation}, tokenizer)
+    monkeypatch.setattr("rlhfless_ray.supervise.load_rows.BLOCK", 2)
+    assert not end_note(parsed, rows, {"config.json": b"{}", "generation_config.json": generation}, tokenizer), "in the last block"
     plain = recipe(tmp_path, [row])
     assert not end_note(plain, load_rows(plain, tokenizer), {"config.json": b"{}"}, tokenizer)
 
@@ -349,6 +383,8 @@ def test_pairs_are_responses_to_one_prompt(tmp_path: Path, tokenizer: Any) -> No
     settings: dict[str, Any] = {"template": "chat", "prompt_column": ""}
     good, bad = {"chosen": turns[0], "rejected": turns[1]}, {"chosen": turns[0], "rejected": turns[2]}
     assert read(tmp_path, tokenizer, [good], "dpo", **settings)[0] == ["ua;a[b][;]", "ua;a[c][;]"]
+    stamped = {**good, "rejected": [{**turns[1][0], "id": 3, "tool_calls": None}, turns[1][1]]}
+    assert read(tmp_path, tokenizer, [stamped], "dpo", **settings)[0] == ["ua;a[b][;]", "ua;a[c][;]"], "no template reads an id"
     with pytest.raises(
         UserError, match="line 2: the conversations in `chosen` and `rejected` differ before their last turn; put the turns"
     ):
