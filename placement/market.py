@@ -86,10 +86,11 @@ def bid_of(run: str, points: Sequence[tuple[int, float, float]], objective: Obje
         Slots, seconds until the phase ends with them, and its cost in slot-seconds.
     objective : Objective
         With `prefer`, a number of slots is offered if it is worth what it costs. With `deadline_s`, slots are worth the seconds that
-        they save, up to the number that meets the deadline; more are worth nothing. `budget` bounds the cost. `knee` is `prefer` 0.5.
+        they save, up to the number that meets the deadline; more are worth nothing. `budget` bounds the cost. `knee` is as `prefer`.
     value_per_s : float, optional
-        Slot-seconds that a second is worth with `prefer` p. None: p / (1 - p) · C / T, with the lowest cost C and the shortest time T of
-        the points, as in `time_value`. Then a run that nobody disturbs bids for the number that it would choose alone.
+        Slot-seconds that a second is worth with `prefer` p or `knee`. None: p / (1 - p) · C / T, with the lowest cost C and the shortest
+        time T of the points, as in `time_value`, and p = 0.5 for `knee`. Then a run that nobody disturbs bids for the number that it would
+        choose alone.
 
     Returns
     -------

@@ -33,7 +33,7 @@ from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.run.responses import ResponseRecord
-from rlhfless_ray.runtime.export import put_files
+from rlhfless_ray.runtime.export import put_model
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.supervise import train_loop
 from rlhfless_ray.supervise.find_checkpoints import SNAPSHOT, remove_torn, steps_saved
@@ -137,7 +137,7 @@ def test_each_writer_names_its_path_and_leaves_the_old_file(folder: RunFolder, f
         "samples": (folder.path / "samples" / "step_1.jsonl", lambda: folder.write_samples(1, [a_sample()], "answer")),
         "checkpoint": (folder.path / "checkpoints" / "step_2", lambda: store.save(2, writer(state), {"step": 2})),
         "model": (folder.path / "model", lambda: folder.write_model(writer(state))),
-        "export": (folder.path / "out" / "model.safetensors", lambda: put_files(folder.path / "out", state)),
+        "export": (folder.path / "out" / "model.safetensors", lambda: put_model(folder.path / "out", state)),
         "status": (folder.path / "status.json", lambda: folder.write_status(steps_done=1)),
         "report": (folder.path / "report.html", lambda: write_report(folder.path)),
         "timeline": (folder.path / "timeline.json", lambda: write_timeline(folder.path)),

@@ -73,7 +73,6 @@ def test_the_loop_runs(scratch: Path) -> None:
     assert "'model'" in listed and "'report.html'" in listed
 
 
-@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.engine
 def test_two_settings_are_compared(scratch: Path) -> None:

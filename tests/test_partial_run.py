@@ -222,7 +222,7 @@ def under_kept_kv(policy: CheckpointPolicy, sample: Sample) -> np.ndarray:
 def test_a_response_keeps_the_kv_of_older_weights(tmp_path: Path, case: str) -> None:
     more = AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1, "rollout__prefix_kv": "off"} if case != "in turn" else {}
     recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL | more, rollout__partial_kv="keep", rollout__block_size=32))
-    with (LongUpdate if more else Runtime)(recipe) as run:
+    with engines_in_step(), (LongUpdate if more else Runtime)(recipe) as run:
         steps = list(run)
     folder = tmp_path / "runs" / "small"
     told = rows(folder, 1)

@@ -156,7 +156,7 @@ class MarketBids:
     def _points(self, plans: Iterable[tuple[int, Plan]], value_per_s: float | None = None) -> list[tuple[int, float, float]]:
         """Return slots, seconds and slot-seconds of the best plans with so many slots, ascending: with `prefer` by what they are worth."""
         second = self.value_per_s if value_per_s is None else value_per_s
-        by_worth, best = self.objective.prefer is not None, dict[int, tuple[float, float, Plan]]()
+        by_worth, best = self.objective.prefer is not None or self.objective.knee, dict[int, tuple[float, float, Plan]]()
         for slots, plan in plans:
             key = (plan.cost + second * plan.time_s if by_worth else plan.time_s), plan.time_s, plan
             if slots not in best or key[:2] < best[slots][:2]:

@@ -60,7 +60,7 @@ class Instance:
     memory_mb: float = 0.0  # while working; 0 before the engine is built
     kept_mb: float | None = None  # while parked, after it released memory; None before
     giving_back: Any = None  # resolves when it has released memory
-    leaving: Any = None  # resolves when it has left its device; None once that is known
+    leaving: tuple[Any, list[Lease]] | None = None  # a reference that resolves when it has left its device, and the leases that it had
     keeps_no_pages: str = ""  # why the engine cannot store KV pages; "" if it can
     drafter_failure: str = ""  # why the engine could not load its drafter; "" if it could
 

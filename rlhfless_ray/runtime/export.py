@@ -8,7 +8,7 @@ from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.checkpoints import swap_folder
-from rlhfless_ray.run.folder import RunFolder, put_files
+from rlhfless_ray.run.folder import RunFolder, put_model
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.adapter import with_base
 from rlhfless_ray.weights.model_folder import complete_folder, read_files, without_weights
@@ -58,8 +58,8 @@ def write_models(recipe: Recipe, folder: RunFolder, files: Files, critic_files: 
     else:
         saved = folder.write_model(trained if recipe.ema.beta is not None else model_folder(groups.save_policy, others))
     if save_path:
-        put_files(Path(save_path), read_files(saved))
+        put_model(Path(save_path), read_files(saved))
     if recipe.critic.save:
         critic = swap_folder(folder.path / "critic", model_folder(groups.save_critic, without_weights(critic_files or files)))
         if save_path:
-            put_files(Path(save_path.rstrip("/") + "_critic"), read_files(critic))
+            put_model(Path(save_path.rstrip("/") + "_critic"), read_files(critic))

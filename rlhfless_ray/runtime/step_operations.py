@@ -151,6 +151,7 @@ class StepOperations(CheckpointedRun):
         if self.rolls_out_ahead and not step.samples:
             if self.rest_follows:
                 self.rollout_stage.load(self._wait_for_weights())  # while this plans
+                self.rest_follows = False
             if self.begun_ahead is not None:
                 step.work = self._forecast_work(step.partial_batch, step.forecast)
             step.plan = self.plan(step)
@@ -320,7 +321,7 @@ class StepOperations(CheckpointedRun):
         """Update the critic, if there is one, and start the policy's update."""
         self.in_update, self.ahead, self.begun_ahead = True, (), None
         if self.weights is not None and not self.rolls_out_ahead:  # engines no longer need it: free its space for the next version
-            self.weights = replace(self.weights, shards=(), copies=())
+            self.weights = replace(self.weights, shards=(), copies=(), others={})
         update = self.learn_stage.start_update(batch, self.step.samples)
         self.update_ends_s = time.monotonic() + self.autoscaler.expected_update_s
         self.update = Pending(lambda: self._updated(update), update.is_ready, update.has_failed)

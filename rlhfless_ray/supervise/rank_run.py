@@ -56,14 +56,18 @@ class RankRun:
         fetch(self.inbox.stop.remote(), INBOX_S, INBOX)
 
     def close(self) -> None:
-        """Take what ended the ranks, and end the actor. Ray would keep it, because it was given its own handle."""
-        import ray
-
+        """Take what ended the ranks, and end the actor."""
         try:
             ended = fetch(self.training, INBOX_S, INBOX)
         except Exception as error:  # of any type that Ray cannot send
             ended = error
         self.failure = self.failure or ended
+        self.kill()
+
+    def kill(self) -> None:
+        """End the actor, and with it ranks that still train. Ray would keep it, because it was given its own handle."""
+        import ray
+
         ray.kill(self.inbox)
 
     def raise_failure(self, folder: Path) -> None:

@@ -23,7 +23,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
-from rlhfless_ray.run.folder import RunFolder, check_writable, put_files
+from rlhfless_ray.run.folder import RunFolder, check_writable, put_model
 from rlhfless_ray.run.memory_check import Room, local_room, ray_room, starts_ray
 from rlhfless_ray.supervise.examples import TITLES, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
@@ -283,13 +283,28 @@ class SupervisedStage:
         """
         self.recorder.begin_ranks()
         ranks = RankRun(start, nodes, self.cluster.private)
-        stopped, stopped_s, changes = None, 0.0, False
+        try:
+            stopped, changes = self._watch_ranks(ranks)
+        except BaseException:
+            ranks.kill()  # their slots are released next
+            raise
+        ranks.close()
+        if stopped is not None and self.recorder.done < (self.recipe.run.steps or 0):
+            stopped.resumable = steps_saved(self.storage) is not None
+            raise stopped
+        ranks.raise_failure(self.storage)
+        return changes
+
+    def _watch_ranks(self, ranks: RankRun) -> tuple[Stopped | None, bool]:
+        """Record what the ranks tell until they have ended. Returns who stopped them, and whether they start again in another number."""
+        stopped: Stopped | None = None
+        stopped_s, changes = 0.0, False
         while True:
             has_ended = not ranks.is_alive
             for kind, content in ranks.take_reports():
                 self.recorder.record(kind, content)
             if has_ended:
-                break
+                return stopped, changes
             if stopped is None and STOP.number is not None:
                 stopped, stopped_s = Stopped(STOP.number), time.monotonic()
                 self.progress.message("stopping once this step is finished and saved; press Ctrl-C again to stop now")
@@ -304,12 +319,6 @@ class SupervisedStage:
                 changes = True
             self.recorder.check_deadline()
             time.sleep(POLL_S)
-        ranks.close()
-        if stopped is not None and self.recorder.done < (self.recipe.run.steps or 0):
-            stopped.resumable = steps_saved(self.storage) is not None
-            raise stopped
-        ranks.raise_failure(self.storage)
-        return changes
 
     # ---- the end ------------------------------------------------------------------------------------------------------
 
@@ -336,7 +345,7 @@ class SupervisedStage:
             saved = swap_folder(self.folder.path / "adapter", moved("adapter"))
             shutil.rmtree(newest / "adapter")
         if self.recipe.save.path:
-            put_files(Path(self.recipe.save.path), read_files(saved))
+            put_model(Path(self.recipe.save.path), read_files(saved))
 
     def _close(self, kind: Any, error: Any, trace: Any) -> None:
         """Write the last rows, the status, the timeline and the report, however the run ended."""

@@ -56,6 +56,7 @@ def test_no_rank_of_zero_3_holds_the_whole_model(warm_processes: None) -> None:
         assert told["opening"] < 0.8, told
         if told["kind"] == "shards":
             assert told["publishing"] < 0.1 and told["writing model"] < 0.9 and told["writing average"] < 0.1, told
-            assert [told[what] for what in ("published", "model", "average")] == pytest.approx([0.5] * 3, abs=0.07), told
+            assert told["published"] == pytest.approx(0.5, abs=0.01), told
+            assert [told["model"], told["average"]] == pytest.approx([0.5] * 2, abs=0.07), told
         else:
             assert told["dtypes"] == ["float32"], told

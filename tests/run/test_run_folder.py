@@ -447,3 +447,14 @@ def test_folders_that_ray_deletes_after_the_job_are_named(tmp_path: Path, monkey
     monkeypatch.chdir(unpacked)
     outside = outside.with_settings({"checkpoint.path": "ckpt", "save.path": str(tmp_path / "saved")})
     assert folder.deletion_note(outside).startswith("checkpoint.path: ckpt in the working folder that Ray unpacked for this job")
+
+
+def test_a_model_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    """transformers takes one file before an index of several, and would load the old weights."""
+    module.put_model(tmp_path, {"model.safetensors": b"one", "adapter_config.json": b"{}", "config.json": b"1"})
+    shards = {"model-00001-of-00002.safetensors": b"a", "model-00002-of-00002.safetensors": b"b", "model.safetensors.index.json": b"{}"}
+    (tmp_path / "notes.txt").write_text("mine")
+    module.put_model(tmp_path, shards)
+    assert {file.name for file in tmp_path.iterdir()} == {*shards, "config.json", "notes.txt"}
+    module.put_model(tmp_path, {"adapter_model.safetensors": b"c"})
+    assert {file.name for file in tmp_path.iterdir()} == {*shards, "config.json", "notes.txt", "adapter_model.safetensors"}
