@@ -31,8 +31,9 @@ TIMES = SimpleNamespace(warm_start=SimpleNamespace(observe=lambda *_: None))
 
 
 @pytest.fixture
-def stage() -> RolloutStage:
-    """A stage with three free GPUs."""
+def stage(monkeypatch: pytest.MonkeyPatch) -> RolloutStage:
+    """A stage with three free GPUs, which engines leave as soon as somebody waits for it."""
+    monkeypatch.setattr("rlhfless_ray.functions.worker_pool.get", lambda *_: {"memory_mb": 7.0, "spans": []})
     free = [Lease(f"lease-{n}", Slot("node", n)) for n in range(3)]
     leases: Any = SimpleNamespace(resource="gpu", ledger=Ledger("gpu"), held={lease.id: lease for lease in free}, pending={})
     leases.without_lost, leases.take, leases.release = list, lambda *_: [], lambda released: None
@@ -72,6 +73,7 @@ def test_engines_leave_their_devices_when_a_rollout_ends_or_something_else_comes
     assert not pool.working and len(broker.free) == 3 and all(engine.actor.calls[-1] == "park" for engine in pool.parked)
     roll_out(stage, 3, version=1, goes_on=True)
     kept = list(pool.working)
+    assert all(engine.leaving is None for engine in kept), "an engine has left its device before it is woken"
     stage.load(WeightVersion(2, ()))
     roll_out(stage, 3, version=2, goes_on=False)
     assert all(engine.actor.calls[-2:] == ["load 2", "park"] for engine in kept) and not pool.working
