@@ -44,6 +44,7 @@ TICK_S = 0.25  # interval at which the pool looks for silent runs and idle slots
 LOOK_S = 1.0  # interval at which it looks at the cluster's nodes
 POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a placement group that Ray has not granted yet
 LOOKS_PER_S = 200  # largest total number of such looks per second, because the pool answers no run during a look
+NAMING_S = 20.0  # timeout for the name of a device: starting a process for it takes 5 s on busy cores
 TASK_WAITS_S = 2.0  # a slot that no run takes for this long goes back to Ray if a task waits, whether or not the task could use it
 EMPTY_S = 5.0  # a pool that no run has joined for so long ends
 
@@ -269,7 +270,7 @@ class SlotPool:
         node = table["bundles_to_node_id"][0]
         try:
             device = await self._device(group, node) if self.resource == "gpu" else self._number(node)
-        except RayError:  # the node was lost before it could name the device
+        except (RayError, TimeoutError):  # the node was lost before it could name the device, or its process hangs: ask for another slot
             if self.creating.get(request.id) is group:
                 remove_placement_group(self.creating.pop(request.id))
                 self._settle()
@@ -289,7 +290,8 @@ class SlotPool:
     async def _device(self, group: PlacementGroup, node: str) -> int | str:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         async with self.naming[node]:
-            ids = await device_ids.options(scheduling_strategy=strategy, max_retries=0).remote()  # it ends with its group
+            asked = device_ids.options(scheduling_strategy=strategy, max_retries=0).remote()  # it ends with its group
+            ids = await asyncio.wait_for(asked, NAMING_S)  # others wait for their turn
         return device_named(ids[0])
 
     def _number(self, node: str) -> int:
