@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from placement.planning.objective import Objective
-from placement.scaling.resize_policy import MAX_PREFER
+from placement.scaling.resize_policy import MAX_PREFER, preferred_value
 
 CREDIT_S = 600.0  # seconds of the whole pool that a run's credit or debt is limited to
 CREDIT_WEIGHT = 0.5  # share by which a full credit raises what a run's slots above its share count, and a full debt lowers it
@@ -106,9 +106,9 @@ def bid_of(run: str, points: Sequence[tuple[int, float, float]], objective: Obje
         raise ValueError(f"the bid of {run}: there are no points")
     ordered = sorted(points)
     first, start_s, cost = ordered[0]
-    prefer = min(0.5 if objective.prefer is None else objective.prefer, MAX_PREFER)
     if value_per_s is None:
-        value_per_s = prefer / (1 - prefer) * min(cost for *_, cost in points) / max(min(seconds for _, seconds, _ in points), 1e-12)
+        prefer = 0.5 if objective.prefer is None else objective.prefer
+        value_per_s = preferred_value(prefer, min(cost for *_, cost in points), min(seconds for _, seconds, _ in points))
     slots, worth, seconds_of, met = [first], [0.0], start_s, False
     least = cost + value_per_s * start_s  # what the best number so far costs the run, in slot-seconds
     for count, seconds, cost in ordered[1:]:

@@ -9,6 +9,7 @@ from benchmarks.simulated.pool_work import Stage
 from benchmarks.simulated.simulate_pool import Progress
 from placement.market import Bid, Clearing, Credits, bid_of, clear, entitled_slots
 from placement.planning.objective import Objective
+from placement.scaling.resize_policy import preferred_value
 
 SLOW_TAIL = 1.1  # a tail moves to the fewest devices on which it takes at most this times as long
 
@@ -68,9 +69,9 @@ class Market:
 
 
 def _value_per_s(progress: Progress, prefer: float) -> float:
-    """Return what a second is worth to a run, from the rollout that it expects, as `placement.scaling.resize_policy.time_value`."""
+    """Return what a second is worth to a run, from the rollout that it expects."""
     rollout = [stage for stage in progress.run.forecast[progress.step] if stage.kind != "learn"]
-    return prefer / (1 - prefer) * sum(stage.least_slot_s for stage in rollout) / sum(min(stage.seconds) for stage in rollout)
+    return preferred_value(prefer, sum(stage.least_slot_s for stage in rollout), sum(min(stage.seconds) for stage in rollout))
 
 
 def _expected(progress: Progress) -> list[tuple[int, float]]:

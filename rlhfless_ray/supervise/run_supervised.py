@@ -44,7 +44,7 @@ from rlhfless_ray.weights.load_policy import (
     read_model,
     text_config,
 )
-from rlhfless_ray.weights.model_folder import complete_folder, config_of, read_files, read_folder, without_weights
+from rlhfless_ray.weights.model_folder import config_of, move_model, read_files, read_folder, without_weights
 from rlhfless_ray.weights.same_model import check_same_model, model_sizes
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -332,12 +332,7 @@ class SupervisedStage:
         others = without_weights(self.files)
 
         def moved(part: str) -> Any:
-            def write(target: Path) -> None:
-                for file in (newest / part).iterdir():
-                    shutil.move(file, target / file.name)
-                complete_folder(target, others)
-
-            return write
+            return lambda target: move_model(newest / part, target, others)
 
         saved = self.folder.write_model(moved(MODEL))
         shutil.rmtree(newest / MODEL)

@@ -33,7 +33,7 @@ from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.adapter import with_base
-from rlhfless_ray.weights.model_folder import complete_folder, read_content, write_folder
+from rlhfless_ray.weights.model_folder import move_model, read_content, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
 REFERENCES = "reference_logprobs.npz"
@@ -193,13 +193,8 @@ class _Loop:
             shutil.rmtree(parts, ignore_errors=True)
             raise DiskFull(folder.parent)
         if self.rank == 0:
-
-            def write(target: Path) -> None:
-                for file in parts.iterdir():
-                    shutil.move(file, target / file.name)
-                complete_folder(target, self._fetch(self.start.others, "the tokenizer's files"))
-
-            swap_folder(folder, write)
+            others = self._fetch(self.start.others, "the tokenizer's files")
+            swap_folder(folder, lambda target: move_model(parts, target, others))
             parts.rmdir()
         self._span("work", "checkpoint", begin)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import struct
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -247,6 +248,13 @@ def complete_folder(folder: Path, others: Files) -> None:
         added |= {name: content for name, content in written.items() if name == "config.json"}
         added = with_dtype(added, [content for name, content in written.items() if name.endswith(WEIGHTS)])
     write_folder(folder, added)
+
+
+def move_model(parts: Path, folder: Path, others: Files) -> None:
+    """Move the files that the ranks wrote to `parts` into a folder, and complete it, see `complete_folder`."""
+    for file in parts.iterdir():
+        shutil.move(file, folder / file.name)
+    complete_folder(folder, others)
 
 
 def content_addressed_folder(root: Path, files: Files) -> Path:
