@@ -19,7 +19,7 @@ from rlhfless_ray.compat.openrlhf.flags import flags_of, versions
 from rlhfless_ray.compat.openrlhf.launcher_flags import versions_of
 from rlhfless_ray.compat.openrlhf.starters import OWN_VARIABLES, process_place
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
-from rlhfless_ray.compat.openrlhf.supervised_table import RULES, TASKS
+from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES, RULES, TASKS
 from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 from rlhfless_ray.recipe.reading import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -245,7 +245,7 @@ def test_invalid_values_name_the_flag() -> None:
         translate_supervised("train_sft", [*LEAST, "--output_key", "a", "--train_batch_size", "0"], {}).recipe()
 
 
-@given(st.lists(st.sampled_from([r.older for r in RULES]), max_size=6, unique=True), st.sampled_from(sorted(TASKS)))
+@given(st.lists(st.sampled_from(sorted({*OLDER_NAMES, *(r.name for r in RULES)})), max_size=6, unique=True), st.sampled_from(sorted(TASKS)))
 def test_any_flags_are_translated_or_refused_in_words(flags: list[str], launcher: str) -> None:
     known = flags_of("0.8.11", launcher)
     tokens = list(LEAST)

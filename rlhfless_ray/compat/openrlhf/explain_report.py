@@ -121,7 +121,7 @@ def _flags_of_launcher(launcher: str) -> str:
     lines = []
     for rule in INFERENCE_RULES.get(launcher, SUPERVISED_RULES):
         older = [name for name, newest in OLDER_NAMES.items() if newest == rule.name]
-        names = [f"--{name}" for name in dict.fromkeys((rule.name, rule.older, *older)) if f"--{name}" in known]
+        names = [f"--{name}" for name in dict.fromkeys((rule.name, *older)) if f"--{name}" in known]
         if names:
             keys = ", ".join(rule.keys) if rule.kind in ("exact", "maybe") else rule.reading
             lines.append(f"{' '.join(names):<48}  {KINDS[rule.kind]:<27}  {keys}")

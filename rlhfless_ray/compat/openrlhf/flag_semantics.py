@@ -14,15 +14,27 @@ from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, PROMPT_L
 
 Make = Callable[[Any, Any], dict[str, Any]]  # a value and all values → settings
 
-ALL_ROWS = 10**8  # OpenRLHF's value for "all rows"
+ALL = 10**8  # OpenRLHF's value for "all rows", and for "all the disk"
 PLACE_FREED_SINCE = "0.8.2"  # before, a batch kept its place in the asynchronous queue while it was trained
 RLOO_NOT_WHITENED_SINCE, KL_CUT_SINCE, STEPS_FROM_ZERO_SINCE = "0.8.5", "0.8.6", "0.9.1"
+
+NO_SET = "there is no evaluation data set"
 
 # ---------------------------------------------------------------- when a flag has no effect
 
 
 def before(v: Values, version: str) -> bool:
     return place(v.version) < place(version)
+
+
+def unless(name: str, why: str) -> Callable[[Values], str]:
+    """Return a function that returns `why` if another flag is off."""
+    return lambda v: "" if v[name] else why
+
+
+def when(name: str, why: str) -> Callable[[Values], str]:
+    """Return a function that returns `why` if another flag is on."""
+    return lambda v: why if v[name] else ""
 
 
 def no_critic(v: Values) -> str:
@@ -39,8 +51,12 @@ def no_reward_model(v: Values) -> str:
 
 def no_evaluation(v: Values) -> str:
     if not v["eval.dataset"]:
-        return "there is no evaluation data set"
+        return NO_SET
     return "" if v["eval.steps"] > 0 else "evaluation is off"
+
+
+def no_evaluation_of_set(v: Values) -> str:
+    return no_evaluation(v) if v["eval.dataset"] else ""
 
 
 def no_lora(v: Values) -> str:
@@ -66,6 +82,35 @@ def no_generate_batch(v: Values) -> str:
     return f"OpenRLHF {v.version} does not read it" if v.since("0.9.1") and not v.since(SAMPLE_BUFFER_SINCE) else ""
 
 
+def no_discount(v: Values) -> str:
+    return "" if v.traits.discounts else f"{v.estimator} does not discount"
+
+
+def not_whitened(v: Values) -> str:
+    return "" if whitened(v) else f"{v.estimator} is not whitened"
+
+
+def no_kl_target(v: Values) -> str:
+    return no_reference(v) or ("" if v["algo.kl.target"] else "no KL target")
+
+
+def no_value_model(v: Values) -> str:
+    return "" if v.has_critic else no_reward_model(v)
+
+
+def no_value_head(v: Values) -> str:
+    return "" if v.has_critic or not v.external_reward else "there is neither critic nor reward model"
+
+
+def no_overlong_buffer(v: Values) -> str:
+    return "no overlong buffer is set" if v["reward.overlong_buffer_len"] is None else ""
+
+
+def no_run_name(v: Values) -> str:
+    shown = v["logger.wandb.key"] or v["logger.tensorboard_dir"] or "logger.wandb.run_name" in v.set_by
+    return "" if shown else "Weights & Biases and TensorBoard are off"
+
+
 def no_muon(model: str) -> Callable[[Values], str]:
     return lambda v: unused(model, v) or ("" if v[f"{model}.optim"] == "muon" else f"the {model}'s optimizer is adam")
 
@@ -79,6 +124,21 @@ def best_metric(v: Values) -> str:
 
 
 # ---------------------------------------------------------------- values → settings
+
+
+def text(key: str) -> Make:
+    """Return a function that sets a text, which is empty without a value."""
+    return lambda x, v: {key: x or ""}
+
+
+def inverse(key: str) -> Make:
+    """Return a function that sets a switch of the recipe to the opposite of the flag."""
+    return lambda x, v: {key: not x}
+
+
+def limit(key: str, unlimited: float | None) -> Make:
+    """Return a function that sets a limit. OpenRLHF's value for all stands for `unlimited`."""
+    return lambda x, v: {key: x if x < ALL else unlimited}
 
 
 def lengths(x: Any, v: Values) -> dict[str, Any]:
@@ -192,6 +252,18 @@ def zero_stage(x: int, v: Values) -> dict[str, Any]:
     return {"learner.zero_stage": max(x, 1) if needs_one and x == 0 else x}
 
 
+def zero_stage_here(v: Values) -> str:
+    return f"ZeRO stage {zero_stage(v['ds.zero_stage'], v)['learner.zero_stage']}"
+
+
+def attention(v: Values) -> str:
+    return f"the model's attention kernel, equal to {v['ds.attn_implementation']} up to rounding"
+
+
+def target_modules(x: str | list[str], v: Any) -> dict[str, Any]:
+    return {"lora.target_modules": [x] if isinstance(x, str) else x}
+
+
 def micro_batch(x: int, v: Values) -> dict[str, Any]:
     return {"learner.micro_batch_tokens": x * v["data.max_len"]}
 
@@ -241,6 +313,10 @@ def estimator(x: str, v: Values) -> dict[str, Any]:
     return {"algorithm.advantage.estimator": x} | ({"algorithm.advantage.whiten": True} if x == "rloo" and whitened(v) else {})
 
 
+def kl_place(x: bool, v: Values) -> dict[str, Any]:
+    return {"algorithm.kl.place": "loss" if x else "reward"}
+
+
 def kl_estimator(x: str, v: Values) -> dict[str, Any]:
     """Leave a token's KL estimate unlimited, as versions up to 0.8.5 do."""
     return {"algorithm.kl.estimator": x} | ({"algorithm.kl.limit": None} if before(v, KL_CUT_SINCE) else {})
@@ -259,6 +335,14 @@ def overlong(x: int | None, v: Values) -> dict[str, Any]:
 def normalized(x: bool, v: Values) -> dict[str, Any]:
     """Normalize reward model and critic, each with the numbers in its own config."""
     return ({} if v.external_reward else {"reward.normalize": x}) | ({"critic.normalize": x} if v.has_critic else {})
+
+
+def value_head(x: str, v: Values) -> dict[str, Any]:
+    return ({"critic.value_head": x} if v.has_critic else {}) | ({} if v.external_reward else {"reward.value_head": x})
+
+
+def filter_range(x: bool, v: Values) -> dict[str, Any]:
+    return {"algorithm.filter_range": v["algo.dynamic_filtering_range"] if x else None}
 
 
 def reward_source(x: str | None, v: Values) -> dict[str, Any]:
@@ -284,6 +368,14 @@ def input_template(x: str | None, v: Values) -> dict[str, Any]:
 
 def evaluation_set(x: str | None, v: Values) -> dict[str, Any]:
     return {"evaluate.prompts": 0} if no_evaluation(v) else {"evaluate.path": x, "evaluate.greedy": False}
+
+
+def evaluation_steps(x: int, v: Values) -> dict[str, Any]:
+    return {"evaluate.prompts": 0} if no_evaluation(v) else {"evaluate.every_steps": x}
+
+
+def best_checkpoint(x: str, v: Values) -> dict[str, Any]:
+    return {"checkpoint.best_metric": best_metric(v)}
 
 
 def decay(section: str) -> Callable[[float, Values], dict[str, Any]]:
@@ -391,4 +483,5 @@ def _leaves_over(v: Values) -> bool:
 NOT_HERE = "has no counterpart here yet"
 SHARED = "functions pass slots to each other here, so models need not share a GPU"
 PARKED = "a process without work gives its device back in any case"
+OFFLOADED = "moments and float32 weights of policy and critic stay in host memory, where torch's AdamW updates them"
 BUDGET = "bounds memory; the loss is normalised over the whole optimizer step, so it changes no result"

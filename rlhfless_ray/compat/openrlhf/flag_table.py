@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any, Literal
 
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
+from rlhfless_ray.compat.openrlhf.flag_semantics import inverse, unless, when
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, THRESHOLD, Values
 from rlhfless_ray.compat.openrlhf.rank_groups import divides, not_divided, not_sliced, slices
 
@@ -48,6 +50,10 @@ def _row(name: str, kind: Kind, keys: str = "", make: Any = None, *, idle: Any =
     return Rule(name, kind, tuple(keys.split()), make, idle or (lambda v: ""), reading_of)
 
 
+ASYNC, DYNAMIC, CHAT = "train.async_enable", "train.dynamic_batch_enable", "data.apply_chat_template"
+CLIP, NORMALIZE = "algorithm.clip_low algorithm.clip_high", "algorithm.advantage.normalize_std"
+REWARDS = "reward.function reward.contract reward.url"
+OVERLONG = "reward.overlong_buffer_tokens reward.overlong_limit_tokens reward.overlong_feedback"
 PULLED = "engines pull weights by version and checksum, so no collective is set up"
 ASYNCHRONOUS = "rollout.max_lag_steps rollout.partial rollout.ahead rollout.oversample"
 CORRECTION_KEYS = " ".join(
@@ -124,70 +130,31 @@ RULES: tuple[Rule, ...] = (
     _row(THRESHOLD, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
     # staleness
     _row("train.async_enable", "exact", ASYNCHRONOUS, lambda x, v: m.asynchronous(v) if x else {}),
-    _row(
-        "train.async_queue_size",
-        "cond",
-        ASYNCHRONOUS,
-        lambda x, v: m.asynchronous(v),
-        idle=lambda v: "" if v["train.async_enable"] else "training is synchronous",
-    ),
+    _row("train.async_queue_size", "cond", ASYNCHRONOUS, lambda x, v: m.asynchronous(v), idle=unless(ASYNC, "training is synchronous")),
     _row("train.partial_rollout_enable", "exact", ASYNCHRONOUS, lambda x, v: m.asynchronous(v) if x else {}),
     # evaluation, checkpoints, logs
-    _row(
-        "eval.steps",
-        "exact",
-        "evaluate.every_steps evaluate.prompts",
-        lambda x, v: {"evaluate.prompts": 0} if m.no_evaluation(v) else {"evaluate.every_steps": x},
-        idle=lambda v: "" if v["eval.dataset"] else "there is no evaluation data set",
-    ),
+    _row("eval.steps", "exact", "evaluate.every_steps evaluate.prompts", m.evaluation_steps, idle=unless("eval.dataset", m.NO_SET)),
     _row("ckpt.save_steps", "exact", "checkpoint.every_steps", lambda x, v: {"checkpoint.every_steps": x} if x > 0 else {}),
     _row("logger.logging_steps", "exact", "watch.every_steps"),
     _row("ckpt.path", "exact", "checkpoint.path", idle=m.no_checkpoints),
     _row("ckpt.save_hf", "exact", "checkpoint.save_hf", idle=m.no_checkpoints),
-    _row("ckpt.disable_ds", "exact", "checkpoint.resumable", lambda x, v: {"checkpoint.resumable": not x}, idle=m.no_checkpoints),
+    _row("ckpt.disable_ds", "exact", "checkpoint.resumable", inverse("checkpoint.resumable"), idle=m.no_checkpoints),
     _row("ckpt.max_num", "exact", "checkpoint.keep", idle=m.no_limited_checkpoints),
-    _row(
-        "ckpt.max_mem",
-        "exact",
-        "checkpoint.max_gib",
-        lambda x, v: {"checkpoint.max_gib": x if x < 1e8 else float("inf")},
-        idle=m.no_limited_checkpoints,
-    ),
+    _row("ckpt.max_mem", "exact", "checkpoint.max_gib", m.limit("checkpoint.max_gib", inf), idle=m.no_limited_checkpoints),
     _row("ckpt.load_enable", "exact", "checkpoint.resume"),
-    _row(
-        "ckpt.best_metric_key",
-        "exact",
-        "checkpoint.best_metric",
-        lambda x, v: {"checkpoint.best_metric": m.best_metric(v)},
-        idle=m.no_evaluation,
-    ),
+    _row("ckpt.best_metric_key", "exact", "checkpoint.best_metric", m.best_checkpoint, idle=m.no_evaluation),
     _row("ds.use_universal_ckpt", "noop", reading="a checkpoint holds weights by name and is read with any number of ranks"),
     _row("local_rank", "noop", reading="Ray assigns ranks"),
     # the learner's memory and speed
-    _row(
-        "ds.zero_stage",
-        "hint",
-        "learner.zero_stage",
-        m.zero_stage,
-        reading=lambda v: f"ZeRO stage {m.zero_stage(v['ds.zero_stage'], v)['learner.zero_stage']}",
-    ),
+    _row("ds.zero_stage", "hint", "learner.zero_stage", m.zero_stage, reading=m.zero_stage_here),
     _row("actor.gradient_checkpointing_enable", "exact", "learner.gradient_checkpointing"),
     _row("ds.deepcompile", "noop", reading="speed only"),
     _row("ds.param_dtype", "cond", "policy.dtype", m.param_dtype, reading=m.unknown_dtype),
     _row("train.enable_ema", "exact", "ema.beta", lambda x, v: {"ema.beta": v["train.ema_beta"] if x else None}),
-    _row("train.ema_beta", "exact", "ema.beta", idle=lambda v: "" if v["train.enable_ema"] else "no average is kept"),
+    _row("train.ema_beta", "exact", "ema.beta", idle=unless("train.enable_ema", "no average is kept")),
     _row("ds.zpg", "noop", reading="speed only"),
-    _row(
-        "ds.adam_offload",
-        "hint",
-        "learner.optimizer_offload",
-        reading="moments and float32 weights of policy and critic stay in host memory, where torch's AdamW updates them",
-    ),
-    _row(
-        "ds.attn_implementation",
-        "hint",
-        reading=lambda v: f"the model's attention kernel, equal to {v['ds.attn_implementation']} up to rounding",
-    ),
+    _row("ds.adam_offload", "hint", "learner.optimizer_offload", reading=m.OFFLOADED),
+    _row("ds.attn_implementation", "hint", reading=m.attention),
     _row("ds.experts_implementation", "absent", reading=f"another implementation of experts {m.NOT_HERE}"),
     _row("ds.use_liger_kernel", "noop", reading="speed and memory only"),
     _row("ds.grad_accum_dtype", "noop", reading="gradients are accumulated in float32"),
@@ -204,20 +171,14 @@ RULES: tuple[Rule, ...] = (
         "train.max_tokens_per_gpu",
         "hint",
         "learner.micro_batch_tokens",
-        idle=lambda v: "" if v["train.dynamic_batch_enable"] else "micro-batches are counted in samples",
+        idle=unless(DYNAMIC, "micro-batches are counted in samples"),
         reading=m.BUDGET,
     ),
     _row("ds.load_in_4bit", "error", reading="4-bit base weights are outside what this runtime trains; leave it out"),
     # adapters
     _row("ds.lora.rank", "cond", "lora.rank"),
     _row("ds.lora.alpha", "cond", "lora.alpha", idle=m.no_lora),
-    _row(
-        "ds.lora.target_modules",
-        "cond",
-        "lora.target_modules",
-        lambda x, v: {"lora.target_modules": [x] if isinstance(x, str) else x},
-        idle=m.no_lora,
-    ),
+    _row("ds.lora.target_modules", "cond", "lora.target_modules", m.target_modules, idle=m.no_lora),
     _row("ds.lora.dropout", "cond", "lora.dropout", idle=m.no_lora),
     # steps and batches
     _row("ckpt.output_dir", "exact", "save.path"),
@@ -228,41 +189,24 @@ RULES: tuple[Rule, ...] = (
     _row("train.max_epochs", "exact", "algorithm.epochs"),
     _row("data.max_len", "exact", "prompts.max_prompt_tokens rollout.max_tokens rollout.max_total_tokens", m.lengths),
     _row("rollout.max_new_tokens", "exact", "rollout.max_tokens rollout.max_total_tokens prompts.max_prompt_tokens", m.lengths),
-    _row("data.max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": x if x < m.ALL_ROWS else None}),
+    _row("data.max_samples", "exact", "prompts.max_rows", m.limit("prompts.max_rows", None)),
     # the loss
-    _row(
-        "actor.eps_clip",
-        "exact",
-        "algorithm.clip_low algorithm.clip_high",
-        m.clip,
-        idle=lambda v: "eps_clip_low_high overrides it" if v["actor.eps_clip_low_high"] else "",
-    ),
-    _row("actor.eps_clip_low_high", "exact", "algorithm.clip_low algorithm.clip_high", m.clip),
+    _row("actor.eps_clip", "exact", CLIP, m.clip, idle=when("actor.eps_clip_low_high", "eps_clip_low_high overrides it")),
+    _row("actor.eps_clip_low_high", "exact", CLIP, m.clip),
     _row("actor.dual_clip", "exact", "algorithm.loss.dual_clip"),
     _row("critic.value_clip", "exact", "critic.value_clip", idle=m.no_critic),
     _row("algo.advantage.lambd", "exact", "algorithm.advantage.lambd", idle=m.no_critic),
-    _row(
-        "algo.advantage.gamma",
-        "exact",
-        "algorithm.advantage.gamma",
-        idle=lambda v: "" if v.traits.discounts else f"{v.estimator} does not discount",
-    ),
+    _row("algo.advantage.gamma", "exact", "algorithm.advantage.gamma", idle=m.no_discount),
     _row(
         "train.micro_batch_size",
         "hint",
         "learner.micro_batch_tokens",
         m.micro_batch,
-        idle=lambda v: "micro-batches are counted in tokens" if v["train.dynamic_batch_enable"] else "",
+        idle=when(DYNAMIC, "micro-batches are counted in tokens"),
         reading=m.BUDGET,
     ),
     _row("train.batch_size", "exact", "algorithm.updates_per_step algorithm.batch_samples algorithm.remainder", m.optimizer_steps),
-    _row(
-        "reward.normalize_enable",
-        "exact",
-        "reward.normalize critic.normalize",
-        m.normalized,
-        idle=lambda v: "" if v.has_critic else m.no_reward_model(v),
-    ),
+    _row("reward.normalize_enable", "exact", "reward.normalize critic.normalize", m.normalized, idle=m.no_value_model),
     _row("rollout.top_p", "exact", "rollout.top_p"),
     _row("rollout.temperature", "exact", "rollout.temperature"),
     _row("train.seed", "exact", "run.seed"),
@@ -271,12 +215,7 @@ RULES: tuple[Rule, ...] = (
     _row("rollout.n_samples_per_prompt", "exact", "rollout.samples_per_prompt"),
     _row("critic.save_value_network", "exact", "critic.save", idle=m.no_critic),
     _row("algo.kl.target", "exact", "algorithm.kl.target", idle=m.no_reference),
-    _row(
-        "algo.kl.horizon",
-        "exact",
-        "algorithm.kl.horizon",
-        idle=lambda v: m.no_reference(v) or ("" if v["algo.kl.target"] else "no KL target"),
-    ),
+    _row("algo.kl.horizon", "exact", "algorithm.kl.horizon", idle=m.no_kl_target),
     _row("algo.kl.init_coef", "exact", "algorithm.kl.coefficient"),
     _row("actor.policy_loss_type", "exact", "algorithm.loss.kind"),
     _row("actor.loss_agg_mode", "exact", "algorithm.loss_mean algorithm.regularization_mean", m.loss_mean),
@@ -288,54 +227,20 @@ RULES: tuple[Rule, ...] = (
     *_optimizer_rows("actor", "learner"),
     *_optimizer_rows("critic", "critic"),
     _row("algo.advantage.estimator", "exact", "algorithm.advantage.estimator algorithm.advantage.whiten", m.estimator),
-    _row(
-        "algo.kl.use_loss",
-        "exact",
-        "algorithm.kl.place",
-        lambda x, v: {"algorithm.kl.place": "loss" if x else "reward"},
-        idle=m.no_reference,
-    ),
-    _row(
-        "algo.advantage.no_std_norm",
-        "exact",
-        "algorithm.advantage.normalize_std",
-        lambda x, v: {"algorithm.advantage.normalize_std": not x},
-        idle=lambda v: "" if m.whitened(v) else f"{v.estimator} is not whitened",
-    ),
+    _row("algo.kl.use_loss", "exact", "algorithm.kl.place", m.kl_place, idle=m.no_reference),
+    _row("algo.advantage.no_std_norm", "exact", NORMALIZE, inverse(NORMALIZE), idle=m.not_whitened),
     # rewards
-    _row(
-        "reward.overlong_buffer_len",
-        "exact",
-        "reward.overlong_buffer_tokens reward.overlong_limit_tokens reward.overlong_feedback",
-        m.overlong,
-    ),
-    _row(
-        "reward.overlong_penalty_factor",
-        "exact",
-        "reward.overlong_penalty",
-        idle=lambda v: "no overlong buffer is set" if v["reward.overlong_buffer_len"] is None else "",
-    ),
+    _row("reward.overlong_buffer_len", "exact", OVERLONG, m.overlong),
+    _row("reward.overlong_penalty_factor", "exact", "reward.overlong_penalty", idle=m.no_overlong_buffer),
     _row("reward.stop_properly_penalty_coef", "exact", "reward.stop_properly_penalty"),
     _row("ds.ring_attn_size", "maybe", "learner.sequence_parallel critic.sequence_parallel", slices, reading=not_sliced),
     _row("ds.ring_attn_head_stride", "noop", reading="speed only"),
     # models
     _row("actor.model_name_or_path", "exact", "policy.path"),
     _row("reward.model_name_or_path", "exact", "reward.model_path", idle=m.no_reward_model),
-    _row(
-        "reward.remote_url",
-        "exact",
-        "reward.function reward.contract reward.url",
-        m.reward_source,
-        idle=lambda v: "the agent supplies the rewards" if v["train.agent_func_path"] else "",
-    ),
+    _row("reward.remote_url", "exact", REWARDS, m.reward_source, idle=when("train.agent_func_path", "the agent supplies the rewards")),
     _row("critic.model_name_or_path", "exact", "critic.path", idle=m.no_critic),
-    _row(
-        "ds.value_head_prefix",
-        "exact",
-        "critic.value_head reward.value_head",
-        lambda x, v: ({"critic.value_head": x} if v.has_critic else {}) | ({} if v.external_reward else {"reward.value_head": x}),
-        idle=lambda v: "" if v.has_critic or not v.external_reward else "there is neither critic nor reward model",
-    ),
+    _row("ds.value_head_prefix", "exact", "critic.value_head reward.value_head", m.value_head, idle=m.no_value_head),
     _row("ref.offload", "hint", idle=m.no_reference, reading=m.PARKED),
     _row("reward.offload", "hint", idle=m.no_reward_model, reading=m.PARKED),
     _row("train.agent_func_path", "exact", "agent.path agent.max_tokens", m.agent),
@@ -343,54 +248,28 @@ RULES: tuple[Rule, ...] = (
     _row("data.prompt_dataset", "exact", "prompts.path prompts.paths", m.dataset("prompts")),
     _row("data.prompt_probs", "exact", "prompts.probabilities", m.probabilities("prompts")),
     _row("data.prompt_split", "exact", "prompts.split"),
-    _row(
-        "eval.dataset",
-        "exact",
-        "evaluate.path evaluate.prompts evaluate.greedy",
-        m.evaluation_set,
-        idle=lambda v: m.no_evaluation(v) if v["eval.dataset"] else "",
-    ),
+    _row("eval.dataset", "exact", "evaluate.path evaluate.prompts evaluate.greedy", m.evaluation_set, idle=m.no_evaluation_of_set),
     _row("eval.split", "exact", "evaluate.split", idle=m.no_evaluation),
     _row("eval.temperature", "exact", "evaluate.temperature", idle=m.no_evaluation),
     _row("eval.n_samples_per_prompt", "exact", "evaluate.samples_per_prompt", idle=m.no_evaluation),
     _row("data.input_key", "exact", "prompts.prompt_column"),
-    _row("data.label_key", "exact", "prompts.answer_column", lambda x, v: {"prompts.answer_column": x or ""}),
-    _row(
-        "data.input_template",
-        "exact",
-        "prompts.input_template",
-        m.input_template,
-        idle=lambda v: "the chat template takes its place" if v["data.apply_chat_template"] else "",
-    ),
+    _row("data.label_key", "exact", "prompts.answer_column", m.text("prompts.answer_column")),
+    _row("data.input_template", "exact", "prompts.input_template", m.input_template, idle=when(CHAT, "the chat template takes its place")),
     _row("data.apply_chat_template", "exact", "prompts.template", m.template),
     # sinks
     _row("logger.wandb.key", "exact", "watch.wandb", m.wandb),
     *[
-        _row(f"logger.wandb.{name}", "exact", key, idle=lambda v: "" if v["logger.wandb.key"] else "Weights & Biases is off")
+        _row(f"logger.wandb.{name}", "exact", key, idle=unless("logger.wandb.key", "Weights & Biases is off"))
         for name, key in [("org", "watch.wandb_entity"), ("group", "watch.wandb_group"), ("project", "watch.wandb_project")]
     ],
-    _row(
-        "logger.wandb.run_name",
-        "exact",
-        "watch.run_name",  # and the run folder's name, if the command gives one
-        idle=lambda v: (
-            ""
-            if v["logger.wandb.key"] or v["logger.tensorboard_dir"] or "logger.wandb.run_name" in v.set_by
-            else "Weights & Biases and TensorBoard are off"
-        ),
-    ),
+    _row("logger.wandb.run_name", "exact", "watch.run_name", idle=m.no_run_name),  # and the run folder's name, if the command gives one
     # filtering
-    _row(
-        "algo.dynamic_filtering_enable",
-        "exact",
-        "algorithm.filter_range",
-        lambda x, v: {"algorithm.filter_range": v["algo.dynamic_filtering_range"] if x else None},
-    ),
+    _row("algo.dynamic_filtering_enable", "exact", "algorithm.filter_range", m.filter_range),
     _row(
         "algo.dynamic_filtering_range",
         "exact",
         "algorithm.filter_range",
-        idle=lambda v: "" if v["algo.dynamic_filtering_enable"] else "groups are not filtered",
+        idle=unless("algo.dynamic_filtering_enable", "groups are not filtered"),
     ),
     # images
     _row("data.image_key", "error", reading="prompts with images are outside what this runtime trains"),

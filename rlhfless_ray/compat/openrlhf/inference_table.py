@@ -21,7 +21,7 @@ def _flag(
     name: str, kind: Kind, keys: str = "", make: Any = None, *, of: tuple[str, ...] = (), refuses: Any = None, reading: str = ""
 ) -> FlagRule:
     """Return a row. `of`: values of --eval_task whose code reads the flag; (): all."""
-    rule = row(name, name, kind, keys, make, refuses=refuses, reading=reading)
+    rule = row(name, kind, keys, make, refuses=refuses, reading=reading)
     return rule if not of else replace(rule, reads=lambda v: v["eval_task"] in of)
 
 
@@ -46,7 +46,7 @@ NO_HUB = only(False, "the ModelScope hub " + m.NOT_HERE)
 SAME_TOKENS = "tokenizers give the same tokens"
 
 _COMMON: tuple[FlagRule, ...] = (
-    _flag("pretrain", "exact", "policy.path", lambda x, v: {"policy.path": x or ""}, refuses=required("name the model")),
+    _flag("pretrain", "exact", "policy.path", m.text("policy.path"), refuses=required("name the model")),
     _flag("attn_implementation", "noop", reading=PLAIN_ATTENTION),
     _flag("flash_attn", "noop", reading=PLAIN_ATTENTION),
     _flag("disable_fast_tokenizer", "noop", reading=SAME_TOKENS),
@@ -83,7 +83,7 @@ BATCH_RULES: tuple[FlagRule, ...] = (
         "prompts.input_template",
         lambda x, v: {"prompts.input_template": x} if x and "{}" in x and not v["apply_chat_template"] else {},
     ),
-    _flag("max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": int(x) if x < m.ALL_ROWS else None}),
+    _flag("max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": int(x) if x < m.ALL else None}),
     _flag("output_path", "exact", "batch_inference.output", refuses=required("name the file to write")),
     # generation
     _flag("prompt_max_len", "exact", "prompts.max_prompt_tokens", of=GENERATES),

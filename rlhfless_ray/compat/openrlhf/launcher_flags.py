@@ -30,7 +30,6 @@ class FlagRule:
     """
 
     name: str
-    older: str
     kind: Kind
     keys: tuple[str, ...] = ()
     make: Callable[[Any, Values], dict[str, Any]] | None = None
@@ -58,11 +57,9 @@ class FlagRule:
         return (HINT if self.kind == "hint" else NO_EFFECT), self.reading
 
 
-def row(
-    name: str, older: str, kind: Kind, keys: str = "", make: Any = None, *, refuses: Any = None, reading: str = "", hints: Any = None
-) -> FlagRule:
+def row(name: str, kind: Kind, keys: str = "", make: Any = None, *, refuses: Any = None, reading: str = "", hints: Any = None) -> FlagRule:
     nothing = lambda x, v: ""  # noqa: E731
-    return FlagRule(name, older, kind, tuple(keys.split()), make, refuses or nothing, reading, hints or nothing)
+    return FlagRule(name, kind, tuple(keys.split()), make, refuses or nothing, reading, hints or nothing)
 
 
 def only(value: Any, sentence: str) -> Callable[[Any, Values], str]:

@@ -1,4 +1,4 @@
-"""Meaning of the supervised launchers' flags in a recipe: one row per flag of the newest version, with its older name."""
+"""Meaning of the supervised launchers' flags in a recipe: one row per flag of the newest version."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhfless_ray.compat.openrlhf import flag_semantics as m
 from rlhfless_ray.compat.openrlhf.flag_semantics import NOT_HERE
+from rlhfless_ray.compat.openrlhf.flags import read_data
 from rlhfless_ray.compat.openrlhf.launcher_flags import FlagRule, Values, only, required, row, shares_for
 from rlhfless_ray.compat.openrlhf.rank_groups import (
     DECIDING,
@@ -29,14 +30,6 @@ def _dtype(x: Any, v: Values) -> dict[str, Any]:
 def _zero_stage(x: int, v: Values) -> dict[str, Any]:
     needs_one = v["ds.adam_offload"] or _dtype(v["ds.param_dtype"], v)["policy.dtype"] == "bfloat16"
     return {"learner.zero_stage": max(1, x) if needs_one else x}
-
-
-def _warmup(x: float, v: Values) -> dict[str, Any]:
-    return {} if v["lr_scheduler"] == "constant" else {"learner.warmup_share": x}
-
-
-def _floor(x: float, v: Values) -> dict[str, Any]:
-    return {"learner.min_rate_share": x} if v["lr_scheduler"] == "cosine_with_min_lr" else {}
 
 
 def _template(x: str | None, v: Values) -> dict[str, Any]:
@@ -70,16 +63,25 @@ def _models_only(x: bool, v: Values) -> dict[str, Any]:
     return {"checkpoint.resumable": False} if v.get("ckpt.save_hf") else {"checkpoint.every_steps": 0}
 
 
-def _lora(key: str) -> Callable[[Any, Values], dict[str, Any]]:
-    return lambda x, v: {f"lora.{key}": x} if v["ds.lora.rank"] else {}
-
-
 def _targets(x: Any, v: Values) -> dict[str, Any]:
-    return {"lora.target_modules": x if isinstance(x, list) else [x]} if v["ds.lora.rank"] else {}
+    return m.target_modules(x, v) if v["ds.lora.rank"] else {}
 
 
-def _sink(key: str) -> Callable[[Any, Values], dict[str, Any]]:
-    return lambda x, v: {key: x} if v["logger.wandb.key"] else {}
+def _where(name: str, key: str) -> Callable[[Any, Values], dict[str, Any]]:
+    """Return a function that gives a key the flag's value if another flag is on."""
+    return lambda x, v: {key: x} if v[name] else {}
+
+
+def _where_schedule(key: str, counts: Callable[[str | None], bool]) -> Callable[[Any, Values], dict[str, Any]]:
+    return lambda x, v: {key: x} if counts(v["lr_scheduler"]) else {}
+
+
+def _evaluations(x: int, v: Values) -> dict[str, Any]:
+    return {"evaluate.each_epoch": True} if x == -1 else {"evaluate.every_steps": x}
+
+
+def _other_reference(x: str | None, v: Values) -> dict[str, Any]:
+    return {"reference.path": "" if x in (None, v["model.model_name_or_path"]) else x}
 
 
 def _not_sliced(x: int, v: Values) -> str:
@@ -118,177 +120,149 @@ def _decided(v: Values) -> str:
 
 
 RANKS, OWN = "ranks", "own"  # stand beside the flags' values: number of ranks, and flags --elastic.SECTION.KEY
+WANDB = "logger.wandb.key"
 PLAIN_ATTENTION = "kernels of attention are torch's own, and change no result"
 
 RULES: tuple[FlagRule, ...] = (
     # checkpoints and evaluation
-    row("ckpt.output_dir", "save_path", "exact", "save.path"),
-    row("ckpt.save_steps", "save_steps", "exact", "checkpoint.every_steps", _checkpoints),
+    row("ckpt.output_dir", "exact", "save.path"),
+    row("ckpt.save_steps", "exact", "checkpoint.every_steps", _checkpoints),
     row(
         "ckpt.path",
-        "ckpt_path",
         "exact",
         "checkpoint.path",
         lambda x, v: {"checkpoint.path": x} if v["ckpt.save_steps"] > 0 or v["ckpt.load_enable"] else {},
     ),
-    row("ckpt.max_num", "max_ckpt_num", "exact", "checkpoint.keep"),
-    row("ckpt.max_mem", "max_ckpt_mem", "hint", reading="checkpoints are limited by their number"),
-    row("ckpt.save_hf", "save_hf_ckpt", "exact", "checkpoint.save_hf", _models),
-    row("ckpt.disable_ds", "disable_ds_ckpt", "exact", "checkpoint.resumable", _models_only),
-    row("ckpt.load_enable", "load_checkpoint", "hint", reading="continue the newest run of this name with a checkpoint there, if any"),
-    row("ds.use_universal_ckpt", "use_ds_universal_ckpt", "noop", reading="every checkpoint is read at any number of ranks"),
-    row("eval.steps", "eval_steps", "exact", "evaluate.every_steps evaluate.each_epoch", lambda x, v: _evaluations(x)),
-    row("eval.dataset", "eval_dataset", "exact", "evaluate.path", lambda x, v: {"evaluate.path": x or ""}),
-    row("eval.split", "eval_split", "exact", "evaluate.split", lambda x, v: {"evaluate.split": x} if v["eval.dataset"] else {}),
+    row("ckpt.max_num", "exact", "checkpoint.keep"),
+    row("ckpt.max_mem", "hint", reading="checkpoints are limited by their number"),
+    row("ckpt.save_hf", "exact", "checkpoint.save_hf", _models),
+    row("ckpt.disable_ds", "exact", "checkpoint.resumable", _models_only),
+    row("ckpt.load_enable", "hint", reading="continue the newest run of this name with a checkpoint there, if any"),
+    row("ds.use_universal_ckpt", "noop", reading="every checkpoint is read at any number of ranks"),
+    row("eval.steps", "exact", "evaluate.every_steps evaluate.each_epoch", _evaluations),
+    row("eval.dataset", "exact", "evaluate.path", m.text("evaluate.path")),
+    row("eval.split", "exact", "evaluate.split", _where("eval.dataset", "evaluate.split")),
     # batches
-    row("train.batch_size", "train_batch_size", "exact", "data.batch_rows"),
-    row("train.micro_batch_size", "micro_train_batch_size", "hint", reading=m.BUDGET),
-    row("train.max_epochs", "max_epochs", "exact", "run.epochs"),
-    row("train.seed", "seed", "exact", "run.seed"),
-    row("train.full_determinism_enable", "full_determinism", "exact", "run.deterministic"),
-    row("local_rank", "local_rank", "noop", reading="Ray Train numbers the ranks"),
+    row("train.batch_size", "exact", "data.batch_rows"),
+    row("train.micro_batch_size", "hint", reading=m.BUDGET),
+    row("train.max_epochs", "exact", "run.epochs"),
+    row("train.seed", "exact", "run.seed"),
+    row("train.full_determinism_enable", "exact", "run.deterministic"),
+    row("local_rank", "noop", reading="Ray Train numbers the ranks"),
     # model
-    row(
-        "model.model_name_or_path",
-        "pretrain",
-        "exact",
-        "policy.path",
-        lambda x, v: {"policy.path": x or ""},
-        refuses=required("name the model to train"),
-    ),
-    row("ds.param_dtype", "param_dtype", "exact", "policy.dtype", _dtype),
-    row("ds.zero_stage", "zero_stage", "exact", "learner.zero_stage", _zero_stage),
-    row("ds.adam_offload", "adam_offload", "exact", "learner.optimizer_offload"),
+    row("model.model_name_or_path", "exact", "policy.path", m.text("policy.path"), refuses=required("name the model to train")),
+    row("ds.param_dtype", "exact", "policy.dtype", _dtype),
+    row("ds.zero_stage", "exact", "learner.zero_stage", _zero_stage),
+    row("ds.adam_offload", "exact", "learner.optimizer_offload"),
     row(
         "model.gradient_checkpointing_enable",
-        "gradient_checkpointing",
         "exact",
         "learner.gradient_checkpointing",
         lambda x, v: {"learner.gradient_checkpointing": bool(x)},
     ),
-    row("model.gradient_checkpointing_reentrant", "gradient_checkpointing_use_reentrant", "noop", reading="it changes no result"),
-    row("model.aux_loss_coef", "aux_loss_coef", "noop", refuses=only(0, "the router's auxiliary loss " + NOT_HERE), reading="the default"),
-    row(
-        "ds.load_in_4bit", "load_in_4bit", "noop", refuses=only(False, "4-bit weights have no counterpart here yet"), reading="the default"
-    ),
-    row("ds.lora.rank", "lora_rank", "exact", "lora.rank"),
-    row("ds.lora.alpha", "lora_alpha", "exact", "lora.alpha", _lora("alpha")),
-    row("ds.lora.dropout", "lora_dropout", "exact", "lora.dropout", _lora("dropout")),
-    row("ds.lora.target_modules", "target_modules", "exact", "lora.target_modules", _targets),
-    row("ds.value_head_prefix", "value_head_prefix", "exact", "loss.value_head"),
+    row("model.gradient_checkpointing_reentrant", "noop", reading="it changes no result"),
+    row("model.aux_loss_coef", "noop", refuses=only(0, "the router's auxiliary loss " + NOT_HERE), reading="the default"),
+    row("ds.load_in_4bit", "noop", refuses=only(False, "4-bit weights have no counterpart here yet"), reading="the default"),
+    row("ds.lora.rank", "exact", "lora.rank"),
+    row("ds.lora.alpha", "exact", "lora.alpha", _where("ds.lora.rank", "lora.alpha")),
+    row("ds.lora.dropout", "exact", "lora.dropout", _where("ds.lora.rank", "lora.dropout")),
+    row("ds.lora.target_modules", "exact", "lora.target_modules", _targets),
+    row("ds.value_head_prefix", "exact", "loss.value_head"),
     *[
-        row(name, older, "noop", reading=reading)
-        for name, older, reading in [
-            ("ds.zpg", "zpg", "it changes no result"),
-            ("ds.deepcompile", "deepcompile", "it changes no result"),
-            ("ds.attn_implementation", "attn_implementation", PLAIN_ATTENTION),
-            ("ds.experts_implementation", "experts_implementation", "it changes no result"),
-            ("ds.use_liger_kernel", "use_liger_kernel", PLAIN_ATTENTION),
-            ("ds.grad_accum_dtype", "grad_accum_dtype", "gradients add up in float32"),
-            ("ds.overlap_comm", "overlap_comm", "it changes no result"),
-            ("ds.packing_samples", "packing_samples", "it changes no result; batches are cut with little padding"),
-            ("data.disable_fast_tokenizer", "disable_fast_tokenizer", "tokenizers give the same tokens"),
-            ("data.dataloader_num_workers", "dataloader_num_workers", "rows are tokenized before the start"),
-            ("model.compute_fp32_loss_enable", "compute_fp32_loss", "rewards and losses are float32"),
-            ("ref.offload", "ref_offload", "the reference's log-probabilities are computed once, before the first step"),
+        row(name, "noop", reading=reading)
+        for name, reading in [
+            ("ds.zpg", "it changes no result"),
+            ("ds.deepcompile", "it changes no result"),
+            ("ds.attn_implementation", PLAIN_ATTENTION),
+            ("ds.experts_implementation", "it changes no result"),
+            ("ds.use_liger_kernel", PLAIN_ATTENTION),
+            ("ds.grad_accum_dtype", "gradients add up in float32"),
+            ("ds.overlap_comm", "it changes no result"),
+            ("ds.packing_samples", "it changes no result; batches are cut with little padding"),
+            ("data.disable_fast_tokenizer", "tokenizers give the same tokens"),
+            ("data.dataloader_num_workers", "rows are tokenized before the start"),
+            ("model.compute_fp32_loss_enable", "rewards and losses are float32"),
+            ("ref.offload", "the reference's log-probabilities are computed once, before the first step"),
         ]
     ],
-    row("ds.tensor_parallel_size", "ds_tensor_parallel_size", "maybe", "learner.tensor_parallel", hints=_not_divided),
+    row("ds.tensor_parallel_size", "maybe", "learner.tensor_parallel", hints=_not_divided),
     row(
         "ds.ring_attn_size",
-        "ring_attn_size",
         "maybe",
         "learner.sequence_parallel",
         refuses=lambda x, v: "OpenRLHF requires --packing_samples with it; add it" if x > 1 and not v["ds.packing_samples"] else "",
         hints=_not_sliced,
     ),
-    row("ds.ring_attn_head_stride", "ring_head_stride", "hint", reading=DIVIDED),
+    row("ds.ring_attn_head_stride", "hint", reading=DIVIDED),
     # optimizer
-    row("optim", "optim", "noop", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
-    *[
-        row(f"muon.{name}", f"muon_{name}", "noop", reading="the optimizer is adam")
-        for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")
-    ],
-    row("adam.lr", "learning_rate", "exact", "learner.learning_rate"),
-    row("adam.betas", "adam_betas", "exact", "learner.betas"),
-    row("adam.eps", "adam_eps", "exact", "learner.adam_eps"),
-    row("adam.weight_decay", "l2", "exact", "learner.weight_decay"),
-    row("lr_scheduler", "lr_scheduler", "exact", "learner.schedule"),
-    row("lr_warmup_ratio", "lr_warmup_ratio", "exact", "learner.warmup_share", _warmup),
-    row("min_lr_ratio", "min_lr_ratio", "exact", "learner.min_rate_share", _floor),
-    row("max_norm", "max_norm", "exact", "learner.grad_clip"),
+    row("optim", "noop", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
+    *[row(f"muon.{name}", "noop", reading="the optimizer is adam") for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")],
+    row("adam.lr", "exact", "learner.learning_rate"),
+    row("adam.betas", "exact", "learner.betas"),
+    row("adam.eps", "exact", "learner.adam_eps"),
+    row("adam.weight_decay", "exact", "learner.weight_decay"),
+    row("lr_scheduler", "exact", "learner.schedule"),
+    row("lr_warmup_ratio", "exact", "learner.warmup_share", _where_schedule("learner.warmup_share", lambda name: name != "constant")),
+    row(
+        "min_lr_ratio",
+        "exact",
+        "learner.min_rate_share",
+        _where_schedule("learner.min_rate_share", lambda name: name == "cosine_with_min_lr"),
+    ),
+    row("max_norm", "exact", "learner.grad_clip"),
     # loss
-    row("model.pretrain_mode_enable", "pretrain_mode", "exact", "data.train_on", lambda x, v: {"data.train_on": "all"} if x else {}),
-    row("model.loss_type", "loss", "exact", "loss.kind", lambda x, v: {"loss.kind": "sigmoid" if x == "sigmoid" else "logexp"}),
+    row("model.pretrain_mode_enable", "exact", "data.train_on", lambda x, v: {"data.train_on": "all"} if x else {}),
+    row("model.loss_type", "exact", "loss.kind", lambda x, v: {"loss.kind": "sigmoid" if x == "sigmoid" else "logexp"}),
+    row("model.margin_loss_enable", "exact", "data.margin_column", lambda x, v: {"data.margin_column": "margin" if x else ""}),
+    row("model.beta", "exact", "loss.beta"),
+    row("model.ipo_enable", "exact", "loss.kind", lambda x, v: {"loss.kind": "ipo" if x else "sigmoid"}),
     row(
-        "model.margin_loss_enable", "margin_loss", "exact", "data.margin_column", lambda x, v: {"data.margin_column": "margin" if x else ""}
+        "model.label_smoothing", "exact", "loss.label_smoothing", lambda x, v: {} if v["model.ipo_enable"] else {"loss.label_smoothing": x}
     ),
-    row("model.beta", "beta", "exact", "loss.beta"),
-    row("model.ipo_enable", "ipo", "exact", "loss.kind", lambda x, v: {"loss.kind": "ipo" if x else "sigmoid"}),
-    row(
-        "model.label_smoothing",
-        "label_smoothing",
-        "exact",
-        "loss.label_smoothing",
-        lambda x, v: {} if v["model.ipo_enable"] else {"loss.label_smoothing": x},
-    ),
-    row("model.nll_loss_coef", "nll_loss_coef", "exact", "loss.nll_coefficient"),
-    row("ref.model_name_or_path", "ref_pretrain", "exact", "reference.path", lambda x, v: {"reference.path": _other_reference(x, v)}),
-    row("desirable_loss_weight", "desirable_loss_weight", "exact", "loss.desirable_weight"),
-    row("undesirable_loss_weight", "undesirable_loss_weight", "exact", "loss.undesirable_weight"),
-    row(
-        "teacher_model",
-        "teacher_model",
-        "exact",
-        "teacher.path",
-        lambda x, v: {"teacher.path": x or ""},
-        refuses=required("name the teacher"),
-    ),
-    row("kd_coef", "kd_coef", "exact", "loss.teacher_weight"),
-    row("teacher_offload", "teacher_offload", "hint", reading="the teacher stays on the ranks' devices"),
+    row("model.nll_loss_coef", "exact", "loss.nll_coefficient"),
+    row("ref.model_name_or_path", "exact", "reference.path", _other_reference),
+    row("desirable_loss_weight", "exact", "loss.desirable_weight"),
+    row("undesirable_loss_weight", "exact", "loss.undesirable_weight"),
+    row("teacher_model", "exact", "teacher.path", m.text("teacher.path"), refuses=required("name the teacher")),
+    row("kd_coef", "exact", "loss.teacher_weight"),
+    row("teacher_offload", "hint", reading="the teacher stays on the ranks' devices"),
     # data
-    row(
-        "placeholder_token", "placeholder_token", "exact", "data.placeholder_token", refuses=required("name the token that ends each step")
-    ),
-    row("reward_tokens", "reward_tokens", "exact", "data.reward_tokens"),
-    row("label_key", "label_key", "exact", "data.label_column"),
-    row("data.dataset", "dataset", "exact", "data.path data.paths", m.dataset("data"), refuses=required("name the data set")),
-    row("data.dataset_probs", "dataset_probs", "exact", "data.probabilities", m.probabilities("data"), refuses=shares_for("data.dataset")),
-    row("data.dataset_split", "dataset_split", "exact", "data.split"),
-    row("data.max_samples", "max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x)}),
-    row("data.multiturn", "multiturn", "exact", "data.train_on", _turns),
-    row("data.input_key", "input_key", "exact", "data.prompt_column"),
-    row("data.output_key", "output_key", "exact", "data.response_column", _responses),
-    row("data.prompt_key", "prompt_key", "exact", "data.prompt_column", lambda x, v: {"data.prompt_column": x or ""}),
-    row("data.chosen_key", "chosen_key", "exact", "data.chosen_column"),
-    row("data.rejected_key", "rejected_key", "exact", "data.rejected_column"),
-    row("data.input_template", "input_template", "exact", "data.input_template", _template),
+    row("placeholder_token", "exact", "data.placeholder_token", refuses=required("name the token that ends each step")),
+    row("reward_tokens", "exact", "data.reward_tokens"),
+    row("label_key", "exact", "data.label_column"),
+    row("data.dataset", "exact", "data.path data.paths", m.dataset("data"), refuses=required("name the data set")),
+    row("data.dataset_probs", "exact", "data.probabilities", m.probabilities("data"), refuses=shares_for("data.dataset")),
+    row("data.dataset_split", "exact", "data.split"),
+    row("data.max_samples", "exact", "data.max_rows", lambda x, v: {"data.max_rows": int(x)}),
+    row("data.multiturn", "exact", "data.train_on", _turns),
+    row("data.input_key", "exact", "data.prompt_column"),
+    row("data.output_key", "exact", "data.response_column", _responses),
+    row("data.prompt_key", "exact", "data.prompt_column", m.text("data.prompt_column")),
+    row("data.chosen_key", "exact", "data.chosen_column"),
+    row("data.rejected_key", "exact", "data.rejected_column"),
+    row("data.input_template", "exact", "data.input_template", _template),
     row(
         "data.apply_chat_template",
-        "apply_chat_template",
         "exact",
         "data.template",
         lambda x, v: {"data.template": "chat"} if x and not v.get("model.pretrain_mode_enable") else {},
     ),
     row(
         "data.tokenizer_chat_template",
-        "tokenizer_chat_template",
         "exact",
         "data.chat_template",
         lambda x, v: {"data.chat_template": x} if x and v["data.apply_chat_template"] else {},
     ),
-    row("data.max_len", "max_len", "exact", "data.max_tokens"),
+    row("data.max_len", "exact", "data.max_tokens"),
     # sinks
-    row("logger.logging_steps", "logging_steps", "exact", "watch.every_steps"),
-    row("logger.wandb.key", "use_wandb", "exact", "watch.wandb", m.wandb),
-    row("logger.wandb.org", "wandb_org", "exact", "watch.wandb_entity", _sink("watch.wandb_entity")),
-    row("logger.wandb.group", "wandb_group", "exact", "watch.wandb_group", _sink("watch.wandb_group")),
-    row("logger.wandb.project", "wandb_project", "exact", "watch.wandb_project", _sink("watch.wandb_project")),
-    row(
-        "logger.wandb.run_name", "wandb_run_name", "exact", "watch.run_name", lambda x, v: {} if "<prefix>" in x else {"watch.run_name": x}
-    ),
-    row("logger.tensorboard_dir", "use_tensorboard", "exact", "watch.tensorboard watch.tensorboard_path", m.tensorboard),
-    row("use_ms", "use_ms", "noop", refuses=only(False, "the ModelScope hub has no counterpart here yet"), reading="the default"),
+    row("logger.logging_steps", "exact", "watch.every_steps"),
+    row(WANDB, "exact", "watch.wandb", m.wandb),
+    row("logger.wandb.org", "exact", "watch.wandb_entity", _where(WANDB, "watch.wandb_entity")),
+    row("logger.wandb.group", "exact", "watch.wandb_group", _where(WANDB, "watch.wandb_group")),
+    row("logger.wandb.project", "exact", "watch.wandb_project", _where(WANDB, "watch.wandb_project")),
+    row("logger.wandb.run_name", "exact", "watch.run_name", lambda x, v: {} if "<prefix>" in x else {"watch.run_name": x}),
+    row("logger.tensorboard_dir", "exact", "watch.tensorboard watch.tensorboard_path", m.tensorboard),
+    row("use_ms", "noop", refuses=only(False, "the ModelScope hub has no counterpart here yet"), reading="the default"),
 )
 
 ALWAYS: dict[str, Any] = {
@@ -303,17 +277,4 @@ ALWAYS: dict[str, Any] = {
 }
 """Settings that no flag decides: what these launchers always do."""
 
-OLDER_NAMES = {rule.older: rule.name for rule in RULES} | {
-    "bf16": "ds.param_dtype",
-    "train_split": "data.dataset_split",
-    "flash_attn": "ds.attn_implementation",
-}
-
-
-def _evaluations(x: int) -> dict[str, Any]:
-    return {"evaluate.each_epoch": True} if x == -1 else {"evaluate.every_steps": x}
-
-
-def _other_reference(x: str | None, v: Values) -> str:
-    """Return why a reference other than the policy's initial weights is refused, or an empty string."""
-    return "" if x in (None, "", v["model.model_name_or_path"]) else str(x)
+OLDER_NAMES: dict[str, str] = read_data("supervised")["renamed"]
