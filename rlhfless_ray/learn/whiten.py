@@ -16,7 +16,8 @@ def whiten(x: np.ndarray, mask: np.ndarray | None = None, divide: bool = True) -
     counts = np.isfinite(x) if mask is None else np.isfinite(x) & mask
     values = x[counts].astype(np.float64)
     mean = float(values.sum()) / values.size if values.size else 0.0
-    variance = max(float(np.dot(values, values)) / values.size - mean**2, 0.0) if values.size else 0.0
+    values -= mean  # before squaring, which would cost the digits of small differences between large values
+    variance = float(np.dot(values, values)) / values.size if values.size else 0.0
     scale = 1.0 / np.sqrt(max(variance, FLOOR)) if divide else 1.0
     whitened = (x - mean) * scale
     return (whitened if mask is None else np.where(mask, whitened, 0.0)).astype(x.dtype, copy=False)

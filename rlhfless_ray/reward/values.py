@@ -12,13 +12,16 @@ if TYPE_CHECKING:
     from rlhfless_ray.reward.user_file import UserFile
 
 MAX_MESSAGE_CHARS = 300
+MAX_FLOAT32 = 3.4e38  # the learner's advantages are float32, and squares of larger rewards overflow float64
 
 
 def to_finite_float(value: object) -> float:
-    """Convert any real number to a finite float. The message of its ValueError continues "… returned "."""
+    """Convert any real number to a finite float in float32's range. The message of its ValueError continues "… returned "."""
     number = to_float(value)
     if not math.isfinite(number):
         raise ValueError(f"{number}, not a finite number")
+    if abs(number) > MAX_FLOAT32:
+        raise ValueError(f"{number:g}, too large for a 32-bit float")
     return number
 
 

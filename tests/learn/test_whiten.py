@@ -38,6 +38,7 @@ def test_equal_advantages_become_zero_and_the_floor_bounds_small_ones() -> None:
 def test_a_large_offset_costs_no_accuracy() -> None:
     x = np.random.default_rng(0).normal(size=10_000) + 1000
     np.testing.assert_allclose(whiten(x), (x - x.mean()) / x.std(), rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(whiten(np.array([1e12, 1e12 + 1])), [-1, 1])
 
 
 def test_nothing_and_what_is_not_finite() -> None:

@@ -41,7 +41,7 @@ def score(prompt, response, row):
     if response == "mutate":
         row["answer"] = "changed"
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "list": [1], "complex": 1j, "true": True,
-            "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400, "rows": np.eye(2),
+            "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400, "large": -1e300, "rows": np.eye(2),
             }.get(response, len(row["answer"]) / 4)
 """
 
@@ -74,6 +74,7 @@ def test_numbers_of_any_kind_become_floats(response: str, reward: float) -> None
         ("rows", "`score` returned ndarray array([[1., 0.], [0., 1.]]), not a number"),
         ("complex", "`score` returned complex 1j, not a number"),
         ("huge", "`score` returned a number too large for a float"),
+        ("large", "`score` returned -1e+300, too large for a 32-bit float"),
         ("raise", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (mine.py, line 24)"),
         ("exit", "SystemExit: 3 (mine.py, line 26)"),
     ],
