@@ -54,6 +54,7 @@ class RowReader:
         self.left_out: list[str] = []
         self.cut: list[str] = []
         self.same: list[str] = []
+        self.sliced: list[str] = []  # see `_rendered`
         self.lost_parts = LostParts()
         self.lost: set[str] = set()  # what the chat template leaves out of the row that is read
         self.name = self.row = ""  # of the row that is read, with and without the data set's
@@ -124,6 +125,11 @@ class RowReader:
                     (self.left_out, f"{longer} left out: they are too long or have no response"),
                     (self.cut, f"{longer} cut at their end"),
                     (self.same, f"have the same `{self.data.chosen_column}` and `{self.data.rejected_column}`, which teach no preference"),
+                    (
+                        self.sliced,
+                        "do not begin, as the chat template renders them, with their prompt and its generation prompt: as in OpenRLHF "
+                        "that prompt is followed by what lies beyond its length in the rendered text",
+                    ),
                 )
                 if names
             )
@@ -398,7 +404,9 @@ class RowReader:
             head = self._opening(whole)
             return head, whole[len(head) :]
         head = self._template(before, prompts=True)
-        if not whole.startswith(head):
+        if not whole.startswith(head) and self.data.contract == "openrlhf":  # it takes what lies beyond the length of the beginning
+            self.sliced = list(dict.fromkeys([*self.sliced, self.row]))
+        elif not whole.startswith(head):
             raise UserError(
                 f"{self.name}: the chat template of policy.path does not render a conversation as its beginning and a response, so the "
                 "response's tokens cannot be told apart; use another template, or data.template none"
