@@ -77,7 +77,7 @@ def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
         nearest = _nearest(model, dotted, is_section=is_section)
         known = f"; the keys are {', '.join(model.model_fields)}" if is_section and len(path) == 1 else ""
         return f"unknown key `{dotted}`" + (f"; did you mean `{nearest}`?" if nearest else known)
-    section = _section(model, path)
+    section = section_at(model, path)
     if section is not None and first["type"] in ("model_type", "model_attributes_type"):
         example = next(iter(section.model_fields))
         return f"`{dotted}`: expected a section with keys such as `{example}`, not a value (got {first.get('input')!r})"
@@ -89,7 +89,7 @@ def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
     return f"`{dotted}`: {message[0].lower()}{message[1:]}{shown}"
 
 
-def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+def section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
     """Return the section at a path of keys, or None."""
     for part in path:
         info = model.model_fields.get(part)

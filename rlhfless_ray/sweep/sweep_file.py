@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.recipe.reading import describe_mistake, set_key
+from rlhfless_ray.recipe.reading import describe_mistake, section_at, set_key
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.run_sections import ClusterConfig
 from rlhfless_ray.recipe.section import RunName, Section
@@ -24,6 +25,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 POLICY_METRICS = ("reward/mean", "eval/accuracy_sampled", "eval/accuracy_greedy", "learn/kl", "length/mean")
 SUPERVISED_METRICS = ("learn/loss", "learn/accuracy", "eval/loss", "eval/accuracy")
 WITHOUT_ACCURACY = ("sft", "kd")
+OF_THE_FOLDER = ("logs", "recipes", "sweep.json", "report.html")  # names in the sweep's folder, which no run may have
 OF_THE_SWEEP = ("run.name", "run.root", "cluster.address", "cluster.cpus", "cluster.object_store_mb", "checkpoint.path")
 
 
@@ -85,6 +87,9 @@ class SweepFile(Section):
         for key in [*self.set, *self.grid, *(key for run in self.runs for key in run.set)]:
             if key in OF_THE_SWEEP:
                 raise ValueError(f"`{key}`: the sweep decides it for its runs; leave it out")
+        for key, point in itertools.product(dict.fromkeys([*self.set, *(key for run in self.runs for key in run.set)]), self.grid):
+            if key == point:
+                raise ValueError(f"`{key}` stands in `set` and in `grid`, whose values win at every point; leave it out of one of them")
         for key in ("pool", "share", "priority"):
             if key in self.cluster.model_fields_set:
                 raise ValueError(f"`cluster.{key}` is a setting of runs; put it under `set` as cluster.{key}")
@@ -161,10 +166,14 @@ def _planned(file: SweepFile, given: SweepRun, point: dict[str, Any], folder: Pa
     name = "_".join(filter(None, words)) or Path(source).stem
     settings = {**given.set, **point}
     tree = read_tree(folder / source)
-    for key, value in {**file.set, **settings}.items():
+    given_keys = {**file.set, **settings}
+    kind = SupervisedRecipe if "task" in {**tree, **given_keys} else Recipe
+    for key, value in given_keys.items():
+        if isinstance(value, dict) and (section := section_at(kind, key.split("."))) is not None:
+            first = next(iter(value), next(iter(section.model_fields)))
+            raise UserError(f"{where}: `{key}` is a section, whose other keys of {source} would be lost; write `{key}.{first}`, with dots")
         set_key(tree, key, value, f"{where}: run {name}")
     tree["run"] = {**(tree.get("run") or {}), "name": name, "root": file.root}
-    kind = SupervisedRecipe if "task" in tree else Recipe
     recipe = kind.parse(tree, where=f"{where}: run {name}")
     cluster = recipe.cluster
     if cluster.address or cluster.cpus or recipe.checkpoint.path:
@@ -174,15 +183,18 @@ def _planned(file: SweepFile, given: SweepRun, point: dict[str, Any], folder: Pa
 
 
 def _word(value: Any, values: list[Any]) -> str:
-    """Return a grid's value as a part of a run's name, or its number if it is not a word."""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if re.fullmatch(r"[\w.-]+", text) and not isinstance(value, (dict, list)) else str(values.index(value) + 1)
+    """Return a grid's value as a part of a run's name, or its number if it is not a word or reads like another one."""
+    texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
+    text = texts[number := values.index(value)]
+    return text if re.fullmatch(r"[\w.-]+", text) and texts.count(text) == 1 else str(number + 1)
 
 
 def _check_names(names: Iterable[str], where: str) -> None:
     """Raise UserError for two runs of one name, and for a name that a resumed run of another name could take."""
     names = list(names)
     for name in names:
+        if name in OF_THE_FOLDER:
+            raise UserError(f"{where}: run {name}: the sweep's folder has a file or folder of that name; choose another `name`")
         if names.count(name) > 1:
             raise UserError(f"{where}: two runs are called {name}; give them different names with `name`")
         numbered = re.fullmatch(r"(.+)-\d+", name)
@@ -212,6 +224,8 @@ def _lacks_metric(recipe: Recipe | SupervisedRecipe, metric: str) -> str:
     if isinstance(recipe, SupervisedRecipe):
         section = recipe.evaluate
         return "" if section.rows or section.path or section.train_share else f"evaluate.rows is 0, so it has no {metric}"
+    if metric == "eval/accuracy_greedy" and not recipe.evaluate.greedy:
+        return f"evaluate.greedy is false, so it has no {metric}"
     return "" if recipe.evaluate.prompts else f"evaluate.prompts is 0, so it has no {metric}"
 
 
@@ -228,3 +242,11 @@ def _check_metric(file: SweepFile, runs: Sequence[PlannedRun], where: str) -> No
         first, steps = file.early_stopping.first_step, run.recipe.run.steps
         if steps is not None and first >= steps:
             raise UserError(f"{where}: early_stopping.first_step: {first} is not before the end of run {run.name}, which has {steps} steps")
+        every = run.recipe.evaluate.every_steps
+        if not file.metric.startswith("eval/") or getattr(run.recipe.evaluate, "each_epoch", False):
+            continue
+        if not every or (steps is not None and math.ceil(first / every) * every >= steps):
+            raise UserError(
+                f"{where}: run {run.name}: evaluate.every_steps is {every}, so between early_stopping.first_step {first} and its end "
+                f"it has no {file.metric}, and would never end early; set it to {first}"
+            )

@@ -155,11 +155,16 @@ class SweepFolder:
         Raises UserError if there is none, or if a finished run had other settings.
         """
         root, name = Path(sweep.file.root), sweep.file.name
-        family = [p.parent for p in root.glob(f"{name}*/sweep.json") if re.fullmatch(re.escape(name) + r"(-\d+)?", p.parent.name)]
+        written = {
+            file: json.loads(file.read_text())
+            for file in root.glob(f"{name}*/sweep.json")
+            if re.fullmatch(re.escape(name) + r"(-\d+)?", file.parent.name)
+        }
+        family = [file for file, content in written.items() if content["name"] == name]  # `a-2` may be a sweep of its own
         if not family:
             raise UserError(f"--resume: no sweep in {root / name}; start it without --resume")
-        path = max(family, key=lambda p: (p / "sweep.json").stat().st_mtime)
-        before = {run["name"]: RunState(**run) for run in json.loads((path / "sweep.json").read_text())["runs"]}
+        newest = max(family, key=lambda file: file.stat().st_mtime)
+        path, before = newest.parent, {run["name"]: RunState(**run) for run in written[newest]["runs"]}
         folder = cls(path, [])
         for run in sweep.runs:
             state = before.get(run.name)

@@ -59,6 +59,8 @@ def test_supervised_stages_are_compared_by_their_loss(tmp_path: Path, rows: int,
 def test_values_that_are_no_words_are_numbered(tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, grid={"algorithm.filter_range": [[0.1, 0.9], [0.2, 0.8]]})
     assert [run.name for run in sweep.runs] == ["filter_range-1", "filter_range-2"]
+    close = sweep_of(tmp_path, grid={"learner.learning_rate": [1e-4, 1.0000001e-4]})
+    assert [run.name for run in close.runs] == ["learning_rate-1", "learning_rate-2"]
 
 
 def test_runs_share_a_policy_made_from_scratch_only_if_seed_and_shape_are_the_same(tmp_path: Path) -> None:
@@ -106,6 +108,23 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"set": {"evaluate.prompts": 0}, "early_stopping": {"first_step": 2}},
         "evaluate.prompts is 0, so it has no eval/accuracy_sampled",
     ),
+    "metric turned off": (
+        {"set": {"evaluate.greedy": False}, "metric": "eval/accuracy_greedy"},
+        "evaluate.greedy is false, so it has no eval/accuracy_greedy, and no other run has it",
+    ),
+    "metric at the end only": (
+        {"set": {"evaluate.every_steps": 3, "run.steps": 6}, "early_stopping": {"first_step": 4}},
+        "evaluate.every_steps is 3, so between early_stopping.first_step 4 and its end it has no eval/accuracy_sampled",
+    ),
+    "a value that the grid replaces": (
+        {"grid": {"run.seed": [0, 1]}, "runs": [{"name": "a", "set": {"run.seed": 3}}]},
+        "`run.seed` stands in `set` and in `grid`, whose values win at every point",
+    ),
+    "a section that loses keys": (
+        {"grid": {"learner": [{"learning_rate": 0.1}]}},
+        "`learner` is a section, whose other keys of small.yaml",
+    ),
+    "a folder of the sweep": ({"runs": [{"name": "logs"}]}, "run logs: the sweep's folder has a file or folder of that name"),
     "compared after the end": ({"early_stopping": {"first_step": 4}}, "early_stopping.first_step: 4 is not before the end"),
     "not its own": ({"set": {"run.name": "x"}}, "`run.name`: the sweep decides it"),
     "cluster of a run": ({"runs": [{"set": {"cluster.address": "auto"}}]}, "`cluster.address`: the sweep decides it"),

@@ -81,6 +81,8 @@ def test_a_resumed_sweep_keeps_finished_runs_only_and_only_with_their_settings(s
     assert again.path == folder.path
     assert [(state.state, state.step) for state in again.states] == [("done", 3), ("ended early", 3), *[("waiting", 0)] * 4]
     assert made(sweep).path.name == "rates-2"  # without --resume nothing is overwritten
+    (folder.path.with_name("rates-2") / "sweep.json").write_text('{"name": "rates-2", "runs": []}')  # a sweep of its own
+    assert SweepFolder.resumed(sweep).path == folder.path
     for other in ({"runs": [{"set": {"rollout.temperature": 0.5}}]}, {"set": {"rollout.temperature": 0.5}}):
         changed = sweep_of(tmp_path, root=str(tmp_path / "out"), grid=sweep.file.grid, **other)
         with pytest.raises(UserError, match=r"has finished with other settings \(rollout.temperature\)"):
