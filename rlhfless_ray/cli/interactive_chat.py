@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,23 @@ class Conversation:
         if path := settings.get("chat.ta_prompt"):
             try:
                 self.text = Path(path).read_text(encoding="utf-8")
-            except OSError as error:
-                raise UserError(f"--ta_prompt {path}: {error.strerror or error}") from None
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"--ta_prompt {path}: {getattr(error, 'strerror', None) or error}") from None
         if settings["chat.apply_chat_template"] and not getattr(tokenizer, "chat_template", None):
             raise UserError("--apply_chat_template: the tokenizer of --pretrain has no chat template; leave it out")
+
+        self.before = ([*self.turns], self.text)  # the last prompt
 
     def clear(self) -> None:
         self.turns, self.text = [], ""
 
+    def take_back(self) -> None:
+        """Remove the last prompt, which has no response."""
+        self.turns, self.text = self.before
+
     def ask(self, prompt: str) -> str:
         """Add a prompt, and return the whole text that the model continues."""
+        self.before = ([*self.turns], self.text)
         if self.settings["chat.apply_chat_template"]:
             self.turns.append({"role": "user", "content": prompt})
             self.text = self.tokenizer.apply_chat_template(self.turns, tokenize=False, add_generation_prompt=True)
@@ -67,6 +75,8 @@ def _talk(settings: dict[str, Any]) -> None:
     folder = model_folder(settings["policy.path"], "policy.path")
     files = read_model(folder)
     tokenizer, longest = load_tokenizer(files, True), context_tokens(files)
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and prompts are read from it; open it")
     max_tokens = settings["chat.max_len"] if longest is None else min(settings["chat.max_len"], longest)
     conversation = Conversation(settings, tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,8 +85,12 @@ def _talk(settings: dict[str, Any]) -> None:
     while True:
         try:
             prompt = input(ASKS)
+            prompt.encode()
         except EOFError:
             return
+        except UnicodeEncodeError:
+            print("the prompt has bytes that are no UTF-8 text; enter it again")
+            continue
         if prompt.strip().lower() == "exit":
             return
         if prompt.strip().lower() == "clear":
@@ -84,8 +98,10 @@ def _talk(settings: dict[str, Any]) -> None:
             continue
         ids = conversation.tokens(prompt).to(device)
         if ids.shape[1] >= max_tokens:
+            conversation.take_back()
             print(
-                f"the conversation has {ids.shape[1]} tokens of at most {max_tokens} (--max_len, or the model's); type clear to start again"
+                f"with this prompt the conversation has {ids.shape[1]} tokens of at most {max_tokens} (--max_len, or the model's); enter a "
+                "shorter one, or clear to start again"
             )
             continue
         with torch.inference_mode():

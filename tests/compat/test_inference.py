@@ -220,6 +220,8 @@ def test_a_conversation_goes_on_until_it_is_cleared(tmp_path: Path) -> None:
     assert chat.ask("hi") == "u:hi|a:"
     chat.answer("yes")
     assert chat.ask("so") == "u:hi|a:yes|u:so|a:"
+    chat.take_back()  # a prompt that is too long
+    assert chat.ask("no") == "u:hi|a:yes|u:no|a:"
     chat.clear()
     assert chat.ask("new") == "u:new|a:"
     (tmp_path / "start.txt").write_text("Once")
@@ -228,6 +230,9 @@ def test_a_conversation_goes_on_until_it_is_cleared(tmp_path: Path) -> None:
     assert plain.ask("hi") == "Once\nUser: hi\nAssistant: <rm_score>: 5.00 "
     plain.answer("yes")
     assert plain.ask("so").endswith("5.00 yes\nUser: so\nAssistant: <rm_score>: 5.00 ")
+    (tmp_path / "start.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="start.txt: 'utf-8' codec can't decode byte 0xff"):
+        Conversation(translate_inference(CHAT, line).settings, _Tokenizer())
     with pytest.raises(UserError, match="--ta_prompt nowhere: No such file"):
         Conversation(translate_inference(CHAT, ["--pretrain", "m", "--ta_prompt", "nowhere"]).settings, _Tokenizer())
 
