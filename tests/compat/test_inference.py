@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhfless_ray.cli.interactive_chat import Conversation
-from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.compat.openrlhf.batch_inference import run_batch
 from rlhfless_ray.compat.openrlhf.flags import flags_of
 from rlhfless_ray.compat.openrlhf.inference import RULES, translate_inference
@@ -167,10 +167,14 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_rewards_are_those_of_the_model_at_the_end(tmp_path: Path, reward_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rewards_are_those_of_the_model_at_the_end(
+    tmp_path: Path, reward_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModel, AutoTokenizer
+
+    from rlhfless_ray.reward.reward_server import TextScorer
 
     rows = [{"input": "1A1=", "output": "a2#2"}, {"input": "1A1=", "output": "#2"}, {"input": "2B1C1=", "output": ""}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -179,7 +183,7 @@ def test_rewards_are_those_of_the_model_at_the_end(tmp_path: Path, reward_model:
     found.settings["policy.dtype"] = "float32"
     written = [json.loads(text) for text in run_batch(found).read_text().splitlines()]
     assert [(row["input"], row["output"]) for row in written] == [("1A1=", "a2#2"), ("1A1=", "#2")]
-    assert "1 rows without a response" in capsys.readouterr().out
+    assert "1 rows without a prompt or a response" in capsys.readouterr().out
     tokenizer, model = AutoTokenizer.from_pretrained(reward_model), AutoModel.from_pretrained(reward_model, dtype=torch.float32)
     head = load_file(reward_model / "model-head.safetensors")["value_head.weight"]
     for row in written:
@@ -187,6 +191,9 @@ def test_rewards_are_those_of_the_model_at_the_end(tmp_path: Path, reward_model:
         with torch.no_grad():
             value = (model(input_ids=ids).last_hidden_state[0, -1] @ head[0]).item()
         assert row["reward"] == pytest.approx((value - 0.5) / 2.0, rel=1e-4)
+    monkeypatch.setattr(TextScorer, "rewards_of", lambda self, tokens: [0.0, float("nan")])
+    with pytest.raises(RunError, match=r"rows.jsonl, line 2: the reward model gave nan, not a finite number"):
+        run_batch(found)
 
 
 def test_mistakes_found_before_the_start_name_flag_and_row(tmp_path: Path, reward_model: Path) -> None:
@@ -194,6 +201,14 @@ def test_mistakes_found_before_the_start_name_flag_and_row(tmp_path: Path, rewar
     line = ["--eval_task", "rm", "--pretrain", str(reward_model), "--dataset", str(tmp_path / "rows.jsonl")]
     with pytest.raises(UserError, match=r"^--dataset, --input_key: .*rows.jsonl, line 1: no column `input`, only `question`"):
         run_batch(translate_inference(BATCH, [*line, "--output_path", str(tmp_path / "out.jsonl")]))
+    (tmp_path / "empty.jsonl").write_text('{"input": "1A1=", "output": ""}\n{"input": "", "output": "#2"}\n')
+    empty = [*line[:-1], str(tmp_path / "empty.jsonl"), "--output_path", str(tmp_path / "out.jsonl")]
+    with pytest.raises(UserError, match="--dataset: all 2 rows are without a prompt or a response"):
+        run_batch(translate_inference(BATCH, empty))
+    with pytest.raises(UserError, match=r"empty.jsonl, line 2: the prompt is empty; fix or remove the row"):
+        run_batch(translate_inference(BATCH, [*empty, "--eval_task", "generate"]))
+    with pytest.raises(UserError, match="--max_samples: must be at least 1"):
+        translate_inference(BATCH, [*empty, "--max_samples", "0"]).check()
     with pytest.raises(UserError, match=r"--output_path .*: it is a folder; name a file"):
         run_batch(translate_inference(BATCH, [*line, "--output_path", str(tmp_path)]))
     with pytest.raises(UserError, match=r"--output_path .*: cannot be written to"):
@@ -231,7 +246,7 @@ def test_a_conversation_goes_on_until_it_is_cleared(tmp_path: Path) -> None:
     plain.answer("yes")
     assert plain.ask("so").endswith("5.00 yes\nUser: so\nAssistant: <rm_score>: 5.00 ")
     (tmp_path / "start.txt").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="start.txt: 'utf-8' codec can't decode byte 0xff"):
+    with pytest.raises(UserError, match=r"start.txt: 'utf-8' codec can't decode byte 0xff"):
         Conversation(translate_inference(CHAT, line).settings, _Tokenizer())
     with pytest.raises(UserError, match="--ta_prompt nowhere: No such file"):
         Conversation(translate_inference(CHAT, ["--pretrain", "m", "--ta_prompt", "nowhere"]).settings, _Tokenizer())

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.compat.openrlhf.inference import InferenceTranslation
 from rlhfless_ray.compat.openrlhf.post_processors import processed
 from rlhfless_ray.prompts.sources import read_sources
@@ -112,6 +112,8 @@ def _prompts(translation: InferenceTranslation, reader: RowReader) -> list[Promp
     for index, (name, row) in enumerate(_rows(translation)):
         text = reader.prompt_text(name, row) + suffix
         tokens = reader.ids(text, add_special_tokens=settings["batch_inference.task"] == "generate_vllm")
+        if not tokens:
+            raise UserError(f"{name}: the prompt is empty; fix or remove the row")
         if reader.context_tokens is not None and len(tokens[-limit:]) >= reader.context_tokens:
             raise UserError(
                 f"{name}: {len(tokens)} tokens leave no room for a response in the context of --pretrain; lower --prompt_max_len"
@@ -133,8 +135,11 @@ def _rewarded(translation: InferenceTranslation) -> list[dict[str, Any]]:
     texts = [(name, *reader.texts(name, row)) for name, row in _rows(translation)]
     tokens = [reader.tokens_as_openrlhf(prompt, response) for _, prompt, response in texts]
     kept = [number for number, found_tokens in enumerate(tokens) if found_tokens is not None]
+    why = "without a prompt or a response, or whose prompt is too long (--max_len)"
+    if not kept:
+        raise UserError(f"--dataset: all {len(tokens)} rows are {why}; give others, or raise --max_len")
     if len(kept) < len(tokens):
-        print(f"{len(tokens) - len(kept)} rows without a response, or whose prompt is too long (--max_len), are left out")
+        print(f"{len(tokens) - len(kept)} rows {why}, are left out")
     scorer = TextScorer(
         model_folder(settings["policy.path"], "--pretrain"),
         settings["batch_inference.value_head"],
@@ -145,6 +150,9 @@ def _rewarded(translation: InferenceTranslation) -> list[dict[str, Any]]:
         setting="--pretrain",
     )
     rewards = scorer.rewards_of([np.asarray(tokens[i]) for i in kept])
+    if not np.isfinite(rewards).all():
+        number = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise RunError(f"{texts[kept[number]][0]}: the reward model gave {rewards[number]}, not a finite number")
     rows = [{"input": texts[i][1], "output": texts[i][2], "reward": reward} for i, reward in zip(kept, rewards, strict=True)]
     print(f"reward mean: {np.mean(rewards):.4f}, std: {np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0:.4f}")
     return processed(

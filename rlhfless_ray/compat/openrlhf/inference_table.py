@@ -83,7 +83,13 @@ BATCH_RULES: tuple[FlagRule, ...] = (
         "prompts.input_template",
         lambda x, v: {"prompts.input_template": x} if x and "{}" in x and not v["apply_chat_template"] else {},
     ),
-    _flag("max_samples", "exact", "prompts.max_rows", lambda x, v: {"prompts.max_rows": int(x) if x < m.ALL else None}),
+    _flag(
+        "max_samples",
+        "exact",
+        "prompts.max_rows",
+        lambda x, v: {"prompts.max_rows": int(x) if x < m.ALL else None},
+        refuses=lambda x, v: "" if x >= 1 else "must be at least 1",
+    ),
     _flag("output_path", "exact", "batch_inference.output", refuses=required("name the file to write")),
     # generation
     _flag("prompt_max_len", "exact", "prompts.max_prompt_tokens", of=GENERATES),
