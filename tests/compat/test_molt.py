@@ -9,7 +9,7 @@ import pytest
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.command import replaced
 from rlhfless_ray.compat.openrlhf.flags import flags_of, newest
-from rlhfless_ray.compat.openrlhf.molt import HINTS, IDLE, REFUSES, RENAMED, SETTING, flags, translate_molt
+from rlhfless_ray.compat.openrlhf.molt import HINTS, IDLE, MOLTS_OWN, REFUSES, RENAMED, SETTING, flags, translate_molt
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, REFUSED
 from tests.compat.commands import find
 from tests.conftest import command_here
@@ -99,6 +99,11 @@ def test_what_becomes_of_each_is_told() -> None:
     assert status["--fsdp.tp_size"] == HINT and status["--train.routing_replay"] == REFUSED
     assert status["--actor.model_name_or_path"] == status["--train.agent_path"] == HONOURED
     assert str(found.refusal()) == "--train.routing_replay: replay of routers' choices is not available with agents"
+
+
+@pytest.mark.parametrize(("flag", "value"), MOLTS_OWN.items())
+def test_values_that_only_molt_has_are_refused_by_molts_flag(flag: str, value: str) -> None:
+    assert str(translate_molt([*LEAST, flag, value], {}).refusal()) == f"{flag}: {value} has no counterpart here yet"
 
 
 def test_what_molt_would_not_accept_is_named() -> None:

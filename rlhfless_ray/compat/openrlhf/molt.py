@@ -97,6 +97,8 @@ REFUSES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "--vllm.mtp_num_speculative_tokens": (lambda x: x > 0, "drafts from a model have no counterpart here yet"),
     "--vllm.dtype": (lambda x: x not in ("bfloat16", "auto"), "engines take the learner's type"),
 }
+MOLTS_OWN = {"--actor.loss_mode": "cispo", "--algo.advantage.is_correction_level": "geo", "--algo.advantage.is_correction_mode": "trunc"}
+"""Values that OpenRLHF's flags of the same meaning do not have."""
 SETTING = {
     "--algo.advantage.no_whiten": "algorithm.advantage.whiten",
     "--ref.model_name_or_path": "reference.path",
@@ -131,17 +133,19 @@ def translate_molt(tokens: Sequence[str], environment: Mapping[str, str] = os.en
         raise UserError("--train.agent_path: name the agent's file, which gives the rewards")
     if given.get("--algo.advantage.estimator") == DISTILLS and not given.get("--ref.model_name_or_path"):
         raise UserError(f"--ref.model_name_or_path: {DISTILLS} needs a teacher; name its folder")
+    refused = [Outcome(flag, REFUSED, f"{value} {NOT_HERE}") for flag, value in MOLTS_OWN.items() if given.get(flag) == value]
     if given.get("--train.partial_rollout_enable") and not _runs_ahead(given):
         raise UserError(
             "--train.partial_rollout_enable: it overlaps rollouts and updates, which needs importance weights here; set "
             "--algo.advantage.is_correction_level, and leave --train.force_sync_mode out"
         )
     own_tokens = [token for flag, text in ours for token in ((flag,) if text is None else (flag, text))]
-    translation = translate([*_as_openrlhf(given), *own_tokens, DIALECT, newest()], environment)
+    readable = {flag: value for flag, value in given.items() if flag not in {one.flag for one in refused}}
+    translation = translate([*_as_openrlhf(readable), *own_tokens, DIALECT, newest()], environment)
     outcomes = [outcome for flag, value in given.items() if (outcome := _outcome(flag, value)) is not None]
     back = {new: old for old, new in RENAMED.items()}
     kept = [one._replace(flag=back.get(one.flag, one.flag)) for one in translation.flags if back.get(one.flag, one.flag) in given]
-    translation.flags = [*kept, *outcomes]
+    translation.flags = [*kept, *outcomes, *refused]
     translation.settings |= _settings(given)
     translation.notes.insert(0, f"a command line of Molt, read as OpenRLHF {newest()} with Molt's defaults")
     translation.line.given |= given
