@@ -36,6 +36,7 @@ class RankRecorder:
         self.done = 0
         self.opened = False  # whether the ranks have loaded the model
         self.began, self.heard_s = False, 0.0  # whether a rank has started; when the ranks reported last
+        self.skipped_in_a_row = 0  # optimizer steps
         self.lost, self.restarts = 0, False  # since the last row; whether the ranks have not opened since then
 
     def open(self, done: int | None) -> None:
@@ -145,6 +146,12 @@ class RankRecorder:
         self.progress.step(row)
         self.progress.phase("training")
         self.done = done
+        self.skipped_in_a_row, most = self.skipped_in_a_row + 1 if skipped else 0, self.recipe.learner.max_skipped_updates
+        if self.skipped_in_a_row > most:
+            raise RunError(
+                f"{self.skipped_in_a_row} optimizer steps in a row were skipped (learner.max_skipped_updates = {most}): {skipped}; lower "
+                "learner.learning_rate"
+            )
 
     def _on_evaluation(self, content: tuple[int, dict[str, float]]) -> None:
         step, found = content

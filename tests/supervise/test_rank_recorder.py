@@ -1,0 +1,37 @@
+"""What the driver of a supervised stage makes of its ranks' reports."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.report.metrics import read_jsonl
+from rlhfless_ray.report.progress_display import ProgressDisplay
+from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.supervise.rank_recorder import RankRecorder
+
+
+def test_a_stage_ends_after_too_many_skipped_steps_in_a_row(tmp_path: Path) -> None:
+    recipe = SupervisedRecipe.parse(
+        {
+            "task": "sft",
+            "run": {"steps": 9},
+            "data": {"task": "chain"},
+            "learner": {"max_skipped_updates": 1},
+            "watch": {"tensorboard": False, "wandb": "off"},
+        }
+    )
+    recorder = RankRecorder(recipe, RunFolder(tmp_path), ProgressDisplay("off", 9, title=""), Ledger("cpu"), None, 1)
+    recorder.open(None)
+    for step, skipped in enumerate(["the gradient norm is nan", "", "the gradient norm is inf"], 1):
+        recorder.record("step", (step, {"step_s": 1.0}, skipped, time.time()))
+    with pytest.raises(
+        RunError, match=r"^2 optimizer steps in a row were skipped \(learner.max_skipped_updates = 1\): the loss is not finite;"
+    ):
+        recorder.record("step", (4, {"step_s": 1.0}, "the loss is not finite", time.time()))
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")[0]] == [1, 2, 3, 4]
