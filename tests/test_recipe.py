@@ -143,6 +143,7 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("reward.overlong_penalty", 0.5, "reward.overlong_buffer_tokens: reward.overlong_penalty needs it"),
         ("learner.min_rate_share", 0.1, "learner.min_rate_share: applies to the schedule `cosine_with_min_lr`"),
         ("reward.overlong_buffer_tokens", 257, "reward.overlong_buffer_tokens: must not exceed rollout.max_tokens"),
+        ("prompts.max_rows", 9, "prompts.max_rows: it limits data sets, and a built-in task generates prompts.rows rows"),
         ("critic.normalize", True, "critic: algorithm.advantage.estimator group_norm has no critic"),
         ("algorithm.updates_per_step", 33, "must not exceed prompts.batch_prompts"),
         ("reward.function", "", "name one"),
@@ -460,12 +461,21 @@ def test_a_stage_keeps_its_own_learning_rate_beside_other_settings_of_the_learne
     assert [learner.learning_rate for learner in learners] == [1e-5, 1e-5]
 
 
+def test_a_metric_of_checkpoints_needs_evaluations_and_a_warm_start_a_policy_from_scratch() -> None:
+    with pytest.raises(UserError, match=r"checkpoint.best_metric: evaluate.prompts is 0, so there is no evaluation to compare"):
+        Recipe.parse(merged(("checkpoint.best_metric", "accuracy_greedy"), ("evaluate.prompts", 0)))
+    warm = Recipe.parse(merged(("warm_start.steps", 9)))
+    assert not warm.warm_start_note
+    assert warm.with_settings({"policy.path": "m"}).warm_start_note.startswith("warm_start: only a policy made from scratch gets one")
+
+
 def test_the_recipe_of_an_older_run_folder_is_read_without_settings_that_had_no_effect(tmp_path: Path) -> None:
     tree = yaml.safe_load(Recipe.parse(merged(("run.name", "old"))).to_yaml())
     tree["learner"]["min_rate_share"], tree["algorithm"]["loss"]["correction_high"] = 0.1, 2.0
     tree["reward"] |= {"normalize": True, "batch_samples": 8, "overlong_penalty": 2.0}
+    tree["prompts"]["max_rows"] = 9
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    with pytest.raises(UserError, match=r"only a reward model has a mean and std|min_rate_share|correction_high"):
+    with pytest.raises(UserError, match=r"only a reward model has a mean and std|min_rate_share|correction_high|max_rows"):
         Recipe.load(tmp_path / "recipe.yaml")
     (tmp_path / "status.json").write_text("{}")
     assert Recipe.load(tmp_path / "recipe.yaml", ["run.steps=3"]) == Recipe.parse(merged(("run.name", "old"), ("run.steps", 3)))

@@ -254,7 +254,9 @@ class Recipe(RecipeFile):
             yield "rollout.ahead: with restart each update would discard all unfinished responses; set rollout.partial to continue"
 
     def _mistakes_in_training(self) -> Iterator[str]:
-        """Check price and precision."""
+        """Check price, precision, and the metric that chooses checkpoints."""
+        if self.checkpoint.best_metric != "none" and not self.evaluate.prompts:
+            yield "checkpoint.best_metric: evaluate.prompts is 0, so there is no evaluation to compare; set it, or leave the metric out"
         if self.price.rollout_slot_per_hour is not None and not self.rollout.nodes:
             yield "price.rollout_slot_per_hour: it is the price of the nodes that rollout.nodes names, which is empty"
         if self.algorithm.updates_per_step > self.prompts.batch_prompts:
@@ -324,6 +326,13 @@ class Recipe(RecipeFile):
             f"nothing will be trained: the run has {all_samples} samples, and an optimizer step needs {size} (algorithm.batch_samples, "
             "OpenRLHF's training batch size); lower it, or raise run.steps"
         )
+
+    @property
+    def warm_start_note(self) -> str:
+        """Message for the user if the recipe has a warm start that its policy does not get, else an empty string."""
+        if not self.policy.path or not self.warm_start.steps:
+            return ""
+        return "warm_start: only a policy made from scratch gets one, so that of policy.path is taken as it is"
 
     @property
     def critic_learner(self) -> LearnerConfig:

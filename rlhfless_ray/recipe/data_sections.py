@@ -62,6 +62,8 @@ class DataSources(Section):
             yield f"{self.section}: set exactly one of `task` (built in) and `path` (a file) or `paths` (several)"
         if evaluate_path and self.task:
             yield "evaluate.path: a built-in task generates its own held-out rows; leave it out"
+        if self.max_rows is not None and self.task:
+            yield f"{self.section}.max_rows: it limits data sets, and a built-in task generates {self.section}.rows rows; set that instead"
         if self.sources and not policy_path:
             yield "policy.path: name a local Hugging Face model folder; only built-in tasks create their own policy"
 

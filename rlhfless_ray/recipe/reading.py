@@ -137,6 +137,11 @@ def drop_without_effect(tree: dict[str, Any]) -> None:
     if loss.get("correction_level", "off") == "off":
         for part in ("mode", "gating", "low", "high"):
             loss.pop(f"correction_{part}", None)
+    for data in (section(tree, "prompts"), section(tree, "data")):
+        if data.get("task"):
+            data.pop("max_rows", None)
+    if section(tree, "evaluate").get("prompts") == 0:
+        section(tree, "checkpoint").pop("best_metric", None)
     if reward.get("overlong_buffer_tokens") is None:
         reward.pop("overlong_penalty", None)
     if not reward.get("model_path"):

@@ -212,7 +212,7 @@ class Runtime(StepOperations):
             if sum(self.least_mb.values()) > SHOWN_MB or self.memory_fit.reason:
                 self.record.progress.message(self.memory_fit.statement(self.least_mb))
             notes = [*self.prompts.notes, note, self.speculation_note, self.memory_fit.note, self.folder.deletion_note(self.recipe)]
-            for message in filter(None, [self.recipe.untrained_note, *notes]):
+            for message in filter(None, [self.recipe.untrained_note, self.recipe.warm_start_note, *notes]):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
             self.step = Step(self.steps_done)
