@@ -6,6 +6,7 @@ processes are forked from the same one. The driver does without: 0.2 GB.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,8 +22,14 @@ class Inbox:
         self.items: list[tuple[str, Any]] = []
         self.stops = False
 
-    def train(self, start: RankStart, nodes: list[str] | None, private: bool, has_dashboard: bool) -> BaseException | None:
-        """Start the ranks and wait for their end. Returns what ended them, if they failed. See `RankRun`."""
+    def train(
+        self, start: RankStart, nodes: list[str] | None, private: bool, has_dashboard: bool, variables: dict[str, str]
+    ) -> BaseException | None:
+        """Start the ranks and wait for their end. Returns what ended them, if they failed. See `RankRun`.
+
+        `variables`: the driver's environment variables for Ray Train.
+        """
+        os.environ.update(variables)  # before it is imported
         from rlhfless_ray.supervise.rank_trainer import train_ranks
 
         return train_ranks(start, nodes, private, has_dashboard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rlhfless_ray.supervise.inbox import TRAINING, Inbox
 from rlhfless_ray.supervise.rank_start import INBOX, RankStart
 
 INBOX_S = 60.0  # deadline of its answers
+VARIABLES = ("RAY_TRAIN_", "NCCL_RAS_ADDR")  # what Ray Train reads where the trainer is, and passes on to its processes, begins so
 
 
 class RanksFailed(RunError):
@@ -35,7 +37,10 @@ class RankRun:
         self.inbox: Any = ray.remote(**options)(Inbox).remote()
         self.failure: BaseException | None = None  # what ended them
         train: Any = self.inbox.train
-        self.training = train.options(concurrency_group=TRAINING).remote(replace(start, inbox=self.inbox), nodes, private, has_dashboard())
+        variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}  # a joined cluster lacks them
+        self.training = train.options(concurrency_group=TRAINING).remote(
+            replace(start, inbox=self.inbox), nodes, private, has_dashboard(), variables
+        )
 
     @property
     def is_alive(self) -> bool:
