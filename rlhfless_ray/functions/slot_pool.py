@@ -61,7 +61,8 @@ class SlotPool:
         now = time.monotonic()
         self.resource = resource
         self.state = PoolState(now)
-        self.creating: dict[str, PlacementGroup] = {}  # groups that Ray has not granted yet, by the request they were asked for
+        self.creating: dict[str, PlacementGroup] = {}  # groups that are no slots yet, by the request they were asked for
+        self.arriving: set[str] = set()  # those of them that Ray has granted: they become slots, also if the request is withdrawn
         self.counter, self.began_s, self.started_s, self.empty_s, self.looked_s = 0, time.time(), now, now, -float("inf")
         self.counted_from_s = self.began_s  # when the cluster's first pool began
         self.state.begin_day(today(), now)
@@ -133,7 +134,7 @@ class SlotPool:
             return
         for slot in list(self.state.slots.values()):
             self._remove(slot)
-        for group in self.orphans.values():
+        for group in [*self.creating.values(), *self.orphans.values()]:
             remove_placement_group(group)
         self._save_costs()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
@@ -232,7 +233,7 @@ class SlotPool:
         # after `match`: what one run does not take, or avoids, another may want
         for slot in self.state.idle(now, self.idle_s):
             self._remove(slot)
-        for id in set(self.creating) - set(self.state.requests):
+        for id in set(self.creating) - set(self.state.requests) - self.arriving:
             self.withdrawn.append(group := self.creating.pop(id))
             self._begin(self._withdraw(group))
         for request in self.state.requests.values():
@@ -260,25 +261,30 @@ class SlotPool:
         self._begin(self._receive(request, name, group))
 
     async def _receive(self, request: SlotRequest, name: str, group: PlacementGroup) -> None:
-        """Wait until Ray grants a group, and make it a slot of the pool."""
+        """Wait until Ray grants a group, and make it a slot of the pool.
+
+        A group that has no device's name yet is not removed: Ray 2.60 never answers a task of a removed group (measured), and the devices
+        of a node are named in turn. Requests that were withdrawn after 5 s then grew a queue in which each held up the next one.
+        """
         pause, longest = POLL_S
-        while (table := placement_group_table(group))["state"] != "CREATED":
+        while self.creating.get(request.id) is group:
+            if (table := placement_group_table(group))["state"] == "CREATED":
+                break
             await asyncio.sleep(pause)
             pause = max(min(longest, 1.5 * pause), len(self.creating) / LOOKS_PER_S)
-            if self.creating.get(request.id) is not group:
-                return
+        else:
+            return  # withdrawn
+        self.arriving.add(request.id)
         node = table["bundles_to_node_id"][0]
         try:
             device = await self._device(group, node) if self.resource == "gpu" else self._number(node)
         except (RayError, TimeoutError):  # the node was lost before it could name the device, or its process hangs: ask for another slot
-            if self.creating.get(request.id) is group:
-                remove_placement_group(self.creating.pop(request.id))
-                self._settle()
-            return
-        if self.creating.get(request.id) is group:  # otherwise it was abandoned meanwhile
-            del self.creating[request.id]
+            remove_placement_group(group)
+        else:
             self.state.put(PoolSlot(name, node, device, group), time.monotonic())
-            self._settle()
+        self.arriving.discard(request.id)
+        del self.creating[request.id]
+        self._settle()
 
     async def _withdraw(self, group: PlacementGroup) -> None:
         end_s = time.monotonic() + RESERVED_S

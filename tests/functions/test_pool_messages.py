@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -336,3 +337,46 @@ def test_a_pool_that_stood_still_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
 
     asyncio.run(stand_still())
     assert not pool.state.runs and killed == ["1"], "its own silence counts"
+
+
+def test_a_device_whose_name_takes_long_is_not_lost_to_a_request_that_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray answers no task of a removed group, so groups that were removed before their device was named kept all later ones waiting."""
+    pool = object.__new__(SlotPool)
+    pool.resource, pool.state, pool.idle_s, pool.counter, pool.began_s = "gpu", PoolState(0.0), 30.0, 0, 0.0
+    pool.creating, pool.arriving, pool.withdrawn, pool.tasks, pool.saved = {}, set(), [], set(), pool.state.past
+    pool.state.set_nodes({"a": (1, {})}, 0.0)
+    [run] = joined(pool.state, "x")
+    table, removed = {"state": "CREATED", "bundles_to_node_id": {0: "a"}}, []
+
+    async def give_up_and_ask_again() -> None:
+        pool.changed, pool.naming, answering = asyncio.Event(), defaultdict(asyncio.Lock), asyncio.Event()
+
+        async def name_device(group: str) -> list[int]:
+            await answering.wait()
+            if group in removed:
+                await asyncio.Event().wait()
+            return [7]
+
+        faked = {
+            "request_group": lambda resource, name, node, labels, lifetime: name,
+            "placement_group_table": lambda group: table,
+            "remove_placement_group": removed.append,
+            "PlacementGroupSchedulingStrategy": lambda group, **_: group,
+            "device_ids": SimpleNamespace(
+                options=lambda *, scheduling_strategy, **_: SimpleNamespace(remote=lambda: name_device(scheduling_strategy))
+            ),
+        }
+        for name, value in faked.items():
+            monkeypatch.setattr(f"rlhfless_ray.functions.slot_pool.{name}", value)
+        run.ask([SlotRequest("first", "x", device=7)])
+        await pool.tell(run.statement())
+        await asyncio.sleep(0.01)
+        run.end(["first"])
+        await pool.tell(run.statement())
+        await asyncio.sleep(0.01)
+        answering.set()
+        run.ask([SlotRequest("second", "x", device=7)])
+        reply = await pool.tell(run.statement(), 5.0)
+        assert reply.granted["second"].device == 7 and not removed
+
+    asyncio.run(give_up_and_ask_again())
