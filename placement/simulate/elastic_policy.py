@@ -61,7 +61,7 @@ def elastic(
         how: dict[str, Any] = {"rollout": rollout, "name": name, "gradients": gradients, "prewarmed": prewarmed, "generate": generate}
         step = elastic(held_cluster(times, plan.held), given, within, **how)
         whole = DeviceHold("held", plan.held, 0.0, step.time_s)
-        return replace(step, full=whole.cost, holds=(whole,), reason=plan.reason, planned=expected)
+        return replace(step, holds=(whole,), reason=plan.reason, planned=expected)
     times = times.learner(linear=plan.linear, awake=plan.awake, hosted=plan.hosted)
     run, waking = _roll_out(times, given, plan, rollout, prewarmed, generate)
     given = run.trained or given
@@ -79,8 +79,8 @@ def elastic(
         DeviceHold("learn", most, done.grown_s - resize, done.grown_s),
         DeviceHold("learn", plan.late, done.grown_s, done.end_s + unload),
     )
-    busy, full = run.busy(times.width) + done.busy, sum(h.cost for h in holds)
-    step = StepRun(name, done.end_s, full, busy, run.end_s, run.result.moves, holds)
+    busy = run.busy(times.width) + done.busy
+    step = StepRun(name, done.end_s, busy, run.end_s, run.result.moves, holds)
     return _woken(step, times.width, waking, plan.reason, expected)
 
 
@@ -106,15 +106,8 @@ def _woken(step: StepRun, width: int, waking: EngineWaking, reason: str, expecte
     woken = [DeviceHold("wake", width, late - waking.seconds, late)] * waking.beside + [
         DeviceHold("wake", width, 0.0, late)
     ] * waking.within
-    holds = (*woken, *moved)
     return replace(
-        step,
-        time_s=step.time_s + late,
-        rollout_s=step.rollout_s + late,
-        full=sum(h.cost for h in holds),
-        holds=holds,
-        reason=reason,
-        planned=expected,
+        step, time_s=step.time_s + late, rollout_s=step.rollout_s + late, holds=(*woken, *moved), reason=reason, planned=expected
     )
 
 
@@ -153,7 +146,7 @@ def then_learn(name: str, times: PhaseTimes, given: StepInput, run: SimulatedRol
     learn, begin = learner_hold(times, run, m, run.end_s, work)
     holds = (*run.holds(times.width), learn)
     busy = run.busy(times.width) + work * m
-    return StepRun(name, begin + work, sum(h.cost for h in holds), busy, run.end_s, run.result.moves, holds, f"then {m} devices learn")
+    return StepRun(name, begin + work, busy, run.end_s, run.result.moves, holds, f"then {m} devices learn")
 
 
 def learner_hold(times: PhaseTimes, run: SimulatedRollout, m: int, rollout_end_s: float, work_s: float) -> tuple[DeviceHold, float]:

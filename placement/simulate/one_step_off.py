@@ -42,7 +42,7 @@ def fixed_split(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) -> 
     learn = times.prepare_s(tokens, m) + times.learn_s(tokens, m)
     end = max(run.end_s, sent + learn)
     busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * plan.engines * times.width + learn * m
-    return StepRun("fixed", end, end * d, busy, run.end_s, 0, separate_holds(d - m, m, end), _reason(plan), lag=LAG)
+    return StepRun("fixed", end, busy, run.end_s, 0, separate_holds(d - m, m, end), _reason(plan), lag=LAG)
 
 
 def ours_one_step_off(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -104,8 +104,7 @@ def as_built(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollou
         DeviceHold("kept", kept, rollout_end, end),
     )
     busy = run.busy(w) + (before + update) * m
-    cost = sum(hold.cost for hold in holds)
-    return StepRun("ours", end, cost, busy, rollout_end, run.result.moves, holds, _reason(plan), lag=LAG)
+    return StepRun("ours", end, busy, rollout_end, run.result.moves, holds, _reason(plan), lag=LAG)
 
 
 def all_beside(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollout: str) -> StepRun:
@@ -117,8 +116,8 @@ def all_beside(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, roll
     end = max(run.end_s, sent + learn)
     engines = (DeviceHold("engines", plan.engines * w, 0.0, end),) if plan.awake else tuple(run.holds(w))
     holds = (DeviceHold("learn", m, 0.0, end), *engines)
-    cost, busy = sum(hold.cost for hold in holds), run.busy(w) + learn * m
-    return StepRun(NOT_BUILT, end, cost, busy, run.end_s, run.result.moves, holds, f"not built: {_reason(plan)}", lag=LAG)
+    busy = run.busy(w) + learn * m
+    return StepRun(NOT_BUILT, end, busy, run.end_s, run.result.moves, holds, f"not built: {_reason(plan)}", lag=LAG)
 
 
 def _candidates(times: PhaseTimes) -> list[StepPlanSettings]:

@@ -13,7 +13,7 @@ from placement.simulate.partial_rollout import Generation, InFlight
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import PREFERS, SHARES, candidates, fits, neighbours
 from placement.simulate.plan_search import Planner
-from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSettings, StepRun, describe_split, separate_holds
+from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, all_phases, describe_split, separate_holds
 
 MORE = (0.125, 0.25, 0.375, 0.5)  # shares of a step's groups that are begun beyond those it trains
 TRIED = 3  # steps of the pipeline that such a share is tried on, once the pipeline is full
@@ -134,7 +134,7 @@ def _april(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate
     end = run.end_s + after
     busy = min(run.busy(times.width) + after * d, end * d)
     wide = f"; engines of {plan.width} devices" * bool(plan.width)
-    return StepRun("april", end, end * d, busy, run.end_s, 0, (DeviceHold("all phases", d, 0.0, end),), f"{d} devices for everything{wide}")
+    return StepRun("april", end, busy, run.end_s, 0, all_phases(d, end), f"{d} devices for everything{wide}")
 
 
 def _separate(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
@@ -153,7 +153,7 @@ def _separate(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, gener
     )
     end = max(run.end_s, sent + learn)
     busy = min(run.busy(times.width) + learn * m, end * d)
-    return StepRun("fixed", end, end * d, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
+    return StepRun("fixed", end, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
 
 
 def _ours(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:

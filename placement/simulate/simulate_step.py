@@ -62,14 +62,13 @@ class DeviceHold:
 class StepRun:
     """Outcome of one step.
 
-    full: device-seconds held. busy: device-seconds of work (decoding until an engine's own last response, forward
+    busy: device-seconds of work (decoding until an engine's own last response, forward
     passes, learning), without start-up and idling. planned: time and cost that the plan expected. reason: the plan in
     words. lag: share of the trained tokens by lag, from 0 updates on.
     """
 
     policy: str
     time_s: float
-    full: float
     busy: float
     rollout_s: float
     moves: int
@@ -77,6 +76,11 @@ class StepRun:
     reason: str = ""
     planned: tuple[float, float] | None = None
     lag: tuple[float, ...] = (1.0,)
+
+    @property
+    def full(self) -> float:
+        """Device-seconds held."""
+        return sum(hold.cost for hold in self.holds)
 
     @property
     def most_devices(self) -> int:
@@ -293,6 +297,11 @@ def learn_beside(
     """Run the learner's part of a step: `early` devices from `from_s` on, `late` ones when the rollout is over."""
     work = work_of(times, given, rollout.finish_s, gradients=gradients, linear=linear)
     return run_learner(work, LearnerDevices(early, late, from_s, rollout.end_s), costs_of(times, work))
+
+
+def all_phases(devices: int, end_s: float) -> tuple[DeviceHold, ...]:
+    """Return the hold of devices that do everything."""
+    return (DeviceHold("all phases", devices, 0.0, end_s),)
 
 
 def separate_holds(engines: int, trainers: int, end_s: float) -> tuple[DeviceHold, ...]:

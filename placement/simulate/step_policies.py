@@ -18,6 +18,7 @@ from placement.simulate.simulate_step import (
     StepInput,
     StepPlanSettings,
     StepRun,
+    all_phases,
     costs_of,
     decode_busy,
     describe_split,
@@ -42,7 +43,7 @@ def fixed(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
     after = times.prepare_s(tokens, d) + times.learn_s(tokens, d)
     end = run.end_s + after
     busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * d + after * d
-    return StepRun("fixed", end, end * d, busy, run.end_s, 0, (DeviceHold("all phases", d, 0.0, end),), f"{d} devices for everything")
+    return StepRun("fixed", end, busy, run.end_s, 0, all_phases(d, end), f"{d} devices for everything")
 
 
 def fixed_plus(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -73,18 +74,8 @@ def _fixed_plus(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, exp
     run = roll_out(times, given, "random", engines=times.engines, prefer=1.0, wake_s=wake_s, capacity=capacity)
     free = run.free_from((d - plan.early) // times.width)
     done = learn_beside(times, given, run, plan.early or d, d, min(free, run.end_s) if plan.early else run.end_s)
-    end = done.end_s
-    return StepRun(
-        "fixed+",
-        end,
-        end * d,
-        run.busy(times.width) + done.busy,
-        run.end_s,
-        0,
-        (DeviceHold("all phases", d, 0.0, end),),
-        plan.reason,
-        expected,
-    )
+    busy = run.busy(times.width) + done.busy
+    return StepRun("fixed+", done.end_s, busy, run.end_s, 0, all_phases(d, done.end_s), plan.reason, expected)
 
 
 def disaggregated(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -115,7 +106,7 @@ def _disaggregated(times: PhaseTimes, given: StepInput, plan: StepPlanSettings) 
     after = times.prepare_s(tokens, m) + times.learn_s(tokens, m)
     end = run.end_s + after
     busy = decode_busy(times, given, len(run.leases)) + run.prefill_s * plan.engines * times.width + after * m
-    return StepRun("disaggregated", end, end * d, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
+    return StepRun("disaggregated", end, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
 
 
 def phased(rollout: str) -> Policy:
@@ -172,7 +163,7 @@ def global_cut(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun
     )
     reason = f"cut at {cut:.1f} s, {m} devices prepare"
     busy = run.busy(times.width) + done.busy
-    return StepRun("global-cut", done.end_s, sum(h.cost for h in holds), busy, run.end_s, run.result.moves, holds, reason)
+    return StepRun("global-cut", done.end_s, busy, run.end_s, run.result.moves, holds, reason)
 
 
 def at_best_width(name: str, policy: Policy) -> Policy:

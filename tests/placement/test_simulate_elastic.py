@@ -22,7 +22,7 @@ from placement.simulate.rollout.run_policy import run
 from placement.simulate.rollout.view import RolloutJob
 from placement.simulate.setting import Setting
 from placement.simulate.simulate_run import Forecasts, workload_of
-from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, roll_out, work_of
+from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, all_phases, roll_out, work_of
 
 SPEED = Speed(0.01, 1e-4)
 
@@ -208,12 +208,12 @@ def test_the_search_goes_on_from_the_best_candidate_to_better_plans_beside_it() 
     times, view = PhaseTimes.from_setting(setting(nodes=2)), step_input(setting(nodes=2))
 
     def made(_: StepInput, k: StepPlanSettings) -> StepRun:
-        off = 1 + abs(k.engines - 5) + abs(k.early - 6) + abs(k.late - 6)
-        return StepRun("made", float(off), float(off), 0.0, 0.0, 0, ())
+        off = 1.0 + abs(k.engines - 5) + abs(k.early - 6) + abs(k.late - 6)
+        return StepRun("made", off, 0.0, 0.0, 0, all_phases(1, off))
 
     tried = candidates(times)
     assert not any((k.engines, k.early, k.late) == (5, 6, 6) for k in tried)
-    planner = Planner(view, 0.75, lambda view: StepRun("base", 10.0, 10.0, 0.0, 0.0, 0, ()))
+    planner = Planner(view, 0.75, lambda view: StepRun("base", 10.0, 0.0, 0.0, 0, all_phases(1, 10.0)))
     found = planner.search("ours", made, made, tried, partial(neighbours, times))
     assert (found.engines, found.early, found.late) == (5, 6, 6) and planner.expected == (1.0, 1.0)
 

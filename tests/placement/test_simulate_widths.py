@@ -14,7 +14,7 @@ from placement.catalog import catalog
 from placement.simulate import POLICIES, PhaseTimes, Setting, StepPlanSettings, named, parse, simulate
 from placement.simulate.plan_candidates import candidates, neighbours
 from placement.simulate.plan_search import Planner
-from placement.simulate.simulate_step import StepInput, StepRun
+from placement.simulate.simulate_step import StepInput, StepRun, all_phases
 from placement.speed.roofline import all_reduce_s, decode_speed, decode_step_s, kv_capacity, possible_widths
 
 QWEN, L40S = catalog.model("qwen2.5-3b"), catalog.device("L40S")
@@ -105,7 +105,7 @@ def test_a_plan_that_is_fast_by_luck_does_not_replace_the_one_at_nine_tenths() -
     def run(gain: float, view: StepInput, plan: StepPlanSettings) -> StepRun:
         lucky = plan.engines == 2
         time_s = 1.0 - lucky * (gain if view.lengths[0] not in seen else 0.02)
-        return StepRun("x", time_s, 1.3 if lucky else 1.0, 0.0, 0.0, 0, ())
+        return StepRun("x", time_s, 0.0, 0.0, 0, all_phases(1, 1.3 if lucky else 1.0))
 
     for gain, engines in ((0.0, 1), (0.02, 2)):
         planner = Planner(step, 1.0, partial(run, 0.0, plan=StepPlanSettings(1, 1.0, 0, 1)))
