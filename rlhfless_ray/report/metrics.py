@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import sys
@@ -14,7 +13,7 @@ from rlhfless_ray.common.disk_space import append, replace_file
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report.openrlhf_names import SAMPLE, Shown, renamed, step_line
-from rlhfless_ray.report.sinks import MAX_ERROR_CHARS, Sink, SinkRun
+from rlhfless_ray.report.sinks import MAX_ERROR_CHARS, MlflowRun, Prometheus, Sink, SinkRun, TensorBoard, TrackioRun, WandbRun
 
 RENAMED = ("TensorBoard", "Weights & Biases")  # destinations that get OpenRLHF's names; the dashboard for Prometheus asks for ours
 
@@ -43,17 +42,17 @@ class Metrics:
         self._append()
         self._sinks: dict[str, Sink] = {}
         run = SinkRun(Path(run_folder), watch, resume_after_step, self._say)
-        known = (
-            ("TensorBoard", watch.tensorboard, "tensorboard_sink", "TensorBoard"),
-            ("Weights & Biases", watch.wandb != "off", "wandb_sink", "WandbRun"),
-            ("MLflow", watch.mlflow, "mlflow_sink", "MlflowRun"),
-            ("trackio", watch.trackio, "trackio_sink", "TrackioRun"),
-            ("Prometheus", watch.prometheus, "prometheus_sink", "Prometheus"),
+        known: tuple[tuple[str, object, Callable[[SinkRun], Sink]], ...] = (
+            ("TensorBoard", watch.tensorboard, TensorBoard),
+            ("Weights & Biases", watch.wandb != "off", WandbRun),
+            ("MLflow", watch.mlflow, MlflowRun),
+            ("trackio", watch.trackio, TrackioRun),
+            ("Prometheus", watch.prometheus, Prometheus),
         )
-        for label, is_on, module, sink in known:
+        for label, is_on, sink in known:
             if is_on:
                 try:
-                    self._sinks[label] = getattr(importlib.import_module(f"rlhfless_ray.report.{module}"), sink)(run)
+                    self._sinks[label] = sink(run)
                 except Exception as error:  # network, login, a missing package, …: none of these may end a run
                     self._say(f"{label} is off for this run: {one_line_with_type(error, MAX_ERROR_CHARS)}")
 

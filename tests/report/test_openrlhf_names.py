@@ -17,7 +17,7 @@ from rlhfless_ray.learn.update_stats import merged
 from rlhfless_ray.recipe import Recipe, WatchConfig
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.openrlhf_names import NAMES, SAMPLE, Shown, renamed, step_line
-from rlhfless_ray.report.wandb_sink import MAX_SAMPLES, WandbRun
+from rlhfless_ray.report.sinks import MAX_SAMPLES, WandbRun
 from rlhfless_ray.run.recorder import RunRecorder, _shown
 from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, UpdateStats
 

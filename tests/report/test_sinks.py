@@ -11,7 +11,7 @@ import pytest
 
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report.metrics import Metrics, read_jsonl
-from rlhfless_ray.report.prometheus_sink import exported_name
+from rlhfless_ray.report.sinks import exported_name
 from tests.conftest import ROOT
 
 ROWS = [{"step": 1, "reward/mean": 0.25, "plan/reason": "grow"}, {"step": 2, "reward/mean": 0.5, "learn/loss": None}]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.recipe import WatchConfig
-from rlhfless_ray.report import wandb_sink
+from rlhfless_ray.report import metrics
 from rlhfless_ray.report.metrics import Metrics, read_jsonl
 
 FILE_ONLY = WatchConfig(tensorboard=False, wandb="off")
@@ -97,7 +97,7 @@ class BrokenSink:
 
 
 def test_a_failing_copy_is_said_once_and_the_file_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_sink, "WandbRun", lambda run: BrokenSink())
+    monkeypatch.setattr(metrics, "WandbRun", lambda run: BrokenSink())
     said: list[str] = []
     with Metrics(tmp_path, WatchConfig(tensorboard=False, wandb="online"), say=said.append) as sink:
         sink.write({"step": 1})
