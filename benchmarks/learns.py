@@ -31,7 +31,7 @@ from benchmarks.learning.train_reward_model import RewardModelTraining, in_order
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.learn.warm_start import warm_start
 from rlhfless_ray.local.cluster import RayCluster
-from rlhfless_ray.prompts.chain_task import Chain
+from rlhfless_ray.prompts.builtin_tasks import Chain
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.load_policy import cache_policy, initial_policy, warm_start_key
 from rlhfless_ray.weights.model_folder import write_folder

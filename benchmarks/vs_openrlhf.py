@@ -60,7 +60,7 @@ CURVES = ("reward", "response_length", "actor_grad_norm", "actor_lr", "critic_lo
 RIGHT = """import sys
 
 sys.path.append({root!r})
-from rlhfless_ray.prompts.chain_task import Chain
+from rlhfless_ray.prompts.builtin_tasks import Chain
 
 
 def judge(text, label):
@@ -162,7 +162,7 @@ def prepare(size: str, steps: int, folder: Path, ppo: bool) -> Work:
     from benchmarks.learning.train_reward_model import verdicts
     from benchmarks.learns import RECIPE, VERDICT_STEPS, warm_policy
     from rlhfless_ray import Recipe
-    from rlhfless_ray.prompts.chain_task import Chain
+    from rlhfless_ray.prompts.builtin_tasks import Chain
     from rlhfless_ray.weights.load_policy import load_tokenizer, warm_start_key
     from rlhfless_ray.weights.model_folder import parameter_count, write_folder
 

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhfless_ray.prompts.builtin_task import Row
-from rlhfless_ray.prompts.chain_task import Chain, running_sums
+from rlhfless_ray.prompts.builtin_tasks import Chain, Row, running_sums
 from rlhfless_ray.weights.load_policy import cache_folder, load_tokenizer
 from rlhfless_ray.weights.model_folder import read_folder, write_folder
 

@@ -11,7 +11,7 @@ import torch
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
-    from rlhfless_ray.prompts.builtin_task import Task
+    from rlhfless_ray.prompts.builtin_tasks import Task
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 

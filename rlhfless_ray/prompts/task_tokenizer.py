@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhfless_ray.prompts.builtin_task import Task
+    from rlhfless_ray.prompts.builtin_tasks import Task
 
 PAD, EOS = "<pad>", "<eos>"
 

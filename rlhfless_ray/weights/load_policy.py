@@ -35,7 +35,7 @@ from rlhfless_ray.weights.model_folder import (
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
-    from rlhfless_ray.prompts.builtin_task import Task
+    from rlhfless_ray.prompts.builtin_tasks import Task
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 VERSION = 4  # increase it when learn/warm_start.py, learn/tiny_model.py or a task changes the result

@@ -11,7 +11,7 @@ from benchmarks.learning.supervised_stages import STAGES, StageResult, recipe
 from benchmarks.learning.train_reward_model import Response, RewardModelTraining, in_order, labelled, response
 from benchmarks.learns import ESTIMATORS, LEAST, PPO, Curve, settings, targets
 from rlhfless_ray.common.estimators import ESTIMATORS as THERE_ARE
-from rlhfless_ray.prompts.chain_task import Chain
+from rlhfless_ray.prompts.builtin_tasks import Chain
 from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 
 

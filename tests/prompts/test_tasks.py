@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.prompts.sort_task import SWAP_CHANCE
+from rlhfless_ray.prompts.builtin_tasks import SWAP_CHANCE, task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer, build_tokenizer
 
 NAMES = ["chain", "sort"]
