@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration for a rank that trains, and the optimizer's parameter groups."""
+"""DeepSpeed's configuration for a rank that trains, the optimizer's parameter groups, and how ZeRO 3 takes parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from rlhfless_ray.learn.policy_model import WANTED_DTYPE
 from rlhfless_ray.learn.tensor_parallel import deepspeed_section
+from rlhfless_ray.local.process_memory import release_pages
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import LearnerConfig
@@ -95,3 +97,27 @@ def skipped_step(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         del optimizer._update_scale
+
+
+class CopiedParameters(nn.Module):
+    """A module whose weights may be views of a mapped file, for `deepspeed.zero.Init`, which keeps a part of each parameter.
+
+    Each parameter is copied to the device, and converted, just before it is divided. DeepSpeed would write into the mapping, which makes
+    it private memory of the rank, and its last view keeps all of it. All copies take turns in one buffer: freed blocks would raise the
+    size from which malloc maps blocks, and what DeepSpeed frees later would stay on the heap.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module, self.device = module, device
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        wanted = {p: getattr(p, WANTED_DTYPE, p.dtype) for p in self.module.parameters(recurse)}
+        buffer = torch.empty(
+            max((p.numel() * dtype.itemsize for p, dtype in wanted.items()), default=0), dtype=torch.uint8, device=self.device
+        )
+        for parameter, dtype in wanted.items():
+            mapped = parameter.data
+            parameter.data = buffer[: mapped.numel() * dtype.itemsize].view(dtype).view(mapped.shape).copy_(mapped)
+            release_pages(mapped.data_ptr(), mapped.nbytes)
+            yield parameter

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, import_muon, loss_scale, parameter_groups, skipped_step
+from rlhfless_ray.learn.deepspeed_setup import CopiedParameters, deepspeed_config, import_muon, loss_scale, parameter_groups, skipped_step
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
@@ -30,7 +30,7 @@ from rlhfless_ray.learn.optimizer_state import (
     restore_moments,
     whole_weights,
 )
-from rlhfless_ray.learn.policy_model import WANTED_DTYPE, in_wanted_dtype
+from rlhfless_ray.learn.policy_model import in_wanted_dtype
 from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
@@ -108,7 +108,7 @@ class TrainerRank:
 
     def _load_weights(self, model: Any, weights: Mapping[str, Tensor]) -> None:
         """Load a checkpoint's weights. Raises ValueError if they are of another model."""
-        maps = self.stage == 3 and self.lora is None  # `_CopiedParameters` copies them one by one
+        maps = self.stage == 3 and self.lora is None  # `CopiedParameters` copies them one by one
         missing, unexpected = model.load_state_dict(weights, strict=False, assign=maps)  # not strict: a tied head is stored once
         if maps:
             model.tie_weights()
@@ -142,7 +142,7 @@ class TrainerRank:
             for buffer in wrapped.buffers():
                 buffer.data = buffer.data.to(self.device)
             os.environ["LOCAL_RANK"] = "0"  # each rank sees one device
-            deepspeed.zero.Init(module=_CopiedParameters(wrapped, self.device), config_dict_or_path=config)
+            deepspeed.zero.Init(module=CopiedParameters(wrapped, self.device), config_dict_or_path=config)
             release_free_heap()  # the copies leave holes between the parts that are kept
         with visible_adapters() if is_divided and self.lora is not None else nullcontext():
             self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)
@@ -465,30 +465,6 @@ class TrainerRank:
         return_to_device(self.engine, self.stage, self.device, self.hosted)
         self.is_parked, self.parked_state = False, {}
         return [Span("transfer", "return to device", start, time.time())]
-
-
-class _CopiedParameters(nn.Module):
-    """A module whose weights may be views of a mapped file, for `deepspeed.zero.Init`, which keeps a part of each parameter.
-
-    Each parameter is copied to the device, and converted, just before it is divided. DeepSpeed would write into the mapping, which makes
-    it private memory of the rank, and its last view keeps all of it. All copies take turns in one buffer: freed blocks would raise the
-    size from which malloc maps blocks, and what DeepSpeed frees later would stay on the heap.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.module, self.device = module, device
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        wanted = {p: getattr(p, WANTED_DTYPE, p.dtype) for p in self.module.parameters(recurse)}
-        buffer = torch.empty(
-            max((p.numel() * dtype.itemsize for p, dtype in wanted.items()), default=0), dtype=torch.uint8, device=self.device
-        )
-        for parameter, dtype in wanted.items():
-            mapped = parameter.data
-            parameter.data = buffer[: mapped.numel() * dtype.itemsize].view(dtype).view(mapped.shape).copy_(mapped)
-            release_pages(mapped.data_ptr(), mapped.nbytes)
-            yield parameter
 
 
 def _whole_shape(parameter: Tensor) -> torch.Size:

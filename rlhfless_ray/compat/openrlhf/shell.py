@@ -14,10 +14,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from rlhfless_ray.compat.openrlhf.shell_builtins import DECLARES, is_associative, make_local, read_text, take_option
 from rlhfless_ray.compat.openrlhf.shell_flow import Flow, is_success
 from rlhfless_ray.compat.openrlhf.shell_values import NAME, Expansion, Scope, arithmetic, closing, expand, output_of, split_fields
 
@@ -26,7 +27,6 @@ ELEMENT = re.compile(r"\[([^\]]+)\]=(.*)", re.DOTALL)  # of an associative array
 CALCULATION = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+*/%]?)=(?!=)(.+)|([-+])\4)\s*", re.DOTALL)
 BRACES = re.compile(r"""\{(?:([^{}\s'"`\\]*,[^{}\s'"`\\]*)|(0|-?[1-9]\d*)\.\.(0|-?[1-9]\d*))\}([^\s;&|()<>'"`\\]*)(?=[\s;&|<>)]|$)""")
 BEFORE_TESTS = ("if", "elif", "then", "else", "while", "until", "do", "{", "!")
-DECLARES = ("export", "declare", "local", "readonly", "typeset")
 FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|function\s+([A-Za-z_][\w-]*)\s*\{")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a"}
 HOME = re.compile(r"~(?=[/\s;]|$)")
@@ -253,9 +253,9 @@ def _end_command(r: Reader, ends: str = "\n") -> None:
     if words:
         result = True if words[0] == "echo" else is_success(words)
         if words[0] == "getopts" and len(words) == 3:
-            result = _take_option(r.scope, words[1], words[2])
+            result = take_option(r.scope, words[1], words[2])
         elif words[0] == "read" and given is not None:
-            _read_text(r.scope, words[1:], given)
+            read_text(r.scope, words[1:], given)
         _run_command(r, words, environment)
         r.scope.restore(kept)
     r.flow.record_status(result if result is None else result != negated)
@@ -297,11 +297,11 @@ def _apply_assignments(r: Reader, words: list[str]) -> tuple[list[str], dict[str
     if words and words[0] in DECLARES:
         options = {word for word in words[1:] if word.startswith("-")}
         for word in words[1:]:
-            _make_local(scope, words[0], word.partition("=")[0].removesuffix("+"))
+            make_local(scope, words[0], word.partition("=")[0].removesuffix("+"))
         names = [_assign(r, word) or word for word in words[1:] if word not in options]
         if words[0] == "export" or "-x" in options:
             scope.exported.update(names)
-        if _is_associative(words):
+        if is_associative(words):
             scope.keys |= {name: scope.keys.get(name, []) for name in names}
         return [], environment, True
     while words and ASSIGNMENT.match(words[0]):
@@ -315,17 +315,6 @@ def _replaced_for_one_command(scope: Scope, words: list[str]) -> dict[str, list[
     """Return the values that assignments in front of a command replace as long as it runs."""
     names = [match[1] for match in takewhile(bool, map(ASSIGNMENT.match, words)) if match]
     return {name: scope.variables.get(name) for name in names} if len(names) < len(words) else {}
-
-
-def _make_local(scope: Scope, declares: str, name: str) -> None:
-    """Have a variable get its value back at the end of the current function."""
-    if scope.locals and declares in ("local", "declare", "typeset"):
-        scope.locals[-1].setdefault(name, scope.variables.get(name))
-
-
-def _is_associative(words: list[str]) -> bool:
-    """Return whether a command declares associative arrays."""
-    return words[:1] != [] and words[0] in DECLARES and any(word.startswith("-") and "A" in word for word in words)
 
 
 def _assign(r: Reader, word: str) -> str:
@@ -346,43 +335,6 @@ def _assign(r: Reader, word: str) -> str:
     else:
         r.scope.variables[name] = [("".join(old[:1]) if plus else "") + new, *(old[1:] if plus else [])]
     return name
-
-
-def _take_option(scope: Scope, letters: str, name: str) -> bool | None:
-    """Take the next option from the script's arguments, as `getopts` does, and shift it. Returns whether there was one."""
-    if scope.arguments is None:
-        return None
-    option, *rest = [*scope.arguments, ""]
-    letter, value = option[1:2], option[2:]
-    if not option.startswith("-") or not letter.isalnum():
-        return False
-    if f"{letter}:" in letters:
-        scope.arguments = scope.arguments[1 if value else 2 :]
-        scope.variables["OPTARG"] = [value or rest[0]]
-    else:
-        scope.arguments = [*([f"-{value}"] if value else []), *scope.arguments[1:]]
-    scope.variables |= {name: [letter if letter in letters else "?"], "OPTIND": ["1"]}
-    return True
-
-
-def _read_text(scope: Scope, words: list[str], text: str) -> None:
-    """Assign the fields of a text as `read` does, without options or with `-r` and `-a`. A text that is not known assigns nothing."""
-    options = "".join(word for word in words if word.startswith("-"))
-    names = [word for word in words if NAME.fullmatch(word)]
-    if not names or set(options) - set("-ra") or re.search("[$`]", text):
-        return
-    separators, most = "".join(scope.variables.get("IFS", [" "])), 0 if "a" in options else len(names) - 1
-    line = text.partition("\n")[0]
-    if separators.isspace():
-        fields = line.strip().split(None, most or -1) if most or "a" in options else [line.strip()]
-    elif separators and (most or "a" in options):
-        fields = re.split(f"[{re.escape(separators)}]", line, maxsplit=most)
-    else:
-        fields = [line]
-    if "a" in options:
-        scope.variables[names[0]] = fields[:-1] if fields[-1:] == [""] else fields
-    else:
-        scope.variables |= {name: [value] for name, value in zip_longest(names, fields, fillvalue="")}
 
 
 def _run_command(r: Reader, words: list[str], environment: dict[str, str]) -> None:
@@ -446,8 +398,8 @@ def _assign_array(r: Reader, name: str, *, append: bool) -> None:
     r.words = _strip_keywords(r, "")  # a `then` may stand before the assignment
     if r.flow.runs:
         values, scope = inner.words, r.scope
-        _make_local(scope, "".join(r.words[:1]), name)
-        if _is_associative(r.words) or name in scope.keys:
+        make_local(scope, "".join(r.words[:1]), name)
+        if is_associative(r.words) or name in scope.keys:
             elements = [element for word in values if (element := ELEMENT.fullmatch(word))]
             scope.keys[name] = [*(scope.keys.get(name, []) if append else []), *(element[1] for element in elements)]
             values = [element[2] for element in elements]
