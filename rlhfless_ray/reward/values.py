@@ -26,8 +26,10 @@ def to_finite_float(value: object) -> float:
 
 
 def to_float(value: object) -> float:
-    """Convert any real number to a float, which may be NaN or infinite."""
-    if not isinstance(value, (numbers.Real, bool)) and type(value).__name__ not in ("bool", "bool_"):
+    """Convert any real number to a float, which may be NaN or infinite. An array or tensor without dimensions is a number, too."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # type: ignore[attr-defined]
+    if not isinstance(value, numbers.Real):
         raise ValueError(f"{type(value).__name__} {one_line(repr(value), 100)}, not a number")
     try:
         return float(value)  # type: ignore[arg-type]

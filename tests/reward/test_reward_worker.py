@@ -41,7 +41,8 @@ def score(prompt, response, row):
     if response == "mutate":
         row["answer"] = "changed"
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "list": [1], "complex": 1j, "true": True,
-            "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400, "large": -1e300, "rows": np.eye(2),
+            "numpy": np.float32(0.5), "array": np.array(0.5), "numpy bool": np.bool_(True), "int": 3, "huge": 10**400,
+            "large": -1e300, "rows": np.eye(2),
             }.get(response, len(row["answer"]) / 4)
 """
 
@@ -57,7 +58,9 @@ def one(response: str, timeout_s: float = LONG_S) -> Score:
     return worker(timeout_s).score([(5, "p", response, {"answer": "1"})])[0]
 
 
-@pytest.mark.parametrize(("response", "reward"), [("other", 0.25), ("true", 1.0), ("numpy", 0.5), ("numpy bool", 1.0), ("int", 3.0)])
+@pytest.mark.parametrize(
+    ("response", "reward"), [("other", 0.25), ("true", 1.0), ("numpy", 0.5), ("array", 0.5), ("numpy bool", 1.0), ("int", 3.0)]
+)
 def test_numbers_of_any_kind_become_floats(response: str, reward: float) -> None:
     score = one(response)
     assert score == Score(5, reward) and type(score.reward) is float
