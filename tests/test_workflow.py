@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.workflow_file import Workflow
 from rlhfless_ray.run.responses import read_groups
 from tests.conftest import ROOT, command_here
@@ -55,6 +56,22 @@ def test_a_reward_of_all_stages_makes_pairs() -> None:
         planned = parse(drawn, after, settings={"reward": reward}).plan()
         assert planned[0].makes_pairs == (result == "pairs.jsonl")
         assert planned[1].tree["prompts"]["path"] == f"runs/w/g/{result}"
+
+
+def test_a_recipe_wins_over_the_settings_key_by_key_and_both_name_results() -> None:
+    settings = {"algorithm": {"kl": {"coefficient": 0.1, "estimator": "k1"}}, "critic": {"path": "${sft}"}}
+    ppo = {
+        "prompts": {"task": "chain"},
+        "reward": {"function": "task"},
+        "algorithm": {"kl": {"estimator": "k2"}, "advantage": {"estimator": "gae"}},
+    }
+    stage = {"name": "ppo", "train": {"policy": {"path": "${sft}"}, **ppo}}
+    with pytest.raises(UserError, match=r"stage sft: `\$\{sft\}` is no earlier stage"):
+        parse(SFT, stage, settings=settings).plan()
+    settings["critic"]["path"] = "m"
+    recipe = parse(stage | {"train": ppo}, settings=settings).plan()[0].recipe
+    assert isinstance(recipe, Recipe)
+    assert (recipe.algorithm.kl.coefficient, recipe.algorithm.kl.estimator, recipe.critic.path) == (0.1, "k2", "m")
 
 
 def test_prompts_without_a_pair_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,14 @@ def merge_sections(sections: dict[str, dict[str, Any]], tree: dict[str, Any], *,
     for section, keys in sections.items():
         own = tree.get(section) or {}
         if isinstance(own, dict):
-            merged[section] = {**own, **keys} if wins else {**keys, **own}
+            merged[section] = _merged(own, keys) if wins else _merged(keys, own)
     return merged
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of both, those of sections within too. The second takes precedence."""
+    both = {key: _merged(below[key], value) for key, value in above.items() if isinstance(value, dict) and isinstance(below.get(key), dict)}
+    return {**below, **above, **both}
 
 
 def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:

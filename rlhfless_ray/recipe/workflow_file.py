@@ -134,7 +134,7 @@ class Workflow(RecipeFile):
             if any(one.name == name for one in planned):
                 raise UserError(f"stages: two stages are called {name}; rename one")
             kind = next(kind for kind in KINDS if getattr(stage, kind) is not None)
-            tree = merge_sections(self.settings, _resolved(getattr(stage, kind), resolve))
+            tree = _resolved(merge_sections(self.settings, getattr(stage, kind)), resolve)
             models = {model: Path(resolve(model)) for model in stage.models}
             planned.append(PlannedStage(name, kind, tree, self._recipe(kind, name, tree, models), models))
             _check_uses(planned[-1], made)
