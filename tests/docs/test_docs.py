@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,8 +18,11 @@ from docs.check import make_scratch, public_examples, run, run_examples
 from docs.flag_table import BEGIN
 from docs.hooks import MARKER, on_page_markdown
 from rlhfless_ray.recipe import Recipe, known_keys
+from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.recipe.workflow_file import Workflow
+from rlhfless_ray.sweep.sweep_file import load_sweep
 from tests.conftest import command_here
 
 KEYS = {*known_keys(Recipe), *known_keys(SupervisedRecipe)}
@@ -99,6 +104,26 @@ def test_every_override_in_a_command_makes_a_recipe(tmp_path: Path, monkeypatch:
             kind.load(words[2], [word for word in words[3:] if not word.startswith("--")])
             trained += 1
     assert trained >= 10
+
+
+def test_every_generation_evaluation_sweep_and_workflow_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of commands, and the files that pages show. `make docs-check` runs none of them as they stand."""
+    make_scratch(tmp_path)
+    for recipe in (tmp_path / "recipes").glob("*.yaml"):
+        shutil.copy(recipe, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    readers: dict[str, Any] = {"sweep": load_sweep, "workflow": lambda path: Workflow.load(path).plan()}
+    seen: dict[str, Any] = {"my_workflow.yaml": readers["workflow"], "methods.yaml": load_sweep, "my_dpo.yaml": SupervisedRecipe.load}
+    for file, reader in seen.items():
+        reader(Path(file))
+    for command in commands():
+        words = shlex.split(re.sub(r" --\w+ \S+", "", command.text))
+        if words[0] != "rlhfless" or words[1] not in (*readers, "generate", "evaluate"):
+            continue
+        seen[words[1]] = path = next((Path(word) for word in words[2:] if word.endswith(".yaml")), None)
+        overrides = [word for word in words[2:] if "=" in word]
+        readers[words[1]](path) if words[1] in readers else GenerationRecipe.read(path, overrides)
+    assert {*seen} >= {"sweep", "workflow", "generate", "evaluate"}
 
 
 def test_every_entry_of_commands_yaml_is_needed_and_gives_a_reason() -> None:
