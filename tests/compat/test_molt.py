@@ -101,6 +101,13 @@ def test_what_becomes_of_each_is_told() -> None:
     assert str(found.refusal()) == "--train.routing_replay: replay of routers' choices is not available with agents"
 
 
+def test_a_teacher_may_be_the_policy_and_its_coefficient_is_not_replaced() -> None:
+    line = [*LEAST, "--algo.advantage.estimator", "on_policy_distill", "--ref.model_name_or_path", LEAST[1]]
+    assert translate_molt(line, {}).recipe().reference.path == LEAST[1]
+    with pytest.raises(UserError, match=r"--algo.kl.init_coef: recipe: algorithm.kl: with on_policy_distill"):
+        translate_molt([*line, "--algo.kl.init_coef", "0"], {}).recipe()
+
+
 @pytest.mark.parametrize(("flag", "value"), MOLTS_OWN.items())
 def test_values_that_only_molt_has_are_refused_by_molts_flag(flag: str, value: str) -> None:
     assert str(translate_molt([*LEAST, flag, value], {}).refusal()) == f"{flag}: {value} has no counterpart here yet"

@@ -194,12 +194,13 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("--algo.advantage.no_whiten"):
         settings["algorithm.advantage.whiten"] = False
     reference = given.get("--ref.model_name_or_path")
-    if reference and reference != given.get("--actor.model_name_or_path"):
+    distills = given.get("--algo.advantage.estimator") == DISTILLS
+    if reference and (distills or reference != given.get("--actor.model_name_or_path")):
         settings["reference.path"] = reference
-    if given.get("--algo.advantage.estimator") == DISTILLS:
+    if distills:
         settings |= {
             "algorithm.advantage.estimator": DISTILLS,
-            "algorithm.kl.coefficient": given.get("--algo.kl.init_coef") or 1.0,
+            "algorithm.kl.coefficient": given.get("--algo.kl.init_coef", 1.0),
             "algorithm.kl.place": "reward",
             "algorithm.kl.estimator": "k1",
         }
