@@ -24,7 +24,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
-from rlhfless_ray.runtime.pool_maker import prices
+from rlhfless_ray.runtime.worker_pools import prices
 from rlhfless_ray.weights.checksum import checksum, digests
 from rlhfless_ray.weights.parts import Assembled
 from tests.conftest import samples, small_recipe, two_nodes

@@ -1,32 +1,46 @@
-"""Create the worker pools of a run and the broker of their leases, before anything is leased."""
+"""Create the leases of a run and its worker pools, which share them, its ledger and its budgets, before anything is leased."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.failure_budget import FailureBudget
+from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.ledger import Ledger, Prices
+from rlhfless_ray.functions.pool_client import PoolClient
+from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.rank_actors import CriticActor, LearnerActor, ReferenceActor
 from rlhfless_ray.learn.rank_settings import critic_settings, learner_settings, reference_settings
+from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.local.machine_memory import snapshot_every_steps
+from rlhfless_ray.local.process_memory import large_page_environment
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.reward_actor import RewardActor
-from rlhfless_ray.rollout.drafter_trainer import DrafterActor
+from rlhfless_ray.rollout.drafter_trainer import DrafterActor, DrafterSettings
 from rlhfless_ray.rollout.engine_actor import EngineActor
-from rlhfless_ray.rollout.engine_settings import engine_settings
-from rlhfless_ray.runtime.pool_maker import PoolMaker
+from rlhfless_ray.rollout.engine_settings import EngineSettings, engine_settings
 from rlhfless_ray.weights.adapter import choose_publish, not_served
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, without_weights
 from rlhfless_ray.weights.tensor_file import Files
+
+GIVE_BACK_AFTER_S = 2.0  # releasing 256 MB of KV cache and touching it again takes 20-40 ms of CPU time, 1-2 % of that
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,33 @@ class WorkerPools:
     reference: WorkerGroup | None = None
     prefix_blocked: str | None = None  # why there is no prefix KV although the recipe asks for it
     drafter: WorkerPool | None = None  # trains the drafter
+
+
+def make_leases(recipe: Recipe, resource: str, folder: Path, name_of: Callable[[str], str], source: PoolClient | None) -> LeaseManager:
+    """Make the run's leases and their ledger, both empty.
+
+    Args:
+        folder: the run folder. Its path and the time name the run's leases on a shared cluster.
+        name_of: node id → readable name.
+        source: the pool of slots that the runs of the cluster share; None: Ray's queue.
+    """
+    nodes = ClusterNodes(resource)
+    run_id = hashlib.blake2b(f"{folder.resolve()} {time.time_ns()}".encode(), digest_size=4).hexdigest()
+    ledger = Ledger(resource, prices(recipe, resource, nodes), name_of=name_of)
+    return LeaseManager(resource, ledger, recipe.functions.lease_deadline_s, run_id, source, nodes)
+
+
+def prices(recipe: Recipe, resource: str, nodes: ClusterNodes) -> Prices:
+    price = recipe.price
+    usual, special = price.slot_per_hour(resource), price.rollout_slot_per_hour
+
+    @cache  # as it was when the node was first used: a node that is drained has no slots, but still its price
+    def slot_per_hour(node: str) -> float:
+        return special if special is not None and node in nodes.slots(recipe.rollout.nodes) else usual
+
+    return Prices(
+        slot_per_hour=slot_per_hour, core_per_hour=price.cpu_slot_per_hour, parked_share=price.parked_share, slot_mb=nodes.slot_mb
+    )
 
 
 def create_worker_pools(
@@ -105,6 +146,78 @@ def create_worker_pools(
         f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
         make.drafter(actors.drafter, drafter) if drafter and recipe.rollout.drafter_train == "on" and actors.drafter else None,
     )
+
+
+class PoolMaker:
+    """Makes the pools of one run, which share its leases, its ledger and its budgets."""
+
+    def __init__(self, recipe: Recipe, leases: LeaseManager, files: Files, say: Callable[[str], None]) -> None:
+        self.recipe, self.leases, self.resource, self.say = recipe, leases, leases.resource, say
+        self.broker = SlotBroker(leases)
+        self.faults = FailureBudget(recipe.functions.max_replacements)
+        other_runs = leases.source if isinstance(leases.source, PoolClient) else None
+        self.parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.nodes.memory_mb, say, other_runs)
+        parameters = parameter_count(files)
+        self.pages = large_page_environment(parameters) if self.resource == "cpu" else {}  # of processes with weights of the learner's size
+        self.snapshot_steps = snapshot_every_steps(recipe, parameters)
+        if self.snapshot_steps == 0 and recipe.checkpoint.memory_every_steps is None:
+            then = "continues from the newest checkpoint" if recipe.checkpoint.resumable else "ends the run"
+            say(
+                "the learner's state is not copied in memory, because two copies would take more than a quarter of this machine's; a "
+                f"lost learner {then} (checkpoint.memory_every_steps)"
+            )
+
+    def engines(self, kind: str, cls: type, engine: EngineSettings, config: Any, *drafter: Any, **options: Any) -> WorkerPool:
+        """Make a pool of engines.
+
+        `config`: reference to the policy's files without weights. `drafter`: to those of the drafter, if there is one. `options`: keyword
+        arguments of `WorkerPool`.
+        """
+
+        def start(slot: Any) -> Any:
+            return start_actor(cls, slot, self.resource, {}, config, replace(engine, tensor_parallel=pool.width), *drafter)
+
+        options |= {"give_back_after_s": GIVE_BACK_AFTER_S, "waits_to_leave": False}
+        pool = self._pool(kind, start, width=engine.tensor_parallel, **options)
+        return pool
+
+    def reward(self, cls: type, source: Any) -> WorkerPool:
+        source_ref = ray.put(source)  # may contain a reward model's weights
+        start = self._starter(cls, source_ref, self.recipe.reward.timeout_s, self.resource)
+        return self._pool(source.pool_kind, start, on_device=source.on_device, width=self.recipe.reward.tensor_parallel)
+
+    def drafter(self, cls: type, drafter: list[Any]) -> WorkerPool:
+        """Make the pool of the process that trains the drafter."""
+        rollout, device = self.recipe.rollout, "cuda" if self.resource == "gpu" else "cpu"
+        settings = DrafterSettings(rollout.drafter_learning_rate, rollout.temperature, device, self.recipe.run.deterministic)
+        return self._pool("drafter", self._starter(cls, *drafter, settings))
+
+    def worker_group(self, kind: str, cls: type | None, settings: Callable[..., Any], ranks: int, name: str = "") -> WorkerGroup:
+        """Make the worker group of learner, critic or reference. `name`: in messages; default: the kind."""
+        assert cls is not None
+        recipe, resource = self.recipe, self.resource
+        numbers = itertools.cycle(range(ranks))  # all ranks of a group start together, even after a loss
+        pool = WorkerPool(
+            kind,
+            lambda slot: start_actor(cls, slot, resource, self.pages, settings(recipe, next(numbers), resource)),
+            self.leases,
+            float("inf"),
+            on_device=True,
+            leave_s=recipe.learner.deadline_s,
+            faults=self.faults,
+            parked_memory=self.parked if kind == "reference" else None,  # a learner's memory is its state, which must stay
+        )
+        shares_base = kind == "learn" and recipe.lora.publish == "adapter"
+        recovery = Recovery(self.snapshot_steps, self.say, on_disk=recipe.checkpoint.resumable)
+        return WorkerGroup(pool, ranks, recipe.learner, self.broker, name or kind, recovery, shares_base)
+
+    def _starter(self, cls: type | None, *arguments: Any) -> Callable[[Any], Any]:
+        assert cls is not None
+        return lambda slot: start_actor(cls, slot, self.resource, {}, *arguments)
+
+    def _pool(self, kind: str, start: Callable[[Any], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
+        options |= {"faults": self.faults, "parked_memory": self.parked}
+        return WorkerPool(kind, start, self.leases, self.recipe.functions.keep_alive_s, on_device=on_device, **options)
 
 
 def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:

@@ -122,7 +122,7 @@ class Counting(SlotBroker):
 @pytest.mark.ray
 @pytest.mark.engine
 def test_every_lease_of_a_run_has_one_owner_after_every_phase(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhfless_ray.runtime.pool_maker.SlotBroker", Counting)
+    monkeypatch.setattr("rlhfless_ray.runtime.worker_pools.SlotBroker", Counting)
     monkeypatch.setattr(Counting, "checks", [], raising=False)
     with Runtime(Recipe.parse(small_recipe(tmp_path, run__steps=3))) as run:
         assert isinstance(run.broker, Counting)

@@ -18,7 +18,7 @@ from rlhfless_ray.functions import ledger as module
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.ledger import Ledger, Prices, Row
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.runtime.pool_maker import prices
+from rlhfless_ray.runtime.worker_pools import prices
 from rlhfless_ray.types import Span
 
 START = 1_000_000.0

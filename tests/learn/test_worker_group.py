@@ -26,7 +26,7 @@ from rlhfless_ray.learn.recovery import LearnerLost, Recovery
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.runtime.pool_maker import PoolMaker
+from rlhfless_ray.runtime.worker_pools import PoolMaker
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.model_folder import INDEX, read_files, split_files, stored_weights
 from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles
