@@ -70,6 +70,16 @@ def test_smaller_micro_batches_come_before_recomputing(tmp_path):
     assert "learner 16.7 GB (at least 8.9), engines 2.8 GB; one engine; learner.micro_batch_tokens" in found[1].statement({"learner": 8900})
 
 
+def test_a_run_that_has_a_part_of_the_memory_chooses_its_settings_for_it(tmp_path):
+    """Settings only: whether the run fits at all is decided by all of the memory, which runs of different sizes need in unequal parts."""
+    wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
+    half = wanted.with_settings({"cluster.memory_share": 0.5})
+    assert chosen(fitted(node(48), half)) == chosen(fitted(node(24), wanted)) != chosen(fitted(node(48), wanted))
+    assert fitted(node(48), half).reason.endswith("more than 42% of 48.0 GB)")
+    least = fitted(node(20), half)
+    assert chosen(least)[1] and least.note == "" and not fitted(H100, half).reason
+
+
 def test_overlap_ends_where_no_update_fits_beside_engines(tmp_path):
     wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
     tight = fitted(node(17), wanted)

@@ -51,7 +51,7 @@ def snapshot_every_steps(recipe: Recipe, parameters: int) -> int:
         return every_steps
     state = 0 if recipe.lora.rank else snapshot_bytes(parameters, VALUE_BYTES[recipe.policy.dtype])
     # two, because the older one stays until the newer one is complete
-    return 1 if 2 * state <= SNAPSHOT_SHARE * host_memory_bytes() else 0
+    return 1 if 2 * state <= SNAPSHOT_SHARE * recipe.cluster.memory_share * host_memory_bytes() else 0
 
 
 def memory_bytes(gpu: bool) -> int | None:

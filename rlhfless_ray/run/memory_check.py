@@ -272,7 +272,7 @@ def room_ahead(recipe: Recipe) -> Room:
         cluster.stop()
 
 
-def cluster_room(cluster: RayCluster, recipe: Recipe, resource: str) -> Room:
+def cluster_room(cluster: RayCluster, recipe: Recipe | SupervisedRecipe, resource: str) -> Room:
     """Return the memory of a started RayCluster."""
     from rlhfless_ray.functions.cluster_nodes import cluster_slots
 

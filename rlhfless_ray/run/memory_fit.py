@@ -181,16 +181,16 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     whole = with_choice(recipe, auto, Choice())
     slots = recipe.rollout.max_actors * recipe.rollout.least_width + recipe.learner.ranks
     needs = predicted_needs(whole, models, lengths, Room(CPU, slots, None))
-    if all(need.bytes <= SMALL_BYTES for need in needs):
+    if all(need.bytes <= SMALL_BYTES * recipe.cluster.memory_share for need in needs):
         return Fit(whole, needs)
     room = find_room()
-    needs = predicted_needs(whole, models, lengths, room)
-    too_large = room.first_without_room(_of_updates(needs), peak_memory.USED_SHARE)
+    needs, used_share = predicted_needs(whole, models, lengths, room), used_memory_share(recipe, room)
+    too_large = room.first_without_room(_of_updates(needs), used_share)
     if too_large is None:
         return Fit(whole, needs, note=_host_note(needs, room))
     assert room.bytes is not None
     there = room.bytes if too_large.alone else room.total_bytes or room.bytes
-    budget = f"{peak_memory.USED_SHARE:.0%} of {gb(there)}"
+    budget = f"{used_share:.0%} of {gb(there)}"
     reason = f"auto: with the defaults {too_large.who} would take about {gb(too_large.bytes)}, more than {budget}"
 
     def fitted(changed: Recipe, needs: list[Need]) -> Fit:
@@ -199,7 +199,7 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
 
     tried = list(_tried(recipe, models, lengths, room, auto))
     for changed, needs in tried:
-        if room.first_without_room(_of_updates(needs), peak_memory.USED_SHARE) is None:
+        if room.first_without_room(_of_updates(needs), used_share) is None:
             return fitted(changed, needs)
     changed, needs = min(tried, key=lambda one: max(need.bytes for need in _of_updates(one[1])))
     short = room.first_without_room(_of_updates(needs))
@@ -211,6 +211,11 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     if set(auto) - {"overlap"}:
         raise DoesNotFit(problem)
     return replace(fitted(changed, needs), note=f"the memory may not be enough: {problem}")
+
+
+def used_memory_share(recipe: AnyRecipe, room: Room) -> float:
+    """Return the share of the memory that a run's settings may take. Functions take turns on a GPU, also those of several runs."""
+    return peak_memory.USED_SHARE * (1.0 if room.resource == GPU else recipe.cluster.memory_share)
 
 
 def _host_note(needs: list[Need], room: Room) -> str:

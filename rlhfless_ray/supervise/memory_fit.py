@@ -12,7 +12,7 @@ from placement import peak_memory
 from placement.peak_memory import Choice, MicroBatch
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, Room, sentence
-from rlhfless_ray.run.memory_fit import AUTO_KEYS, with_choice
+from rlhfless_ray.run.memory_fit import AUTO_KEYS, used_memory_share, with_choice
 from rlhfless_ray.run.memory_needs import Model, Need
 from rlhfless_ray.supervise.memory_check import models_of_stage, stage_training, teacher_bytes
 
@@ -24,14 +24,16 @@ def fit_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], row_token
     whole, models = with_choice(recipe, auto, Choice()), models_of_stage(recipe)
     if not auto or "policy" not in models:
         return whole, ""
-    if all(_peak(whole, models, row_tokens, Room(kind, 1, None)).bytes <= SMALL_BYTES for kind in (CPU, GPU)):
+    if all(
+        stage_peak(whole, models, row_tokens, Room(kind, 1, None)).bytes <= SMALL_BYTES * recipe.cluster.memory_share for kind in (CPU, GPU)
+    ):
         return whole, ""
     room = find_room()
-    default = _peak(whole, models, row_tokens, room)
-    if room.holds(default, peak_memory.USED_SHARE):
+    default, used_share = stage_peak(whole, models, row_tokens, room), used_memory_share(recipe, room)
+    if room.holds(default, used_share):
         return whole, ""
-    tried = [(changed, _peak(changed, models, row_tokens, room)) for changed in _tried(recipe, auto, room)]
-    fitting = (one for one in tried if room.holds(one[1], peak_memory.USED_SHARE))
+    tried = [(changed, stage_peak(changed, models, row_tokens, room)) for changed in _tried(recipe, auto, room)]
+    fitting = (one for one in tried if room.holds(one[1], used_share))
     chosen, need = next(fitting, None) or min(tried, key=lambda one: one[1].bytes)
     changed = [key for key in auto if getattr(chosen.learner, key) != getattr(whole.learner, key)]
     settings = " and ".join(f"learner.{key}={json.dumps(getattr(chosen.learner, key))}" for key in changed)
@@ -44,7 +46,7 @@ def _tried(recipe: SupervisedRecipe, auto: list[str], room: Room) -> Iterator[Su
     return (with_choice(recipe, auto, choice) for choice in choices if choice.overlap == "auto")
 
 
-def _peak(recipe: SupervisedRecipe, models: dict[str, Model], row_tokens: int, room: Room) -> Need:
+def stage_peak(recipe: SupervisedRecipe, models: dict[str, Model], row_tokens: int, room: Room) -> Need:
     """Predict the memory of a rank's update, where slots are cores that of all ranks."""
     policy, on_gpu = models["policy"], room.resource == GPU
     parameters, training = stage_training(recipe, policy, room.resource, room.slots)

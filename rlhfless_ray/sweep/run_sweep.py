@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.memory_check import Room, cluster_room, local_room, starts_ray
 from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
 from rlhfless_ray.sweep.sweep_folder import FINISHED, GrowingMetrics, RunState, State, SweepFolder
+from rlhfless_ray.sweep.sweep_memory import check_memory, most_runs, with_part_of_memory
 from rlhfless_ray.sweep.sweep_table import SweepDisplay
 
 POLL_S = 0.5  # interval at which runs are checked
@@ -68,11 +71,6 @@ class SweepRunner:
     def __init__(self, sweep: Sweep, *, resume: bool = False) -> None:
         """Check everything that does not need Ray. Raises UserError."""
         file = sweep.file
-        cores = file.cluster.cpus or len(os.sched_getaffinity(0))
-        if not (file.cluster.address or os.environ.get("RAY_ADDRESS")) and file.at_most > cores:
-            raise UserError(
-                f"at_most: {file.at_most} runs need at least a slot each, but this machine has {cores} cores for them; lower it"
-            )
         self.sweep, self.resume = sweep, resume
         self.folder = SweepFolder.resumed(sweep) if resume else SweepFolder.new(sweep)
         self.states = {state.name: state for state in self.folder.states}
@@ -83,6 +81,10 @@ class SweepRunner:
         section = file.early_stopping
         self.halving = Halving(section, file.metric, file.direction, self.states, most_steps) if section else None
         self.environment = dict(os.environ)
+        self.at_most, self.note = 1, ""
+        self.private = starts_ray(self._first_recipe())
+        if self.private:
+            self._limit_runs(local_room(self._first_recipe()))
 
     def run(self) -> Path:
         """Run all runs, and return the sweep's folder.
@@ -96,6 +98,8 @@ class SweepRunner:
             stack.enter_context(self.folder.locked())
             self.display = SweepDisplay(self.sweep, self.folder.states)
             stack.push(self._close)
+            if self.note:
+                self.display.message(self.note)
             for name in self.states:
                 self.metrics[name] = GrowingMetrics(self.folder.path / name / "metrics.jsonl")
                 self._read(name)  # rows from before a resume end no run, but later runs are compared with them
@@ -116,26 +120,39 @@ class SweepRunner:
 
     def _start_cluster(self, stack: ExitStack) -> None:
         """Join the given cluster, or start a private Ray that all runs join."""
-        file = self.sweep.file
-        recipe = self.sweep.runs[0].recipe.model_copy(update={"cluster": file.cluster})
+        recipe = self._first_recipe()
         cluster = RayCluster(recipe, store_mb=RayCluster.largest_store_mb(recipe), architectures=())
         stack.enter_context(cluster.running())
         import ray
 
-        from rlhfless_ray.functions.cluster_nodes import cluster_slots
-
         resource = cluster.resource()
-        slots = cluster_slots(resource)
-        if file.at_most > slots:
-            raise UserError(f"at_most: {file.at_most} runs need at least a slot each, but the cluster has {slots} ({resource}); lower it")
+        if not self.private:
+            self._limit_runs(cluster_room(cluster, recipe, resource))
         self.environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+    def _first_recipe(self) -> Recipe | SupervisedRecipe:
+        """Return the first run's recipe on the sweep's cluster, whose kind of slots is that of all runs."""
+        return self.sweep.runs[0].recipe.model_copy(update={"cluster": self.sweep.file.cluster})
+
+    def _limit_runs(self, room: Room) -> None:
+        """Decide how many runs work at once. Raises UserError if so many have no slots or no memory."""
+        wanted, (fitting, why) = self.sweep.file.at_most, most_runs(self.waiting, room)
+        self.at_most = fitting if wanted == "auto" else wanted
+        if self.at_most > room.slots:
+            raise UserError(f"at_most: {wanted} runs need at least a slot each, but there are {room.slots} ({room.resource}); lower it")
+        check_memory(self.waiting, self.at_most, room)
+        if wanted == "auto":
+            self.note = f"at most {fitting} runs at once: {why}"
+            self.sweep = replace(self.sweep, file=self.sweep.file.model_copy(update={"at_most": fitting}))
+        elif min(wanted, len(self.waiting)) > fitting:
+            self.note = f"the memory may not be enough for {wanted} runs at once: {why}; at_most: auto starts {fitting}"
 
     def _start_runs(self) -> None:
         from rlhfless_ray.weights.load_policy import cache_folder
 
         keys = {run.policy_key for run in self.sweep.runs if run.policy_key}
         made = {key: (cache_folder() / "policies" / key).is_dir() for key in keys}
-        for run in next_runs(self.waiting, [running.run for running in self.running], self.sweep.file.at_most, made):
+        for run in next_runs(self.waiting, [running.run for running in self.running], self.at_most, made):
             self.waiting.remove(run)
             self._start(run)
 
@@ -143,7 +160,7 @@ class SweepRunner:
         state, path = self.states[run.name], self.folder.path
         folder = path / run.name
         _end_leftover(folder)
-        recipe = run.recipe.with_settings({"run.root": str(path)})
+        recipe = with_part_of_memory(run.recipe, self.at_most).with_settings({"run.root": str(path)})
         resumes = _has_checkpoint(recipe, folder)
         if not resumes:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it saved anything

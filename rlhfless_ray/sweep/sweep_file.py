@@ -19,7 +19,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.reading import describe_mistake, section_at, set_key
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.run_sections import ClusterConfig
-from rlhfless_ray.recipe.section import RunName, Section
+from rlhfless_ray.recipe.section import CountOrAuto, RunName, Section
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 POLICY_METRICS = ("reward/mean", "eval/accuracy_sampled", "eval/accuracy_greedy", "learn/kl", "length/mean")
@@ -66,8 +66,8 @@ class SweepFile(Section):
     """Dotted recipe keys, each with a list of values. There is one run for each combination."""
     runs: list[SweepRun] = Field([SweepRun()])
     """Single runs. With a grid, each of them at every point."""
-    at_most: int = Field(2, ge=1)
-    """Maximum number of runs at once."""
+    at_most: CountOrAuto = 2
+    """Maximum number of runs at once. `auto`: as many as slots and memory are enough for."""
     metric: str = "eval/accuracy_sampled"
     """Metric by which runs are compared. Left out, it is the loss of supervised stages, on held-out rows if all have some."""
     direction: Literal["max", "min"] = "max"
@@ -90,7 +90,7 @@ class SweepFile(Section):
         for key, point in itertools.product(dict.fromkeys([*self.set, *(key for run in self.runs for key in run.set)]), self.grid):
             if key == point:
                 raise ValueError(f"`{key}` stands in `set` and in `grid`, whose values win at every point; leave it out of one of them")
-        for key in ("pool", "share", "priority"):
+        for key in ("pool", "share", "priority", "memory_share"):
             if key in self.cluster.model_fields_set:
                 raise ValueError(f"`cluster.{key}` is a setting of runs; put it under `set` as cluster.{key}")
         known = (*POLICY_METRICS, *SUPERVISED_METRICS)
@@ -204,7 +204,8 @@ def _check_names(names: Iterable[str], where: str) -> None:
 
 def _check_shares(file: SweepFile, runs: Iterable[PlannedRun], where: str) -> None:
     """Raise UserError if runs that may work at the same time ask for more than the whole pool."""
-    shares = sorted((run.recipe.cluster.share or 0.0 for run in runs), reverse=True)[: file.at_most]
+    at_most = None if file.at_most == "auto" else file.at_most
+    shares = sorted((run.recipe.cluster.share or 0.0 for run in runs), reverse=True)[:at_most]
     if sum(shares) > 1 + 1e-9:
         raise UserError(
             f"{where}: cluster.share: {len(shares)} runs at once ask for shares of {sum(shares):g} of the pool together, "

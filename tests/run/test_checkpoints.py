@@ -169,6 +169,7 @@ def test_copies_in_memory_are_made_where_two_fit_a_quarter_of_it(tmp_path: Path,
         return machine_memory.snapshot_every_steps(recipe, parameters)
 
     assert every(250_000_000) == 1 and every(250_000_001) == 0
+    assert every(125_000_000, cluster={"memory_share": 0.5}) == 1 and every(125_000_001, cluster={"memory_share": 0.5}) == 0
     narrow = {"policy": {"path": "m", "dtype": "bfloat16"}, "learner": {"zero_stage": 1}}
     assert every(214_000_000, **narrow) == 1 and every(215_000_000, **narrow) == 0
     assert every(70 * 10**9, lora={"rank": 8}, **narrow) == 1

@@ -17,7 +17,7 @@ from rlhfless_ray.run.memory_check import DoesNotFit, Room
 from rlhfless_ray.supervise.examples import Example, Examples
 from rlhfless_ray.supervise.memory_check import check_stage
 from rlhfless_ray.supervise.memory_fit import fit_stage
-from tests.placement.test_memory import LLAMA_70B, QWEN_7B
+from tests.placement.test_memory import LLAMA_70B, QWEN_05B, QWEN_7B
 
 GB = 10**9
 H100, MACHINE = Room("gpu", 8, 85 * GB, 85 * GB), Room("cpu", 8, 64 * GB, 64 * GB, has_driver=True)
@@ -105,6 +105,14 @@ def test_automatic_settings_follow_the_longest_row(tmp_path: Path) -> None:
         assert learner.recomputes_activations == (tokens > 4_000) and recipe.learner.gradient_checkpointing == "auto"
     assert settings[200].startswith("learner.micro_batch_tokens=") and "with the defaults a rank would take about" in settings[200]
     assert "and the memory may not be enough" in settings[400_000]
+    on_cores = recipe.with_settings({"lora.rank": 0, "policy.path": str(folder(tmp_path / "05b", QWEN_05B))})
+
+    def tokens_with(share: float, gigabytes: int) -> int:
+        room = Room("cpu", 2, gigabytes * 10**9, gigabytes * 10**9)
+        part = on_cores.with_settings({"cluster.memory_share": share})
+        return fit_stage(part, lambda: room, 4_000)[0].learner.max_micro_batch_tokens
+
+    assert tokens_with(0.5, 48) == tokens_with(1.0, 24) < tokens_with(1.0, 48)
     fixed = recipe.with_settings({"learner.micro_batch_tokens": 8192, "learner.gradient_checkpointing": False})
     assert fit_stage(fixed, lambda: pytest.fail("it asks"), 4_000) == (fixed, "")
 
