@@ -149,11 +149,7 @@ class WorkerPool:
     def begin(self, count: int, spare: list[Lease], begin: Callable[[Instance], None]) -> list[Lease]:
         """Work with up to `count` instances under valid spare leases, and return the leases left. `resize` does the rest."""
 
-        def order(share: list[Lease]) -> tuple[bool, bool]:
-            instance = self._find(self._slot(share))
-            return instance is None, any(lease.leaving is not None and lease.holder != getattr(instance, "id", "") for lease in share)
-
-        shares = sorted(self._shares(spare), key=order)
+        shares = sorted(self._shares(spare), key=lambda share: self._find(self._slot(share)) is None)
         for share in shares[: max(0, count - len(self.working))]:
             begin(self.assign_leases(share))
             spare = [other for other in spare if other not in share]

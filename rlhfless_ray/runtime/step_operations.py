@@ -437,12 +437,18 @@ class StepOperations(CheckpointedRun):
             self._save(metric=end.metric, best=end.best, export=True)
         for pool in (self.rollout, self.reward, *([self.stages.prefix.pool] if self.stages.prefix else [])):
             pool.end_expired(self.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
-        source = self.leases.source
-        usable = sum(lease.id in source.surplus_leases for lease in self.broker.free)
-        decision = slots_to_yield(len(self.broker.free), 1, end.others_wait, source.surplus, usable)
+        if end.others_wait:
+            self._yield_slots()
+        self.broker.check("the end of the step", self.stages.pools())
+
+    def _yield_slots(self) -> None:
+        """Give up free slots for which another run waited when the step ended."""
+        source, free = self.leases.source, len(self.broker.free)
+        surplus, usable = source.surplus, sum(lease.id in source.surplus_leases for lease in self.broker.free)
+        waits = surplus != 0 or source.others_wait()  # a run of the pool may have its slots by now
+        decision = slots_to_yield(free, 1, waits, surplus, usable)
         if decision.action == "Release":
             self.broker.release(keep=decision.actors, sooner=source.surplus_leases)
-        self.broker.check("the end of the step", self.stages.pools())
 
     def _write_row(self, step: Step) -> None:
         self.learn_stage.worker_groups.start_snapshots()
