@@ -181,7 +181,7 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     whole = with_choice(recipe, auto, Choice())
     slots = recipe.rollout.max_actors * recipe.rollout.least_width + recipe.learner.ranks
     needs = predicted_needs(whole, models, lengths, Room(CPU, slots, None))
-    if all(need.bytes <= SMALL_BYTES * recipe.cluster.memory_share for need in needs):
+    if all(need.bytes <= SMALL_BYTES for need in needs):
         return Fit(whole, needs)
     room = find_room()
     needs, used_share = predicted_needs(whole, models, lengths, room), used_memory_share(recipe, room)

@@ -24,9 +24,7 @@ def fit_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], row_token
     whole, models = with_choice(recipe, auto, Choice()), models_of_stage(recipe)
     if not auto or "policy" not in models:
         return whole, ""
-    if all(
-        stage_peak(whole, models, row_tokens, Room(kind, 1, None)).bytes <= SMALL_BYTES * recipe.cluster.memory_share for kind in (CPU, GPU)
-    ):
+    if all(stage_peak(whole, models, row_tokens, Room(kind, 1, None)).bytes <= SMALL_BYTES for kind in (CPU, GPU)):
         return whole, ""
     room = find_room()
     default, used_share = stage_peak(whole, models, row_tokens, room), used_memory_share(recipe, room)
