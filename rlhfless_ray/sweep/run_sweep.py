@@ -142,7 +142,7 @@ class SweepRunner:
             raise UserError(f"at_most: {wanted} runs need at least a slot each, but there are {room.slots} ({room.resource}); lower it")
         check_memory(self.waiting, self.at_most, room)
         if wanted == "auto":
-            self.note = f"at most {fitting} runs at once: {why}"
+            self.note = f"runs at once: {fitting}; {why}"
             self.sweep = replace(self.sweep, file=self.sweep.file.model_copy(update={"at_most": fitting}))
         elif min(wanted, len(self.waiting)) > fitting:
             self.note = f"the memory may not be enough for {wanted} runs at once: {why}; at_most: auto starts {fitting}"

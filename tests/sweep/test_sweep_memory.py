@@ -127,4 +127,4 @@ def test_more_runs_than_are_predicted_to_fit_start_with_a_note(tmp_path: Path, m
 
 def test_the_number_of_auto_is_that_of_the_runner_and_its_folder(tmp_path: Path) -> None:
     runner = SweepRunner(sweep_of(tmp_path, root=str(tmp_path / "out"), at_most="auto", cluster={"cpus": 3}, grid={"run.seed": [0, 1]}))
-    assert runner.at_most == runner.sweep.file.at_most == 2 and runner.note == "at most 2 runs at once: as many as there are runs"
+    assert runner.at_most == runner.sweep.file.at_most == 2 and runner.note == "runs at once: 2; as many as there are runs"
