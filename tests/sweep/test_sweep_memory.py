@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.memory_check import Room
 from rlhfless_ray.run.memory_needs import host_needs, models_of
 from rlhfless_ray.sweep import run_sweep
@@ -115,6 +117,16 @@ def test_the_command_refuses_what_cannot_fit_before_it_makes_a_folder(tmp_path: 
 def test_each_run_chooses_its_settings_for_an_equal_part_unless_it_names_one(tmp_path: Path) -> None:
     runs = seeds(tmp_path, QWEN_05B, runs=[{"name": "a"}, {"name": "b", "set": {"cluster.memory_share": 0.75}}]).runs
     assert {run.name[0]: with_part_of_memory(run.recipe, 4).cluster.memory_share for run in runs} == {"a": 0.25, "b": 0.75}
+
+
+def test_a_run_starts_with_its_part_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = SweepRunner(sweep_of(tmp_path, root=str(tmp_path / "out"), at_most=2, cluster={"cpus": 3}, grid={"run.seed": [0, 1]}))
+    runner.folder.create()
+    runner.display = SimpleNamespace(message=lambda text: None)  # type: ignore[assignment]
+    started: list[list[str]] = []
+    monkeypatch.setattr(run_sweep.subprocess, "Popen", lambda words, **how: started.append(words))
+    runner._start_runs()
+    assert [Recipe.load(Path(words[-1])).cluster.memory_share for words in started] == [0.5, 0.5]
 
 
 def test_more_runs_than_are_predicted_to_fit_start_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
