@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
+from ray.experimental.locations import get_local_object_locations
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmarks.common.fault_injection import pid_of
@@ -22,11 +24,16 @@ from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.rank_actors import RankActor, parts_in, read_source
+from rlhfless_ray.learn.recovery import Recovery
+from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.runtime.worker_pools import prices
 from rlhfless_ray.weights.checksum import checksum, digests
 from rlhfless_ray.weights.parts import Assembled
+from rlhfless_ray.weights.shards import save_intervals, shard_name
+from rlhfless_ray.weights.tensor_file import save_tensors
 from tests.conftest import samples, small_recipe, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -161,6 +168,39 @@ def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nod
     del group.by_rank[1:]
     pulled, least = traffic_of(here, there)
     assert pulled == least > 4.1, "the node without a rank pulls each layer once"
+
+
+def test_a_restored_rank_pulls_its_own_part_of_the_optimizer_state(nodes):
+    """Before, a rank pulled the moments of all ranks, on whatever node it was."""
+
+    class Rank(RankActor):
+        def __init__(self, number: int) -> None:
+            parts = {"exp_avg.w": (number * 2**18, torch.full((2**18,), float(number)))}
+            files = {f"model-{number}.safetensors": save_tensors({f"w.{number}": torch.zeros(4)})}
+            files[shard_name("optimizer", number, 2)] = save_intervals(parts, {})
+            files |= {} if number else {"learner.json": b'{"optimizer_steps": 1, "rng": "00"}'}
+            self.number, self.rank = number, SimpleNamespace(trainer=SimpleNamespace(state_files=lambda: files))
+
+        def restore(self, source: Any) -> tuple[list[str], float]:
+            state = read_state(read_source(source), parts_in(source))
+            own = state["moments"].read("exp_avg.w", self.number * 2**18, (self.number + 1) * 2**18)
+            return sorted(state["weights"]), float(own.mean())
+
+    here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())
+    on = {node: {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} for node in (here, there)}
+    first = [ray.remote(Rank).options(**on[node]).remote(number) for number, node in enumerate((here, there))]
+    recovery = Recovery(1)
+    recovery.take([actor.keep.options(num_returns=3).remote() for actor in first], [here, there])
+    recovery.settle(60.0)
+    kept: Any = recovery.complete
+    del first  # their own objects go with the references
+    again = ray.remote(Rank).options(**on[there]).remote(1)
+    assert ray.get(again.restore.remote(kept), timeout=60) == (["w.0", "w.1"], 1.0)
+    (_, of_first), (_, of_second) = (one.references for one in kept)
+    places, end_s = {}, time.monotonic() + 30
+    while there not in places.get(of_second, {}).get("node_ids", ()) and time.monotonic() < end_s:  # Ray's records lag behind
+        places = get_local_object_locations([of_first, of_second])
+    assert {*places[of_second]["node_ids"]} == {here, there} and {*places[of_first]["node_ids"]} == {here}
 
 
 def worker_class() -> type:

@@ -255,8 +255,8 @@ class ReplayedLearner:
     def save_model(self, folder: str, trained: bool) -> tuple[Delivery, list[Span]]:
         return deliver({"model.safetensors": self.digest}, folder), []
 
-    def keep(self) -> tuple[dict[str, bytes], tuple[float, int]]:
-        return self._state(), (0.0, len(self.digest))
+    def keep(self) -> tuple[dict[str, bytes], dict[str, bytes], tuple[float, int, dict[str, bytes]]]:
+        return self._state(), {}, (0.0, len(self.digest), {})
 
     def park(self) -> dict[str, Any]:
         return {"memory_mb": 1.0, "spans": []}

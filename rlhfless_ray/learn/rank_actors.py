@@ -13,8 +13,8 @@ from rlhfless_ray.learn.process_group import free_port
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
 from rlhfless_ray.weights.parts import Assembled, Shard
-from rlhfless_ray.weights.remote_folder import Delivery, deliver, map_files, sees
-from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, deliver, is_divided, map_files, sees
+from rlhfless_ray.weights.tensor_file import Files, RemoteFile, read_header_bytes
 
 if TYPE_CHECKING:
     from rlhfless_ray.learn.rank_settings import RankSettings, ReferenceSettings
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PassReply = tuple[dict[str, np.ndarray], np.ndarray, list[Span]]  # values by name, the share's `spans`, and the rank's activities
-Source = tuple[str, dict[str, int], str] | list[Any]  # arguments of `map_files`, or references to the files of each rank
+Source = tuple[str, dict[str, int], str] | list[FilesInStore]  # arguments of `map_files`, or the files of each rank
 
 
 def timed(call: Callable[[], T], activity: str, what: str, threads: int | None = None) -> tuple[T, list[Span]]:
@@ -38,12 +38,23 @@ def timed(call: Callable[[], T], activity: str, what: str, threads: int | None =
 
 
 def read_source(source: Source) -> Files:
-    """Return the files, which stay on disk or in shared memory. The driver's call that needs them has the deadline."""
+    """Return the files that every reader needs, on disk or in shared memory. The driver's call that needs them has the deadline."""
     import ray
 
     if isinstance(source, tuple):
         return map_files(*source)
-    return {name: content for files in ray.get(source) for name, content in files.items()}
+    return {name: content for files in ray.get([one.files for one in source]) for name, content in files.items()}
+
+
+def parts_in(source: Source) -> dict[str, RemoteFile]:
+    """Return the files of which a reader fetches those that it uses."""
+    import ray
+
+    def of(name: str, header: bytes, ref: Any) -> RemoteFile:
+        return RemoteFile(header, lambda: ray.get(ref)[name])
+
+    found = {} if isinstance(source, tuple) else {name: part for one in source for name, part in one.parts.items()}
+    return {name: of(name, *part) for name, part in found.items()}
 
 
 class RankActor:
@@ -80,7 +91,7 @@ class RankActor:
         from rlhfless_ray.learn.trainer_rank import read_state
         from rlhfless_ray.local.process_memory import own_memory_mb
 
-        saved = None if state is None else read_state(read_source(state))
+        saved = None if state is None else read_state(read_source(state), parts_in(state))
         model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
         _, spans = timed(lambda: self.rank.open(model, rendezvous, saved), "start", f"open {self.name}", threads)
         return {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter}
@@ -103,14 +114,18 @@ class RankActor:
         """Return this rank's files of the model's weights, adapters merged, and its activities: two return values of the Ray call."""
         return timed(self.rank.trainer.model_files, "transfer", "write the model")
 
-    def keep(self) -> tuple[Files, tuple[float, int]]:
-        """Return this rank's files of a checkpoint, and their processor seconds and bytes.
+    def keep(self) -> tuple[Files, Files, tuple[float, int, dict[str, bytes]]]:
+        """Return this rank's files of a checkpoint: those that every rank reads, and those that `is_divided` names.
 
-        These are two return values of the Ray call. The files stay in this node's object store until they are needed.
+        With them are their processor seconds, their bytes, and the headers of the second ones. These are three return values of the
+        Ray call. The files stay in this node's object store until they are needed.
         """
         start = time.thread_time()
         files = self.rank.trainer.state_files()
-        return files, (time.thread_time() - start, sum(map(len, files.values())))
+        parts = {name: content for name, content in files.items() if is_divided(name)}
+        headers = {name: read_header_bytes(content) for name, content in parts.items()}
+        whole = {name: content for name, content in files.items() if name not in parts}
+        return whole, parts, (time.thread_time() - start, sum(map(len, files.values())), headers)
 
     def park(self) -> dict[str, Any]:
         """Leave the device. Memory that stays there, such as libraries' buffers, counts as memory kept warm."""

@@ -17,9 +17,9 @@ from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import is_loss, reason_of
 from rlhfless_ray.functions.replicate import copy_to_driver_node
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.weights.remote_folder import StoredFiles
+from rlhfless_ray.weights.remote_folder import FilesInStore, StoredFiles
 
-Snapshot = StoredFiles | list[Any] | None  # on disk, or references to the files of every rank
+Snapshot = StoredFiles | list[FilesInStore] | None  # on disk, or the files of every rank
 
 
 class LearnerLost(RunError):
@@ -70,11 +70,11 @@ class Recovery:
         return not self.updates and not self.is_final and (self.pending is not None or self.complete is not None)
 
     def take(self, replies: list[list[Any]], nodes: list[str]) -> None:
-        """Begin to keep a snapshot. `replies`: (files, their cost) of each rank. `nodes`: the ranks' nodes, which hold the files."""
+        """Begin to keep a snapshot. `replies`: see `RankActor.keep`, of each rank. `nodes`: the ranks' nodes, which hold the files."""
         self.settle(5.0)
-        copies = [copy_to_driver_node(files, node) for (files, _), node in zip(replies, nodes, strict=True)]
-        waits = [cost for _, cost in replies] + [done for _, there in copies for done in there]
-        self.pending = len(self.since), waits, [copy for copy, _ in copies]
+        copies = [[copy_to_driver_node(ref, node) for ref in files] for (*files, _), node in zip(replies, nodes, strict=True)]
+        waits = [cost for *_, cost in replies] + [done for of_rank in copies for _, there in of_rank for done in there]
+        self.pending = len(self.since), waits, [tuple(copy for copy, _ in of_rank) for of_rank in copies]
 
     def settle(self, seconds: float = 0.0) -> None:
         """Make the pending snapshot the newest one if it is complete. Waits at most this many seconds for it."""
@@ -86,12 +86,15 @@ class Recovery:
         self.pending = None
         try:
             costs = ray.get(refs)[: len(state)]
-            self.snapshot_s, self.snapshot_bytes = max(seconds for seconds, _ in costs), sum(size for _, size in costs)
+            self.snapshot_s, self.snapshot_bytes = max(seconds for seconds, *_ in costs), sum(size for _, size, _ in costs)
         except RayError as error:  # the previous snapshot stays
             if not is_loss(error):  # a lost rank shows in its next call
                 self.say(f"a snapshot of the learner's state failed: {reason_of(error)}")
             return
-        self.complete = state
+        of_ranks = zip(state, costs, strict=True)
+        self.complete = [
+            FilesInStore(whole, {name: (x, parts) for name, x in headers.items()}) for (whole, parts), (*_, headers) in of_ranks
+        ]
         del self.since[:calls]
 
     def saved(self, load: Callable[[], StoredFiles]) -> None:
@@ -104,8 +107,8 @@ class Recovery:
         self.settle(10.0)
         return self.load() if self.load is not None else self.complete
 
-    def current(self, seconds: float) -> list[Any] | None:
-        """Return references to a snapshot of the current state in memory, or None. Waits this many seconds at most for a pending one."""
+    def current(self, seconds: float) -> list[FilesInStore] | None:
+        """Return a snapshot of the current state in memory, or None. Waits this many seconds at most for a pending one."""
         self.settle(seconds)
         return None if self.pending or self.updates or not isinstance(self.complete, list) else self.complete
 

@@ -40,11 +40,11 @@ from rlhfless_ray.learn.tied_ends import TiedEnds
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.layout import whole_layers
-from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, split_files
+from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, WEIGHTS, split_files
 from rlhfless_ray.weights.parts import Part
 from rlhfless_ray.weights.saved_names import saved_state
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
-from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, iterate_tensors, load_tensors, save_tensors
+from rlhfless_ray.weights.tensor_file import Files, RemoteFile, as_numpy, as_tensor, iterate_tensors, load_tensors, save_tensors
 
 
 class TrainerRank:
@@ -100,7 +100,7 @@ class TrainerRank:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._build_engine(wrapped)
         if self.settings.ema_beta is not None:
-            self._average({} if state is None else state["average"])
+            self._average(Shards(()) if state is None else state["average"])
         if state is not None:
             self.optimizer_steps = int(state["optimizer_steps"])
             restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps, self.slices)
@@ -276,12 +276,12 @@ class TrainerRank:
         finally:
             torch.set_num_threads(before)
 
-    def _average(self, start: dict[str, Tensor] | None = None) -> None:
-        """Update the weights' moving average. With `start`, begin with that average, or with the weights if it is empty."""
+    def _average(self, start: Shards | None = None) -> None:
+        """Update the weights' moving average. With `start`, begin with that average, and with the weights that it lacks."""
         assert self.settings.ema_beta is not None
         for name, tensor in self._own_layers():
             if start is not None:
-                self.average[name] = torch.empty(tensor.shape, dtype=torch.float32).copy_(start[name] if start else tensor)
+                self.average[name] = torch.empty(tensor.shape, dtype=torch.float32).copy_(start.whole(name) if name in start else tensor)
             else:  # Polyak & Juditsky 1992; in float32, because bfloat16 would round small changes away
                 self.average[name].lerp_(tensor.float(), 1 - self.settings.ema_beta)
 
@@ -309,8 +309,11 @@ class TrainerRank:
 
     @property
     def holds_all(self) -> bool:
-        """Whether each rank holds the whole model, so that some of them can publish all of it."""
-        return self.stage < 3 and self.section.tensor_parallel == 1
+        """Whether each rank holds all weights as they are published, so that those of each node can publish all of them.
+
+        Merged adapters are computed for each version, and unlike devices would round them differently.
+        """
+        return self.stage < 3 and self.section.tensor_parallel == 1 and (self.lora is None or self.settings.lora.publish == "adapter")
 
     def weights(self, place: int | None = None, count: int | None = None) -> dict[str, np.ndarray | Part]:
         """Return this rank's shard of the weights that engines get, by their names in a file (see `saved_state`). Every rank must call it.
@@ -423,17 +426,17 @@ class TrainerRank:
             files[shard_name("model", self.rank, self.ranks)] = save_tensors(state["weights"], {"format": "pt"})
         elif self.rank == 0:
             files |= self.lora.files(state["weights"])
-        extra = {"rng": state["rng"]} if self.rank == 0 else {}
         if self.ranks == 1:
             shapes = dict(self.engine.module.model.named_parameters())
             whole = {key: part.view(_whole_shape(shapes[key.split(".", 1)[1]])) for key, (_, part) in state["moments"].items()}
-            files[shard_name("optimizer", 0, 1)] = save_tensors({**whole, **extra})
+            files[shard_name("optimizer", 0, 1)] = save_tensors(whole)
         else:
             of_tensors = {} if self.slices is None else self.slices.cuts
             cuts = {key: of_tensors[name] for key in state["moments"] if (name := key.split(".", 1)[1]) in of_tensors}
-            files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], extra, cuts)
+            files[shard_name("optimizer", self.rank, self.ranks)] = save_intervals(state["moments"], {}, cuts)
         if self.rank == 0:
-            files["learner.json"] = json.dumps({"optimizer_steps": state["optimizer_steps"]}).encode()
+            numbers = {"optimizer_steps": state["optimizer_steps"], "rng": state["rng"].numpy().tobytes().hex()}
+            files["learner.json"] = json.dumps(numbers).encode()
         if state["average"]:
             files[shard_name(AVERAGE, self.rank, self.ranks)] = save_tensors(state["average"], {"format": "pt"})
         return files
@@ -472,20 +475,21 @@ def _whole_shape(parameter: Tensor) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def read_state(files: Files) -> dict[str, Any]:
-    """Read the files that `TrainerRank.state_files` returned on all ranks. Tensors are views of the files, which may be read-only."""
-    moments = Shards(content for name, content in sorted(files.items()) if name.startswith("optimizer"))
-    average = _tensors(files, AVERAGE)
+def read_state(files: Files, divided: Mapping[str, RemoteFile] | None = None) -> dict[str, Any]:
+    """Read the files that `TrainerRank.state_files` returned on all ranks. Tensors are views of the files, which may be read-only.
+
+    `divided`: files of those that `is_divided` names, which are fetched when they are used.
+    """
+    parts = sorted({**files, **(divided or {})}.items())
+    moments, average = (Shards(content for name, content in parts if name.startswith(stem)) for stem in ("optimizer", AVERAGE))
     if ADAPTER in files:
         weights = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()}
     else:
-        weights = _tensors(files, "model")
+        shards = [content for name, content in sorted(files.items()) if name.startswith("model") and name.endswith(WEIGHTS)]
+        weights = {name: tensor for content in shards for name, tensor in iterate_tensors(content)}
     numbers = json.loads(bytes(files["learner.json"]))
-    rng = moments.whole("rng").clone()
-    return {"weights": weights, "moments": moments, "rng": rng, "average": average, **numbers}
-
-
-def _tensors(files: Files, stem: str) -> dict[str, Tensor]:
-    """Return the tensors of all files that `shard_name` names with this stem."""
-    shards = [content for name, content in sorted(files.items()) if name.startswith(stem) and name.endswith(".safetensors")]
-    return {name: tensor for content in shards for name, tensor in iterate_tensors(content)}
+    if "rng" in numbers:
+        numbers["rng"] = torch.frombuffer(bytearray.fromhex(numbers["rng"]), dtype=torch.uint8)
+    else:  # older checkpoints
+        numbers["rng"] = moments.whole("rng").clone()
+    return {"weights": weights, "moments": moments, "average": average, **numbers}

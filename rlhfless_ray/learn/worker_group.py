@@ -32,8 +32,8 @@ from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.checksum import combined, listed
 from rlhfless_ray.weights.model_folder import missing_index, read_content
-from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles, receive
-from rlhfless_ray.weights.tensor_file import Files, write_file
+from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, StoredFiles, is_divided, receive
+from rlhfless_ray.weights.tensor_file import Files, read_header_bytes, write_file
 
 SETTLE_S = 10.0  # time for a pending snapshot before its node is drained
 
@@ -69,7 +69,7 @@ class WorkerGroup:
         self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
         more_threads = section.max_slots_per_rank if pool.leases.resource == "cpu" else 1
         self.slots = ranks * more_threads
-        self.deadline_s = section.deadline_s
+        self.deadline_s, self.zero_stage = section.deadline_s, section.zero_stage
         self.max_skipped = section.max_skipped_updates
         self.skipped_in_a_row = 0
         self.by_rank: list[Instance] = []
@@ -273,7 +273,8 @@ class WorkerGroup:
             where = str(state.folder.resolve()), state.sizes
             if all(self._wait_for([i.actor.sees.remote(*where) for i in self.by_rank], f"the {self.name} to look for {state.folder}")):
                 return *where, state.prefix
-        return [ray.put(state.files)]
+        parts = {name: (read_header_bytes(x), ray.put({name: x})) for name, x in state.files.items() if is_divided(name)}
+        return [FilesInStore(ray.put({name: content for name, content in state.files.items() if name not in parts}), parts)]
 
     def update(self, batch: Batch) -> Any:
         """Make one update on every rank. Returns UpdateStats or CriticStats, which are the same on all ranks.
@@ -435,7 +436,10 @@ class WorkerGroup:
             digest_of = {name: digest for of_rank in told for name, digest in of_rank.items()}
             differing = {name for of_rank in told for name, digest in of_rank.items() if digest_of[name] != digest}
             if differing:
-                raise RunError(f"ranks of the learner hold different weights: {listed(sorted(differing))}; continue with --resume")
+                # DDP's drift: at ZeRO 1 and 2 each weight is computed by one rank, which sends it to the others
+                why = "" if self.zero_stage else " At learner.zero_stage 0 each computes all of them, and unlike devices round differently."
+                cure = "continue with --resume" if self.zero_stage else "set learner.zero_stage=1 and continue with --resume"
+                raise RunError(f"ranks of the learner hold different weights: {listed(sorted(differing))}.{why} To go on, {cure}")
             total, digests, full = combined(digest_of), ray.put(digest_of), [rank for rank, of_rank in enumerate(told) if of_rank]
         held = [(shards[rank], self.by_rank[rank].slot.node) for rank in full]
         by_node = {node: tuple(shard for shard, where in held if where == node) for _, node in held}
@@ -497,7 +501,7 @@ class WorkerGroup:
     def start_snapshot(self) -> None:
         """Start a snapshot of the current state if one is due. Does not wait, and needs no lease."""
         if self.recovery.is_due and self.by_rank:
-            replies = [i.actor.keep.options(num_returns=2).remote() for i in self.by_rank]
+            replies = [i.actor.keep.options(num_returns=3).remote() for i in self.by_rank]
             self.recovery.take(replies, homes_of(self.by_rank))
 
     def ask_save(self, folder: Path, prefix: str = "") -> list[Any]:
@@ -515,8 +519,8 @@ class WorkerGroup:
         deadline_s = deadline_s or self.deadline_s
         if (kept := self.recovery.current(deadline_s)) is not None:
             with suppress(*GONE):  # its node was lost: the ranks still have the state
-                by_rank = get(kept, deadline_s, f"the {self.name}'s snapshot")
-                return receive([Delivery(files={prefix + name: x for name, x in files.items()}) for files in by_rank], folder)
+                found = get([ref for one in kept for ref in one.references], deadline_s, f"the {self.name}'s snapshot")
+                return receive([Delivery(files={prefix + name: x for name, x in files.items()}) for files in found], folder)
         working = self.working
         while True:
             try:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from errno import ENOSPC
 from pathlib import Path
+from typing import Any
 
 from rlhfless_ray.common.disk_space import FULL
-from rlhfless_ray.weights.model_folder import read_content
+from rlhfless_ray.weights.model_folder import AVERAGE, WEIGHTS, read_content
 from rlhfless_ray.weights.tensor_file import Files, write_file
 
 Writer = Callable[[Path], dict[str, str]]  # puts files into an existing folder, and returns {file name: checksum}
@@ -64,6 +65,25 @@ class StoredFiles:
     @property
     def sizes(self) -> dict[str, int]:
         return {self.prefix + name: len(content) for name, content in self.files.items()}
+
+
+def is_divided(name: str) -> bool:
+    """Return whether a rank reads only some of a checkpoint's files of this kind: optimizer state and moving averages."""
+    return name.startswith(("optimizer", AVERAGE)) and name.endswith(WEIGHTS)
+
+
+@dataclass(frozen=True)
+class FilesInStore:
+    """Files in Ray's object store, as references."""
+
+    files: Any  # to files that every reader fetches
+    parts: Mapping[str, tuple[bytes, Any]] = field(
+        default_factory=dict
+    )  # {name: (header, reference to files with this one)}, see `RemoteFile`
+
+    @property
+    def references(self) -> list[Any]:
+        return list(dict.fromkeys([self.files, *(ref for _, ref in self.parts.values())]))
 
 
 def sees(folder: str, sizes: Mapping[str, int]) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlhfless_ray.weights.layout import Cut, pieces
-from rlhfless_ray.weights.tensor_file import Content, FileParts, load_tensors, read_metadata, save_tensors
+from rlhfless_ray.weights.tensor_file import Content, FileParts, RemoteFile, load_tensors, read_metadata, read_sizes, save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,17 +38,47 @@ def save_intervals(
     return save_tensors({**{name: tensor for name, (_, tensor) in parts.items()}, **whole}, metadata or None)
 
 
-class Shards:
-    """Tensors whose intervals are in several files. Reads return views of the files' content if possible."""
+class _File:
+    """One file. Its tensors are read when they are used first."""
 
-    def __init__(self, contents: Iterable[Content]) -> None:
-        self._parts: dict[str, list[tuple[int, Tensor]]] = {}
+    def __init__(self, content: Content | RemoteFile) -> None:
+        self.content = content
+        self.header = content.header if isinstance(content, RemoteFile) else content
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return load_tensors(self.content.fetch() if isinstance(self.content, RemoteFile) else self.content)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """An interval of a flattened tensor in a file."""
+
+    name: str
+    start: int
+    end: int
+    file: _File
+
+    @property
+    def values(self) -> Tensor:
+        return self.file.tensors[self.name].reshape(-1)
+
+
+class Shards:
+    """Tensors whose intervals are in several files. Reads return views of the files' content if possible.
+
+    A `RemoteFile` is fetched when an interval that it has is read.
+    """
+
+    def __init__(self, contents: Iterable[Content | RemoteFile]) -> None:
+        self._parts: dict[str, list[_Piece]] = {}
         self._cuts: dict[str, list[Cut]] = {}  # cuts of the parts, in their order, of tensors that were divided along an axis
-        for content in contents:
-            metadata = read_metadata(content)
+        for file in map(_File, contents):
+            metadata = read_metadata(file.header)
             starts, cuts = (json.loads(metadata.get(key, "{}")) for key in (STARTS, CUTS))
-            for name, tensor in load_tensors(content).items():
-                self._parts.setdefault(name, []).append((starts.get(name, 0), tensor))
+            for name, size in read_sizes(file.header).items():
+                start = starts.get(name, 0)
+                self._parts.setdefault(name, []).append(_Piece(name, start, start + size, file))
                 if name in cuts:
                     shape, axis, first, size = cuts[name]
                     self._cuts.setdefault(name, []).append(Cut(tuple(shape), axis, first, size))
@@ -65,37 +96,40 @@ class Shards:
         """
         import torch
 
-        if cut is not None:
+        if cut is not None and cut not in self._cuts.get(name, ()):
             matrix = self.read(name, 0, math.prod(cut.shape)).view(-1, cut.row_elements)
             blocks = [matrix[slice(*rows), slice(*columns)] for _, (rows, columns) in cut.blocks((start, end))]
             return torch.cat([block.reshape(-1) for block in blocks]) if blocks else matrix.reshape(-1)[:0]
-        parts = self._assembled(name) if name in self._cuts else [(first, tensor.reshape(-1)) for first, tensor in self._parts[name]]
+        parts = self._parts[name]
+        if cut is not None:  # saved as the same cut
+            parts = [part for part, of_part in zip(parts, self._cuts[name], strict=True) if of_part == cut]
+        elif name in self._cuts:
+            return self._assembled(name)[start:end]
         try:
-            plan = pieces((start, end), [(first, first + tensor.numel()) for first, tensor in parts])
+            plan = pieces((start, end), [(part.start, part.end) for part in parts])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        read = [parts[holder][1][a - parts[holder][0] : b - parts[holder][0]] for holder, (a, b) in plan]
-        return read[0] if len(read) == 1 else torch.cat(read) if read else parts[0][1][:0]
+        read = [parts[holder].values[a - parts[holder].start : b - parts[holder].start] for holder, (a, b) in plan]
+        return read[0] if len(read) == 1 else torch.cat(read) if read else torch.empty(0)
 
-    def _assembled(self, name: str) -> list[tuple[int, Tensor]]:
-        """Assemble a tensor that was divided along an axis. Raises ValueError if some of it is in no file."""
+    def _assembled(self, name: str) -> Tensor:
+        """Assemble a tensor that was divided along an axis, flattened. Raises ValueError if some of it is in no file."""
         import torch
 
         cuts, parts = self._cuts[name], self._parts[name]
-        whole = torch.empty(math.prod(cuts[0].shape), dtype=parts[0][1].dtype)
+        whole = torch.empty(math.prod(cuts[0].shape), dtype=parts[0].values.dtype)
         matrix = whole.view(-1, cuts[0].row_elements)
         missing = torch.ones(matrix.shape, dtype=torch.bool)
-        for cut, (start, tensor) in zip(cuts, parts, strict=True):
-            flat = tensor.reshape(-1)
-            for (a, b), (rows, columns) in cut.blocks((start, start + flat.numel())):
+        for cut, part in zip(cuts, parts, strict=True):
+            for (a, b), (rows, columns) in cut.blocks((part.start, part.end)):
                 block = slice(*rows), slice(*columns)
-                matrix[block] = flat[a:b].view(rows[1] - rows[0], -1)
+                matrix[block] = part.values[a:b].view(rows[1] - rows[0], -1)
                 missing[block] = False
         if missing.any():
             raise ValueError(f"{name}: {int(missing.sum())} elements are in no part")
-        return [(0, whole)]
+        return whole
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor that one file has whole."""
-        ((_, tensor),) = self._parts[name]
-        return tensor
+        (part,) = self._parts[name]
+        return part.file.tensors[name]

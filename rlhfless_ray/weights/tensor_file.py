@@ -11,7 +11,7 @@ import math
 import mmap
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +62,14 @@ class FileParts:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.uint8), *pieces])
 
 
+@dataclass(frozen=True, eq=False)
+class RemoteFile:
+    """A safetensors file that is not here yet. `header`: its first bytes, see `read_header_bytes`. `fetch` returns the whole file."""
+
+    header: bytes
+    fetch: Callable[[], Content]
+
+
 Content = bytes | FileParts
 Files = dict[str, Content]  # a folder: {file name: content}
 
@@ -81,6 +89,21 @@ def read_header(content: Content) -> dict[str, dict] | None:
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
     return tensors if len(whole) == 8 + size + max(ends, default=0) else None
+
+
+def read_header_bytes(content: Content) -> bytes:
+    """Return the first bytes of a safetensors file: the header and its length."""
+    whole = parts_of(content)
+    return whole.at(0, 8 + struct.unpack("<Q", whole.at(0, 8).tobytes())[0]).tobytes()
+
+
+def read_sizes(content: Content) -> dict[str, int]:
+    """Return {tensor name: elements} from a header, whose tensors may be missing. Raises ValueError if the header is incomplete."""
+    try:
+        header = _header(parts_of(content))[1]
+    except (struct.error, IndexError):
+        raise ValueError("a safetensors file is incomplete") from None
+    return {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
 def read_metadata(content: Content) -> dict[str, str]:

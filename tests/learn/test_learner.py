@@ -395,7 +395,7 @@ def test_published_weights_are_a_model_that_transformers_loads(cases: Any, name:
 def test_snapshot_files_are_safetensors_and_json(cases: Any, tmp_path: Path) -> None:
     files = cases.result("plain/0", 1)["snapshots"][1]
     assert set(files) == {"model.safetensors", "optimizer.safetensors", "learner.json"}
-    assert json.loads(files["learner.json"]) == {"optimizer_steps": 1}
+    assert json.loads(files["learner.json"]).items() >= {"optimizer_steps": 1}.items()
     assert set(load_tensors(files["model.safetensors"])) == set(load_tensors(cases.files["model.safetensors"]))
     names = set(load_tensors(files["optimizer.safetensors"]))
-    assert names == {"rng"} | {f"{m}.{n}" for m in ("exp_avg", "exp_avg_sq") for n in published_names(cases.files)}
+    assert names == {f"{m}.{n}" for m in ("exp_avg", "exp_avg_sq") for n in published_names(cases.files)}

@@ -29,7 +29,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.worker_pools import PoolMaker
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.model_folder import INDEX, read_files, split_files, stored_weights
-from rlhfless_ray.weights.remote_folder import Delivery, StoredFiles
+from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, StoredFiles
 
 
 class Nodes(ClusterNodes):
@@ -299,7 +299,7 @@ def test_free_leases_of_a_lost_node_are_not_given_to_new_ranks(monkeypatch):
 def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path):
     """They have it still."""
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
-    worker_group.recovery.complete = ["kept"]
+    worker_group.recovery.complete = [FilesInStore("kept")]
 
     def get(ref, deadline_s, what):
         assert ref == ["kept"]
@@ -311,6 +311,22 @@ def test_a_kept_state_that_was_lost_is_asked_of_the_ranks(monkeypatch, tmp_path)
     assert worker_group.recovery.has_now and worker_group.ask_save(tmp_path) == []
     assert worker_group.save(tmp_path, 1.0).keys() == {"model.safetensors"}
     assert (tmp_path / "model.safetensors").read_bytes() == b"w"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_ranks_whose_weights_differ_end_the_run_with_the_setting_that_keeps_them_equal(stage: int) -> None:
+    worker_group = gang_on(Cluster("cpu", {"here": [0], "there": [0]}), Slot("here", 0), Slot("there", 0))
+    worker_group.zero_stage, worker_group.holds_all = stage, True
+    for rank, instance in enumerate(worker_group.by_rank):
+        reply = [None, lambda rank=rank: ({"embed": 7, "norm": rank}, [])]
+        instance.actor.weights = SimpleNamespace(options=lambda num_returns, reply=reply: SimpleNamespace(remote=lambda *share: reply))
+    cure = (
+        "norm. To go on, continue"
+        if stage
+        else "norm. At learner.zero_stage 0 .* round differently. To go on, set learner.zero_stage=1 and"
+    )
+    with pytest.raises(RunError, match=f"hold different weights: {cure} .*--resume"):
+        worker_group.publish(1)
 
 
 def test_the_driver_writes_the_index_of_what_several_ranks_wrote(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rlhfless_ray.weights.checksum import damaged, digests, digests_like
 from rlhfless_ray.weights.layout import Cut, even_share, pieces, whole_layers, whole_tensors
 from rlhfless_ray.weights.parts import Assembled, Part
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
-from rlhfless_ray.weights.tensor_file import as_numpy
+from rlhfless_ray.weights.tensor_file import RemoteFile, as_numpy, read_header_bytes
 
 
 @st.composite
@@ -110,6 +110,35 @@ def test_shards_of_any_number_of_ranks_are_read_by_any_other(writers: int, reade
             a, b = even_share(x.numel(), readers, rank)
             assert torch.equal(shards.read(name, a, b), x[a:b])
     assert torch.equal(shards.whole("rng"), torch.arange(3)) and set(shards) == {*whole, "rng"}
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(1, 40), min_size=1, max_size=4))
+def test_a_reader_fetches_the_files_that_have_some_of_its_part(writers: int, readers: int, sizes: list[int]) -> None:
+    """So as many readers as writers fetch a file each."""
+    fetched: list[int] = []
+
+    def remote(rank: int) -> RemoteFile:
+        file = save_intervals(
+            {f"w{i}": (a, torch.zeros(b - a)) for i, (a, b) in enumerate(even_share(n, writers, rank) for n in sizes)}, {}
+        )
+        return RemoteFile(read_header_bytes(file), lambda: [fetched.append(rank), file][1])
+
+    for rank in range(readers):
+        fetched.clear()
+        shards = Shards(remote(writer) for writer in range(writers))
+        own = [even_share(size, readers, rank) for size in sizes]
+        assert [len(shards.read(f"w{i}", *interval)) for i, interval in enumerate(own)] == [b - a for a, b in own]
+        held = {
+            k
+            for k in range(writers)
+            for size, (a, b) in zip(sizes, own, strict=True)
+            if a < b and overlap(even_share(size, writers, k), (a, b))
+        }
+        assert sorted(fetched) == sorted(held)
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])
 
 
 def test_a_missing_part_is_named() -> None:
