@@ -7,7 +7,9 @@ or update, but not where rounding in bfloat16 hides the difference.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
@@ -21,10 +23,8 @@ UNUSED_BIASES = {"ernie4_5": "use_bias", "qwen3": "attention_bias", "qwen3_moe":
 
 # Families of which an engine cannot hold or compute the policy, and why.
 REFUSED = {
-    "gpt_neo": "vLLM has no such model",
     "laguna": "vLLM leaves out the routers' biases when it loads new weights",
     "minimax_m2": "vLLM cannot load new weights into it",
-    "mpt": "vLLM has had no such model since version 0.28",
     "phi": "vLLM does not use the output head's bias",
 }
 # Families that vLLM cannot compute on CPU only.
@@ -43,12 +43,31 @@ def find_obstacle(config: Mapping[str, Any], dtype: str, on_cpu: bool) -> str | 
         return "vLLM needs torchvision for it, which is not installed"
     if kind.startswith(("qwen3_5", "qwen3_next")) and on_cpu and dtype == "float32":
         return "vLLM on CPU computes its linear attention in bfloat16 only; set policy.dtype to it"
+    if lacks_model(config):
+        return f"vLLM has no model {config['architectures'][0]}"
     if kind in REFUSED or not on_cpu:
         return REFUSED.get(kind)
     if kind in REFUSED_ON_CPU:
         return "vLLM cannot compute it on CPU"
     size = _head_size(text)  # odd in tiny random models that libraries test with
     return f"vLLM on CPU has no attention for heads of {size} values" if size is not None and size % 16 else None
+
+
+def lacks_model(config: Mapping[str, Any]) -> bool:
+    """Return whether vLLM here has neither a model of its own for this configuration nor a way to run the one of transformers.
+
+    It runs those that leave attention to it. Both packages are read as text: importing vLLM takes seconds.
+    """
+    names, kind = config.get("architectures") or (), str(config.get("model_type")).replace("-", "_")
+    vllm, transformers = (PathFinder.find_spec(name) for name in ("vllm", "transformers"))
+    if len(names) != 1 or config.get("auto_map") or vllm is None or transformers is None or not vllm.origin or not transformers.origin:
+        return False
+    known = Path(vllm.origin).parent / "model_executor/models/registry.py"
+    own = Path(transformers.origin).parent / f"models/{kind}/modeling_{kind}.py"
+    if not known.is_file() or not own.is_file() or f'"{names[0]}": (' in known.read_text(encoding="utf-8"):
+        return False
+    code = own.read_text(encoding="utf-8")
+    return "_supports_attention_backend = True" not in code and "ALL_ATTENTION_FUNCTIONS.get_interface(" not in code
 
 
 def _head_size(text: Mapping[str, Any]) -> int | None:

@@ -60,7 +60,11 @@ def test_others_and_short_sequences_are_not(config: dict, tokens: int) -> None:
         ({"model_type": "gpt_oss"}, True, "on CPU"),
         ({"model_type": "qwen3_next"}, True, "set policy.dtype"),
         ({"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4}, True, "has no attention for heads of 8 values"),
-        ({"model_type": "llava", "text_config": {"model_type": "mpt"}}, False, "since version 0.28"),
+        ({"model_type": "llava", "text_config": {"model_type": "minimax_m2"}}, False, "cannot load new weights"),
+        *(
+            ({"model_type": kind, "architectures": [name]}, False, f"vLLM has no model {name}")
+            for kind, name in (("gpt_neo", "GPTNeoForCausalLM"), ("mpt", "MptForCausalLM"), ("codegen", "CodeGenForCausalLM"))
+        ),
     ],
 )
 def test_a_policy_that_no_engine_can_run_is_refused(monkeypatch: pytest.MonkeyPatch, config: dict, of_cpu: bool, word: str) -> None:
