@@ -250,11 +250,12 @@ class WorkerGroup:
     def _load_model(self, state: Snapshot) -> None:
         assert self.files is not None
         place = self._wait_for([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
-        if self.shares_base and self.base is None:
-            # On one machine engines map the folder's files. Reading them here would make the driver hold the whole model.
-            source = self._source(self.files) if self.loopback else None
-            self.base = ray.put(source if isinstance(source, tuple) else self.files.files)
         files, source = self._source(self.files), self._source(state)
+        if self.shares_base and self.base is None:
+            if isinstance(files, list):
+                self.base = files[0].files  # one copy on a node with ranks and engines
+            else:  # on one machine engines map the files too: reading them here would make the driver hold the whole model
+                self.base = ray.put(files if self.loopback else self.files.files)
         refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
         opened = self._wait_for(refs, f"the {self.name} to load its model")
         self._record_spans(one["spans"] for one in opened)

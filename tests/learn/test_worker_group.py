@@ -418,15 +418,16 @@ def test_weights_that_cannot_be_copied_are_not_published_again_for_ever(monkeypa
     assert versions == [7] * published
 
 
-@pytest.mark.parametrize("loopback", [True, False])
-def test_the_driver_reads_a_shared_base_only_for_other_machines(monkeypatch, tmp_path, loopback):
+@pytest.mark.parametrize(("loopback", "sees"), [(True, True), (False, True), (False, False)])
+def test_the_driver_reads_a_shared_base_only_for_other_machines(monkeypatch, tmp_path, loopback, sees):
+    """And once for engines and ranks together."""
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     worker_group = gang_on(Cluster("cpu", {"here": []}), Slot("here", 0))
     worker_group.shares_base = True
     put: list[Any] = []
     monkeypatch.setattr("rlhfless_ray.learn.worker_group.ray.put", lambda one: put.append(one) or "ref")
     loaded = {"memory_mb": 700.0, "spans": [], "cutter": Cutter()}
-    answers = {"sees": True, "rendezvous": ("", 0), "build": loaded}
+    answers = {"sees": sees, "rendezvous": ("", 0), "build": loaded}
     calls = {name: SimpleNamespace(remote=lambda *given, answer=answer: lambda: answer) for name, answer in answers.items()}
     worker_group.by_rank[0].actor = SimpleNamespace(**calls)
     files = StoredFiles(tmp_path, read_files(tmp_path))
