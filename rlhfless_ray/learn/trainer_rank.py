@@ -311,9 +311,11 @@ class TrainerRank:
     def holds_all(self) -> bool:
         """Whether each rank holds all weights as they are published, so that those of each node can publish all of them.
 
-        Merged adapters are computed for each version, and unlike devices would round them differently.
+        Merged adapters are computed for each version, which unlike devices round differently. So at ZeRO 1 and 2, where the adapters
+        themselves are equal, each layer is merged by one rank. At ZeRO 0 they may not be, and the driver compares them.
         """
-        return self.stage < 3 and self.section.tensor_parallel == 1 and (self.lora is None or self.settings.lora.publish == "adapter")
+        merges = self.stage > 0 and self.lora is not None and self.settings.lora.publish != "adapter"
+        return self.stage < 3 and self.section.tensor_parallel == 1 and not merges
 
     def weights(self, place: int | None = None, count: int | None = None) -> dict[str, np.ndarray | Part]:
         """Return this rank's shard of the weights that engines get, by their names in a file (see `saved_state`). Every rank must call it.
