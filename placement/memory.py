@@ -162,11 +162,14 @@ def stored_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def header_parameters(tensors: Iterable[tuple[str, list[int], str]], head: bool = True) -> int:
     """Count the parameters that the headers of safetensors files list. `tensors`: (name, shape, dtype) of each.
 
-    Tensors that a causal LM does not train are left out: integers, masks that old files store as buffers, rotary tables, and the
-    vision and multi-token-prediction parts of larger models. `head`: whether to count the output head.
+    Packed 4-bit weights count eight to an integer. Tensors that a causal LM does not train are left out: other integers, masks that old
+    files store as buffers, rotary tables, and the vision and multi-token-prediction parts of larger models. `head`: whether to count the
+    output head.
     """
     total = 0
     for name, shape, dtype in tensors:
+        if name.endswith(".weight_packed"):
+            total += 8 * math.prod(shape)
         buffer = not dtype.startswith(("F", "BF")) or shape[:2] == [1, 1] or "rotary_emb" in name
         elsewhere = "vision" in name or "visual" in name or name.startswith("mtp.")
         if not (buffer or elsewhere or (not head and name.endswith("lm_head.weight"))):

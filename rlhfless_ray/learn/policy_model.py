@@ -17,6 +17,7 @@ from rlhfless_ray.learn.logprobs import chunked_distillation, chunked_logprobs, 
 from rlhfless_ray.learn.micro_batch_tensors import attention_mask
 from rlhfless_ray.learn.router_replay import RouterReplay
 from rlhfless_ray.weights.model_folder import stored_dtype
+from rlhfless_ray.weights.quantized_base import has_4_bits
 
 WANTED_DTYPE = "wanted_dtype"  # attribute of a parameter that is to be converted when it is copied
 
@@ -216,6 +217,11 @@ def _load(
             setattr(parameter, WANTED_DTYPE, like.dtype)
         model.config.dtype = wanted.config.dtype
         return model, *wrong
+    has_packed = has_4_bits(json.loads((folder / "config.json").read_bytes()))
+    if has_packed:
+        from transformers import CompressedTensorsConfig
+
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     try:
         model, loading = kind.from_pretrained(
             folder,
@@ -233,6 +239,10 @@ def _load(
     missing, mismatched = (
         {key if isinstance(key, str) else key[0] for key in loading[f"{which}_keys"]} for which in ("missing", "mismatched")
     )
+    if has_packed:  # scales and shapes stay beside the weights that were computed from them
+        for module in model.modules():
+            for name in ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"):
+                module._parameters.pop(name, None)
     return model, missing, mismatched
 
 

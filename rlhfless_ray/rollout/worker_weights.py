@@ -29,7 +29,7 @@ def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool)
         # Only during a load does the model have exactly the weights of a file. Later vLLM computes others from them, such as latent
         # attention's W_UK_T, and may drop those that it has packed. Tied weights are then apart.
         held.update(name for name, _ in model.named_parameters())
-        names = held - (every - once)
+        names = held - (every - once) - _cache_scales(model)
         missing.update(name.replace(".base_layer.", ".") for name in names)
         ids = {name.replace(".base_layer.", "."): id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         loaded = load(named)
@@ -61,6 +61,14 @@ def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool)
                 module.quant_method.process_weights_after_loading(module)
             seen.add(id(weight))
     return missing, unused_biases(published, held, fused_modules(worker))
+
+
+def _cache_scales(model: Any) -> set[str]:
+    """Return the names of the scales of a quantised KV cache. Models with quantised weights have them, and their checkpoints need not."""
+    layers = [
+        (name, module) for name, module in model.named_modules() if "KVCacheMethod" in type(getattr(module, "quant_method", None)).__name__
+    ]
+    return {f"{layer}.{name}" for layer, module in layers for name, _ in module.named_parameters(recurse=False)}
 
 
 def unused_biases(published: Iterable[str], parameters: Iterable[str], fused: Mapping[str, Sequence[str]]) -> set[str]:

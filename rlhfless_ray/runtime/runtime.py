@@ -74,6 +74,7 @@ from rlhfless_ray.weights.load_policy import (
     text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
+from rlhfless_ray.weights.quantized_base import check_quantized
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 from rlhfless_ray.weights.same_model import check_same_model
 
@@ -122,6 +123,7 @@ class Runtime(StepOperations):
         if recipe.policy.path and self.actor_classes().computes:
             check_family(self.files)
         check_engines(recipe, config_of(self.files), local_room(recipe).resource if starts_ray(recipe) else "")
+        check_quantized(recipe, config_of(self.files))
         check_adapter(recipe, self.files)
         check_kept_kv(recipe, self.files)
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")

@@ -38,6 +38,7 @@ from rlhfless_ray.rollout.engine_settings import EngineSettings, engine_settings
 from rlhfless_ray.weights.adapter import choose_publish, not_served
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, without_weights
+from rlhfless_ray.weights.quantized_base import has_4_bits
 from rlhfless_ray.weights.tensor_file import Files
 
 GIVE_BACK_AFTER_S = 2.0  # releasing 256 MB of KV cache and touching it again takes 20-40 ms of CPU time, 1-2 % of that
@@ -223,14 +224,20 @@ class PoolMaker:
 def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
     """Return the recipe with `lora.publish` resolved to `merged` or `adapter`."""
     lora = recipe.lora
+    if lora.rank and has_4_bits(config_of(files)):
+        return recipe.with_settings({"lora.publish": "adapter"})
     served = why_not_served(recipe, files) is None and recipe.rollout.partial_kv != "keep"
     publish = choose_publish(lora.publish, served, resource, parameter_count(files), recipe.rollout.max_tokens)
     return recipe.with_settings({"lora.publish": publish})
 
 
 def check_adapter(recipe: Recipe, files: Files) -> None:
-    """Raise UserError if `lora.publish` asks engines for an adapter that they cannot hold."""
-    if recipe.lora.publish == "adapter" and (reason := why_not_served(recipe, files)):
+    """Raise UserError if engines must hold an adapter, and cannot."""
+    if not (reason := why_not_served(recipe, files)):
+        return
+    if recipe.lora.rank and has_4_bits(config_of(files)):
+        raise UserError(f"policy.path: its weights have 4 bits, and {reason}")
+    if recipe.lora.publish == "adapter":
         raise UserError(f"lora.publish: {reason}; set merged or auto")
 
 

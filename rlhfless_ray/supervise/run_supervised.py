@@ -45,6 +45,7 @@ from rlhfless_ray.weights.load_policy import (
     text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, move_model, read_files, read_folder, without_weights
+from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.same_model import check_same_model, model_sizes
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -370,6 +371,7 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
         folder = model_folder(recipe.policy.path, "policy.path").resolve()
         files = read_model(folder)
         check_family(files)
+        refuse_quantized(config_of(files))
         if recipe.task == "rm":
             check_classifier(files)
         return folder, files

@@ -58,7 +58,8 @@ def lacks_model(config: Mapping[str, Any]) -> bool:
 
     It runs those that leave attention to it. Both packages are read as text: importing vLLM takes seconds.
     """
-    names, kind = config.get("architectures") or (), str(config.get("model_type")).replace("-", "_")
+    names: list[str] = config.get("architectures") or []
+    kind = str(config.get("model_type")).replace("-", "_")
     vllm, transformers = (PathFinder.find_spec(name) for name in ("vllm", "transformers"))
     if len(names) != 1 or config.get("auto_map") or vllm is None or transformers is None or not vllm.origin or not transformers.origin:
         return False

@@ -27,6 +27,7 @@ AVERAGE = "ema"  # in a checkpoint: the stem of the files with the moving averag
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9  # limit of a weights file, as in `save_pretrained`; a tenth of the hub's limit
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+PACKED = ".weight_packed"  # ending of compressed-tensors' name for a tensor with eight 4-bit values in each int32
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -105,7 +106,7 @@ def is_safetensors(content: Content) -> bool:
 
 def parameter_count(files: Files) -> int:
     """Return the number of parameters that transformers would load from these files. Invalid files count as empty."""
-    return sum(math.prod(shape) for _, shape in tensor_shapes(files))
+    return sum(math.prod(shape) * (8 if name.endswith(PACKED) else 1) for name, shape in tensor_shapes(files))
 
 
 def tensor_shapes(files: Files) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -225,15 +226,20 @@ def missing_index(files: Files) -> Files:
 def with_dtype(files: Files, weights: Iterable[Content]) -> Files:
     """Return a model folder's other files for these weights (safetensors).
 
-    As in transformers' `save_pretrained`, config.json names their dtype: that of most elements.
+    As in transformers' `save_pretrained`, config.json names their dtype: that of most elements. It loses a quantisation that they do
+    not have.
     """
-    dtype = _main_dtype(entry for content in weights for entry in (read_header(content) or {}).values())
+    entries = {name: entry for content in weights for name, entry in (read_header(content) or {}).items()}
+    dtype = _main_dtype(entries.values())
     files = dict(files)
     if dtype and "config.json" in files:
         config = config_of(files)
         names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
-        if any(config.get(name) != dtype for name in names):
-            files["config.json"] = json.dumps({**config, **dict.fromkeys(names, dtype)}, indent=2).encode()
+        wanted = {**config, **dict.fromkeys(names, dtype)}
+        if not any(name.endswith(PACKED) for name in entries):
+            wanted.pop("quantization_config", None)
+        if wanted != config:
+            files["config.json"] = json.dumps(wanted, indent=2).encode()
     return files
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,17 @@ import torch
 from asking import FILES, VERSIONS, answer, requests, weights_of
 from families import policy
 from learner_reference import load, logprobs
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 
 from rlhfless_ray.learn.lora import LoraAdapters, saved_name
+from rlhfless_ray.learn.policy_model import load_model
 from rlhfless_ray.recipe import LoraConfig
 from rlhfless_ray.rollout.engine_settings import ServedAdapter
 from rlhfless_ray.types import Completion, Request
 from rlhfless_ray.weights.adapter import ADAPTABLE, SERVED_FAMILIES
+from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tensor_file import as_numpy
 
 pytestmark = pytest.mark.engine
 RANK, ALPHA = 3, 7  # vLLM has no such rank: it makes room for 8
@@ -26,8 +33,8 @@ SERVED = ServedAdapter(RANK, ALPHA, ADAPTABLE)
 class Trained:
     """A policy with random adapters, as the learner has it. `weights`: what it publishes."""
 
-    def __init__(self, files: dict[str, bytes], seed: int, targets: tuple[str, ...] = ("all-linear",)) -> None:
-        self.model = load(files)
+    def __init__(self, files: dict[str, bytes], seed: int, targets: tuple[str, ...] = ("all-linear",), model: Any = None) -> None:
+        self.model = load(files) if model is None else model
         LoraAdapters(self.model, LoraConfig(rank=RANK, alpha=ALPHA, target_modules=list(targets)), seed)
         own = {name: x for name, x in self.model.named_parameters() if ".lora_" in name}
         generator = torch.Generator().manual_seed(seed)
@@ -35,7 +42,7 @@ class Trained:
             for name, x in own.items():
                 if ".lora_B" in name:
                     x.copy_(0.1 * torch.randn(x.shape, generator=generator))
-        self.weights = {saved_name(name): x.detach().numpy() for name, x in own.items()}
+        self.weights = {saved_name(name): as_numpy(x.detach()) for name, x in own.items()}
 
     def largest_mismatch(self, asked: list[Request], done: dict[int, Completion]) -> float:
         worst = 0.0
@@ -43,7 +50,7 @@ class Trained:
             one = done[request.key]
             ids = torch.tensor([*request.token_ids, *one.token_ids.tolist()])
             with torch.no_grad():
-                expected = logprobs(self.model, {"ids": ids, "prompt": len(request.token_ids)}, 1.0).numpy()
+                expected = logprobs(self.model, {"ids": ids, "prompt": len(request.token_ids)}, 1.0).float().numpy()
             worst = max(worst, float(np.abs(one.logprobs - expected).max()))
         return worst
 
@@ -97,6 +104,41 @@ def test_an_adapter_on_a_base_in_8_bits(new_engine: Callable[..., Any]) -> None:
     made.load(next(VERSIONS), trained.weights, FILES["A"])
     asked = requests()
     assert 1e-4 < trained.largest_mismatch(asked, answer(made, asked)) < 2.0
+
+
+def test_an_adapter_on_a_base_in_4_bits(new_engine: Callable[..., Any], tmp_path: Path) -> None:
+    """Engines keep the 4 bits. They agree with the learner, which computes with their values, as two programs do in bfloat16."""
+    files = packed(policy("qwen2", dtype="bfloat16"))
+    trained = Trained(files, 7, model=load_model(write_folder(tmp_path / "packed", files), "bfloat16", False))
+    made = new_engine(files, adapter=SERVED, max_model_len=160, dtype="bfloat16")
+    made.load(next(VERSIONS), trained.weights, files)
+    model = made.core.model_executor.driver_worker.get_model()
+    kernels = {type(getattr(getattr(module, "scheme", None), "kernel", None)).__name__ for module in model.modules()}
+    assert "CPUWNA16LinearKernel" in kernels
+    asked = requests(8)
+    assert trained.largest_mismatch(asked, answer(made, asked)) < 0.05
+
+
+def packed(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The policy with linear layers in 4 bits, as compressed-tensors writes them: a scale for each 32 inputs, no zero points."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    tensors = {}
+    for name, weight in load_tensors(files["model.safetensors"]).items():
+        layer = name.removesuffix(".weight")
+        if not layer.endswith("_proj"):
+            tensors[name] = weight
+            continue
+        groups = weight.float().view(len(weight), -1, 32)
+        scale = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
+        values = (groups / scale.float()[..., None]).round().clamp(-8, 7).view(weight.shape).to(torch.int8)
+        tensors[f"{layer}.weight_packed"], tensors[f"{layer}.weight_scale"] = pack_to_int32(values, 4), scale
+        tensors[f"{layer}.weight_shape"] = torch.tensor(weight.shape)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"]}
+    section["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = json.dumps({**json.loads(files["config.json"]), "quantization_config": section}).encode()
+    return {**files, "config.json": config, "model.safetensors": save_tensors(tensors, {"format": "pt"})}
 
 
 ALWAYS = ("llama", "phi3")  # separate and fused matrices

@@ -1,0 +1,49 @@
+"""Policies whose files have 4-bit weights, as the base of an adapter (QLoRA).
+
+The learner computes with the values that these weights stand for, in policy.dtype. Engines keep the 4 bits, and hold the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.common.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhfless_ray.recipe import Recipe
+
+
+def has_4_bits(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json is that of a checkpoint of compressed-tensors with 4-bit integers (W4A16)."""
+    section = config.get("quantization_config") or {}
+    weights = [group.get("weights") or {} for group in (section.get("config_groups") or {}).values()]
+    is_packed = section.get("quant_method") == "compressed-tensors" and section.get("format") == "pack-quantized"
+    return is_packed and bool(weights) and all((one.get("num_bits"), one.get("type")) == (4, "int") for one in weights)
+
+
+def check_quantized(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Raise UserError if a policy with quantised weights cannot be trained with these settings."""
+    if not config.get("quantization_config") or not recipe.learns:
+        return
+    if not has_4_bits(config):
+        refuse_quantized(config)
+    wanted = {
+        "lora.rank=16": recipe.lora.rank > 0,
+        "lora.publish=adapter": recipe.lora.publish != "merged",
+        "policy.dtype=bfloat16": recipe.policy.dtype == "bfloat16",
+        "rollout.quantization=off": recipe.rollout.quantization == "off",
+        "rollout.tensor_parallel=1": recipe.rollout.tensor_parallel == 1,
+    }
+    if missing := [setting for setting, fits in wanted.items() if not fits]:
+        raise UserError(f"policy.path: its weights have 4 bits, so it can only be the base of an adapter; set {' and '.join(missing)}")
+
+
+def refuse_quantized(config: Mapping[str, Any]) -> None:
+    """Raise UserError if the weights are quantised."""
+    if section := config.get("quantization_config"):
+        kind = section.get("quant_method", "by an unknown method")
+        raise UserError(
+            f"policy.path: its weights are quantised ({kind}), and can only be trained below an adapter of a run, with the 4 bits of "
+            "compressed-tensors (pack-quantized); take the model as it was before"
+        )

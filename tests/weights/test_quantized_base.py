@@ -1,0 +1,64 @@
+"""Policies with quantised weights: which can be the base of an adapter, and how many parameters they have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from placement.memory import header_parameters
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.model_folder import parameter_count, with_dtype
+from rlhfless_ray.weights.quantized_base import check_quantized, has_4_bits
+from rlhfless_ray.weights.tensor_file import save_tensors
+
+
+def of_compressed_tensors(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32, **weights}}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    return {"model_type": "qwen2", "quantization_config": section}
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    return Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "learner": {"zero_stage": 1}, **sections})
+
+
+def test_4_bits_below_an_adapter_are_accepted() -> None:
+    config = of_compressed_tensors()
+    assert has_4_bits(config)
+    check_quantized(recipe(lora={"rank": 8}, policy={"dtype": "bfloat16"}), config)
+    check_quantized(recipe(), {"model_type": "qwen2"})
+
+
+@pytest.mark.parametrize(
+    ("config", "sections", "word"),
+    [
+        (of_compressed_tensors(), {"policy": {"dtype": "bfloat16"}}, "set lora.rank=16$"),
+        (of_compressed_tensors(), {"lora": {"rank": 8, "publish": "merged"}}, "set lora.publish=adapter and policy.dtype=bfloat16$"),
+        (of_compressed_tensors(num_bits=8), {"lora": {"rank": 8}}, r"quantised \(compressed-tensors\)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, {"lora": {"rank": 8}}, r"quantised \(gptq\)"),
+    ],
+)
+def test_other_settings_and_formats_are_refused(config: dict[str, Any], sections: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=f"^policy.path: its weights .*{word}"):
+        check_quantized(recipe(**sections), config)
+
+
+def test_packed_weights_count_as_the_values_that_they_are() -> None:
+    tensors = {
+        "a.q_proj.weight_packed": torch.zeros(16, 8, dtype=torch.int32),
+        "a.q_proj.weight_scale": torch.zeros(16, 2, dtype=torch.bfloat16),
+        "embed.weight": torch.zeros(4, 64, dtype=torch.bfloat16),
+    }
+    content = save_tensors(tensors)
+    assert parameter_count({"model.safetensors": content}) == 16 * 64 + 32 + 256
+    named = [(name, list(x.shape), "I32" if x.dtype == torch.int32 else "BF16") for name, x in tensors.items()]
+    assert header_parameters(named) == 16 * 64 + 32 + 256
+    config = {**of_compressed_tensors(), "dtype": "bfloat16"}
+    files = {"config.json": json.dumps(config).encode()}
+    assert with_dtype(files, [content]) == files
+    del tensors["a.q_proj.weight_packed"]
+    assert json.loads(with_dtype(files, [save_tensors(tensors)])["config.json"]) == {"model_type": "qwen2", "dtype": "bfloat16"}
