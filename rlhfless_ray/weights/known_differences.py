@@ -25,10 +25,11 @@ UNUSED_BIASES = {"ernie4_5": "use_bias", "qwen3": "attention_bias", "qwen3_moe":
 REFUSED = {
     "laguna": "vLLM leaves out the routers' biases when it loads new weights",
     "minimax_m2": "vLLM cannot load new weights into it",
+    "recurrent_gemma": "vLLM cannot build it from the code of transformers",
     "phi": "vLLM does not use the output head's bias",
 }
 # Families that vLLM cannot compute on CPU only.
-REFUSED_ON_CPU = ("falcon_h1", "gpt_oss", "lfm2", "mamba", "mimo_v2_flash", "phimoe")
+REFUSED_ON_CPU = ("falcon_h1", "gpt_oss", "lfm2", "mamba", "mimo_v2_flash", "olmo_hybrid", "phimoe")
 
 
 def find_obstacle(config: Mapping[str, Any], dtype: str, on_cpu: bool) -> str | None:
