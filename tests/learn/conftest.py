@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,6 +103,39 @@ def joined(ranks: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return {**every[0], "weights": [dict(Assembled(shards)) for shards in zip(*(found["weights"] for found in every), strict=True)]}
 
 
+# ZeRO stages of each kind of case, of those with several. What DeepSpeed does at each one with each number of ranks is what the cases
+# `plain` are about. Of the others `make test` runs the lowest stage on one rank and the highest on two.
+STAGES = {
+    **dict.fromkeys(("plain", "full", "nan", "infinite", "lora"), (0, 1, 2, 3)),
+    **dict.fromkeys(("few", "tied", "gspo", "averaged"), (0, 2, 3)),
+    **dict.fromkeys(("shared", "chunked", "kl in reward", "dropped", "critic lora"), (0, 3)),
+    **dict.fromkeys(("shared gspo", "own means", "carried", "masked", "sequence"), (0, 2)),
+    **dict.fromkeys(("hosted nan", "infinite hosted", "bf16", "bf16 hosted", "bf16 lora", "bf16 nan", "lora hosted"), (2, 3)),
+    "hosted": (1, 2, 3),
+    "shuffled": (0, 1),
+    "critic": (0, 1, 3),
+}
+VARIANTS = re.compile(r" (parked|reads|early|passed)$")  # of a case, which is compared with it
+
+
+def is_long(name: str, ranks: int) -> bool:
+    """Whether only `make test-long` runs a case."""
+    kind, _, stage = name.partition("/")
+    base = VARIANTS.sub("", kind)
+    if base not in STAGES:
+        return ranks != (1 if base == "critic scaled" else 2)
+    if kind == "plain":
+        return False
+    if base == "plain":
+        return ranks != (1 if stage == "0" else 2)
+    return (ranks, int(stage)) not in ((1, STAGES[base][0]), (2, STAGES[base][-1]))
+
+
+def marked(*names: str) -> list[Any]:
+    """Parameters `name` and `ranks`: each case on one rank and on two."""
+    return [pytest.param(name, ranks, marks=[pytest.mark.long] * is_long(name, ranks)) for name in names for ranks in (1, 2)]
+
+
 class Cases:
     """What the gangs are asked and what they answered."""
 
@@ -108,6 +143,7 @@ class Cases:
         from tiny_policy import random_batch, tiny_policy
 
         self.folder = folder
+        self.asked: dict[int, dict[str, Any]] = {}
         rng = np.random.default_rng(7)
         self.files = tiny_policy(width=63, layers=1)  # odd: the parts of two ranks are padded
         self.tied = tiny_policy(3, tied=True)
@@ -136,6 +172,11 @@ class Cases:
 
     def first(self, ranks: int) -> dict[str, Any]:
         """Runs from the policy's files, named "<what>/<ZeRO stage>"."""
+        if ranks not in self.asked:
+            self.asked[ranks] = self._first(ranks)
+        return self.asked[ranks]
+
+    def _first(self, ranks: int) -> dict[str, Any]:
         from tiny_policy import EARLY
 
         full = {"updates_per_step": 2, "loss_mean": "sequence", "kl": {"coefficient": 0.3, "estimator": "k3"}}
@@ -144,54 +185,50 @@ class Cases:
         cases: dict[str, Any] = {}
         two = self.batches[:2]  # where the schedule and a continued run play no part
 
-        def add(name: str, files: dict[str, bytes], batches: list[Any], *stages: int, **changes: Any) -> None:
-            for stage in stages:
+        def add(name: str, files: dict[str, bytes], batches: list[Any], **changes: Any) -> None:
+            for stage in STAGES.get(name, (0,)):
                 settings = learner_settings(ranks, stage, **changes)
                 once = ("full", "tied", "lora", "bf16 lora", "hosted", "lora hosted")
                 taken = {"plain": (0, 1), "bf16": (0, 1), "averaged": (1, 3), **dict.fromkeys(once, (1,))}
                 snapshots = taken.get(name, ())
                 cases[f"{name}/{stage}"] = {"settings": settings, "files": files, "batches": batches, "snapshots": snapshots}
 
-        add("plain", self.files, self.batches, 0, 1, 2, 3)
-        add("full", self.files, self.batches, 0, 1, 2, 3, temperature=0.7, algorithm=full)
+        add("plain", self.files, self.batches)
+        add("full", self.files, self.batches, temperature=0.7, algorithm=full)
         wide = {"micro_batch_tokens": 200}
         # ZeRO 1 and 2 leave the forward pass alone, in which prompts are shared
-        add("shared", self.files, self.long, 0, 3, temperature=0.7, algorithm=full, learner=wide)
-        add("nan", self.files, self.with_nan, 0, 1, 2, 3)
-        add("few", self.files, self.few, 0, 2, 3)
-        add("tied", self.tied, self.batches, 0, 2, 3)
-        add("chunked", self.large, two, 0, 3)
+        add("shared", self.files, self.long, temperature=0.7, algorithm=full, learner=wide)
+        add("nan", self.files, self.with_nan)
+        add("few", self.files, self.few)
+        add("tied", self.tied, self.batches)
+        add("chunked", self.large, two)
         for stage in (0, 3):  # ranks have different numbers of chunks
             cases[f"chunked/{stage}"]["chunk_bytes"] = 4 * 1700 * 5
-        add("wide", self.files, two, 0, learner={"micro_batch_tokens": 10**6})
-        add("narrow", self.files, two, 0, learner={"micro_batch_tokens": 1})
-        add("recompute", self.files, two, 0, learner={"gradient_checkpointing": True})
+        add("wide", self.files, two, learner={"micro_batch_tokens": 10**6})
+        add("narrow", self.files, two, learner={"micro_batch_tokens": 1})
+        add("recompute", self.files, two, learner={"gradient_checkpointing": True})
         hosted = {"optimizer_offload": True}
-        add("hosted", self.files, self.batches, 1, 2, 3, learner={**hosted, "micro_batch_tokens": 100})
-        add("hosted nan", self.files, self.with_nan, 2, 3, learner=hosted)
+        add("hosted", self.files, self.batches, learner={**hosted, "micro_batch_tokens": 100})
+        add("hosted nan", self.files, self.with_nan, learner=hosted)
         unbounded = {"kl": {"coefficient": 0.3, "estimator": "k3", "unbiased_gradient": True, "limit": None}}
-        add("infinite", self.files, self.with_infinite_loss, 0, 1, 2, 3, algorithm=unbounded)
-        add("infinite hosted", self.files, self.with_infinite_loss, 2, 3, algorithm=unbounded, learner=hosted)
-        add("bf16 hosted", self.bf16, self.batches, 2, 3, dtype="bfloat16", learner=hosted)
-        add("nan sampler", self.files, self.with_nan_sampler, 0)
+        add("infinite", self.files, self.with_infinite_loss, algorithm=unbounded)
+        add("infinite hosted", self.files, self.with_infinite_loss, algorithm=unbounded, learner=hosted)
+        add("bf16 hosted", self.bf16, self.batches, dtype="bfloat16", learner=hosted)
+        add("nan sampler", self.files, self.with_nan_sampler)
         gspo = {"kind": "gspo", "dual_clip": 1.002, "entropy_coefficient": 0.05, "correction_level": "seq", "correction_high": 1.1}
         add(
             "gspo",
             self.files,
             two,
-            0,
-            2,
-            3,
             temperature=0.8,
             algorithm={"updates_per_step": 2, "epochs": 2, "loss_mean": "sequence", "importance_cap": 0, "loss": gspo},
         )
         of_gspo = {"loss_mean": "sequence", "importance_cap": 0, "clip_low": 0.2, "clip_high": 0.3, "loss": gspo}
-        add("shared gspo", self.files, self.long, 0, 2, algorithm=of_gspo, learner=wide)
+        add("shared gspo", self.files, self.long, algorithm=of_gspo, learner=wide)
         add(
             "gspo sampler",
             self.files,
             two,
-            0,
             algorithm={
                 "updates_per_step": 2,
                 "loss_mean": "sequence",
@@ -203,48 +240,41 @@ class Cases:
         )
         band = {"correction_level": "token", "correction_mode": "clip", "correction_low": 0.8, "correction_high": 1.2}
         unbiased = {"coefficient": 0.3, "estimator": "k1", "unbiased_gradient": True}
-        add(
-            "shuffled",
-            self.files,
-            two,
-            0,
-            1,
-            algorithm={"batch_samples": 5, "epochs": 2, "importance_cap": 0, "loss": band, "kl": unbiased},
-        )
+        add("shuffled", self.files, two, algorithm={"batch_samples": 5, "epochs": 2, "importance_cap": 0, "loss": band, "kl": unbiased})
         own = {"loss_mean": "sequence", "regularization_mean": "token", "kl": {"coefficient": 0.3, "estimator": "k3"}}
-        add("own means", self.files, two, 0, 2, algorithm={**own, "updates_per_step": 2, "loss": {"entropy_coefficient": 0.05}})
+        add("own means", self.files, two, algorithm={**own, "updates_per_step": 2, "loss": {"entropy_coefficient": 0.05}})
         carry = {"batch_samples": 5, "epochs": 2, "remainder": "carry", "clip_low": 0.9, "clip_high": 4.0}  # `old` is made up
-        add("carried", self.files, self.carried, 0, 2, algorithm=carry)
+        add("carried", self.files, self.carried, algorithm=carry)
         masks = {"correction_level": "token", "correction_low": 0.5, "correction_high": 2, "entropy_coefficient": 0.1}
-        add("masked", self.files, two, 0, 2, algorithm={"importance_cap": 0, "loss": masks})
+        add("masked", self.files, two, algorithm={"importance_cap": 0, "loss": masks})
         in_reward = {"kl": {"coefficient": 0.3, "estimator": "k2", "place": "reward"}}
-        add("kl in reward", self.files, two, 0, 3, algorithm=in_reward)
+        add("kl in reward", self.files, two, algorithm=in_reward)
         for stage in (0, 3):
             cases[f"kl in reward/{stage}"]["looks"] = ("old",)
-        add("averaged", self.files, self.batches, 0, 2, 3, ema={"beta": 0.6})
-        add("uncorrected", self.files, two, 0, algorithm=k1)
-        add("bf16", self.bf16, self.batches, 2, 3, dtype="bfloat16")  # ZeRO 1 is the same, see `test_zero_1_of_bfloat16_is_zero_2`
+        add("averaged", self.files, self.batches, ema={"beta": 0.6})
+        add("uncorrected", self.files, two, algorithm=k1)
+        add("bf16", self.bf16, self.batches, dtype="bfloat16")  # ZeRO 1 is the same, see `test_zero_1_of_bfloat16_is_zero_2`
         lora = {"rank": 3, "alpha": 7}
         of_lora = {"updates_per_step": 2, "kl": {"coefficient": 0.3, "estimator": "k3"}}
-        add("lora", self.files, self.batches, 0, 1, 2, 3, algorithm=of_lora, lora=lora)
-        add("lora hosted", self.files, self.batches, 2, 3, algorithm=of_lora, lora=lora, learner=hosted)
+        add("lora", self.files, self.batches, algorithm=of_lora, lora=lora)
+        add("lora hosted", self.files, self.batches, algorithm=of_lora, lora=lora, learner=hosted)
         drops = {"algorithm": {"updates_per_step": 2}, "lora": {**lora, "dropout": 0.3}}
-        add("dropped", self.files, self.batches[:2], 0, 3, **drops)
+        add("dropped", self.files, self.batches[:2], **drops)
         narrow = {"micro_batch_tokens": 1, "gradient_checkpointing": True}
-        add("dropped narrow", self.files, self.batches[:2], 0, **drops, learner=narrow)
-        add("bf16 lora", self.bf16, self.batches, 2, 3, dtype="bfloat16", lora={**lora, "target_modules": ["q_proj", "embed_tokens"]})
+        add("dropped narrow", self.files, self.batches[:2], **drops, learner=narrow)
+        add("bf16 lora", self.bf16, self.batches, dtype="bfloat16", lora={**lora, "target_modules": ["q_proj", "embed_tokens"]})
         for of in self.PARKED:  # the device's part is played by the host's own memory
             cases[of.replace("/", " parked/")] = {**cases[of], "parks": True, "snapshots": (1,)}
-        add("bf16 nan", self.bf16, self.with_nan, 2, 3, dtype="bfloat16")
+        add("bf16 nan", self.bf16, self.with_nan, dtype="bfloat16")
         for of in self.READS:
             cases[of.replace("/", " reads/")] = {**cases[of], "reads": True, "snapshots": (1,)}
-        add("sequence", self.files, two, 0, 2, algorithm=sequence)
+        add("sequence", self.files, two, algorithm=sequence)
         for of, groups in EARLY.items():
             cases[of.replace("/", " early/")] = {**cases[of], "early": groups, "snapshots": ()}
         for of in self.PASSED:
             names = ("old", "reference") if of.startswith("lora") else ("old",)
             cases[of.replace("/", " passed/")] = {**cases[of], "passes": names, "snapshots": ()}
-        for stage in (0, 1, 3):
+        for stage in STAGES["critic"]:
             cases[f"critic/{stage}"] = {
                 "settings": critic_settings(ranks, stage),
                 "files": self.files,
@@ -252,11 +282,11 @@ class Cases:
                 "snapshots": (1,),
             }
         cases["critic scaled/0"] = {**cases["critic/0"], "settings": critic_settings(ranks, normalize=True), "files": self.scaled}
-        for stage in (0, 3):
+        for stage in STAGES["critic lora"]:
             cases[f"critic lora/{stage}"] = {**cases[f"critic/{stage}"], "settings": critic_settings(ranks, stage, rank=2, alpha=8)}
         return cases
 
-    PASSED: ClassVar = ("full/3", "shuffled/1", "lora/1", "kl in reward/0")
+    PASSED: ClassVar = ("full/3", "shuffled/1", "lora/3", "kl in reward/0")
     PARKED: ClassVar = ("plain/0", "plain/2", "plain/3", "bf16/2", "lora/0", "lora/2", "lora/3", "hosted/1", "hosted/3", "lora hosted/2")
 
     READS: ClassVar = ("plain/1", "plain/2", "full/2", "tied/2", "averaged/2", "hosted/1", "bf16/2", "bf16 nan/2")
@@ -272,14 +302,14 @@ class Cases:
             ("tied/3", 2, 2),
             ("bf16/2", 1, 2),
             ("bf16/3", 2, 1),
-            ("critic/1", 2, 0),
+            ("critic/3", 2, 0),
             ("averaged/3", 2, 0),
             ("lora/0", 1, 0),
             ("lora/3", 2, 0),
-            ("bf16 lora/2", 2, 2),
+            ("bf16 lora/3", 2, 2),
             ("critic lora/3", 2, 0),
             ("hosted/3", 2, 0),
-            ("hosted/2", 2, 1),
+            ("hosted/3", 2, 1),
         ],
         2: [
             ("plain/0", 1, 2),
@@ -312,12 +342,21 @@ class Cases:
         return cases
 
     def run(self) -> None:
-        self.results = run_gangs(self.folder / "first", {ranks: self.first(ranks) for ranks in (1, 2)})
+        self.results = run_gangs(self.folder / "first", self._those(long=False))
         self.continued = run_gangs(self.folder / "second", {ranks: self.second(ranks) for ranks in (1, 2)})
+
+    def _those(self, long: bool) -> dict[int, dict[str, Any]]:
+        """The cases of gangs of one and two ranks: those that only `make test-long` runs, or the others."""
+        return {ranks: {name: case for name, case in self.first(ranks).items() if is_long(name, ranks) == long} for ranks in (1, 2)}
+
+    @cached_property
+    def long_results(self) -> dict[int, list[dict[str, Any]]]:
+        return run_gangs(self.folder / "long", self._those(long=True))
 
     def result(self, name: str, ranks: int, rank: int = 0) -> dict[str, Any]:
         """What a rank found. Its weights and snapshots have those of all ranks."""
-        every = [of_rank[name] for of_rank in (self.continued if " of " in name else self.results)[ranks]]
+        results = self.continued if " of " in name else self.long_results if is_long(name, ranks) else self.results
+        every = [of_rank[name] for of_rank in results[ranks]]
         for found in every:
             assert "error" not in found, found["error"]
         snapshots: dict[Any, dict[str, bytes]] = {}

@@ -24,41 +24,13 @@ from rlhfless_ray.learn.micro_batches import PromptSharing, micro_batches
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.weights.parts import Part
 from rlhfless_ray.weights.shards import shard_name
+from tests.learn.conftest import STAGES, VARIANTS, Cases, marked
 
 Weights = dict[str, np.ndarray]
 FLOAT32 = (
-    "plain",
-    "full",
-    "shared",
-    "shared gspo",
-    "few",
-    "tied",
-    "chunked",
-    "uncorrected",
-    "gspo",
-    "gspo sampler",
-    "shuffled",
-    "masked",
-    "kl in reward",
-    "own means",
-    "carried",
+    *("plain", "full", "shared", "shared gspo", "few", "tied", "chunked", "uncorrected", "gspo", "gspo sampler", "shuffled", "masked"),
+    *("kl in reward", "own means", "carried"),
 )
-STAGES = {
-    "plain": range(4),
-    "full": range(4),
-    "shared": (0, 3),
-    "shared gspo": (0, 2),
-    "few": (0, 2, 3),
-    "tied": (0, 2, 3),
-    "chunked": (0, 3),
-    "gspo": (0, 2, 3),
-    "shuffled": (0, 1),
-    "masked": (0, 2),
-    "kl in reward": (0, 3),
-    "own means": (0, 2),
-    "carried": (0, 2),
-    "hosted": (1, 2, 3),
-}
 SAME_AS_PLAIN = ("wide", "narrow", "recompute", "hosted")
 
 
@@ -94,36 +66,40 @@ def same(found: Weights, wanted: Weights) -> bool:
     return found.keys() == wanted.keys() and all(np.array_equal(found[k], wanted[k]) for k in wanted)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [*FLOAT32, *SAME_AS_PLAIN])
+def of_kinds(*kinds: str) -> list[Any]:
+    """Parameters `name` and `ranks`: every case of these kinds."""
+    return marked(*(f"{kind}/{stage}" for kind in kinds for stage in STAGES.get(kind, (0,))))
+
+
+@pytest.mark.parametrize(("name", "ranks"), of_kinds(*FLOAT32, *SAME_AS_PLAIN))
 def test_updates_equal_the_reference(cases: Any, expected: Any, name: str, ranks: int) -> None:
     """Whatever the ranks, the ZeRO stage and the micro-batches: weights after every update, loss, norm, clipping.
 
     Adam divides a gradient by its own size: where that is hardly more than rounding, so is the weight's change. Three instruction
     sets gave 4e-5 to 2e-4 for the distance; a wrong factor or a lost token gives 1e-2 and more."""
-    start, weights, stats, _ = expected("plain" if name in SAME_AS_PLAIN else name)
-    if name in ("wide", "narrow", "recompute"):
+    kind = name.split("/")[0]
+    start, weights, stats, _ = expected("plain" if kind in SAME_AS_PLAIN else kind)
+    if kind in ("wide", "narrow", "recompute"):
         weights, stats = weights[:2], stats[:2]
-    for stage in STAGES.get(name, (0,)):
-        found = cases.result(f"{name}/{stage}", ranks)
-        for got, wanted in zip(found["weights"], weights, strict=True):
-            assert distance(got, wanted, start) < 1e-3
-            assert max(np.abs(got[k] - wanted[k]).max() for k in wanted) < 2e-4  # an Adam step is up to 1e-3
-        for got, wanted in zip(found["stats"], stats, strict=True):
-            assert got.loss == pytest.approx(np.mean([w["loss"] for w in wanted]), abs=1e-5)
-            assert got.grad_norm == pytest.approx(np.mean([w["grad_norm"] for w in wanted]), rel=1e-5)
-            assert got.learning_rate == pytest.approx(np.mean([w["learning_rate"] for w in wanted]), rel=1e-9)
-            assert got.next_learning_rate == pytest.approx(wanted[-1]["next_rate"], rel=1e-9)
-            assert got.last_grad_norm == pytest.approx(wanted[-1]["grad_norm"], rel=1e-5)
-            assert got.clip_share == pytest.approx(np.mean([w["clip_share"] for w in wanted]), abs=0.01)
-            assert got.importance_mean == pytest.approx(np.mean([w["importance"] for w in wanted]), rel=1e-4)
-            assert got.mismatch_mean == pytest.approx(np.mean([w["mismatch"] for w in wanted]), rel=1e-4)
-            assert got.mismatch_max == pytest.approx(max(w["mismatch_max"] for w in wanted), rel=1e-4)
-            assert got.importance_capped_share == pytest.approx(np.mean([w["capped"] for w in wanted]), abs=0.01)
-            for field in ("ppo_kl", "sampler_kl", "reference_gap"):
-                assert getattr(got, field) == pytest.approx(np.mean([w[field] for w in wanted]), rel=1e-3, abs=2e-5), field
-            assert got.trained_tokens == sum(w["tokens"] for w in wanted)
-            assert (got.skipped, got.reason) == (0, "")
+    found = cases.result(name, ranks)
+    for got, wanted in zip(found["weights"], weights, strict=True):
+        assert distance(got, wanted, start) < 1e-3
+        assert max(np.abs(got[k] - wanted[k]).max() for k in wanted) < 2e-4  # an Adam step is up to 1e-3
+    for got, wanted in zip(found["stats"], stats, strict=True):
+        assert got.loss == pytest.approx(np.mean([w["loss"] for w in wanted]), abs=1e-5)
+        assert got.grad_norm == pytest.approx(np.mean([w["grad_norm"] for w in wanted]), rel=1e-5)
+        assert got.learning_rate == pytest.approx(np.mean([w["learning_rate"] for w in wanted]), rel=1e-9)
+        assert got.next_learning_rate == pytest.approx(wanted[-1]["next_rate"], rel=1e-9)
+        assert got.last_grad_norm == pytest.approx(wanted[-1]["grad_norm"], rel=1e-5)
+        assert got.clip_share == pytest.approx(np.mean([w["clip_share"] for w in wanted]), abs=0.01)
+        assert got.importance_mean == pytest.approx(np.mean([w["importance"] for w in wanted]), rel=1e-4)
+        assert got.mismatch_mean == pytest.approx(np.mean([w["mismatch"] for w in wanted]), rel=1e-4)
+        assert got.mismatch_max == pytest.approx(max(w["mismatch_max"] for w in wanted), rel=1e-4)
+        assert got.importance_capped_share == pytest.approx(np.mean([w["capped"] for w in wanted]), abs=0.01)
+        for field in ("ppo_kl", "sampler_kl", "reference_gap"):
+            assert getattr(got, field) == pytest.approx(np.mean([w[field] for w in wanted]), rel=1e-3, abs=2e-5), field
+        assert got.trained_tokens == sum(w["tokens"] for w in wanted)
+        assert (got.skipped, got.reason) == (0, "")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -158,8 +134,7 @@ def test_ranks_agree_on_what_happened(cases: Any) -> None:
                 assert max(sizes) - min(sizes) <= len(shards[0]), "each has an even part of each tensor"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["nan/0", "nan/1", "nan/2", "nan/3", "bf16 nan/2", "bf16 nan/3", "hosted nan/2", "hosted nan/3"])
+@pytest.mark.parametrize(("name", "ranks"), of_kinds("nan", "bf16 nan", "hosted nan"))
 def test_a_non_finite_update_is_skipped_and_counted(cases: Any, expected: Any, name: str, ranks: int) -> None:
     found = cases.result(name, ranks)
     stats, weights = found["stats"], found["weights"]
@@ -172,8 +147,7 @@ def test_a_non_finite_update_is_skipped_and_counted(cases: Any, expected: Any, n
         assert distance(weights[2], wanted[1], start) < 1e-4
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", [*(f"infinite/{stage}" for stage in range(4)), "infinite hosted/2", "infinite hosted/3"])
+@pytest.mark.parametrize(("name", "ranks"), of_kinds("infinite", "infinite hosted"))
 def test_an_infinite_loss_is_skipped_though_its_gradient_is_finite(cases: Any, name: str, ranks: int) -> None:
     found, wanted = cases.result(name, ranks), cases.result("infinite/0", 1)
     assert [(s.skipped, s.reason) for s in found["stats"]] == [(0, ""), (1, "the loss is not finite"), (0, "")]
@@ -182,9 +156,9 @@ def test_an_infinite_loss_is_skipped_though_its_gradient_is_finite(cases: Any, n
     assert distance(found["weights"][2], wanted["weights"][2], published_names(cases.files)) < 3e-4
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_spoilt_sampler_and_empty_batch_are_skipped_too(cases: Any, ranks: int) -> None:
-    found = cases.result("nan sampler/0", ranks)
+@pytest.mark.parametrize(("name", "ranks"), marked("nan sampler/0"))
+def test_spoilt_sampler_and_empty_batch_are_skipped_too(cases: Any, name: str, ranks: int) -> None:
+    found = cases.result(name, ranks)
     assert [s.skipped for s in found["stats"]] == [1, 1]
     assert found["stats"][1].reason == "no sample of the step has a reward"
     assert same(found["weights"][0], {k: v.astype(np.float32) for k, v in published_names(cases.files).items()})
@@ -194,49 +168,56 @@ def published_names(files: dict[str, bytes]) -> Weights:
     return {name: tensor.float().numpy() for name, tensor in load_tensors(files["model.safetensors"]).items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_offloaded_update_is_the_same(cases: Any, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), marked("bf16/2", "bf16/3", "lora/2", "lora/3"))
+def test_an_offloaded_update_is_the_same(cases: Any, name: str, ranks: int) -> None:
     """DeepSpeed is told, and makes the update that it makes on the device: see also the cases `hosted` of the other tests."""
-    for name in ("bf16/2", "bf16/3", "lora/2", "lora/3"):
-        plain, hosted = (cases.result(name.replace("/", f"{way}/"), ranks) for way in ("", " hosted"))
-        assert (plain["hosted"], hosted["hosted"]) == (False, True)
-        start = published_names(cases.first(ranks)[name]["files"])
-        for got, wanted in zip(hosted["weights"], plain["weights"], strict=True):
-            assert distance(got, wanted, start) < (0.1 if name.startswith("bf16") else 3e-4)
-        for got, wanted in zip(hosted["stats"], plain["stats"], strict=True):
-            assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=0.01 if name.startswith("bf16") else 1e-4)
+    plain, hosted = (cases.result(name.replace("/", f"{way}/"), ranks) for way in ("", " hosted"))
+    assert (plain["hosted"], hosted["hosted"]) == (False, True)
+    start = published_names(cases.first(ranks)[name]["files"])
+    for got, wanted in zip(hosted["weights"], plain["weights"], strict=True):
+        assert distance(got, wanted, start) < (0.1 if name.startswith("bf16") else 3e-4)
+    for got, wanted in zip(hosted["stats"], plain["stats"], strict=True):
+        assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=0.01 if name.startswith("bf16") else 1e-4)
+
+
+def variant(name: str, what: str) -> str:
+    return name.replace("/", f" {what}/")
+
+
+def with_base(cases: Any, name: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was found in the case that a variant is compared with, and in the variant."""
+    kind, _, stage = name.partition("/")
+    return cases.result(f"{VARIANTS.sub('', kind)}/{stage}", ranks), cases.result(name, ranks)
 
 
 def read_whole(state: Any, name: str, shape: torch.Size) -> np.ndarray:
     return state["moments"].read(name, 0, shape.numel()).reshape(shape).numpy()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), of_kinds("bf16"))
+def test_bfloat16_keeps_float32_weights_behind(cases: Any, expected: Any, name: str, ranks: int) -> None:
     """Updates far below bfloat16's step must add up: compared are the float32 weights of the snapshot, and what is
     published after each update, which is their rounding."""
     start, weights, _, masters = expected("bf16")
-    for stage in (2, 3):
-        found = cases.result(f"bf16/{stage}", ranks)
-        assert found["adds_in"] == torch.float32, "many small gradients would be lost in a sum of bfloat16"
-        state = read_state(found["snapshots"][1])
-        named = [key.removeprefix("master.") for key in state["moments"] if key.startswith("master.")]
-        master = {name: read_whole(state, f"master.{name}", state["weights"][name].shape) for name in named}
-        assert distance(master, masters[0], start) < 0.1
-        assert same({k: v.float().numpy() for k, v in state["weights"].items()}, found["weights"][0])
-        for name, value in master.items():
-            np.testing.assert_array_equal(found["weights"][0][name], torch.tensor(value).bfloat16().float().numpy())
-        assert distance(found["weights"][-1], weights[-1], start) < 0.15
+    found = cases.result(name, ranks)
+    assert found["adds_in"] == torch.float32, "many small gradients would be lost in a sum of bfloat16"
+    state = read_state(found["snapshots"][1])
+    named = [key.removeprefix("master.") for key in state["moments"] if key.startswith("master.")]
+    master = {name: read_whole(state, f"master.{name}", state["weights"][name].shape) for name in named}
+    assert distance(master, masters[0], start) < 0.1
+    assert same({k: v.float().numpy() for k, v in state["weights"].items()}, found["weights"][0])
+    for tensor, value in master.items():
+        np.testing.assert_array_equal(found["weights"][0][tensor], torch.tensor(value).bfloat16().float().numpy())
+    assert distance(found["weights"][-1], weights[-1], start) < 0.15
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_the_gang_sees_before_a_step(cases: Any, expected: Any, stage: int, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), of_kinds("kl in reward"))
+def test_what_the_gang_sees_before_a_step(cases: Any, expected: Any, name: str, ranks: int) -> None:
     """Log-probabilities of every token under the weights of the moment and under those that the run began with, and their KL."""
     case = cases.first(1)["kl in reward/0"]
     reference = Reference(case["files"], case["settings"])
     for rank in range(ranks):
-        found = cases.result(f"kl in reward/{stage}", ranks, rank)
+        found = cases.result(name, ranks, rank)
         moved = copy.deepcopy(reference.model)
         told = zip(found["logprobs"], found["reference"], strict=True)
         for batch, (of_learner, first), after in zip(case["batches"], told, expected("kl in reward")[1], strict=True):
@@ -250,11 +231,10 @@ def test_what_the_gang_sees_before_a_step(cases: Any, expected: Any, stage: int,
         assert kl.max() > 1e-4
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_average_of_the_weights_is_kept_and_goes_on(cases: Any, stage: int, ranks: int) -> None:
-    found = cases.result(f"averaged/{stage}", ranks)
-    assert all(same(a, b) for a, b in zip(found["weights"], cases.result(f"plain/{stage}", ranks)["weights"], strict=True))
+@pytest.mark.parametrize(("name", "ranks"), of_kinds("averaged"))
+def test_the_average_of_the_weights_is_kept_and_goes_on(cases: Any, name: str, ranks: int) -> None:
+    found, plain = (cases.result(one, ranks) for one in (name, name.replace("averaged", "plain")))
+    assert all(same(a, b) for a, b in zip(found["weights"], plain["weights"], strict=True))
     average = published_names(cases.files)
     for done, weights in enumerate(found["weights"], 1):
         average = {name: 0.6 * mean + 0.4 * weights[name] for name, mean in average.items()}
@@ -264,16 +244,15 @@ def test_the_average_of_the_weights_is_kept_and_goes_on(cases: Any, stage: int, 
             kept = {name: tensor for of_rank in shards.values() for name, tensor in of_rank.items()}
             assert kept.keys() == average.keys() and len(kept) == sum(map(len, shards.values()))
             assert max(float(np.abs(kept[n].numpy() - average[n]).max()) for n in average) < 1e-6
-    if stage == 3:  # a run on one rank at ZeRO 0 that goes on from what two ranks left
+    if name == "averaged/3":  # a run on one rank at ZeRO 0 that goes on from what two ranks left
         kept = load_tensors(cases.result("averaged/3 of 2 at 0 after 1", 1)["snapshots"][2]["ema.safetensors"])
         assert max(float(np.abs(kept[n].numpy() - average[n]).max()) for n in average) < 3e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", EARLY)
+@pytest.mark.parametrize(("name", "ranks"), marked(*(variant(name, "early") for name in EARLY)))
 def test_gradients_accumulated_ahead_make_the_same_step(cases: Any, name: str, ranks: int) -> None:
     """To rounding: weights, and all that is told of the step. A step that must be skipped is skipped."""
-    whole, parts = cases.result(name, ranks), cases.result(name.replace("/", " early/"), ranks)
+    whole, parts = with_base(cases, name, ranks)
     start = published_names(cases.first(ranks)[name]["files"])
     for got, wanted in zip(parts["weights"], whole["weights"], strict=True):
         assert distance(got, wanted, start) < (0.1 if name.startswith("bf16") else 3e-4)
@@ -285,41 +264,38 @@ def test_gradients_accumulated_ahead_make_the_same_step(cases: Any, name: str, r
                 assert getattr(got, field) == pytest.approx(getattr(wanted, field), rel=rel, abs=1e-6), field
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_passes_that_came_ahead_in_parts_make_the_same_updates(cases: Any, expected: Any, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), marked(*(variant(name, "passed") for name in Cases.PASSED)))
+def test_passes_that_came_ahead_in_parts_make_the_same_updates(cases: Any, expected: Any, name: str, ranks: int) -> None:
     """Log-probabilities of the old policy and of the reference, of parts of the samples: all later optimizer steps are the same, to
     rounding."""
-    for name in cases.PASSED:
-        whole, parts = cases.result(name, ranks), cases.result(name.replace("/", " passed/"), ranks)
-        start = published_names(cases.files)
-        for got, wanted in zip(parts["weights"], whole["weights"], strict=True):
-            assert distance(got, wanted, start) < 3e-4
-        for got, wanted in zip(parts["stats"], whole["stats"], strict=True):
-            for field in ("loss", "kl", "grad_norm", "clip_share", "importance_mean", "mismatch_mean"):
-                assert getattr(got, field) == pytest.approx(getattr(wanted, field), rel=1e-4, abs=1e-5), field
-        for got, steps in zip(parts["stats"], expected(name.split("/")[0])[2], strict=True):
-            assert got.reference_gap == pytest.approx(np.mean([w["reference_gap"] for w in steps]), rel=1e-3, abs=2e-5)
+    whole, parts = with_base(cases, name, ranks)
+    start = published_names(cases.files)
+    for got, wanted in zip(parts["weights"], whole["weights"], strict=True):
+        assert distance(got, wanted, start) < 3e-4
+    for got, wanted in zip(parts["stats"], whole["stats"], strict=True):
+        for field in ("loss", "kl", "grad_norm", "clip_share", "importance_mean", "mismatch_mean"):
+            assert getattr(got, field) == pytest.approx(getattr(wanted, field), rel=1e-4, abs=1e-5), field
+    for got, steps in zip(parts["stats"], expected(name.split(" passed")[0])[2], strict=True):
+        assert got.reference_gap == pytest.approx(np.mean([w["reference_gap"] for w in steps]), rel=1e-3, abs=2e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_leaving_the_device_and_returning_changes_nothing(cases: Any, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), marked(*(variant(name, "parked") for name in Cases.PARKED)))
+def test_leaving_the_device_and_returning_changes_nothing(cases: Any, name: str, ranks: int) -> None:
     """Bit by bit; and the snapshot taken while away is the one before. Moving ZeRO's module would part it from its buffers."""
-    for name in cases.PARKED:
-        stayed, parked = (cases.result(name.replace("/", f"{way}/"), ranks) for way in ("", " parked"))
-        assert repr(parked["stats"]) == repr(stayed["stats"])
-        assert all(same(a, b) for a, b in zip(parked["weights"], stayed["weights"], strict=True))
-        assert parked["snapshots"][1] == stayed["snapshots"][1] == parked["snapshots"]["1 away"]
+    stayed, parked = with_base(cases, name, ranks)
+    assert repr(parked["stats"]) == repr(stayed["stats"])
+    assert all(same(a, b) for a, b in zip(parked["weights"], stayed["weights"], strict=True))
+    assert parked["snapshots"][1] == stayed["snapshots"][1] == parked["snapshots"]["1 away"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_reading_the_published_weights_changes_nothing(cases: Any, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), marked(*(variant(name, "reads") for name in Cases.READS)))
+def test_reading_the_published_weights_changes_nothing(cases: Any, name: str, ranks: int) -> None:
     """Bit by bit, also after a skipped update, which leaves the rank without weights of its own. So does a snapshot meanwhile."""
-    for name in cases.READS:
-        own, read = cases.result(name, ranks), cases.result(name.replace("/", " reads/"), ranks)
-        assert repr(read["stats"]) == repr(own["stats"])
-        assert all(same(a, b) for a, b in zip(read["weights"], own["weights"], strict=True))
-        for file, content in own["snapshots"].get(1, {}).items():
-            assert read["snapshots"][1][file] == content, (name, file)
+    own, read = with_base(cases, name, ranks)
+    assert repr(read["stats"]) == repr(own["stats"])
+    assert all(same(a, b) for a, b in zip(read["weights"], own["weights"], strict=True))
+    for file, content in own["snapshots"].get(1, {}).items():
+        assert read["snapshots"][1][file] == content, file
 
 
 # ---- snapshot and continue --------------------------------------------------------------------------------------

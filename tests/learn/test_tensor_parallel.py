@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ from tests.conftest import made_once
 from tests.learn.conftest import Cases, joined, learner_settings, run_gangs
 from tests.rollout import families
 
-STAGES = ("plain/0", "plain/1", "plain/2", "full/1", "critic/0", "critic/1", "lora/0", "lora/2", "critic lora/0")
-CHANGES = {"tensor_parallel": 2}
+KINDS = ("plain/0", "plain/2", "full/1", "critic/1", "lora/2", "critic lora/0", "bf16/2", "averaged/1", "dropped/0")
+MORE = ("plain/1", "critic/0", "lora/0")  # other ZeRO stages
+CHECKPOINTS = ("plain/0", "plain/1", "plain/2", "full/1", "critic/0", "critic/1", "lora/0", "lora/2", "critic lora/0", "bf16/2")
+FAMILIES = ("gemma3_text", "qwen3")  # with windows of attention, with norms of heads; the policy of the other cases is a Qwen 2
+LONG = (*MORE, *(family for family in DIVIDED if family not in FAMILIES))
 
 
 def wide(case: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -27,29 +32,34 @@ def wide(case: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**case, "settings": replace(case["settings"], learner=section), **changes}
 
 
+def apart(name: str) -> float:
+    return 1e-3 if name.startswith("bf16") else 1e-6
+
+
 class Wide:
     """What two ranks of one copy answered, and one rank that goes on from their checkpoint."""
 
-    def __init__(self, folder: Path, cases: Cases) -> None:
-        from tiny_policy import tiny_policy
-
-        files, half = (tiny_policy(kv_heads=2, dtype=dtype, layers=1) for dtype in ("float32", "bfloat16"))
-        first = {name: {**case, "batches": case["batches"][:2], "snapshots": (1,)} for name, case in cases.first(1).items()}
-        one = {name: {**first[name], "files": files} for name in STAGES}
-        one["bf16/2"] = {**first["bf16/2"], "files": half}
-        one["averaged/1"] = {**first["averaged/0"], "files": files}
-        one["dropped/0"] = {**first["dropped/0"], "files": files}
-        for family in DIVIDED:
-            settings = learner_settings(stage=1)
-            files = families.policy(family.removesuffix("_text"), kv_heads=2)
-            one[family] = {"settings": settings, "files": files, "batches": cases.batches[:2]}
+    def __init__(self, folder: Path, cases: Cases, names: tuple[str, ...]) -> None:
+        one = {name: self.case(cases, name) for name in names}
         self.results = run_gangs(folder / "first", {1: one, 2: {name: wide(case) for name, case in one.items()}})
         later: dict[int, dict[str, Any]] = {1: {}, 2: {}}
-        for name in (*STAGES, "bf16/2"):
-            rest = {**one[name], "batches": one[name]["batches"][1:], "snapshots": ()}
-            later[1][name] = {**rest, "state": self.snapshot(name, 2)}
-            later[2][name] = wide(rest, state=self.snapshot(name, 1))
+        for name in CHECKPOINTS:
+            if name in one:
+                rest = {**one[name], "batches": one[name]["batches"][1:], "snapshots": ()}
+                later[1][name] = {**rest, "state": self.snapshot(name, 2)}
+                later[2][name] = wide(rest, state=self.snapshot(name, 1))
         self.continued = run_gangs(folder / "second", later)
+
+    @staticmethod
+    def case(cases: Cases, name: str) -> dict[str, Any]:
+        from tiny_policy import tiny_policy
+
+        if name in DIVIDED:
+            files = families.policy(name.removesuffix("_text"), kv_heads=2)
+            return {"settings": learner_settings(stage=1), "files": files, "batches": cases.batches[:2]}
+        files = tiny_policy(kv_heads=2, dtype="bfloat16" if name.startswith("bf16") else "float32", layers=1)
+        first = cases.first(1)["averaged/0" if name == "averaged/1" else name]
+        return {**first, "files": files, "batches": first["batches"][:2], "snapshots": (1,)}
 
     def snapshot(self, name: str, ranks: int) -> dict[str, bytes]:
         """The files of all ranks."""
@@ -57,9 +67,22 @@ class Wide:
 
 
 @pytest.fixture(scope="session")
-def both(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> Wide:
-    cases = Cases(Path())  # their settings and batches, not their results
-    return Wide(made_once(tmp_path_factory, "tensor-parallel", lambda folder: Wide(folder, cases)), cases)
+def answers(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> Callable[[str], Wide]:
+    """The gangs of a case. Those that only `make test-long` runs have gangs of their own."""
+
+    @cache
+    def made(folder: str, names: tuple[str, ...]) -> Wide:
+        cases = Cases(Path())  # their settings and batches, not their results
+        return Wide(made_once(tmp_path_factory, folder, lambda folder: Wide(folder, cases, names)), cases, names)
+
+    def of(name: str) -> Wide:
+        return made("tensor-parallel-long", LONG) if name in LONG else made("tensor-parallel", (*KINDS, *FAMILIES))
+
+    return of
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in names]
 
 
 def close(found: dict[str, Any], wanted: dict[str, Any], apart: float, skip: int = 0) -> None:
@@ -73,40 +96,26 @@ def close(found: dict[str, Any], wanted: dict[str, Any], apart: float, skip: int
 
 
 @pytest.mark.learner
-@pytest.mark.parametrize("name", STAGES)
-def test_two_ranks_of_one_copy_make_the_updates_of_one_rank(both: Wide, name: str) -> None:
-    close(joined(both.results[2], name), joined(both.results[1], name), 1e-6)
+@pytest.mark.parametrize("name", marked([*KINDS, *MORE, *DIVIDED]))
+def test_two_ranks_of_one_copy_make_the_updates_of_one_rank(answers: Callable[[str], Wide], name: str) -> None:
+    """Each rank drops its slice of what one rank drops."""
+    both = answers(name)
+    close(joined(both.results[2], name), joined(both.results[1], name), apart(name))
 
 
 @pytest.mark.learner
-@pytest.mark.parametrize("family", DIVIDED)
-def test_every_family_that_is_divided(both: Wide, family: str) -> None:
-    close(joined(both.results[2], family), joined(both.results[1], family), 1e-6)
-
-
-@pytest.mark.learner
-def test_in_bfloat16_and_with_a_moving_average(both: Wide) -> None:
-    close(joined(both.results[2], "bf16/2"), joined(both.results[1], "bf16/2"), 1e-3)
-    close(joined(both.results[2], "averaged/1"), joined(both.results[1], "averaged/1"), 1e-6)
-
-
-@pytest.mark.learner
-def test_each_rank_drops_its_slice_of_what_one_rank_drops(both: Wide) -> None:
-    close(joined(both.results[2], "dropped/0"), joined(both.results[1], "dropped/0"), 1e-6)
-
-
-@pytest.mark.learner
-@pytest.mark.parametrize("name", [*STAGES, "bf16/2"])
-def test_checkpoints_are_read_at_the_other_width(both: Wide, name: str) -> None:
-    apart = 1e-3 if name.startswith("bf16") else 1e-6
+@pytest.mark.parametrize("name", marked(CHECKPOINTS))
+def test_checkpoints_are_read_at_the_other_width(answers: Callable[[str], Wide], name: str) -> None:
+    both = answers(name)
     for ranks in (1, 2):
-        close(joined(both.continued[ranks], name), joined(both.results[1], name), apart, skip=1)
+        close(joined(both.continued[ranks], name), joined(both.results[1], name), apart(name), skip=1)
 
 
 @pytest.mark.learner
-def test_no_rank_writes_what_the_other_has(both: Wide) -> None:
-    sizes = [sum(map(len, rank["plain/1"]["snapshots"][1].values())) for rank in both.results[2]]
-    alone = sum(map(len, both.results[1][0]["plain/1"]["snapshots"][1].values()))
+def test_no_rank_writes_what_the_other_has(answers: Callable[[str], Wide]) -> None:
+    both = answers("plain/2")
+    sizes = [sum(map(len, rank["plain/2"]["snapshots"][1].values())) for rank in both.results[2]]
+    alone = sum(map(len, both.results[1][0]["plain/2"]["snapshots"][1].values()))
     assert sum(sizes) < 1.1 * alone and max(sizes) < 0.75 * alone
 
 

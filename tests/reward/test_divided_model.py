@@ -23,7 +23,7 @@ from tests.conftest import ROOT, environment
 from tests.reward.reward_models import reward_model, tokenizer_files
 from tests.reward.test_model import by_transformers, loaded, sequences
 
-FAMILIES = ["Qwen2", "Mistral"]
+FAMILIES = ["Qwen2", pytest.param("Mistral", marks=pytest.mark.long)]
 WORKER = """
 import json, pickle, sys, time
 from rlhfless_ray.local.member_process import members_memory_mb
