@@ -377,13 +377,10 @@ def page_connector_ends() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four steps with up to two engines from start to end, started as a user starts it: its
-    workers are forked from its own server."""
+    """The folder of a run of four steps with up to two engines from start to end."""
 
     def make(folder: Path) -> None:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.delenv(WORKER_PREFIX, raising=False)
-            done = command("train", write_recipe(folder, rollout__max_actors=2))
+        done = command("train", write_recipe(folder, rollout__max_actors=2))
         assert done.returncode == 0, done.stderr
         assert "report.html" in done.stdout
 

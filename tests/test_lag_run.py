@@ -25,37 +25,26 @@ from tests.run_files import CheckpointPolicy, engines_in_step, rows, watched_pha
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
-EVERY_STEP = {"rollout__stream_interval_s": 0.02, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
-LAG = {"rollout__max_lag_steps": 1, **EVERY_STEP}
+LAG = {"rollout__max_lag_steps": 1, "rollout__stream_interval_s": 0.02, "checkpoint__every_steps": 1, "checkpoint__keep": 9}
 
 Ran = tuple[Recipe, list[Step], Path]
 
 
-def ran(folder: Path, **settings: Any) -> Ran:
-    """Return the recipe, the steps and the folder of a run."""
-    recipe = Recipe.parse(small_recipe(folder, **settings))
+@pytest.fixture(scope="module")
+def lagging(private_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Recipe, steps and folder of an undisturbed run with a lag, which several tests look at."""
+    folder = tmp_path_factory.mktemp("lagging")
+    recipe = Recipe.parse(small_recipe(folder, **LAG))
     with Runtime(recipe) as run:
         return recipe, list(run), folder / "runs" / "small"
 
 
-@pytest.fixture(scope="module")
-def lagging(private_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """An undisturbed run with a lag, which several tests look at."""
-    return ran(tmp_path_factory.mktemp("lagging"), **LAG)
-
-
-@pytest.fixture(scope="module")
-def synchronous(private_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Two steps without a lag."""
-    return ran(tmp_path_factory.mktemp("synchronous"), **EVERY_STEP, run__steps=2)
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(lagging: Ran, synchronous: Ran, lag: int) -> None:
-    """Checkpoints hold the weights of each version, under which every response is computed again."""
-    recipe, steps, folder = lagging if lag else synchronous
+def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(lagging: Ran) -> None:
+    """Checkpoints hold the weights of each version, under which every response is computed again. For a run without a lag see
+    `test_run.py`."""
+    recipe, steps, folder = lagging
     drawn_by = {step.number: {version for s in step.samples for version, _ in s.completion.versions} for step in steps}
-    assert drawn_by == {1: {0}, **{number: {number - 1 - lag} for number in ((2, 3, 4) if lag else (2,))}}
+    assert drawn_by == {1: {0}, 2: {0}, 3: {1}, 4: {2}}
     policy, told = CheckpointPolicy(recipe, folder), rows(folder, 1)
 
     def under(version: int, samples: list[Sample]) -> list[np.ndarray]:
@@ -67,15 +56,12 @@ def test_each_tokens_log_probability_is_that_of_the_version_that_drew_it(lagging
         drawn = under(version, step.samples)
         for sample, found in zip(step.samples, drawn, strict=True):
             np.testing.assert_allclose(found, sample.completion.logprobs, atol=1e-4)
-        if lag and version < step.number - 1:
+        if version < step.number - 1:
             change = np.concatenate(under(step.number - 1, step.samples)) - np.concatenate(drawn)
             assert row["lag/kl_1"] == pytest.approx(np.mean(np.exp(change) - 1 - change), rel=0.02) and "lag/kl_0" not in row
-    if lag:
-        assert [(row["lag/mean"], row["lag/max"]) for row in told] == [(0, 0), (1, 1), (1, 1), (1, 1)]
-        shares = [row["learn/effective_share"] for row in told]
-        assert shares[0] == pytest.approx(1, abs=1e-4) and 0 < shares[1] < 1 - 1e-5
-    else:
-        assert not any("lag" in name or "effective" in name for row in told for name in row)
+    assert [(row["lag/mean"], row["lag/max"]) for row in told] == [(0, 0), (1, 1), (1, 1), (1, 1)]
+    shares = [row["learn/effective_share"] for row in told]
+    assert shares[0] == pytest.approx(1, abs=1e-4) and 0 < shares[1] < 1 - 1e-5
 
 
 def test_engines_and_learner_hold_slots_at_once_and_the_run_resumes(tmp_path: Path, lagging: Ran) -> None:

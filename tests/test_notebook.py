@@ -21,7 +21,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the recipes, where Jupyter starts their notebooks, with a cache in which a policy from scratch is warm-started once.
     The quickstart has little work in it."""
     folder = Path(shutil.copytree(ROOT / "recipes", tmp_path_factory.mktemp("notebooks") / "recipes"))
-    (folder / "quickstart.yaml").write_text(yaml.safe_dump(small_recipe("quickstart")))
+    tree = small_recipe("quickstart") | {"policy": {"hidden_size": 64, "layers": 2}}
+    (folder / "quickstart.yaml").write_text(yaml.safe_dump(tree))
     return folder
 
 
@@ -37,6 +38,9 @@ def execute(name: str, folder: Path, replaced: dict[str, str] | None = None) -> 
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     return outputs
+
+
+LITTLE = {"warm_start.steps=30": "warm_start.steps=5", "evaluate.prompts=32": "evaluate.prompts=8"}
 
 
 def printed(outputs: list[Any]) -> str:
@@ -67,16 +71,17 @@ def test_the_planner_plans_and_draws(scratch: Path) -> None:
 @pytest.mark.ray
 @pytest.mark.engine
 def test_the_loop_runs(scratch: Path) -> None:
-    outputs = execute("notebook.ipynb", scratch)
+    outputs = execute("notebook.ipynb", scratch, LITTLE)
     assert printed(outputs).count("→") == 3  # one sample of each step
     listed = outputs[-1]["data"]["text/plain"]
     assert "'model'" in listed and "'report.html'" in listed
 
 
+@pytest.mark.long  # two of the runs above; `test_autoscaler.py` and `test_inline.py` have the change of the objective and the views
 @pytest.mark.ray
 @pytest.mark.engine
 def test_two_settings_are_compared(scratch: Path) -> None:
-    outputs = execute("comparison_notebook.ipynb", scratch)
+    outputs = execute("comparison_notebook.ipynb", scratch, LITTLE)
     lines = [line for line in printed(outputs).splitlines() if "engines," in line]
     assert len(lines) == 8
     plan, figure, record = shown(outputs)

@@ -88,6 +88,7 @@ def test_the_run_folder_holds_what_was_promised(uninterrupted):
         assert rows[step]["learn/mismatch_max"] < 1e-4
         assert rows[step]["learn/grad_norm"] > 0
     assert rows[-1]["reward/mean"] > rows[1]["reward/mean"]  # it learns to be short
+    assert not any("lag" in name or "effective" in name for row in rows for name in row)
 
 
 def test_the_ledger_accounts_for_every_phase_and_engines_hold_nothing_while_the_learner_works(uninterrupted):
