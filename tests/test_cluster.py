@@ -16,6 +16,7 @@ from ray.util.placement_group import placement_group_table
 from safetensors.numpy import load_file
 
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.local.local_ray import forked
 from tests.conftest import ROOT, environment, samples, small_recipe, two_nodes, write_recipe
 from tests.run_files import rows
 
@@ -88,7 +89,7 @@ def test_two_runs_on_one_pool_learn_what_each_learns_alone(cluster, tmp_path, un
         folder.mkdir()
         name, address = folder.name, cluster.address
         write_recipe(folder, run__name=name, cluster__pool=True, cluster__address=address, rollout__max_actors=2)
-    beside = [sys.executable, "-m", "rlhfless_ray", "train", str(folders[1] / "small.yaml")]
+    beside = forked([sys.executable, "-m", "rlhfless_ray", "train", str(folders[1] / "small.yaml")])
     other = subprocess.Popen(beside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment())
     try:
         with Runtime(Recipe.load(folders[0] / "small.yaml")) as run:

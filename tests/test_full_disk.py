@@ -476,7 +476,7 @@ def shorter(prompt, response, row):
 
 @pytest.mark.ray
 @pytest.mark.engine
-@pytest.mark.parametrize("by", ["filler", "checkpoints"])
+@pytest.mark.parametrize("by", ["filler", pytest.param("checkpoints", marks=pytest.mark.long)])
 def test_a_run_ends_with_one_sentence_and_goes_on_when_there_is_space(private_ray: None, tmp_path: Path, small_disk: Path, by: str) -> None:
     """`filler`: somebody else takes the space, and samples are the first to find none. `checkpoints`: the run's own do."""
     recipe = write_recipe(

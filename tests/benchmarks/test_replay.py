@@ -91,7 +91,7 @@ def test_synthetic_lengths_share_their_variance_as_said():
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("benchmark", ["control", "driver"])
+@pytest.mark.parametrize("benchmark", ["control", pytest.param("driver", marks=pytest.mark.long)])
 def test_the_real_loop_runs_on_logical_gpus(benchmark):
     ended = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{benchmark}", "--quick"],

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from docs.blocks import ROOT, Block, blocks, commands, pages, rules
 from docs.check import make_scratch, public_examples, run, run_examples
 from docs.flag_table import BEGIN
 from docs.hooks import MARKER, on_page_markdown
+from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.recipe import Recipe, known_keys
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.recipe_file import read_tree
@@ -30,7 +32,9 @@ SECTIONS = {*Recipe.model_fields, *SupervisedRecipe.model_fields}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`")
 EXAMPLES = dict(public_examples())
-NEEDS_RAY = ("rlhfless_ray.Runtime", "rlhfless_ray.generate", "rlhfless_ray.run_supervised", "rlhfless_ray.run_workflow")
+OF_RUNS = ("rlhfless_ray.Runtime", "rlhfless_ray.generate")
+OF_STAGES = ("rlhfless_ray.run_supervised", "rlhfless_ray.run_workflow")
+NEEDS_RAY = (*OF_RUNS, *OF_STAGES)
 
 
 def prose(page: Path) -> str:
@@ -157,23 +161,23 @@ def test_every_public_name_has_an_example_and_it_runs(name: str, tmp_path: Path,
     assert run_examples(EXAMPLES[name]) == ""
 
 
-@pytest.fixture(scope="module")
-def failed_examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Run the examples that need Ray in one process and on one Ray. Returns what failed, by name."""
+def failed_examples(tmp_path_factory: pytest.TempPathFactory, names: tuple[str, ...]) -> dict[str, str]:
+    """Run examples that need Ray in one process and on one Ray. Returns what failed, by name."""
     folder = tmp_path_factory.mktemp("examples")
     code = "import json; from docs.check import *; from tests.conftest import one_ray; found = dict(public_examples())\n"
-    code += f"with one_ray(): told = {{name: run_examples(found[name]) for name in {NEEDS_RAY}}}\n"
+    code += f"with one_ray(): told = {{name: run_examples(found[name]) for name in {names}}}\n"
     code += "Path('told.json').write_text(json.dumps(told))"
-    said = run([str(folder / "bin" / "python"), "-c", code], folder, make_scratch(folder), timeout_s=800)
+    (folder / "examples.py").write_text(code)
+    said = run(forked([sys.executable, str(folder / "examples.py")]), folder, make_scratch(folder), timeout_s=800)
     assert said == ""
     return json.loads((folder / "told.json").read_text())
 
 
 @pytest.mark.ray
 @pytest.mark.engine
-@pytest.mark.parametrize("name", NEEDS_RAY)
-def test_examples_that_need_ray_run(name: str, failed_examples: dict[str, str]) -> None:
-    assert failed_examples[name] == ""
+@pytest.mark.parametrize("names", [OF_RUNS, pytest.param(OF_STAGES, marks=pytest.mark.long)])
+def test_examples_that_need_ray_run(names: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert failed_examples(tmp_path_factory, names) == dict.fromkeys(names, "")
 
 
 def test_the_readme_takes_a_minute() -> None:

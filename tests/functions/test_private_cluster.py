@@ -27,6 +27,11 @@ import json, os, signal, tempfile, time
 import psutil, ray
 from rlhfless_ray import Recipe
 from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.local.local_ray import local_ray
+
+with local_ray():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.shutdown()
 
 tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}
 cluster = RayCluster(Recipe.parse(tree))
@@ -41,6 +46,7 @@ def where():
 
 said = {"worker": ray.get(where.remote(), timeout=150), "own": str(cluster.temporary), "driver": tempfile.gettempdir()}
 said["processes"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+said["cores"] = ray.cluster_resources()["CPU"]
 cluster.stop()
 print(json.dumps({**said, "left": cluster.temporary.exists(), "TMPDIR": os.environ.get("TMPDIR")}))
 """
@@ -48,6 +54,7 @@ print(json.dumps({**said, "left": cluster.temporary.exists(), "TMPDIR": os.envir
 
 @pytest.mark.ray
 def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it() -> None:
+    """Also in a process that had a Ray before, whose token Ray remembers: it gets one of its own."""
     kept = {k: v for k, v in environment().items() if k != "TMPDIR"}
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=200, start_new_session=True
@@ -55,7 +62,7 @@ def test_a_signal_to_the_drivers_group_leaves_ray_alone_and_its_files_go_with_it
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout.splitlines()[-1])
     assert said["worker"] == said["own"] != said["driver"]
-    assert said["left"] is False and said["TMPDIR"] is None
+    assert said["left"] is False and said["TMPDIR"] is None and said["cores"] == 1.0
     names = " ".join(said["processes"])
     not_started = ("dashboard.py", "DashboardAgent", "RuntimeEnvAgent", "monitor.py")
     assert "agent_stand_in.py" in names and not [one for one in not_started if one in names], names
@@ -164,32 +171,6 @@ def test_a_worker_runs_by_itself_where_the_server_has_failed(tmp_path: Path, fai
         Path(address + FAILED).touch()
     command = [*shlex.split(worker_prefix(address)), sys.executable, "-c", "print('by itself')"]
     assert subprocess.run(command, capture_output=True, text=True, timeout=20).stdout == "by itself\n"
-
-
-AFTER = """
-import ray
-from rlhfless_ray import Recipe
-from rlhfless_ray.local.cluster import RayCluster
-from rlhfless_ray.local.fork_server import FAILED, worker_prefix
-from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
-
-with local_ray():
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-ray.shutdown()
-
-cluster = RayCluster(Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "cluster": {"cpus": 1}}))
-cluster.start()
-print(ray.cluster_resources()["CPU"])
-cluster.stop()
-"""
-
-
-@pytest.mark.ray
-def test_a_process_that_had_a_ray_before_gets_one_of_its_own_too() -> None:
-    """Ray remembers the token of the first."""
-    ended = subprocess.run([sys.executable, "-c", AFTER], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "1.0"
 
 
 FORKS = """

@@ -1,32 +1,26 @@
-"""A run's driver and its neighbour, for tests that kill one: `python abandoned.py ADDRESS start NAME HEARTBEAT_S` starts the
-service, prints its application's name and sleeps; `… look` prints
-the applications and the named actors that are there, once for each line of its input."""
+"""A run's driver, for tests that kill one: `python abandoned.py ADDRESS NAME HEARTBEAT_S` starts the service, prints its application's
+name, and then the applications and the named actors that are there, once for each line of its input."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-import time
 
 
-def main(address: str, what: str, *arguments: str) -> None:
+def main(address: str, name: str, heartbeat_s: str) -> None:
     import ray
+    from ray import serve
 
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    if what == "look":
-        from ray import serve
-
-        for _ in sys.stdin:
-            actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
-            print(json.dumps({"applications": sorted(serve.status().applications), "actors": actors}), flush=True)
-        return
     from rlhfless_ray.prefix.page_service import PrefixService
 
-    service = PrefixService(arguments[0], 10**6, heartbeat_s=float(arguments[1]))
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    service = PrefixService(name, 10**6, heartbeat_s=float(heartbeat_s))
     service.start()
     print(service.name, flush=True)
-    time.sleep(600)
+    for _ in sys.stdin:
+        actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+        print(json.dumps({"applications": sorted(serve.status().applications), "actors": actors}), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +36,32 @@ def shared() -> Iterator[str]:
         _initialize_internal_kv(of_others)
 
 
-def start(address: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen([sys.executable, SCRIPT, address, "start", *arguments], stdout=subprocess.PIPE, text=True, env=environment())
+def start(address: str, name: str) -> tuple[subprocess.Popen[str], str]:
+    """Start a driver with a service. Returns its process and its application's name."""
+    command = [sys.executable, SCRIPT, address, name, LIMIT_S]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+    return process, answer(process, "rlhfless-prefix-")
+
+
+def answer(process: subprocess.Popen[str], begins: str) -> str:
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("rlhfless-prefix-"):
-            return process, line.strip()
-    raise AssertionError("the service did not start")
+    return next(line.strip() for line in process.stdout if line.startswith(begins))
 
 
-@pytest.fixture
-def look(shared: str) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Returns the applications and named actors of the cluster, as another of its drivers sees them."""
-    command = [sys.executable, SCRIPT, shared, "look"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()) as looker:
-        assert looker.stdin is not None and looker.stdout is not None
-
-        def ask() -> dict[str, Any]:
-            print(file=looker.stdin, flush=True)
-            return json.loads(next(line for line in looker.stdout if line.startswith("{")))
-
-        yield ask
-        looker.kill()
+def look(driver: subprocess.Popen[str]) -> dict[str, Any]:
+    """The applications and named actors of the cluster, as one of its drivers sees them."""
+    print(file=driver.stdin, flush=True)
+    return json.loads(answer(driver, "{"))
 
 
-def test_the_application_of_a_killed_driver_deletes_itself(shared: str, look: Callable[[], dict[str, Any]]) -> None:
-    killed, mine = start(shared, "mine", LIMIT_S)
-    living, other = start(shared, "other", LIMIT_S)
+def test_the_application_of_a_killed_driver_deletes_itself(shared: str) -> None:
+    killed, mine = start(shared, "mine")
+    living, other = start(shared, "other")
     try:
-        assert look()["applications"] == sorted([mine, other])
+        assert look(living)["applications"] == sorted([mine, other])
         killed.send_signal(signal.SIGKILL)
         end = time.monotonic() + 200  # the living driver's outlives the limit meanwhile
-        while (found := look())["applications"] != [other] or any(mine in name for name in found["actors"]):
+        while (found := look(living))["applications"] != [other] or any(mine in name for name in found["actors"]):
             assert time.monotonic() < end, found
             time.sleep(0.5)
         assert any(other in name for name in found["actors"])

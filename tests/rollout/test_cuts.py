@@ -92,8 +92,10 @@ class Relay:
         return self.token_log.completions
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("count", "temperature"),
+    [(1, 0.0), (2, 1.0), (3, 1.0), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 1.0), (2, 0.0), (3, 0.0)))],
+)
 def test_random_cuts_change_no_response(engines: list[Any], whole: Callable[..., Any], count: int, temperature: float) -> None:
     asked = requests(temperature=temperature, seed=20 + count)
     wanted = whole(asked)

@@ -40,8 +40,13 @@ def engines(new_engine: Callable[..., Any]) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("kind", ["on", "auto", "model", "head"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [
+        *(("on", 0.0), ("auto", 0.7), ("model", 0.7), ("head", 0.0)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("on", 0.7), ("auto", 0.0), ("model", 0.0), ("head", 0.7))),
+    ],
+)
 def test_drafts_change_only_the_number_of_steps(engines: dict[str, Any], kind: str, temperature: float) -> None:
     """Asked twice: the second time the source knows the tokens of the first responses, which other seeds repeat in part only."""
     steps: dict[str, list[Any]] = {"off": [], kind: []}

@@ -38,7 +38,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     return weights(folder / "runs" / "alone")
 
 
-@pytest.mark.parametrize("slot", ["cpu", "gpu"])
+@pytest.mark.parametrize("slot", ["cpu", pytest.param("gpu", marks=pytest.mark.long)])
 def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluster, slot, alone, tmp_path: Path, monkeypatch) -> None:
     address = ray.get_runtime_context().gcs_address
     shared = {**WORK, "cluster": {"address": address}, "functions": {"slot": slot}}

@@ -112,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """An undisturbed run."""
-    finish(start(recipe(folder, "whole")))
+    finish(start(recipe(folder, "whole"), forks=True))
     return folder / "runs" / "whole"
 
 
