@@ -65,6 +65,7 @@ def make_scratch(folder: Path) -> dict[str, str]:
     (folder / "train_openrlhf.sh").write_text(LAUNCH)
     for block in blocks():
         if block.title:
+            (folder / block.title).parent.mkdir(exist_ok=True)
             (folder / block.title).write_text(block.text)
     programs = folder / "bin"
     programs.mkdir()

@@ -40,6 +40,8 @@ def import_logs(
         raise UserError(f"--prompts and --samples: must be at least 1 and 2, got {prompts} and {samples}")
     if model is not None and write is None:
         raise UserError("--model needs --write: a step is planned for the lengths in that file")
+    if not log.exists():
+        raise UserError(f"{log}: no such file or folder")
     dumped = is_dump(log)
     if dumped:
         leave_out(ctx, {"prompts", "samples"}, f"{log} has dumps of rollouts, and their prompts and responses are counted")
