@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from placement.speed.robust_fit import MIN_NOISE, huber_weights, nonnegative, robust_sd
 
@@ -51,7 +52,28 @@ class Draft(NamedTuple):
     source: int = 0
 
 
-NOTHING = Draft([], [], 0)
+class Drafts(NamedTuple):
+    """The drafts of several sequences, by column. See `Draft`."""
+
+    tokens: list[list[int]]
+    estimates: list[list[float]]
+    matches: list[int]
+    sources: list[int]
+
+    @classmethod
+    def of(cls, drafts: Sequence[Draft]) -> Drafts:
+        return cls(*map(list, zip(*drafts, strict=True))) if drafts else cls([], [], [], [])
+
+    def replace(self, row: int, draft: Draft) -> None:
+        for column, value in zip(self, draft, strict=True):
+            column[row] = value
+
+
+class DraftTable(NamedTuple):
+    """Drafted tokens as arrays (drafts, tokens of the longest): the cell of each in `Acceptance`, and its estimate, 0 behind an end."""
+
+    cells: np.ndarray
+    estimates: np.ndarray
 
 
 News = tuple[np.ndarray, np.ndarray]  # cells of drafted tokens that were tried (n,), and whether each was accepted (n,) bool
@@ -76,37 +98,29 @@ class Acceptance:
         size = int(np.prod(self.SHAPE))
         self.tried, self.accepted = np.zeros(size), np.zeros(size)
         self.news: list[News] = []  # since the last `take_news`
-        self.seen: tuple[Sequence[Draft], np.ndarray] = (), np.zeros((0, 0), int)  # drafts of the last `survival`, and their cells
 
-    def survival(self, drafts: Sequence[Draft], deviations: float = 0.0) -> np.ndarray:
-        """Return (drafts, MOST_TOKENS) the probability that a token and all before it are accepted, 0 behind a draft's end.
+    def survival(self, drafts: DraftTable, deviations: float = 0.0) -> np.ndarray:
+        """Return (drafts, tokens of the longest) the probability that a token and all before it are accepted, 0 behind a draft's end.
 
         deviations: standard deviations of the distribution that are added to its mean.
         """
-        found = self.survival_to_longest(drafts, deviations)
-        return np.pad(found, ((0, 0), (0, MOST_TOKENS - found.shape[1])))
-
-    def survival_to_longest(self, drafts: Sequence[Draft], deviations: float = 0.0) -> np.ndarray:
-        """Return `survival` without the columns behind the longest draft's end."""
-        cells, estimates = self._cells_of(drafts)
-        self.seen = tuple(drafts), cells
+        cells, estimates = drafts
         weight = PRIOR_WEIGHT + self.tried[cells]
         chance = (PRIOR_WEIGHT * estimates + self.accepted[cells]) / weight
         if deviations:
             chance = chance + deviations * np.sqrt(chance * np.maximum(1.0 - chance, 0.0) / (weight + 1.0))
-        return np.cumprod(np.where(estimates > 0, np.minimum(chance, 1.0), 0.0), axis=1)
+        return np.multiply.accumulate(np.minimum(chance, 1.0) * (estimates > 0), axis=1)
 
-    def observe(self, drafts: Sequence[Draft], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def observe(self, cells: np.ndarray, drafted: ArrayLike, accepted: ArrayLike) -> None:
         """Learn from a step: of each draft the first `drafted` tokens were verified, and the first `accepted` of these were accepted.
 
-        Tokens after the first refused one were not tried.
+        cells: (drafts, tokens), as in `DraftTable`. Tokens after the first refused one were not tried.
         """
-        if not drafts:
+        if not len(cells):
             return
-        hits = np.array(accepted, int)[:, None]
-        cells = self._seen_cells(drafts)
+        hits = np.asarray(accepted)[:, None]
         columns = self.COLUMNS[: cells.shape[1]]
-        tried = columns < np.minimum(hits + 1, np.array(drafted, int)[:, None])
+        tried = columns < np.minimum(hits + 1, np.asarray(drafted)[:, None])
         news = cells[tried], (columns < hits)[tried]
         self._add(*news)
         self.news.append(news)
@@ -134,25 +148,21 @@ class Acceptance:
         for cells, hits in news:
             self._add(cells, hits)
 
-    def _seen_cells(self, drafts: Sequence[Draft]) -> np.ndarray:
-        """Return the cells of the drafts' tokens. Those of drafts that `survival` saw last are known."""
-        seen, cells = self.seen
-        rows = {id(draft): row for row, draft in enumerate(seen)}
-        found = [rows.get(id(draft), -1) for draft in drafts]
-        return self._cells_of(drafts)[0] if -1 in found else cells[found]
-
-    def _cells_of(self, drafts: Sequence[Draft]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (drafts, tokens of the longest) the cell of each token, and its estimate, 0 behind a draft's end."""
-        if not drafts:
-            return np.zeros((0, 0), int), np.zeros((0, 0))
-        tokens, estimates_of, matches, sources = zip(*drafts, strict=True)
-        counts = np.fromiter(map(len, tokens), int, len(drafts))
-        columns = self.COLUMNS[: counts.max()]
-        estimates = np.zeros((len(drafts), len(columns)))
-        estimates[columns < counts[:, None]] = np.fromiter(itertools.chain.from_iterable(estimates_of), float, counts.sum())
-        first = self.FIRST_CELLS[np.array(sources), np.minimum(matches, MATCH_EDGES[-1])]
-        bucket = np.minimum((estimates * ESTIMATE_BUCKETS).astype(int), ESTIMATE_BUCKETS - 1)
-        return first[:, None] + self.POSITIONS[: len(columns)] + bucket, estimates
+    @classmethod
+    def tabulate(cls, drafts: Drafts) -> DraftTable:
+        """Return the drafts as arrays."""
+        if not drafts.tokens:
+            return DraftTable(np.zeros((0, 0), int), np.zeros((0, 0)))
+        counts = [*map(len, drafts.tokens)]
+        columns = cls.COLUMNS[: max(counts)]
+        estimates = np.zeros((len(counts), len(columns)))
+        inside = columns < np.array(counts)[:, None]
+        estimates[inside] = np.fromiter(itertools.chain.from_iterable(drafts.estimates), float, sum(counts))
+        cells = (estimates * ESTIMATE_BUCKETS).astype(int)  # for now only the bucket of the estimate
+        np.minimum(cells, ESTIMATE_BUCKETS - 1, out=cells)
+        cells += cls.POSITIONS[: len(columns)]
+        cells += cls.FIRST_CELLS[drafts.sources, np.minimum(drafts.matches, MATCH_EDGES[-1])][:, None]
+        return DraftTable(cells, estimates)
 
 
 def choose_lengths(
@@ -172,13 +182,13 @@ def choose_lengths(
     flat = survivals.ravel()
     rate = sequences / step_s  # without drafts
     # A token that brings less than this rate for the least that it adds is not among the best.
-    order = np.flatnonzero(flat > rate * verify_s[0] * (1 - 1e-9) if len(verify_s) else flat)
+    order = (flat > rate * verify_s[0] * (1 - 1e-9) if len(verify_s) else flat).nonzero()[0]
     if not len(order):
         return [0] * rows
     found = flat[order]
-    best_first = np.argsort(-found, kind="stable")
-    rates = (sequences + np.cumsum(found[best_first])) / (step_s + overhead_s + verify_s[: len(order)])
-    best = int(np.argmax(rates))
+    best_first = (-found).argsort(kind="stable")
+    rates = (sequences + found[best_first].cumsum()) / (step_s + overhead_s + verify_s[: len(order)])
+    best = int(rates.argmax())
     if rates[best] <= rate:
         return [0] * rows
     return np.bincount(order[best_first[: best + 1]] // width, minlength=rows).tolist()
@@ -386,7 +396,7 @@ class Attempts:
             return 0
         return min(running, max(1, int(self.balance * step_s / self.look_up_s))) if self.look_up_s else running
 
-    def choose(self, drafts: Sequence[Draft], running: int, context_tokens: int) -> list[int]:
+    def choose(self, drafts: DraftTable, running: int, context_tokens: int) -> list[int]:
         """Return how many tokens of each draft the next step verifies.
 
         The drafts are of some of its `running` sequences. While the balance pays for trials, rates that are little known are taken to be
@@ -395,21 +405,16 @@ class Attempts:
         times = self.learned.times
         step_s = times.step_s(running, context_tokens)
         if step_s is None or not times.is_known:
-            return [min(1 + times.trials % TRIAL_TOKENS, len(draft.tokens)) for draft in drafts]
-        lengths = [0] * len(drafts)
-        some = [i for i, draft in enumerate(drafts) if draft.tokens]
-        survival = self.learned.acceptance.survival_to_longest([drafts[i] for i in some], OPTIMISM if self.balance > 0 else 0.0)
-        chosen = choose_lengths(survival, step_s, times.costs_s(running), times.path_s, running)
-        for i, count in zip(some, chosen, strict=True):
-            lengths[i] = count
-        return lengths
+            return np.minimum(1 + times.trials % TRIAL_TOKENS, np.count_nonzero(drafts.estimates, axis=1)).tolist()
+        survival = self.learned.acceptance.survival(drafts, OPTIMISM if self.balance > 0 else 0.0)
+        return choose_lengths(survival, step_s, times.costs_s(running), times.path_s, running)
 
     def due(self, names: Sequence[str], most: int) -> list[int]:
         """Return the positions of at most `most` sequences that may try, those whose drafts did best first."""
-        if not self.rests:
+        pays = self.worth_s > self.look_up_s
+        if not self.rests or (pays and len(names) <= most):
             return list(range(min(len(names), most)))
         rests = [self.rests.get(name, (0, 0)) for name in names]
-        pays = self.worth_s > self.look_up_s
         rested = [i for i, (until, _) in enumerate(rests) if pays or until <= self.number]
         return rested if len(rested) <= most else sorted(rested, key=lambda i: rests[i][1])[:most]
 
@@ -422,14 +427,15 @@ class Attempts:
         """Let a sequence try again at once."""
         self.rests.pop(name, None)
 
-    def note(self, name: str, succeeded: bool) -> None:
-        """Record whether a look-up gave a draft that is worth being verified."""
-        if succeeded:
-            if self.rests:
-                self.rests.pop(name, None)
-        else:
-            rest = min(max(1, 2 * self.rests.get(name, (0, 0))[1]), LONGEST_REST)
-            self.rests[name] = (self.number + rest, rest)
+    def note(self, names: Sequence[str], succeeded: Collection[str]) -> None:
+        """Record which look-ups gave drafts that are worth being verified."""
+        rests = self.rests
+        for name in rests.keys() & succeeded:
+            del rests[name]
+        for name in names:
+            if name not in succeeded:
+                rest = min(max(1, 2 * rests.get(name, (0, 0))[1]), LONGEST_REST)
+                rests[name] = self.number + rest, rest
 
     def observe_look_up(self, seconds: float, sequences: int) -> None:
         """Record that looking up drafts for so many sequences took `seconds`."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from placement.drafting import MODEL_SEQUENCES, MOST_TOKENS, Attempts, Draft, Learned
+from placement.drafting import MODEL_SEQUENCES, MOST_TOKENS, Acceptance, Attempts, Drafts, Learned
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.rollout.head_config import is_head
 from rlhfless_ray.rollout.text_drafts import TextSource
@@ -24,6 +24,7 @@ from rlhfless_ray.types import EngineStep
 if TYPE_CHECKING:
     import torch
 
+    from placement.drafting import Draft
     from rlhfless_ray.rollout.control_queue import DraftNews
     from rlhfless_ray.rollout.head_drafts import HeadSource
     from rlhfless_ray.rollout.model_drafts import Ask, DraftSource
@@ -34,14 +35,30 @@ TRIAL_PASSES = 4  # passes of the drafter until their time is known, and in each
 ENOUGH_PROMISED = 4.0  # a draft from text with so many expected tokens is used without a draft by the model
 
 
-class _Sequence(NamedTuple):
-    """A sequence for which drafts are looked up. `name`: vLLM's request id. `key`: the request's number. `most`: tokens to draft."""
+class _Running(NamedTuple):
+    """Sequences of an engine's batch, by column, and what remains the same while they are in it."""
 
-    name: str
-    key: int
-    prompt_tokens: int
-    tokens: np.ndarray
-    most: int
+    names: list[str]  # vLLM's request ids
+    keys: list[int]  # the requests' numbers
+    rows: np.ndarray  # (n,) of the batch
+    prompts: list[int]  # tokens of the prompts
+    limits: np.ndarray  # (n,) tokens after which nothing is drafted
+
+    def take(self, places: Sequence[int]) -> _Running:
+        """Return some of the sequences."""
+        names, keys, prompts = ([column[i] for i in places] for column in (self.names, self.keys, self.prompts))
+        return _Running(names, keys, self.rows[places], prompts, self.limits[places])
+
+
+class _Offer(NamedTuple):
+    """Drafts whose first tokens a step verifies."""
+
+    rows: dict[str, int]  # by vLLM's request id: place in the following
+    sources: list[int]
+    cells: np.ndarray  # (drafts, tokens), as in `DraftTable`
+
+
+NO_OFFER = _Offer({}, [], np.zeros((0, 0), int))
 
 
 class Drafter:
@@ -69,8 +86,9 @@ class Drafter:
             with self._continuing_without_model():
                 self.model = self._load(model)
         self.pass_s = 0.0  # seconds of a pass of the model, for one token of each sequence
-        self.offered: dict[str, Draft] = {}  # by vLLM's request id: the draft whose first tokens the next step verifies
-        self.verified: dict[str, Draft] = {}  # likewise, for the step that has just ended
+        self.offered = NO_OFFER  # for the next step
+        self.verified = NO_OFFER  # of the step that has just ended
+        self.batch: tuple[list[str], _Running] | None = None  # the last step's batch, if all of its sequences went on
         self.draft_s = 0.0  # seconds that were spent on drafts after the step
         self.running = self.context_tokens = 0  # of the sequences that go on after the step
 
@@ -119,18 +137,20 @@ class Drafter:
     def begin_step(self) -> None:
         """Let the next step verify the offered drafts. Without any it takes vLLM's faster path without a speculative configuration."""
         self.draft_s = 0.0
-        self.runner.speculative_config = self.config if self.offered else None
+        self.runner.speculative_config = self.config if self.offered.rows else None
 
     def count_by_model(self, tried: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
         """Return how many of a step's verified and accepted tokens the drafter model had drafted."""
-        counts = [count for name, count in tried.items() if name in self.verified and self.verified[name].source]
+        rows, sources, _ = self.verified
+        counts = [count for name, count in tried.items() if name in rows and sources[rows[name]]]
         return sum(drafted for drafted, _ in counts), sum(accepted for _, accepted in counts)
 
     def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
         """Record a step's time and its accepted drafts. `tried`: (drafted, accepted) tokens by vLLM's request id."""
-        known = {name: counts for name, counts in tried.items() if name in self.verified}
-        drafted, accepted = ([counts[i] for counts in known.values()] for i in (0, 1))
-        self.learned.acceptance.observe([self.verified[name] for name in known], drafted, accepted)
+        rows, _, cells = self.verified
+        known = [(rows[name], *counts) for name, counts in tried.items() if name in rows]
+        places, drafted, accepted = np.array(known, int).reshape(-1, 3).T
+        self.learned.acceptance.observe(cells[places], drafted, accepted)
         if step.new_tokens == step.running:  # the step computed no prompt
             self.learned.times.observe(step.running, step.context_tokens, step.drafted, step.work_s)
         self.attempts.settle(step.running, step.context_tokens, step.drafted, step.accepted, step.draft_s)
@@ -166,73 +186,82 @@ class Drafter:
     def look_up(self) -> None:
         """Look up drafts for sequences that go on after an engine step, and give the scheduler those that the next step verifies."""
         begin = time.thread_time()  # CPU time, because other processes may take the processor meanwhile
-        self.verified, self.offered = self.offered, {}
+        self.verified, self.offered = self.offered, NO_OFFER
         batch, requests = self.runner.input_batch, self.scheduler.requests
-        for name in self.verified:
+        for name in self.verified.rows:
             if name in requests:
                 requests[name].spec_token_ids = []  # of a sequence that the step had no tokens left for
-        rows = []  # of the batch
-        for row, name in enumerate(batch.req_ids):
-            request = requests.get(name)  # None if it has ended
-            if request is not None and not request.is_prefill_chunk and request.num_output_tokens:
-                rows.append(row)
-        names, lengths = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows]
-        self.running, self.context_tokens = len(rows), int(lengths.sum())
+        due = self._going_on(batch, requests)
+        lengths = batch.num_tokens_no_spec[due.rows]
+        self.running, self.context_tokens = len(lengths), int(lengths.sum())
         most = ALL if self.always else self.attempts.begin_step(self.running, self.context_tokens)
-        self.attempts.forget_all_but([*names, MODEL])
-        chosen = list(range(len(rows))) if self.always else self.attempts.due(names, most) if most else []
+        chosen = range(self.running) if self.always else self.attempts.due(due.names, most) if most else ()
         if not chosen:
             return
-        sampled = self.runner.sampler.rows
-        asked = [sampled[name] for name in names]
-        keys = [one["key"] for one in asked]
-        self.text.forget_all_but(keys)
-        due = self._sequences(batch, rows, names, asked, lengths)
-        if len(chosen) < len(due):
-            due = [due[i] for i in chosen]
-        drafts = [self.text.propose(one.key, one.prompt_tokens, one.tokens, one.most) for one in due]
+        self.text.forget_all_but(due.keys)
         if self.model is not None:
-            self.model.forget_all_but(keys)
-            if self.always or (len(due) <= MODEL_SEQUENCES and self.attempts.due([MODEL], 1)):
-                self._draft_by_model(self.model, due, drafts, self.running, self.context_tokens)
-        for one, draft, count in zip(due, drafts, self._choose(drafts), strict=True):
-            if count:
-                requests[one.name].spec_token_ids = draft.tokens[:count]
-                self.offered[one.name] = draft
-            self.attempts.note(one.name, count > 0)
+            self.model.forget_all_but(due.keys)
+        if len(chosen) < self.running:
+            due, lengths = due.take(chosen), lengths[chosen]
+        left = np.minimum(np.maximum(due.limits - lengths, 0), MOST_TOKENS).tolist()
+        drafts = self.text.propose(due.keys, due.prompts, batch.token_ids_cpu, due.rows, lengths, left)
+        if self.model is not None and (self.always or (len(left) <= MODEL_SEQUENCES and self.attempts.due([MODEL], 1))):
+            self._draft_by_model(self.model, due, lengths.tolist(), left, drafts)
+        tokens, sources = drafts.tokens, drafts.sources
+        if any(tokens):
+            table = Acceptance.tabulate(drafts)
+            counts = [*map(len, tokens)] if self.always else self.attempts.choose(table, self.running, self.context_tokens)
+            rows = {}
+            for row, (name, count) in enumerate(zip(due.names, counts, strict=True)):
+                if count:
+                    requests[name].spec_token_ids = tokens[row][:count]
+                    rows[name] = row
+            self.offered = _Offer(rows, sources, table.cells)
+        self.attempts.note(due.names, self.offered.rows)
         self.draft_s = time.thread_time() - begin
-        self.attempts.observe_look_up(self.draft_s, len(due))
+        self.attempts.observe_look_up(self.draft_s, len(left))
 
-    def _choose(self, drafts: Sequence[Draft]) -> list[int]:
-        """Return how many tokens of each draft the next step verifies."""
-        if self.always or not any(draft.tokens for draft in drafts):
-            return [len(draft.tokens) for draft in drafts]
-        return self.attempts.choose(drafts, self.running, self.context_tokens)
-
-    def _sequences(
-        self, batch: Any, rows: list[int], names: list[str], asked: list[dict[str, Any]], lengths: np.ndarray
-    ) -> list[_Sequence]:
-        """Return the sequences with these rows of the batch. `asked`: their rows in the sampler. `lengths`: (n,) tokens."""
+    def _going_on(self, batch: Any, requests: dict[str, Any]) -> _Running:
+        """Return the sequences that go on. They are those of the last step unless one has ended or begun."""
+        ids = batch.req_ids
+        if self.batch is not None and self.batch[0] == ids and all(map(requests.__contains__, ids)):
+            return self.batch[1]
+        names, rows = [], []
+        for row, name in enumerate(ids):
+            request = requests.get(name)  # None if it has ended
+            if request is not None and not request.is_prefill_chunk and request.num_output_tokens:
+                names.append(name)
+                rows.append(row)
+        asked = [self.runner.sampler.rows[name] for name in names]
         prompts = batch.num_prompt_tokens[rows]
-        # The step draws one token besides the drafted ones.
-        left = np.minimum([one["max_tokens"] for one in asked] - (lengths - prompts), self.most_tokens - lengths) - 1
-        most, table = np.clip(left, 0, MOST_TOKENS).tolist(), batch.token_ids_cpu
-        return [
-            _Sequence(name, one["key"], prompt, table[row, :length], count)
-            for row, name, one, prompt, length, count in zip(rows, names, asked, prompts.tolist(), lengths.tolist(), most, strict=True)
-        ]
+        # A step draws one token besides the drafted ones.
+        limits = np.minimum(prompts + [one["max_tokens"] for one in asked], self.most_tokens) - 1
+        running = _Running(names, [one["key"] for one in asked], np.array(rows, int), prompts.tolist(), limits)
+        self.batch = ([*ids], running) if len(names) == len(ids) else None
+        self.attempts.forget_all_but([*names, MODEL])
+        return running
 
-    def _draft_by_model(self, model: DraftSource, due: Sequence[_Sequence], drafts: list[Draft], running: int, context_tokens: int) -> None:
-        """Replace drafts from text by the model's where those have more expected tokens."""
-        acceptance, times = self.learned.acceptance, self.learned.times
-        promised = acceptance.survival(drafts).sum(1)
-        least = np.argsort(promised)[:MODEL_SEQUENCES].tolist()
-        places = [i for i in least if due[i].most and model.fits(due[i].key, due[i].tokens, due[i].most) and promised[i] < ENOUGH_PROMISED]
+    def _draft_by_model(self, model: DraftSource, due: _Running, lengths: Sequence[int], most: Sequence[int], drafts: Drafts) -> None:
+        """Replace drafts from text by the model's where those have more expected tokens.
+
+        `lengths`, `most`: tokens of each sequence so far, and to draft.
+        """
+        acceptance, times, table = self.learned.acceptance, self.learned.times, self.runner.input_batch.token_ids_cpu
+        promised = acceptance.survival(acceptance.tabulate(drafts)).sum(1)
+        asks, places = [], []
+        for i in np.argsort(promised)[:MODEL_SEQUENCES].tolist():
+            tokens = table[due.rows[i], : lengths[i]]
+            if most[i] and model.fits(due.keys[i], tokens, most[i]) and promised[i] < ENOUGH_PROMISED:
+                places.append(i)
+                asks.append(self._ask(due.names[i], due.keys[i], tokens, most[i]))
         if not places:
             return
-        step_s = times.step_s(running, context_tokens)
-        token_s = 0.0 if step_s is None else step_s / running  # seconds of a token without drafts
+        step_s = times.step_s(self.running, self.context_tokens)
+        token_s = 0.0 if step_s is None else step_s / self.running  # seconds of a token without drafts
         begin, passes = time.thread_time(), 0
+
+        def survival(by_model: list[Draft]) -> np.ndarray:
+            return acceptance.survival(acceptance.tabulate(Drafts.of(by_model)))
 
         def goes_on(by_model: list[Draft]) -> bool:
             nonlocal passes
@@ -240,25 +269,24 @@ class Drafter:
             if self.always or not token_s or not self.pass_s:
                 return passes < TRIAL_PASSES
             # The next token survives no more often than this one.
-            verified_s = np.diff(times.verify_s(running, len(places) * np.array([passes, passes + 1])))[0]
-            return float(acceptance.survival(by_model)[:, passes - 1].sum() * token_s) > self.pass_s + verified_s
+            verified_s = np.diff(times.verify_s(self.running, len(places) * np.array([passes, passes + 1])))[0]
+            return float(survival(by_model)[:, passes - 1 : passes].sum() * token_s) > self.pass_s + verified_s
 
         with self._continuing_without_model():
-            by_model = model.propose([self._ask(due[i]) for i in places], goes_on)
+            by_model = model.propose(asks, goes_on)
         if self.model is None:
             return
         seconds = time.thread_time() - begin
         self.pass_s += 0.1 * (seconds / passes - self.pass_s) if self.pass_s else seconds / passes
-        gains = np.maximum(acceptance.survival(by_model).sum(1) - promised[places], 0.0)
+        gains = np.maximum(survival(by_model).sum(1) - promised[places], 0.0)
         for i, draft, gain in zip(places, by_model, gains.tolist(), strict=True):
             if gain:
-                drafts[i] = draft
-        self.attempts.note(MODEL, not token_s or float(gains.sum()) * token_s > seconds)
+                drafts.replace(i, draft)
+        self.attempts.note([MODEL], [MODEL] if not token_s or float(gains.sum()) * token_s > seconds else [])
 
-    def _ask(self, one: _Sequence) -> Ask:
+    def _ask(self, name: str, key: int, tokens: np.ndarray, most: int) -> Ask:
         from rlhfless_ray.rollout.model_drafts import Ask
 
-        state = self.runner.sampler.rows[one.name]
+        state = self.runner.sampler.rows[name]
         begin = len(state["output"])
-        uniforms = state["noise"][begin : begin + one.most]
-        return Ask(one.key, one.tokens.astype(np.int64), uniforms, one.most, state["temperature"], state["top_p"])
+        return Ask(key, tokens.astype(np.int64), state["noise"][begin : begin + most], most, state["temperature"], state["top_p"])

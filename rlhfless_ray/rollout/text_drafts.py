@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
 from arctic_inference.suffix_decoding._C import SuffixTree
 
-from placement.drafting import NOTHING, Draft
+from placement.drafting import SOURCES, Drafts
 
+TEXT = SOURCES.index("text")
 DEPTH = 24  # tokens of a match and of what follows it
 MATCH_TOKENS = 8  # number of last tokens that are looked up, at most: the time of a look-up grows with its square
 KEPT_TOKENS = 400_000  # newest tokens that are kept. A token takes about 300 bytes, so these take some 120 MB
@@ -22,6 +23,8 @@ LAG = 8  # tokens of a response that are added to the tree at once, because sing
 class TextSource:
     """A suffix tree over prompts and responses, which may be of earlier steps. A wrong draft costs time and changes no token."""
 
+    TAIL = np.arange(-MATCH_TOKENS, 0)
+
     def __init__(self, kept_tokens: int = KEPT_TOKENS) -> None:
         self.tree = SuffixTree(DEPTH)
         self.kept_tokens = kept_tokens
@@ -30,23 +33,49 @@ class TextSource:
         self.texts: dict[Hashable, tuple[int, int]] = {}  # by text, oldest first: number and size in tokens
         self.total = 0  # tokens in the tree
 
-    def propose(self, name: Hashable, prompt_tokens: int, tokens: np.ndarray, most: int) -> Draft:
-        """Return a draft that follows `tokens` (n,) int32, of which the first `prompt_tokens` are the request's prompt."""
-        known = self.known.get(name)
-        if known is None:
-            prompt = tokens[max(0, prompt_tokens - PROMPT_TOKENS) : prompt_tokens]
+    def propose(
+        self,
+        names: Sequence[Hashable],
+        prompt_tokens: Sequence[int],
+        table: np.ndarray,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        most: Sequence[int],
+    ) -> Drafts:
+        """Return a draft for each sequence.
+
+        table: (rows, tokens) int32, with the sequences in `rows` and of these `lengths`, of which the first `prompt_tokens` are the
+        request's prompt. most: tokens to draft.
+        """
+        tails = table[rows[:, None], np.maximum(lengths[:, None] + self.TAIL, 0)].tolist()
+        drafts, known, speculate = Drafts([], [], [], [TEXT] * len(tails)), self.known, self.tree.speculate
+        tokens, estimates, matches, _ = (column.append for column in drafts)
+        for name, prompt, row, length, tail, count in zip(names, prompt_tokens, rows, lengths.tolist(), tails, most, strict=True):
+            if length - prompt - known.get(name, -LAG) >= LAG:
+                self._read(name, table[row, :prompt], table[row, prompt:length])
+            if count > 0:
+                # The tree also takes arrays, but converting one takes longer than a look-up.
+                match = speculate(tail[-length:], count, PER_MATCHED, 0.0, LEAST_ESTIMATE, False)
+                tokens(match.token_ids)
+                estimates(match.probs)
+                matches(match.match_len)
+            else:
+                tokens([])
+                estimates([])
+                matches(0)
+        return drafts
+
+    def _read(self, name: Hashable, prompt: np.ndarray, response: np.ndarray) -> None:
+        """Add the tokens of a sequence that the tree lacks, if they are at least `LAG`."""
+        if name not in self.known:
+            prompt = prompt[-PROMPT_TOKENS:]
             if (key := prompt.tobytes()) not in self.texts:
                 self._extend(key, prompt)
             self._drop(name)  # the text of a preempted request, which starts again
-            known = self.known[name] = 0
-        if len(tokens) - prompt_tokens - known >= LAG:
-            self.add(name, tokens[prompt_tokens + known :])
-        if most <= 0:
-            return NOTHING
-        match = SuffixTree.speculate_ndarray(
-            self.tree, np.ascontiguousarray(tokens[-MATCH_TOKENS:]), most, PER_MATCHED, 0.0, LEAST_ESTIMATE, False
-        )
-        return Draft(match.token_ids, match.probs, match.match_len)
+            self.known[name] = 0
+        response = response[self.known[name] :]
+        if len(response) >= LAG:
+            self.add(name, response)
 
     def add(self, name: Hashable, tokens: np.ndarray) -> None:
         """Add the next tokens of a response."""
@@ -61,8 +90,7 @@ class TextSource:
         if not len(tokens):
             return
         number, size = self.texts.get(name) or (next(self.numbers), 0)
-        # The tree takes no read-only arrays, and arrays that come through Ray are read-only.
-        SuffixTree.extend_ndarray(self.tree, number, np.require(tokens, np.int32, ["C", "W"]))
+        self.tree.extend(number, tokens.tolist())
         self.texts[name] = number, size + len(tokens)
         self.total += len(tokens)
 

@@ -222,11 +222,11 @@ class VllmEngine:
     def _record_step(self, seconds: float, work_s: float) -> None:
         drawn = self.sampler
         drafted, accepted = (sum(counts) for counts in zip(*drawn.tried.values(), strict=True)) if drawn.tried else (0, 0)
-        step = EngineStep(drawn.running, drawn.new_tokens, drawn.context_tokens, seconds, drafted, accepted, work_s=work_s)
+        draft_s, by_model = (0.0, (0, 0)) if self.drafter is None else (self.drafter.draft_s, self.drafter.count_by_model(drawn.tried))
+        counts = drawn.running, drawn.new_tokens, drawn.context_tokens
+        self.steps.append(EngineStep(*counts, seconds, drafted, accepted, draft_s, by_model, work_s))
         if self.drafter is not None:
-            step = replace(step, draft_s=self.drafter.draft_s, by_model=self.drafter.count_by_model(drawn.tried))
-            self.drafter.observe_step(step, drawn.tried)
-        self.steps.append(step)
+            self.drafter.observe_step(self.steps[-1], drawn.tried)
 
     def _step(self) -> list[Any]:
         with self._naming(self.engine.model_config.architectures, "compute"):

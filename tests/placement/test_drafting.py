@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.drafting import (
+    ESTIMATE_BUCKETS,
     FORGET_AFTER,
     HALF_LIFE,
     LONGEST_REST,
+    MATCH_EDGES,
     MOST_TOKENS,
     OPTIMISM,
+    POSITION_EDGES,
     TRIAL_STEPS,
     Acceptance,
     Attempts,
     Draft,
+    Drafts,
+    DraftTable,
     Learned,
     StepTimes,
     choose_lengths,
@@ -32,6 +38,10 @@ from placement.drafting import (
 def price(times: StepTimes) -> float:
     """Return the seconds that one drafted token adds to a step of one sequence."""
     return float(times.verify_s(1, np.array(1)))
+
+
+def table(*drafts: Draft) -> DraftTable:
+    return Acceptance.tabulate(Drafts.of(drafts))
 
 
 def padded(survivals: list[np.ndarray]) -> np.ndarray:
@@ -90,22 +100,22 @@ def test_acceptance_approaches_the_true_chances_and_follows_them_when_they_chang
     rng = np.random.default_rng(0)
     learned = Acceptance()
     draft = Draft(tokens=[1, 2, 3], estimates=[0.9, 0.9, 0.9], match=6)
-    assert learned.survival([draft])[0, :3] == pytest.approx([0.9, 0.81, 0.729]), "the source's own estimates, before any evidence"
+    assert learned.survival(table(draft))[0, :3] == pytest.approx([0.9, 0.81, 0.729]), "the source's own estimates, before any evidence"
     for chance in (0.3, 0.8):
         for _ in range(FORGET_AFTER // 32):
             accepted = np.cumprod(rng.random((32, 3)) < chance, axis=1).sum(axis=1)
-            learned.observe([draft] * 32, [3] * 32, accepted.tolist())
-        assert learned.survival([draft])[0, :3] == pytest.approx(np.cumprod([chance] * 3), abs=0.05)
+            learned.observe(table(*[draft] * 32).cells, [3] * 32, accepted.tolist())
+        assert learned.survival(table(draft))[0, :3] == pytest.approx(np.cumprod([chance] * 3), abs=0.05)
     other = Draft(tokens=[1], estimates=[0.2], match=1)
-    assert learned.survival([other])[0, :1] == pytest.approx([0.2]), "other matches and estimates are cells of their own"
+    assert learned.survival(table(other))[0, :1] == pytest.approx([0.2]), "other matches and estimates are cells of their own"
 
 
 def test_a_refused_token_says_nothing_of_those_behind_it() -> None:
     learned = Acceptance()
     draft = Draft(tokens=[1, 2, 3], estimates=[0.5, 0.6, 0.7], match=2)
     for _ in range(100):
-        learned.observe([draft] * 100, [3] * 100, [0] * 100)
-    chances = learned.survival([draft])[0]
+        learned.observe(table(*[draft] * 100).cells, [3] * 100, [0] * 100)
+    chances = learned.survival(table(draft))[0]
     assert chances[0] < 0.01
     assert chances[1] / chances[0] == pytest.approx(0.6) and chances[2] / chances[1] == pytest.approx(0.7)
 
@@ -157,44 +167,65 @@ def test_drafts_are_cheap_while_a_step_reads_weights_and_dear_while_it_computes(
     assert few == [2] and many == [0] * 64
 
 
-def test_choices_from_tables_are_those_from_single_drafts() -> None:
-    """Cells that `survival` has seen, rows without a draft and costs of other widths must not change what is learned or chosen."""
-    rng, learned, again = np.random.default_rng(4), Learned(), Learned()
-    for one in (learned, again):
-        one.times.terms, one.times.trials = np.array([3e-3, 2e-5, 0.0, 2e-5, 1e-4, 1e-5, 2e-5]), TRIAL_STEPS
-    attempts = Attempts(learned)
-    for _ in range(20):
+def survival_of(acceptance: Acceptance, draft: Draft, deviations: float) -> list[float]:
+    """Return what `Acceptance.survival` gives for one draft, token by token."""
+    found, left = [], 1.0
+    for position, estimate in enumerate(draft.estimates):
+        cell = cell_of(draft, position)
+        weight = 4 + acceptance.tried[cell]
+        chance = (4 * estimate + acceptance.accepted[cell]) / weight
+        chance += deviations * math.sqrt(chance * max(1 - chance, 0) / (weight + 1))
+        left *= min(chance, 1.0)
+        found.append(left)
+    return found
+
+
+def cell_of(draft: Draft, position: int) -> int:
+    match, place = (sum(value >= edge for edge in edges) for value, edges in ((draft.match, MATCH_EDGES), (position, POSITION_EDGES)))
+    bucket = min(int(draft.estimates[position] * ESTIMATE_BUCKETS), ESTIMATE_BUCKETS - 1)
+    return int(np.ravel_multi_index((draft.source, match, place, bucket), Acceptance.SHAPE))
+
+
+def test_choices_from_tables_are_those_from_single_tokens() -> None:
+    """Rows without a draft, padding and costs of other widths must not change what is learned or chosen, to the last bit."""
+    rng, learned = np.random.default_rng(4), Learned()
+    learned.times.terms, learned.times.trials = np.array([3e-3, 2e-5, 0.0, 2e-5, 1e-4, 1e-5, 2e-5]), TRIAL_STEPS
+    other, attempts, tried, accepted = StepTimes(), Attempts(learned), *np.zeros((2, len(learned.acceptance.tried)))
+    other.terms = learned.times.terms
+    for _ in range(60):
         counts = rng.integers(0, MOST_TOKENS + 1, 12).tolist()
         drafts = [Draft([7] * n, rng.uniform(0.1, 1, n).tolist(), int(rng.integers(12)), int(rng.integers(2))) for n in counts]
-        lengths = attempts.choose(drafts, 12, 0)
-        each_alone = np.concatenate([again.acceptance.survival([draft], OPTIMISM) for draft in drafts])
+        lengths = attempts.choose(table(*drafts), 12, 0)
+        singly = padded([np.array(survival_of(learned.acceptance, draft, OPTIMISM)) for draft in drafts])
         step_s, costs_s = learned.times.step_s(12, 0), learned.times.verify_s(12, np.arange(1, 12 * MOST_TOKENS + 1))
         assert step_s is not None
-        assert lengths == choose_lengths(each_alone, step_s, costs_s, learned.times.path_s, 12)
-        tried = [(draft, n) for draft, n in zip(drafts, lengths, strict=True) if n]
-        hits = [int(rng.integers(n + 1)) for _, n in tried]
-        learned.acceptance.observe([draft for draft, _ in tried], [n for _, n in tried], hits)
-        for (draft, n), hit in zip(tried, hits, strict=True):
-            again.acceptance.observe([Draft(*draft)], [n], [hit])
-        assert (learned.acceptance.tried == again.acceptance.tried).all() and learned.acceptance.tried.any()
-        drafted, accepted = sum(lengths), sum(hits)
-        assert learned.times.saved_s(12, 0, drafted, accepted) == again.times.saved_s(12, 0, drafted, accepted)
+        assert lengths == choose_lengths(singly, step_s, costs_s, learned.times.path_s, 12)
+        verified = [row for row, n in enumerate(lengths) if n]
+        hits = [int(rng.integers(lengths[row] + 1)) for row in verified]
+        learned.acceptance.observe(table(*drafts).cells[verified], [lengths[row] for row in verified], hits)
+        for row, hit in zip(verified, hits, strict=True):
+            for position in range(min(hit + 1, lengths[row])):
+                tried[cell_of(drafts[row], position)] += 1
+                accepted[cell_of(drafts[row], position)] += position < hit
+        assert (learned.acceptance.tried == tried).all() and (learned.acceptance.accepted == accepted).all() and tried.any()
+        drafted, gained = sum(lengths), sum(hits)
+        assert learned.times.saved_s(12, 0, drafted, gained) == other.saved_s(12, 0, drafted, gained)
 
 
 def test_what_was_learned_comes_back_from_a_state_and_from_news() -> None:
     one, other = Learned(), Learned()
     drafts = [Draft([1, 2], [0.9, 0.4], 3), Draft([3], [0.7], 0, source=1)]
     for draft in drafts:
-        one.acceptance.observe([draft], [len(draft.tokens)], [1])
+        one.acceptance.observe(table(draft).cells, [len(draft.tokens)], [1])
     other.acceptance.merge(one.acceptance.take_news())
     assert one.acceptance.take_news() == []
-    assert (other.acceptance.survival(drafts) == one.acceptance.survival(drafts)).all()
+    assert (other.acceptance.survival(table(*drafts)) == one.acceptance.survival(table(*drafts))).all()
     for k in range(64):
         one.times.observe(4, 100, k % 3, 0.01 + 0.001 * (k % 3))
     third = Learned()
     third.restore(json.loads(json.dumps(one.state())))
     assert price(third.times) == price(one.times) > 0 and third.times.is_known
-    assert (third.acceptance.survival(drafts) == one.acceptance.survival(drafts)).all()
+    assert (third.acceptance.survival(table(*drafts)) == one.acceptance.survival(table(*drafts))).all()
     before = third.state()
     third.restore({})
     assert third.state() == before
@@ -248,15 +279,14 @@ def speeds(engine: Engine, running: int | Sequence[int], steps: int = 900, longe
             offered = {name: length for name, length in offered.items() if name in names}
             hits = [int(np.argmin([*(rng.random(length) < engine.chance(done)), False])) for length in offered.values()]
             drafted, accepted = sum(offered.values()), sum(hits)
-            learned.acceptance.observe([draft] * len(hits), [*offered.values()], hits)
+            learned.acceptance.observe(table(*[draft] * len(hits)).cells, [*offered.values()], hits)
             work_s = engine.step_s(count, drafted)
             most = count if always else attempts.begin_step(count, 100 * count)
             due = [names[i] for i in range(count)] if always else [names[i] for i in attempts.due(names, most)] if most else []
             drafts = [draft if rng.random() < engine.found else nothing for _ in due]
-            chosen = [len(one.tokens) for one in drafts] if always else attempts.choose(drafts, count, 100 * count) if due else []
+            chosen = [len(one.tokens) for one in drafts] if always else attempts.choose(table(*drafts), count, 100 * count) if due else []
             draft_s = 0.003 * engine.look_up * len(due) * (0.15 + 0.85 / max(count, 1))
-            for name, length in zip(due, chosen, strict=True):
-                attempts.note(name, length > 0)
+            attempts.note(due, [name for name, length in zip(due, chosen, strict=True) if length])
             if due:
                 attempts.observe_look_up(draft_s * engine.busy(done), len(due))
             learned.times.observe(count, 100 * count, drafted, work_s * engine.busy(done) * np.exp(rng.normal(0, engine.noise)))
@@ -312,11 +342,11 @@ def test_nothing_is_looked_up_in_debt() -> None:
     attempts.observe_look_up(5e-5, 1)
     attempts.balance = -1.0
     assert attempts.begin_step(64, 0) == 0
-    assert attempts.choose([Draft([1], [0.9], 4)], 1, 0) == [1], "what is expected to pay is verified in any case"
+    assert attempts.choose(table(Draft([1], [0.9], 4)), 1, 0) == [1], "what is expected to pay is verified in any case"
     attempts.balance = 1.0
     assert 0 < attempts.begin_step(64, 0) <= 64
-    attempts.note("a", False)
-    attempts.note("a", False)
+    attempts.note(["a"], [])
+    attempts.note(["a"], [])
     attempts.forget("a")
     assert attempts.due(["a"], 1) == [0]
 
@@ -339,14 +369,14 @@ def test_an_unknown_rate_is_better_than_its_mean_while_trials_are_paid() -> None
     learned = Learned()
     learned.times.terms, learned.times.trials = np.array([3e-3, 0, 0, 1e-4, 9e-4, 0, 0]), TRIAL_STEPS
     attempts, draft = Attempts(learned), Draft([1], [0.25], 2)
-    assert attempts.choose([draft], 1, 0) == [1], "a third of a step is more than a quarter, but less than that and a deviation"
+    assert attempts.choose(table(draft), 1, 0) == [1], "a third of a step is more than a quarter, but less than that and a deviation"
     attempts.balance = -0.1
-    assert attempts.choose([draft], 1, 0) == [0]
+    assert attempts.choose(table(draft), 1, 0) == [0]
     attempts.balance = 1.0
     for _ in range(400):
-        learned.acceptance.observe([draft] * 4, [1] * 4, [1, 0, 0, 0])
-    assert attempts.choose([draft], 1, 0) == [0], "it is known by now"
-    mean, better = (learned.acceptance.survival([draft], deviations)[0, 0] for deviations in (0.0, 1.0))
+        learned.acceptance.observe(table(*[draft] * 4).cells, [1] * 4, [1, 0, 0, 0])
+    assert attempts.choose(table(draft), 1, 0) == [0], "it is known by now"
+    mean, better = (learned.acceptance.survival(table(draft), deviations)[0, 0] for deviations in (0.0, 1.0))
     assert mean == pytest.approx(0.25) and better == pytest.approx(mean + np.sqrt(mean * (1 - mean) / 1605))
 
 
@@ -354,12 +384,12 @@ def test_what_was_refused_long_ago_is_tried_again() -> None:
     learned = Learned()
     draft = Draft([1], [0.6], 2)
     for _ in range(100):
-        learned.acceptance.observe([draft], [1], [0])
-    assert learned.acceptance.survival([draft])[0, 0] < 0.05
+        learned.acceptance.observe(table(draft).cells, [1], [0])
+    assert learned.acceptance.survival(table(draft))[0, 0] < 0.05
     attempts = Attempts(learned)
     for _ in range(6 * HALF_LIFE):
         attempts.begin_step(1, 0)
-    assert learned.acceptance.survival([draft])[0, 0] > 0.4
+    assert learned.acceptance.survival(table(draft))[0, 0] > 0.4
 
 
 def test_a_slower_machine_does_not_change_the_relative_cost_of_drafts() -> None:
@@ -381,13 +411,13 @@ def test_sequences_whose_drafts_fail_rest_longer_and_longer() -> None:
     attempts = Attempts(Learned())
     attempts.number = 10
     for _ in range(10):
-        attempts.note("a", False)
+        attempts.note(["a"], [])
     assert attempts.rests["a"] == (10 + LONGEST_REST, LONGEST_REST)
-    attempts.note("b", False)
+    attempts.note(["b"], [])
     assert attempts.due(["a", "b", "c"], 3) == [2]
     attempts.number = 11
     assert attempts.due(["a", "b", "c"], 1) == [2], "those that did best come first"
-    attempts.note("a", True)
+    attempts.note(["a"], ["a"])
     assert attempts.due(["a", "b", "c"], 3) == [0, 1, 2]
     attempts.forget_all_but(["b"])
     assert set(attempts.rests) == {"b"}

@@ -218,9 +218,9 @@ def test_text_drafts_come_from_the_newest_responses() -> None:
     text = np.arange(10, 70, dtype=np.int32)
 
     def draft(name: str, tokens: np.ndarray) -> list[int]:
-        found = source.propose(name, 2, tokens, 8).tokens
+        found = source.propose([name], [2], tokens[None], np.array([0]), np.array([len(tokens)]), [8])
         source.forget_all_but([name])
-        return found
+        return found.tokens[0]
 
     prompt = np.array([1, 2], np.int32)
     assert draft("first", np.concatenate([prompt, text])) == []
