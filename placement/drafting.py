@@ -116,8 +116,6 @@ class Acceptance:
 
         cells: (drafts, tokens), as in `DraftTable`. Tokens after the first refused one were not tried.
         """
-        if not len(cells):
-            return
         hits = np.asarray(accepted)[:, None]
         columns = self.COLUMNS[: cells.shape[1]]
         tried = columns < np.minimum(hits + 1, np.asarray(drafted)[:, None])
@@ -274,7 +272,8 @@ class StepTimes:
         self.was_known = self.is_known
         for _ in range(FIT_ROUNDS):
             residuals = np.log(seconds / predicted)
-            weights = huber_weights(residuals - np.median(residuals), max(robust_sd(residuals - np.median(residuals)), MIN_NOISE))
+            residuals -= np.median(residuals)
+            weights = huber_weights(residuals, max(robust_sd(residuals), MIN_NOISE))
             relative = rows * (typical / predicted)[:, None]
             gram = (relative * weights[:, None]).T @ relative + np.diag(strength)
             moment = relative.T @ (weights * seconds / predicted) + strength * prior

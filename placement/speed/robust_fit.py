@@ -52,7 +52,7 @@ def _active_set(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
         while True:
             at = np.flatnonzero(free)
             found = np.zeros(k)
-            found[at] = np.linalg.solve(gram[np.ix_(at, at)], moment[at])
+            found[at] = np.linalg.solve(gram[at[:, None], at], moment[at])
             if (found[at] > 0).all():
                 beta = found
                 break

@@ -148,9 +148,9 @@ class Drafter:
     def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
         """Record a step's time and its accepted drafts. `tried`: (drafted, accepted) tokens by vLLM's request id."""
         rows, _, cells = self.verified
-        known = [(rows[name], *counts) for name, counts in tried.items() if name in rows]
-        places, drafted, accepted = np.array(known, int).reshape(-1, 3).T
-        self.learned.acceptance.observe(cells[places], drafted, accepted)
+        if known := [(rows[name], *counts) for name, counts in tried.items() if name in rows]:
+            places, drafted, accepted = np.array(known).T
+            self.learned.acceptance.observe(cells[places], drafted, accepted)
         if step.new_tokens == step.running:  # the step computed no prompt
             self.learned.times.observe(step.running, step.context_tokens, step.drafted, step.work_s)
         self.attempts.settle(step.running, step.context_tokens, step.drafted, step.accepted, step.draft_s)

@@ -279,7 +279,8 @@ def speeds(engine: Engine, running: int | Sequence[int], steps: int = 900, longe
             offered = {name: length for name, length in offered.items() if name in names}
             hits = [int(np.argmin([*(rng.random(length) < engine.chance(done)), False])) for length in offered.values()]
             drafted, accepted = sum(offered.values()), sum(hits)
-            learned.acceptance.observe(table(*[draft] * len(hits)).cells, [*offered.values()], hits)
+            if offered:
+                learned.acceptance.observe(table(*[draft] * len(hits)).cells, [*offered.values()], hits)
             work_s = engine.step_s(count, drafted)
             most = count if always else attempts.begin_step(count, 100 * count)
             due = [names[i] for i in range(count)] if always else [names[i] for i in attempts.due(names, most)] if most else []
