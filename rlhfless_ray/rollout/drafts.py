@@ -142,6 +142,8 @@ class Drafter:
     def count_by_model(self, tried: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
         """Return how many of a step's verified and accepted tokens the drafter model had drafted."""
         rows, sources, _ = self.verified
+        if not any(sources):
+            return 0, 0
         counts = [count for name, count in tried.items() if name in rows and sources[rows[name]]]
         return sum(drafted for drafted, _ in counts), sum(accepted for _, accepted in counts)
 

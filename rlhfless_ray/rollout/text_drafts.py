@@ -51,8 +51,10 @@ class TextSource:
         drafts, known, speculate = Drafts([], [], [], [TEXT] * len(tails)), self.known, self.tree.speculate
         tokens, estimates, matches, _ = (column.append for column in drafts)
         for name, prompt, row, length, tail, count in zip(names, prompt_tokens, rows, lengths.tolist(), tails, most, strict=True):
-            if length - prompt - known.get(name, -LAG) >= LAG:
-                self._read(name, table[row, :prompt], table[row, prompt:length])
+            if name not in known:
+                self._begin(name, table[row, max(0, prompt - PROMPT_TOKENS) : prompt])
+            if length - prompt - known[name] >= LAG:
+                self.add(name, table[row, prompt + known[name] : length])
             if count > 0:
                 # The tree also takes arrays, but converting one takes longer than a look-up.
                 match = speculate(tail[-length:], count, PER_MATCHED, 0.0, LEAST_ESTIMATE, False)
@@ -65,17 +67,12 @@ class TextSource:
                 matches(0)
         return drafts
 
-    def _read(self, name: Hashable, prompt: np.ndarray, response: np.ndarray) -> None:
-        """Add the tokens of a sequence that the tree lacks, if they are at least `LAG`."""
-        if name not in self.known:
-            prompt = prompt[-PROMPT_TOKENS:]
-            if (key := prompt.tobytes()) not in self.texts:
-                self._extend(key, prompt)
-            self._drop(name)  # the text of a preempted request, which starts again
-            self.known[name] = 0
-        response = response[self.known[name] :]
-        if len(response) >= LAG:
-            self.add(name, response)
+    def _begin(self, name: Hashable, prompt: np.ndarray) -> None:
+        """Add the last tokens of a new sequence's prompt, unless another one has it."""
+        if (key := prompt.tobytes()) not in self.texts:
+            self._extend(key, prompt)
+        self._drop(name)  # the text of a preempted request, which starts again
+        self.known[name] = 0
 
     def add(self, name: Hashable, tokens: np.ndarray) -> None:
         """Add the next tokens of a response."""
