@@ -8,8 +8,9 @@ at temperature 0. `27M` says what `chain` says and computes as much as 27 M para
 EAGLE-3 head of 0.3 M that has learned from the policy's states in the same responses. `texts` needs a JSONL file with the columns
 `question` and `answer`: a policy of 2 M parameters learns 32 of them until the loss is 0.3 nats a token, and is made to compute as much as
 27 M. Its prompts return from round to round, as in epochs. The first rounds, in which drafts have nothing to go by, do not count. Rows of
-few short responses take more rounds. `tail` is the speed while at most four responses of a rollout were left. Cases that are left out
-keep their rows of the last run.
+few short responses take more rounds. `tail` is the speed while at most four responses of a rollout were left. Intervals are those of
+rounds drawn again (95 %): a round is a pair of the same work, so what slows both engines of it does not count. Cases that are left out keep
+their rows of the last run.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from benchmarks.peers.shared_work import HALF_BILLION, SMALL
 from rlhfless_ray.weights.tensor_file import Files
 
 CASES = ("chain", "random", "27M", "texts", "494M")
-BATCHES = {"chain": (1, 4, 16, 64), "random": (1, 4, 16, 64), "27M": (1, 4), "texts": (64, 16, 4, 1), "494M": (1, 4)}
+BATCHES = {"chain": (1, 4, 16, 64), "random": (1, 4, 16, 64), "27M": (1, 4, 16), "texts": (64, 16, 4, 1), "494M": (1, 4)}
 TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0, 0.5), "texts": (1.0, 0.5), "494M": (1.0, 0.0)}
 GROUP, WARM = 8, 2
 TAIL = 4  # responses that are left in the tail of a rollout
-LEAST_RESPONSES = {"chain": 400, "random": 100}  # of each engine in a row, which raise the number of rounds
+LEAST_RESPONSES = {"chain": 400, "random": 100, "27M": 48}  # of each engine in a row, which raise the number of rounds
 TOKENS = {"chain": 160, "random": 96, "27M": 160, "texts": 150, "494M": 32}
 LARGER = 512, 8  # hidden size and layers of 27 M parameters
 LEARNED_STEPS, STEP_PROMPTS = 24, 32  # of the quickstart, from whose responses the drafters of `27M` have learned
@@ -249,6 +250,7 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
                 "rounds": row_rounds,
                 "commit": commit().get("commit", ""),
                 "over_off": {name: sum(seconds["off"]) / sum(seconds[name]) for name in drafting},
+                "interval": {name: interval(seconds["off"], seconds[name]) for name in drafting},
                 # at temperature 0 the equal responses of a group end together
                 "tail": {name: tails["off"] / tails[name] for name in drafting} if batch > TAIL and all(tails.values()) else {},
                 "drafted": {name: sum(step.drafted for step in steps[name]) for name in drafting},
@@ -265,6 +267,13 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
     return rows
 
 
+def interval(off_s: Sequence[float], drafting_s: Sequence[float]) -> list[float]:
+    """Return the 95 % interval of the ratio of two engines' total seconds, by drawing the rounds again. Both have the same rounds."""
+    drawn = np.random.default_rng(0).integers(0, len(off_s), (2000, len(off_s)))
+    ratios = np.array(off_s)[drawn].sum(1) / np.array(drafting_s)[drawn].sum(1)
+    return np.quantile(ratios, (0.025, 0.975)).tolist()
+
+
 def lowest(what: str, rows: Sequence[dict[str, Any]], names: Sequence[str], least: float) -> Target:
     """Return a target for the slowest of some rows and engines, with the reason of a miss."""
     row, name = min(((row, name) for row in rows for name in names if name in row["over_off"]), key=lambda one: one[0]["over_off"][one[1]])
@@ -273,6 +282,10 @@ def lowest(what: str, rows: Sequence[dict[str, Any]], names: Sequence[str], leas
         why += f": {steps['off'] / steps[name]:.2f}× if drafts took no time"
     target = Target(what, row["over_off"][name], least=least, unit="×", why=why)
     return replace(target, why="") if target.met else target
+
+
+def _between(row: dict[str, Any], name: str) -> str:
+    return " ({:.2f} to {:.2f})".format(*row["interval"][name]) if "interval" in row else ""
 
 
 def main() -> None:
@@ -296,7 +309,7 @@ def main() -> None:
             row["case"],
             f"{row['temperature']}",
             f"{row['batch']}",
-            ", ".join(f"{name} {speed:.2f}×" for name, speed in row["over_off"].items()),
+            ", ".join(f"{name} {speed:.2f}×{_between(row, name)}" for name, speed in row["over_off"].items()),
             ", ".join(f"{speed:.2f}×" for speed in row.get("tail", {}).values()),
             ", ".join(f"{row['accepted'][name] / max(count, 1):.0%} of {count}" for name, count in row["drafted"].items()),
             ", ".join(f"{share:.1%}" for share in row.get("draft_share", {}).values()),
@@ -309,6 +322,8 @@ def main() -> None:
     if few["27M"]:
         targets.append(lowest("a trained drafter over off, 27 M, at most 4 responses", few["27M"], ["trained"], 1.5))
         targets.append(lowest("an EAGLE-3 head over off, 27 M, at most 4 responses", few["27M"], ["head"], 1.5))
+    if tails := [row["tail"]["trained"] for row in by_case["27M"] if row.get("tail")]:
+        targets.append(Target("a trained drafter over off, 27 M, the last four responses", min(tails), least=1.5, unit="×"))
     if tail := [row for row in by_case["chain"] if row["batch"] > TAIL and row["temperature"] == 1 and row.get("tail")]:
         value = min(row["tail"]["auto"] for row in tail)
         targets.append(Target("auto over off, chain, the last four responses at temperature 1", value, least=1.3, unit="×"))
