@@ -65,8 +65,7 @@ class Drafts(NamedTuple):
         return cls(*map(list, zip(*drafts, strict=True))) if drafts else cls([], [], [], [])
 
     def replace(self, row: int, draft: Draft) -> None:
-        for column, value in zip(self, draft, strict=True):
-            column[row] = value
+        self.tokens[row], self.estimates[row], self.matches[row], self.sources[row] = draft
 
 
 class DraftTable(NamedTuple):

@@ -46,7 +46,7 @@ class _Running(NamedTuple):
 
     def take(self, places: Sequence[int]) -> _Running:
         """Return some of the sequences."""
-        names, keys, prompts = ([column[i] for i in places] for column in (self.names, self.keys, self.prompts))
+        names, keys, prompts = [self.names[i] for i in places], [self.keys[i] for i in places], [self.prompts[i] for i in places]
         return _Running(names, keys, self.rows[places], prompts, self.limits[places])
 
 

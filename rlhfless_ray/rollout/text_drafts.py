@@ -49,7 +49,7 @@ class TextSource:
         """
         tails = table[rows[:, None], np.maximum(lengths[:, None] + self.TAIL, 0)].tolist()
         drafts, known, speculate = Drafts([], [], [], [TEXT] * len(tails)), self.known, self.tree.speculate
-        tokens, estimates, matches, _ = (column.append for column in drafts)
+        tokens, estimates, matches = drafts.tokens.append, drafts.estimates.append, drafts.matches.append
         for name, prompt, row, length, tail, count in zip(names, prompt_tokens, rows, lengths.tolist(), tails, most, strict=True):
             if name not in known:
                 self._begin(name, table[row, max(0, prompt - PROMPT_TOKENS) : prompt])
