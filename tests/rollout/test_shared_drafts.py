@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from placement.drafting import HALF_LIFE, Draft
+from placement.drafting import HALF_LIFE, Draft, Drafts
 from rlhfless_ray.rollout.control_queue import DraftNews
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.token_deltas import GOES_ON, STOP, TokenDeltas
@@ -135,4 +135,5 @@ def test_step_times_and_acceptance_of_all_engines_reach_the_next_call() -> None:
     assert learned["tried"] == pytest.approx([age, 2 * age]) and learned["accepted"] == pytest.approx([age, age])
     assert learned["trials"] == 42 and sum(learned["terms"][3:]) > 0
     assert shared.learned.times.step_s(4, 100) == pytest.approx(0.012, rel=0.15), "not the time on the clock"
-    assert shared.learned.acceptance.survival([Draft([1], [0.4], 0)])[0, 0] > 0
+    acceptance = shared.learned.acceptance
+    assert acceptance.survival(acceptance.tabulate(Drafts.of([Draft([1], [0.4], 0)])))[0, 0] > 0
