@@ -466,7 +466,9 @@ def test_a_metric_of_checkpoints_needs_evaluations_and_a_warm_start_a_policy_fro
         Recipe.parse(merged(("checkpoint.best_metric", "accuracy_greedy"), ("evaluate.prompts", 0)))
     warm = Recipe.parse(merged(("warm_start.steps", 9)))
     assert not warm.warm_start_note
-    assert warm.with_settings({"policy.path": "m"}).warm_start_note.startswith("warm_start: only a policy made from scratch gets one")
+    assert warm.with_settings({"policy.path": "m"}).warm_start_note.startswith(
+        "warm_start has no effect: only a policy made from scratch gets one"
+    )
 
 
 def test_the_recipe_of_an_older_run_folder_is_read_without_settings_that_had_no_effect(tmp_path: Path) -> None:

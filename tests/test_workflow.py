@@ -72,6 +72,9 @@ def test_a_recipe_wins_over_the_settings_key_by_key_and_both_name_results() -> N
     recipe = parse(stage | {"train": ppo}, settings=settings).plan()[0].recipe
     assert isinstance(recipe, Recipe)
     assert (recipe.algorithm.kl.coefficient, recipe.algorithm.kl.estimator, recipe.critic.path) == (0.1, "k2", "m")
+    settings["rollout"] = {"nodes": {"zone": "a"}}
+    spot = parse(stage | {"train": ppo | {"rollout": {"nodes": {"market": "spot"}}}}, settings=settings).plan()[0].recipe
+    assert isinstance(spot, Recipe) and spot.rollout.nodes == {"market": "spot"}, "a value, not a section"
 
 
 def test_prompts_without_a_pair_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

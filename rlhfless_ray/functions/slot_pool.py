@@ -61,8 +61,8 @@ class SlotPool:
         now = time.monotonic()
         self.resource = resource
         self.state = PoolState(now)
-        self.creating: dict[str, PlacementGroup] = {}  # groups that are no slots yet, by the request they were asked for
-        self.arriving: set[str] = set()  # those of them that Ray has granted: they become slots, also if the request is withdrawn
+        self.creating: dict[str, PlacementGroup] = {}  # placement groups that are not slots yet, by the request they were asked for
+        self.arriving: set[str] = set()  # ids in `creating` whose group Ray has granted: they become slots even if the request is withdrawn
         self.counter, self.began_s, self.started_s, self.empty_s, self.looked_s = 0, time.time(), now, now, -float("inf")
         self.counted_from_s = self.began_s  # when the cluster's first pool began
         self.state.begin_day(today(), now)
@@ -263,7 +263,7 @@ class SlotPool:
     async def _receive(self, request: SlotRequest, name: str, group: PlacementGroup) -> None:
         """Wait until Ray grants a group, and make it a slot of the pool.
 
-        A group that has no device's name yet is not removed: Ray 2.60 never answers a task of a removed group (measured), and the devices
+        A granted group is not removed before its device is named: Ray 2.60 never answers a task of a removed one (measured), and devices
         of a node are named in turn. Requests that were withdrawn after 5 s then grew a queue in which each held up the next one.
         """
         pause, longest = POLL_S

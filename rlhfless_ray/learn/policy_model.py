@@ -209,7 +209,8 @@ def _load(
 
     `maps`: see `load_model`. Raises UserError, which begins with `refusal`, if transformers cannot read the folder.
     """
-    if maps and (stored := stored_dtype(folder)) not in (None, dtype):
+    has_packed = has_4_bits(json.loads((folder / "config.json").read_bytes()))
+    if maps and not has_packed and (stored := stored_dtype(folder)) not in (None, dtype):
         assert stored is not None
         model, *wrong = _load(kind, folder, stored, trust_remote_code, refusal, **options)
         wanted, *_ = _load(kind, folder, dtype, trust_remote_code, refusal, device_map="meta", **options)
@@ -217,7 +218,6 @@ def _load(
             setattr(parameter, WANTED_DTYPE, like.dtype)
         model.config.dtype = wanted.config.dtype
         return model, *wrong
-    has_packed = has_4_bits(json.loads((folder / "config.json").read_bytes()))
     if has_packed:
         from transformers import CompressedTensorsConfig
 

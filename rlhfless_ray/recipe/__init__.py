@@ -332,7 +332,7 @@ class Recipe(RecipeFile):
         """Message for the user if the recipe has a warm start that its policy does not get, else an empty string."""
         if not self.policy.path or not self.warm_start.steps:
             return ""
-        return "warm_start: only a policy made from scratch gets one, so that of policy.path is taken as it is"
+        return "warm_start has no effect: only a policy made from scratch gets one, and policy.path names one"
 
     @property
     def critic_learner(self) -> LearnerConfig:

@@ -57,19 +57,29 @@ def set_key(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     node[leaf] = value
 
 
-def merge_sections(sections: dict[str, dict[str, Any]], tree: dict[str, Any], *, wins: bool = False) -> dict[str, Any]:
-    """Put keys into the sections of a tree. `wins`: they take precedence. A section that is a value stays, for parsing to refuse."""
+def merge_sections(
+    sections: dict[str, dict[str, Any]], tree: dict[str, Any], *, wins: bool = False, model: type[BaseModel] | None = None
+) -> dict[str, Any]:
+    """Put keys into the sections of a tree. `wins`: they take precedence. A section that is a value stays, for parsing to refuse.
+
+    `model`: the recipe's, to merge sections within sections, too. Values that are mappings, such as `rollout.nodes`, are taken whole.
+    """
     merged = {**tree}
     for section, keys in sections.items():
         own = tree.get(section) or {}
         if isinstance(own, dict):
-            merged[section] = _merged(own, keys) if wins else _merged(keys, own)
+            inner = None if model is None else section_at(model, [section])
+            merged[section] = _merged(own, keys, inner) if wins else _merged(keys, own, inner)
     return merged
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of both, those of sections within too. The second takes precedence."""
-    both = {key: _merged(below[key], value) for key, value in above.items() if isinstance(value, dict) and isinstance(below.get(key), dict)}
+def _merged(below: dict[str, Any], above: dict[str, Any], model: type[BaseModel] | None) -> dict[str, Any]:
+    """Return the keys of both, those of the model's sections within too. The second takes precedence."""
+    both = {
+        key: _merged(below[key], value, inner)
+        for key, value in above.items()
+        if isinstance(value, dict) and isinstance(below.get(key), dict) and model is not None and (inner := section_at(model, [key]))
+    }
     return {**below, **above, **both}
 
 

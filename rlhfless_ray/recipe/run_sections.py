@@ -65,8 +65,8 @@ class ClusterConfig(Section):
     priority: float = Field(1.0, gt=0)
     """Weight of this run when runs compete for slots above their shares."""
     memory_share: float = Field(1.0, gt=0, le=1)
-    """Share of the memory of the cores' nodes for which settings that are `auto` are chosen, and of the driver's for copies of the
-    learner's state. A sweep gives each of its runs an equal part."""
+    """Share of the memory of the cores' nodes. Settings that are `auto` are chosen for it. It also limits copies of the learner's state in
+    the driver's memory, but not the memory of GPUs. A sweep gives each of its runs an equal part."""
     object_store_mb: int | None = Field(None, ge=80)
     """Object store of the private cluster in MB. None: the size of the weights and learner state in transit, at least 512 MB and at most
     0.3 of the memory. Beyond it Ray writes to disk."""

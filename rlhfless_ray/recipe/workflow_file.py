@@ -134,7 +134,8 @@ class Workflow(RecipeFile):
             if any(one.name == name for one in planned):
                 raise UserError(f"stages: two stages are called {name}; rename one")
             kind = next(kind for kind in KINDS if getattr(stage, kind) is not None)
-            tree = _resolved(merge_sections(self.settings, getattr(stage, kind)), resolve)
+            own = getattr(stage, kind)
+            tree = _resolved(merge_sections(self.settings, own, model=_recipe_class(kind, own)), resolve)
             models = {model: Path(resolve(model)) for model in stage.models}
             planned.append(PlannedStage(name, kind, tree, self._recipe(kind, name, tree, models), models))
             _check_uses(planned[-1], made)
@@ -150,10 +151,15 @@ class Workflow(RecipeFile):
             raise UserError(f"{where}: run.{decided[0]}: the workflow decides it for its stages; leave it out")
         tree = merge_sections({"run": {"root": str(self.folder), "name": name}}, tree, wins=True)
         if kind == "train":
-            return (SupervisedRecipe if "task" in tree else Recipe).parse(tree, where=where)
+            return _recipe_class(kind, tree).parse(tree, where=where)
         if models:
             tree = merge_sections({"policy": {"path": str(next(iter(models.values())))}}, tree, wins=True)
         return GenerationRecipe.of(tree, name, where)
+
+
+def _recipe_class(kind: Kind, tree: dict[str, Any]) -> type[Recipe] | type[SupervisedRecipe]:
+    """Return the class of a stage's recipe; that of `generate` and `evaluate` has the sections of a run."""
+    return SupervisedRecipe if kind == "train" and "task" in tree else Recipe
 
 
 Resolve = Callable[[str], str]

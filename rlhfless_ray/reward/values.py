@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.reward.user_file import UserFile
 
 MAX_MESSAGE_CHARS = 300
-MAX_FLOAT32 = 3.4e38  # the learner's advantages are float32, and squares of larger rewards overflow float64
+MAX_FLOAT32 = 3.4028234663852886e38  # the learner's advantages are float32
 
 
 def to_finite_float(value: object) -> float:

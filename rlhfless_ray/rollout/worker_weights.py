@@ -109,7 +109,7 @@ def _only_embeddings(model: Any) -> list[Any]:
 def _loaded_in_place(embeddings: Sequence[Any]) -> Iterator[None]:
     """Let vLLM load these layers into the memory that they have, instead of memory of their own that is copied there.
 
-    A third of a load's page faults at 494 M parameters, with the packed copy that `_only_embeddings` avoids.
+    Saves page faults of a load, together with the packed copy that `_only_embeddings` avoids.
     """
     if not embeddings:
         yield

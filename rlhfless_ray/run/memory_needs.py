@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from placement.drafting import MODEL_SEQUENCES
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.speculation import random_drafter_config
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_tensors
+from rlhfless_ray.weights.quantized_base import has_4_bits
 
 if TYPE_CHECKING:
     from rlhfless_ray.types import Prompt
@@ -159,7 +160,10 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = UN
         slots = recipe.rollout.least_width
         longest = recipe.longest_tokens(lengths.longest_prompt)
         kv = memory.kv_bytes(policy.config, longest, width, slots)
-        parts = (("weights", policy.parameters * _engine_width(recipe) // slots), (f"KV cache of one sequence of {longest} tokens", kv))
+        parts = (
+            ("weights", _engine_weights(recipe, policy.config, policy.parameters) // slots),
+            (f"KV cache of one sequence of {longest} tokens", kv),
+        )
         needs.append(Need("an engine", policy.key, parts, True, recipe.rollout.gpu_memory_share, slots))
         if drafter := models.get("drafter"):
             kv = MODEL_SEQUENCES * memory.kv_bytes(drafter.config, longest, width)
@@ -192,7 +196,7 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     if recipe.ema.beta is not None:
         driver = (*driver, ("in the average of the weights", memory.AVERAGE_BYTES * policy.parameters))
     engines = (
-        ("in engine weights", policy.parameters * _engine_width(recipe)),
+        ("in engine weights", _engine_weights(recipe, policy.config, policy.parameters)),
         ("in drafter weights", models["drafter"].parameters * width if "drafter" in models else 0),
         ("in KV cache", recipe.rollout.kv_cache_mb * 2**20),  # vLLM does not start an engine unless this much is free
     )
@@ -245,9 +249,11 @@ def reference_parameters(recipe: Recipe, model: Model) -> int:
     return memory.Training(tensor_parallel=recipe.reference.tensor_parallel, undivided=ends).own(model.parameters)
 
 
-def _engine_width(recipe: Recipe) -> int:
-    """Return the bytes per weight in an engine, for most weights."""
-    return memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1
+def _engine_weights(recipe: Recipe, config: Mapping[str, Any], parameters: int) -> int:
+    """Return the bytes of the weights in an engine. The few that quantisation leaves out are counted as if it did not."""
+    if has_4_bits(config):
+        return parameters // 2
+    return parameters * (memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1)
 
 
 def policy_models(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
@@ -265,7 +271,7 @@ def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: L
     for group in training_groups(recipe, policy_models(recipe, config, parameters), lengths):
         least[group.name] = group.ranks * sum(size for _, size in group.rank.training) / 1e6
     weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
-    least["engines"] = (parameters * _engine_width(recipe) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
+    least["engines"] = (_engine_weights(recipe, config, parameters) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
     if recipe.has_reference:
         other = Model.of(Path(recipe.reference.path), "reference.path") if recipe.reference.path else None
         least["reference"] = recipe.reference.ranks * (weights if other is None else weights / parameters * other.parameters)

@@ -127,8 +127,8 @@ class RowReader:
                     (self.same, f"have the same `{self.data.chosen_column}` and `{self.data.rejected_column}`, which teach no preference"),
                     (
                         self.sliced,
-                        "do not begin, as the chat template renders them, with their prompt and its generation prompt: as in OpenRLHF "
-                        "that prompt is followed by what lies beyond its length in the rendered text",
+                        "are sliced as in OpenRLHF: the chat template does not render them as their prompt, its generation prompt and the "
+                        "rest, so the response is the rendered text beyond the length of that prompt",
                     ),
                 )
                 if names

@@ -26,7 +26,7 @@ from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.memory_check import Room, cluster_room, local_room, starts_ray
 from rlhfless_ray.sweep.halving import Halving
-from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep
+from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep, check_shares
 from rlhfless_ray.sweep.sweep_folder import FINISHED, GrowingMetrics, RunState, State, SweepFolder
 from rlhfless_ray.sweep.sweep_memory import check_memory, most_runs, with_part_of_memory
 from rlhfless_ray.sweep.sweep_table import SweepDisplay
@@ -136,16 +136,19 @@ class SweepRunner:
 
     def _limit_runs(self, room: Room) -> None:
         """Decide how many runs work at once. Raises UserError if so many have no slots or no memory."""
-        wanted, (fitting, why) = self.sweep.file.at_most, most_runs(self.waiting, room)
-        self.at_most = fitting if wanted == "auto" else wanted
-        if self.at_most > room.slots:
+        wanted = self.sweep.file.at_most
+        if wanted != "auto" and wanted > room.slots:
             raise UserError(f"at_most: {wanted} runs need at least a slot each, but there are {room.slots} ({room.resource}); lower it")
+        at_once = None if wanted == "auto" else max(1, min(wanted, len(self.waiting)))
+        fitting, why = most_runs(self.waiting, room, at_once)
+        self.at_most = at_once or fitting
+        check_shares(self.waiting, self.at_most)
         check_memory(self.waiting, self.at_most, room)
         if wanted == "auto":
             self.note = f"runs at once: {fitting}; {why}"
             self.sweep = replace(self.sweep, file=self.sweep.file.model_copy(update={"at_most": fitting}))
-        elif min(wanted, len(self.waiting)) > fitting:
-            self.note = f"the memory may not be enough for {wanted} runs at once: {why}; at_most: auto starts {fitting}"
+        elif self.at_most > fitting:
+            self.note = f"the memory may not be enough for {self.at_most} runs at once: {why}; at_most: auto starts {fitting}"
 
     def _start_runs(self) -> None:
         from rlhfless_ray.weights.load_policy import cache_folder

@@ -140,7 +140,8 @@ def load_sweep(path: Path) -> Sweep:
     _check_metric(file, runs, where)
     if file.metric.endswith("/loss") and file.direction == "max":
         raise UserError(f"{where}: direction: smaller values of {file.metric} are better; set it to min")
-    _check_shares(file, runs, where)
+    if file.at_most != "auto":  # otherwise once their number is known
+        check_shares(runs, file.at_most)
     return Sweep(file, runs)
 
 
@@ -202,13 +203,12 @@ def _check_names(names: Iterable[str], where: str) -> None:
             raise UserError(f"{where}: runs {numbered[1]} and {name}: a repeated run would get the same number; rename one of them")
 
 
-def _check_shares(file: SweepFile, runs: Iterable[PlannedRun], where: str) -> None:
-    """Raise UserError if runs that may work at the same time ask for more than the whole pool."""
-    at_most = None if file.at_most == "auto" else file.at_most
+def check_shares(runs: Iterable[PlannedRun], at_most: int) -> None:
+    """Raise UserError if runs that may work at the same time, `at_most` of them, ask for more than the whole pool."""
     shares = sorted((run.recipe.cluster.share or 0.0 for run in runs), reverse=True)[:at_most]
     if sum(shares) > 1 + 1e-9:
         raise UserError(
-            f"{where}: cluster.share: {len(shares)} runs at once ask for shares of {sum(shares):g} of the pool together, "
+            f"cluster.share: {len(shares)} runs at once ask for shares of {sum(shares):g} of the pool together, "
             "which may be at most 1; lower their shares, or at_most"
         )
 

@@ -156,14 +156,14 @@ class SweepFolder:
         """
         root, name = Path(sweep.file.root), sweep.file.name
         written = {
-            file: json.loads(file.read_text())
+            file: content
             for file in root.glob(f"{name}*/sweep.json")
             if re.fullmatch(re.escape(name) + r"(-\d+)?", file.parent.name)
+            if (content := json.loads(file.read_text())).get("name") == name  # `a-2` may be a sweep of its own
         }
-        family = [file for file, content in written.items() if content["name"] == name]  # `a-2` may be a sweep of its own
-        if not family:
+        if not written:
             raise UserError(f"--resume: no sweep in {root / name}; start it without --resume")
-        newest = max(family, key=lambda file: file.stat().st_mtime)
+        newest = max(written, key=lambda file: file.stat().st_mtime)
         path, before = newest.parent, {run["name"]: RunState(**run) for run in written[newest]["runs"]}
         folder = cls(path, [])
         for run in sweep.runs:

@@ -41,12 +41,12 @@ def check_memory(runs: Sequence[PlannedRun], at_most: int, room: Room) -> None:
     )
 
 
-def most_runs(runs: Sequence[PlannedRun], room: Room) -> tuple[int, str]:
-    """Return how many runs `at_most: auto` is, and why.
+def most_runs(runs: Sequence[PlannedRun], room: Room, limit_to: int | None = None) -> tuple[int, str]:
+    """Return how many runs work at once with `at_most: auto`, or up to `limit_to`, and why no more.
 
     Each needs a slot, and the predicted peaks of those that need most of the memory must fit together.
     """
-    there, most = _shared_bytes(room), max(1, min(len(runs), room.slots))
+    there, most = _shared_bytes(room), max(1, min(len(runs), room.slots, limit_to or len(runs)))
     limit = f"as many as there are {'runs' if most == len(runs) else 'slots'}"
 
     def predicted(count: int) -> int:

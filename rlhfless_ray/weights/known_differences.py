@@ -29,6 +29,7 @@ REFUSED = {
     "phi": "vLLM does not use the output head's bias",
 }
 # Families that vLLM cannot compute on CPU only.
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # vLLM reads other names as these
 REFUSED_ON_CPU = ("falcon_h1", "gpt_oss", "lfm2", "mamba", "mimo_v2_flash", "olmo_hybrid", "phimoe")
 
 
@@ -62,7 +63,15 @@ def lacks_model(config: Mapping[str, Any]) -> bool:
     names: list[str] = config.get("architectures") or []
     kind = str(config.get("model_type")).replace("-", "_")
     vllm, transformers = (PathFinder.find_spec(name) for name in ("vllm", "transformers"))
-    if len(names) != 1 or config.get("auto_map") or vllm is None or transformers is None or not vllm.origin or not transformers.origin:
+    if (
+        len(names) != 1
+        or not names[0].endswith(CAUSAL)
+        or config.get("auto_map")
+        or vllm is None
+        or transformers is None
+        or not vllm.origin
+        or not transformers.origin
+    ):
         return False
     known = Path(vllm.origin).parent / "model_executor/models/registry.py"
     own = Path(transformers.origin).parent / f"models/{kind}/modeling_{kind}.py"

@@ -34,9 +34,12 @@ def check_quantized(recipe: Recipe, config: Mapping[str, Any]) -> None:
         "policy.dtype=bfloat16": recipe.policy.dtype == "bfloat16",
         "rollout.quantization=off": recipe.rollout.quantization == "off",
         "rollout.tensor_parallel=1": recipe.rollout.tensor_parallel == 1,
+        "rollout.partial_kv=recompute": recipe.rollout.partial_kv != "keep",  # of an adapter that is replaced
     }
     if missing := [setting for setting, fits in wanted.items() if not fits]:
-        raise UserError(f"policy.path: its weights have 4 bits, so it can only be the base of an adapter; set {' and '.join(missing)}")
+        raise UserError(
+            f"policy.path: its weights have 4 bits, which an adapter's base may have only with {' and '.join(missing)}; set that"
+        )
 
 
 def refuse_quantized(config: Mapping[str, Any]) -> None:
@@ -44,6 +47,6 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     if section := config.get("quantization_config"):
         kind = section.get("quant_method", "by an unknown method")
         raise UserError(
-            f"policy.path: its weights are quantised ({kind}), and can only be trained below an adapter of a run, with the 4 bits of "
-            "compressed-tensors (pack-quantized); take the model as it was before"
+            f"policy.path: its weights are quantised ({kind}). Only 4-bit weights of compressed-tensors (pack-quantized) train, as "
+            "the base of an adapter in `rlhfless train`, not in a supervised stage; set policy.path to the unquantised model"
         )

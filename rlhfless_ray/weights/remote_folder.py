@@ -68,7 +68,7 @@ class StoredFiles:
 
 
 def is_divided(name: str) -> bool:
-    """Return whether a rank reads only some of a checkpoint's files of this kind: optimizer state and moving averages."""
+    """Return whether a checkpoint's file has optimizer state or a moving average, of which each rank reads a part."""
     return name.startswith(("optimizer", AVERAGE)) and name.endswith(WEIGHTS)
 
 

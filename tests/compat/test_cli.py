@@ -31,7 +31,7 @@ def launcher(*flags):
         ("--pretrain /m --sed 3", "unrecognized arguments: --sed"),
         ("--seed three", "argument --seed: invalid int value: 'three'"),
         ("--pretrain /m --prompt_data /d", "there is no reward"),
-        (LINE + " --load_in_4bit", "--load_in_4bit: 4-bit base weights are outside"),
+        (LINE + " --load_in_4bit", "--load_in_4bit: engines cannot load bitsandbytes"),
         (LINE + " --elastic.prefr 1", "did you mean --elastic.prefer?"),
         (LINE + " --seed 1 --train.seed 2", "--seed and --train.seed"),
         ("--use_icepop --elastic.dialect 0.11.2", "--use_icepop: exists in OpenRLHF 0.9.1 to 0.9.2 only"),

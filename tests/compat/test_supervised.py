@@ -359,7 +359,7 @@ def test_explain_tells_of_every_launch_of_a_script(tmp_path: Path) -> None:
     assert said.returncode == 2 and "dialect     train_sft" in said.stdout
     assert said.stdout.endswith(
         "also starts train_dpo, which would run\n"
-        "also starts train_rm, which would not run: --load_in_4bit: 4-bit weights have no counterpart here yet\n"
+        "also starts train_rm, which would not run: --load_in_4bit: quantising weights when they are loaded has no counterpart here\n"
     )
     found = json.loads(command_here("explain", "--json", "--", "bash", str(script)).stdout)["also_starts"]
     assert [(one["launcher"], one["runs"]) for one in found] == [("train_dpo", True), ("train_rm", False)]

@@ -359,7 +359,7 @@ def test_the_last_turn_is_the_models(tmp_path: Path, tokenizer: Any) -> None:
     assert read(tmp_path, named, [{"turns": turns}], contract="openrlhf", **settings)[0]
     # with a generation prompt, `a`, the rest is what lies beyond its length, as OpenRLHF slices it
     texts, rows = read(tmp_path, tokenizer, [{"turns": turns}], contract="openrlhf", **settings)
-    assert texts == ["ua;ab;a[c][;][ ][<eos>]"] and "1 rows do not begin, as the chat template renders them" in rows.notes[0]
+    assert texts == ["ua;ab;a[c][;][ ][<eos>]"] and "1 rows are sliced as in OpenRLHF" in rows.notes[0]
     pair = {"chosen": turns, "rejected": [*turns[:2], {"role": "tool", "content": "d"}]}
     assert len(read(tmp_path, tokenizer, [pair], "rm", template="chat", prompt_column="")[0]) == 2
     with pytest.raises(UserError, match="the last turn of column `turns` is of role `user`, not a response"):

@@ -137,6 +137,20 @@ def test_more_runs_than_are_predicted_to_fit_start_with_a_note(tmp_path: Path, m
         assert runner.at_most == 2 and runner.note.startswith(note) and bool(runner.note) == bool(note)
 
 
+def test_fewer_runs_than_at_most_share_the_memory_among_themselves(tmp_path: Path) -> None:
+    runner = SweepRunner(sweep_of(tmp_path, root=str(tmp_path / "out"), at_most=3, cluster={"cpus": 3}, grid={"run.seed": [0, 1]}))
+    assert runner.at_most == 2
+
+
+def test_shares_are_those_of_as_many_runs_as_auto_starts(tmp_path: Path) -> None:
+    grid = {"run.seed": [0, 1, 2]}
+    sweep = sweep_of(tmp_path, root=str(tmp_path / "out"), at_most="auto", cluster={"cpus": 2}, set={"cluster.share": 0.5}, grid=grid)
+    assert SweepRunner(sweep).at_most == 2
+    sweep = sweep_of(tmp_path, root=str(tmp_path / "out"), at_most="auto", cluster={"cpus": 3}, set={"cluster.share": 0.5}, grid=grid)
+    with pytest.raises(UserError, match="3 runs at once ask for shares"):
+        SweepRunner(sweep)
+
+
 def test_the_number_of_auto_is_that_of_the_runner_and_its_folder(tmp_path: Path) -> None:
     runner = SweepRunner(sweep_of(tmp_path, root=str(tmp_path / "out"), at_most="auto", cluster={"cpus": 3}, grid={"run.seed": [0, 1]}))
     assert runner.at_most == runner.sweep.file.at_most == 2 and runner.note == "runs at once: 2; as many as there are runs"

@@ -11,9 +11,11 @@ import torch
 from placement.memory import header_parameters
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.run.memory_needs import Lengths, least_mb
 from rlhfless_ray.weights.model_folder import parameter_count, with_dtype
 from rlhfless_ray.weights.quantized_base import check_quantized, has_4_bits
 from rlhfless_ray.weights.tensor_file import save_tensors
+from tests.placement.test_memory import QWEN_05B
 
 
 def of_compressed_tensors(**weights: Any) -> dict[str, Any]:
@@ -36,8 +38,21 @@ def test_4_bits_below_an_adapter_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("config", "sections", "word"),
     [
-        (of_compressed_tensors(), {"policy": {"dtype": "bfloat16"}}, "set lora.rank=16$"),
-        (of_compressed_tensors(), {"lora": {"rank": 8, "publish": "merged"}}, "set lora.publish=adapter and policy.dtype=bfloat16$"),
+        (of_compressed_tensors(), {"policy": {"dtype": "bfloat16"}}, "only with lora.rank=16; set that$"),
+        (
+            of_compressed_tensors(),
+            {"lora": {"rank": 8, "publish": "merged"}},
+            "only with lora.publish=adapter and policy.dtype=bfloat16; set that$",
+        ),
+        (
+            of_compressed_tensors(),
+            {
+                "lora": {"rank": 8},
+                "policy": {"dtype": "bfloat16"},
+                "rollout": {"max_lag_steps": 1, "partial": "continue", "partial_kv": "keep"},
+            },
+            "only with rollout.partial_kv=recompute; set that$",
+        ),
         (of_compressed_tensors(num_bits=8), {"lora": {"rank": 8}}, r"quantised \(compressed-tensors\)"),
         ({"quantization_config": {"quant_method": "gptq"}}, {"lora": {"rank": 8}}, r"quantised \(gptq\)"),
     ],
@@ -45,6 +60,12 @@ def test_4_bits_below_an_adapter_are_accepted() -> None:
 def test_other_settings_and_formats_are_refused(config: dict[str, Any], sections: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=f"^policy.path: its weights .*{word}"):
         check_quantized(recipe(**sections), config)
+
+
+def test_an_engine_needs_half_a_byte_for_each_weight_of_4_bits() -> None:
+    config, run = of_compressed_tensors(), recipe(lora={"rank": 8}, policy={"dtype": "bfloat16"}, rollout={"kv_cache_mb": 80})
+    sizes = [least_mb(run, {**section, **QWEN_05B}, 1_000_000_000, Lengths(8))["engines"] for section in (config, {})]
+    assert sizes[1] - sizes[0] == pytest.approx(1500)
 
 
 def test_packed_weights_count_as_the_values_that_they_are() -> None:

@@ -174,7 +174,12 @@ RULES: tuple[Rule, ...] = (
         idle=unless(DYNAMIC, "micro-batches are counted in samples"),
         reading=m.BUDGET,
     ),
-    _row("ds.load_in_4bit", "error", reading="4-bit base weights are outside what this runtime trains; leave it out"),
+    _row(
+        "ds.load_in_4bit",
+        "error",
+        reading="engines cannot load bitsandbytes, which this flag uses; leave it out, or "
+        "give a checkpoint in the 4 bits of compressed-tensors as the model",
+    ),
     # adapters
     _row("ds.lora.rank", "cond", "lora.rank"),
     _row("ds.lora.alpha", "cond", "lora.alpha", idle=m.no_lora),

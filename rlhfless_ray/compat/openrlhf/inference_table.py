@@ -144,7 +144,12 @@ BATCH_RULES: tuple[FlagRule, ...] = (
 CHAT_RULES: tuple[FlagRule, ...] = (
     *_COMMON,
     *[_flag(name, "exact", "policy.dtype", _dtype) for name in ("bf16", "param_dtype")],
-    _flag("load_in_4bit", "noop", refuses=only(False, "4-bit weights have no counterpart here yet"), reading="the default"),
+    _flag(
+        "load_in_4bit",
+        "noop",
+        refuses=only(False, "quantising weights when they are loaded has no counterpart here"),
+        reading="the default",
+    ),
     _flag("max_len", "exact", "chat.max_len", refuses=lambda x, v: "" if x >= 1 else "must be at least 1"),
     _flag("greedy_sampling", "exact", "chat.greedy_sampling"),
     _flag("top_p", "exact", "chat.top_p", refuses=lambda x, v: "" if 0 < x <= 1 else "must be above 0 and at most 1"),

@@ -162,7 +162,12 @@ RULES: tuple[FlagRule, ...] = (
     ),
     row("model.gradient_checkpointing_reentrant", "noop", reading="it changes no result"),
     row("model.aux_loss_coef", "noop", refuses=only(0, "the router's auxiliary loss " + NOT_HERE), reading="the default"),
-    row("ds.load_in_4bit", "noop", refuses=only(False, "4-bit weights have no counterpart here yet"), reading="the default"),
+    row(
+        "ds.load_in_4bit",
+        "noop",
+        refuses=only(False, "quantising weights when they are loaded has no counterpart here"),
+        reading="the default",
+    ),
     row("ds.lora.rank", "exact", "lora.rank"),
     row("ds.lora.alpha", "exact", "lora.alpha", _where("ds.lora.rank", "lora.alpha")),
     row("ds.lora.dropout", "exact", "lora.dropout", _where("ds.lora.rank", "lora.dropout")),
