@@ -285,4 +285,4 @@ def test_explain_shows_what_is_refused() -> None:
     said = command_here("explain", "--json", "--", "deepspeed", "--module", "openrlhf.cli.batch_inference", "--eval_task", "rm", *LEAST)
     assert said.returncode == 0 and json.loads(said.stdout)["recipe"]["batch_inference"]["task"] == "rm"
     said = command_here("explain", "--", "python", "-m", "openrlhf.cli.interactive_chat", "--pretrain", "m", "--load_in_4bit")
-    assert said.returncode == 2 and "--load_in_4bit: 4-bit weights" in said.stdout
+    assert said.returncode == 2 and "--load_in_4bit: quantising weights" in said.stdout

@@ -152,7 +152,7 @@ def test_flags_become_settings(launcher: str, flags: list[str], expected: dict[s
 @pytest.mark.parametrize(
     ("launcher", "flags", "named"),
     [
-        ("train_sft", [*LEAST, "--load_in_4bit"], "--load_in_4bit: 4-bit weights"),
+        ("train_sft", [*LEAST, "--load_in_4bit"], "--load_in_4bit: quantising weights"),
         ("train_sft", [*LEAST, "--aux_loss_coef", "0.01"], "--aux_loss_coef: the router's auxiliary loss"),
         ("train_sft", ["--pretrain", "x", "--bf16"], "--dataset: name the data set"),
         ("train_sft", [*LEAST, "--dataset_probs", "0.5,x"], "--dataset_probs: expected numbers separated by commas"),
