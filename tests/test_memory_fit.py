@@ -75,7 +75,7 @@ def test_a_run_that_has_a_part_of_the_memory_chooses_its_settings_for_it(tmp_pat
     wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
     half = wanted.with_settings({"cluster.memory_share": 0.5})
     assert chosen(fitted(node(48), half)) == chosen(fitted(node(24), wanted)) != chosen(fitted(node(48), wanted))
-    assert fitted(node(48), half).reason.endswith("more than 42% of 48.0 GB)")
+    assert fitted(node(48), half).reason.endswith("more than 42% of 48.0 GB (cluster.memory_share=0.5))")
     least = fitted(node(20), half)
     assert chosen(least)[1] and least.note == "" and not fitted(H100, half).reason
 
