@@ -89,8 +89,8 @@ def bid_of(run: str, points: Sequence[tuple[int, float, float]], objective: Obje
         they save, up to the number that meets the deadline; more are worth nothing. `budget` bounds the cost. `knee` is as `prefer`.
     value_per_s : float, optional
         Slot-seconds that a second is worth with `prefer` p or `knee`. None: p / (1 - p) · C / T, with the lowest cost C and the shortest
-        time T of the points, as in `time_value`, and p = 0.5 for `knee`. Then a run that nobody disturbs bids for the number that it would
-        choose alone.
+        time T of the points, as in `time_value`. `knee` counts as p = 0.5. If no other run bids, a run then bids for the number that it
+        would choose alone.
 
     Returns
     -------

@@ -250,7 +250,7 @@ def reference_parameters(recipe: Recipe, model: Model) -> int:
 
 
 def _engine_weights(recipe: Recipe, config: Mapping[str, Any], parameters: int) -> int:
-    """Return the bytes of the weights in an engine. The few that quantisation leaves out are counted as if it did not."""
+    """Return the bytes of the weights in an engine. The few that are not quantised count as if they were."""
     if has_4_bits(config):
         return parameters // 2
     return parameters * (memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1)

@@ -163,13 +163,10 @@ class PoolMaker:
         self.snapshot_steps = snapshot_every_steps(recipe, parameters)
         if self.snapshot_steps == 0 and recipe.checkpoint.memory_every_steps is None:
             then = "continues from the newest checkpoint" if recipe.checkpoint.resumable else "ends the run"
-            part = (
-                ""
-                if recipe.cluster.memory_share == 1
-                else f"their part of a quarter (cluster.memory_share={recipe.cluster.memory_share:g})"
-            )
+            share = recipe.cluster.memory_share
+            limit = "a quarter" if share == 1 else f"their part of a quarter (cluster.memory_share={share:g})"
             say(
-                f"the learner's state is not copied in memory, because two copies would take more than {part or 'a quarter'} of this "
+                f"the learner's state is not copied in memory, because two copies would take more than {limit} of this "
                 f"machine's; a lost learner {then} (checkpoint.memory_every_steps)"
             )
 
