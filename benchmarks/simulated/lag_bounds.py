@@ -69,7 +69,7 @@ def lag_targets(entries: dict[str, Any]) -> list[Target]:
         found.append(Target(f"lag of one step: cost saved over {said}", 100 * kept, saved, unit=" %", why=why))
     rivals = {policy for entry in entries.values() for policy in entry[bound]} - {"ours", NOT_BUILT}
     behind = [
-        f"{name} ({policy})"
+        f"{name} ({policy}, {100 * (entry[bound][mine]['step_s'] / entry[bound][policy]['step_s'] - 1):.1f} %)"
         for name, entry in entries.items()
         for policy in sorted(rivals)
         if entry[bound][policy]["step_s"] < entry[bound][mine]["step_s"]

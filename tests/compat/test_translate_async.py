@@ -99,3 +99,22 @@ def test_a_generation_batch_that_a_version_does_not_read_begins_no_more_prompts(
     line = f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py {batch} --vllm_generate_batch_size 192"
     made = {version: Recipe.parse(of(f"{line} --elastic.dialect {version}").tree).rollout for version in ("0.9.10", "0.10.0")}
     assert [(one.max_lag_steps, one.begun_share) for one in made.values()] == [(1, 1), (2, 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--async_queue_size 9", "--async_queue_size: responses would be up to 9 steps old when they are trained; 8 are possible"),
+        ("--vllm_generate_batch_size 1025", "--vllm_generate_batch_size: responses would be up to 9 steps old"),
+        ("--async_queue_size 8 --vllm_generate_batch_size 1024", None),
+    ],
+)
+def test_a_queue_of_more_steps_than_a_token_may_be_old_is_named_once(flags, said):
+    line = f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --enable_vllm_is_correction --rollout_batch_size 128 {flags}"
+    line += " --async_train --partial_rollout --elastic.dialect 0.10.1"
+    if said is None:
+        assert not of(line).refused
+        return
+    with pytest.raises(UserError) as found:
+        of(line)
+    assert str(found.value).startswith(said) and "rollout.max_lag_steps" not in str(found.value)

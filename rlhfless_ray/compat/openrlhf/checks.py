@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.flag_semantics import template_notes, template_problem
+from rlhfless_ray.compat.openrlhf.flag_semantics import asynchronous, queue_steps, template_notes, template_problem
 from rlhfless_ray.compat.openrlhf.flag_table import rule_of
 from rlhfless_ray.compat.openrlhf.normalise import GATING, LEVEL, MODE, PROMPT_LIMIT, SAMPLE_BUFFER_SINCE, THRESHOLD, Values
 
@@ -39,6 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {  # for values that argparse does not che
     ),
     "vllm.sync_backend": ("nccl", "gloo", "mpi", "ucc", "xccl", "hccl"),
 }
+MAX_LAG = 8  # largest rollout.max_lag_steps
 HUB_KERNEL = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?")  # an attention kernel of the Hugging Face hub
 
 
@@ -129,6 +130,9 @@ def _check_sampling(v: Values, notes: list[str]) -> None:
         f"{v.spelled('rollout.vllm_generate_batch_size')}: more than {v.named('rollout.batch_size')} needs {v.named('train.async_enable')}",
     )
     _require(not generated or generated > 0, f"{v.spelled('rollout.vllm_generate_batch_size')}: must be at least 1 (got {generated})")
+    lag = asynchronous(v)["rollout.max_lag_steps"] if v["train.async_enable"] else 0
+    name = "train.async_queue_size" if queue_steps(v) == lag else "rollout.vllm_generate_batch_size"
+    _require(lag <= MAX_LAG, f"{v.spelled(name)}: responses would be up to {lag} steps old when they are trained; {MAX_LAG} are possible")
     response, total = v["rollout.max_new_tokens"], v["data.max_len"]
     _require(response is None or response > 0, f"{v.spelled('rollout.max_new_tokens')}: must be at least 1 (got {response})")
     _require(v[PROMPT_LIMIT] is None or v[PROMPT_LIMIT] > 0, f"{v.spelled(PROMPT_LIMIT)}: must be at least 1 (got {v[PROMPT_LIMIT]})")
