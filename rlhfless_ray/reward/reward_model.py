@@ -25,6 +25,7 @@ from rlhfless_ray.reward.values import to_finite_float
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.load_policy import check_files, load_tokenizer
 from rlhfless_ray.weights.model_folder import WEIGHTS, config_of, read_folder, write_folder
+from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.tensor_file import Files, read_header
 
 if TYPE_CHECKING:
@@ -191,11 +192,12 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     """Find the weight `name`.weight of shape (1, width), or the one that config.json names as `value_head_prefix`.
 
     OpenRLHF writes that key. With `normalize` the head takes `mean` and `std` of the rewards from config.json, if present.
-    Raises UserError, which names `setting`, for incomplete files, a missing head, with the candidates, and a head with several scores.
+    Raises UserError, which names `setting`, for incomplete files, quantised weights, a missing head, with the candidates, and a head with several scores.
     """
     config = config_of(files)
     name = config.get("value_head_prefix") or name
     check_files(files, setting)
+    refuse_quantized(config, setting)
     # Of all files, also of a head beside the base that no index names: `ScalarModel.load` finds it.
     headers = [read_header(content) or {} for file, content in files.items() if file.endswith(WEIGHTS)]
     shapes = {tensor: entry["shape"] for header in headers for tensor, entry in header.items()}

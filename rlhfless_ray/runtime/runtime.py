@@ -74,7 +74,7 @@ from rlhfless_ray.weights.load_policy import (
     text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
-from rlhfless_ray.weights.quantized_base import check_quantized
+from rlhfless_ray.weights.quantized_base import check_quantized, refuse_quantized
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 from rlhfless_ray.weights.same_model import check_same_model
 
@@ -129,6 +129,8 @@ class Runtime(StepOperations):
         check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
         check_routers(recipe, config_of(self.files))
         self.critic_files = read_model(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
+        if self.critic_files is not None:
+            refuse_quantized(config_of(self.critic_files), "critic.path")
         if recipe.learns and recipe.algorithm.has_critic and (recipe.critic.path or recipe.policy.path):
             check_classifier(self.critic_files or self.files, "critic.path" if recipe.critic.path else "policy.path")
         if recipe.critic.normalize:

@@ -32,6 +32,7 @@ from rlhfless_ray.weights.model_folder import (
     tensor_shapes,
     write_folder,
 )
+from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
@@ -255,10 +256,11 @@ def load_tokenizer(files: Files, trust_remote_code: bool, setting: str = "policy
 def other_model(path: str, setting: str, tokenizer: Any) -> Path:
     """Return the folder of a model whose log-probabilities are compared with the policy's. `tokenizer`: the policy's.
 
-    Raises UserError, which names `setting`, for a folder that cannot be read, or with another vocabulary.
+    Raises UserError, which names `setting`, for a folder that cannot be read, quantised weights or another vocabulary.
     """
     folder = model_folder(path, setting).resolve()
     files = read_model(folder, setting)
+    refuse_quantized(config_of(files), setting)
     with transformers_without_torch():
         theirs = load_tokenizer(files, False, setting).get_vocab()
     ours = tokenizer.get_vocab()

@@ -42,11 +42,11 @@ def check_quantized(recipe: Recipe, config: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_quantized(config: Mapping[str, Any]) -> None:
-    """Raise UserError if the weights are quantised."""
+def refuse_quantized(config: Mapping[str, Any], setting: str = "policy.path") -> None:
+    """Raise UserError, which names `setting`, if the weights are quantised."""
     if section := config.get("quantization_config"):
         kind = section.get("quant_method", "by an unknown method")
         raise UserError(
-            f"policy.path: its weights are quantised ({kind}). Only 4-bit weights of compressed-tensors (pack-quantized) train, as "
-            "the base of an adapter in `rlhfless train`, not in a supervised stage; set policy.path to the unquantised model"
+            f"{setting}: its weights are quantised ({kind}). Only a policy may have such weights, namely 4-bit weights of compressed-tensors "
+            "(pack-quantized) as the base of an adapter in `rlhfless train`, not in a supervised stage; take the unquantised model"
         )

@@ -73,6 +73,20 @@ def test_a_missing_shard_is_named_before_ray(tmp_path):
             Runtime(Recipe.parse(tree))
 
 
+def test_quantised_weights_of_any_other_model_are_refused_before_ray(tmp_path: Path) -> None:
+    """Critic, reference and reward model passed these checks before, and failed once Ray had started. A teacher is read as a reference."""
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    config = {**json.loads(files["config.json"]), "quantization_config": {"quant_method": "fp8"}}
+    folder = str(write_folder(tmp_path / "model", {**files, "config.json": json.dumps(config).encode()}))
+    for key, more in (
+        ("critic.path", {"critic__path": folder, "algorithm__advantage": {"estimator": "gae"}}),
+        ("reference.path", {"reference__path": folder, "algorithm__kl": {"coefficient": 0.1}}),
+        ("reward.model_path", {"reward__function": "", "reward__model_path": folder}),
+    ):
+        with pytest.raises(UserError, match=rf"^{key}: its weights are quantised \(fp8\)"):
+            Runtime(Recipe.parse(small_recipe(tmp_path, **more)))
+
+
 @pytest.mark.parametrize(
     ("changed", "wrong"),
     [
