@@ -27,9 +27,11 @@ from rlhfless_ray.run.responses import NO_REWARD, RECORD, RESPONSES, ResponseRec
 from rlhfless_ray.runtime.evaluate_models import Evaluation, ModelScore, _check_same_rows, _labels, best_of_k, with_own_folder
 from rlhfless_ray.runtime.generation import Generation
 from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.weights.layout import padded_share
 from rlhfless_ray.weights.load_policy import warm_start_key
-from rlhfless_ray.weights.model_folder import AVERAGE
-from rlhfless_ray.weights.shards import shard_name
+from rlhfless_ray.weights.model_folder import AVERAGE, INDEX, read_folder, stored_weights
+from rlhfless_ray.weights.shards import save_intervals, shard_name
+from rlhfless_ray.weights.tensor_file import write_file
 from tests.conftest import command_here, small_recipe
 
 
@@ -283,6 +285,27 @@ def test_a_checkpoint_is_found_with_settings_that_an_older_version_accepted(tmp_
     stored["learner"]["min_rate_share"] = 0.1
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(stored))
     assert finding._first_model(tmp_path) == stage.model_dump(include={"policy": True, "run": {"seed"}})
+
+
+def test_a_checkpoint_s_parts_become_a_model_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of ZeRO 3 saved their part of each tensor."""
+    import torch
+
+    from rlhfless_ray.learn.tiny_model import scratch_policy
+
+    monkeypatch.setattr(finding, "_first_model", lambda run: files)
+    monkeypatch.setattr(finding, "MAX_FILE_BYTES", 30_000)
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    whole = dict(stored_weights(files))
+    for rank in range(2):
+        shares = {name: padded_share(tensor.numel(), 2, rank) for name, tensor in whole.items()}
+        parts = {name: (own[0], whole[name].reshape(-1)[slice(*own)]) for name, own in shares.items()}
+        write_file(tmp_path / shard_name("model", rank, 2), save_intervals(parts, {}))
+    finding._write_model(tmp_path, tmp_path, tmp_path / "written")
+    written = read_folder(tmp_path / "written")
+    assert INDEX in written and sum(name.endswith(".safetensors") for name in written) > 2
+    found = dict(stored_weights(written))
+    assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 # ---- whole runs ---------------------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from rlhfless_ray.learn.losses import token_weights, value_loss
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.output_scale import output_scale
-from rlhfless_ray.learn.policy_model import TokenValues, load_critic, scalar_config
+from rlhfless_ray.learn.policy_model import TokenValues, load_critic, load_divided, scalar_config
 from rlhfless_ray.learn.rank_settings import CriticSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, without_steps
 from rlhfless_ray.types import CriticStats, Span
-from rlhfless_ray.weights.model_folder import as_folder
+from rlhfless_ray.weights.model_folder import DividedFiles
 from rlhfless_ray.weights.tensor_file import Files
 
 SUMS = ("loss", "values", "returns", "clipped")
@@ -33,13 +33,12 @@ class CriticRank:
         self.device = self.trainer.device
         self.sharing: PromptSharing | None = None
 
-    def open(self, files: Files | Path, rendezvous: tuple[str, int], state: dict[str, Any] | None = None) -> None:
+    def open(self, files: Files | Path | DividedFiles, rendezvous: tuple[str, int], state: dict[str, Any] | None = None) -> None:
         """Build the engine from a model folder or its files, as `LearnerRank.open` does."""
         self.trainer.join_process_group(rendezvous)
-        with as_folder(files) as folder:
-            policy = self.settings.policy
-            options = policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed
-            model = load_critic(folder, *options, maps=self.trainer.stage == 3)
+        policy = self.settings.policy
+        options = policy.dtype, policy.trust_remote_code, self.critic.value_head, self.seed
+        model = load_divided(files, lambda folder: load_critic(folder, *options, maps=self.trainer.stage == 3))
         scale = output_scale(model.config.to_dict(), "critic.path", "critic.normalize") if self.critic.normalize else (0.0, 1.0)
         self.sharing = PromptSharing.of(model, self.settings.learner.share_prompts, self.settings.lora.dropout)
         self.trainer.open(self.trainer.slice_sequences(TokenValues(model, *scale)), state)

@@ -13,9 +13,11 @@ from torch import nn
 from rlhfless_ray.learn.policy_model import WANTED_DTYPE
 from rlhfless_ray.learn.tensor_parallel import deepspeed_section
 from rlhfless_ray.local.process_memory import release_pages
+from rlhfless_ray.weights.layout import padded_share
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import LearnerConfig
+    from rlhfless_ray.weights.shards import Shards
 
 BUCKET_ELEMENTS = 50_000_000  # gradients that are reduced at once: DeepSpeed's default takes 4 GB of buffers for a model of 0.5 B
 UNDECAYED = ("bias", "layernorm.weight", "layer_norm.weight", "norm.weight", "ln_f.weight")  # parts of names, as in OpenRLHF
@@ -99,25 +101,49 @@ def skipped_step(optimizer: Any) -> Iterator[None]:
         del optimizer._update_scale
 
 
-class CopiedParameters(nn.Module):
-    """A module whose weights may be views of a mapped file, for `deepspeed.zero.Init`, which keeps a part of each parameter.
+class OwnParts(nn.Module):
+    """A module whose weights may be views of a mapped file, for `divide_parameters`. Only this rank's part of each is read.
 
-    Each parameter is copied to the device, and converted, just before it is divided. DeepSpeed would write into the mapping, which makes
-    it private memory of the rank, and its last view keeps all of it. All copies take turns in one buffer: freed blocks would raise the
-    size from which malloc maps blocks, and what DeepSpeed frees later would stay on the heap.
+    Each parameter gets memory of its own just before it is divided, into which the rank's part is copied, and converted. All take turns in
+    one buffer, whose other pages are never touched: freed blocks would raise the size from which malloc maps blocks, and what DeepSpeed
+    frees later would stay on the heap.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: Any, device: torch.device, weights: Shards | None) -> None:
         super().__init__()
-        self.module, self.device = module, device
+        self.module, self.device, self.weights = module, device, weights
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        names = {parameter: name for name, parameter in self.module.model.named_parameters()}
         wanted = {p: getattr(p, WANTED_DTYPE, p.dtype) for p in self.module.parameters(recurse)}
         buffer = torch.empty(
             max((p.numel() * dtype.itemsize for p, dtype in wanted.items()), default=0), dtype=torch.uint8, device=self.device
         )
         for parameter, dtype in wanted.items():
-            mapped = parameter.data
-            parameter.data = buffer[: mapped.numel() * dtype.itemsize].view(dtype).view(mapped.shape).copy_(mapped)
+            mapped, own = parameter.data, padded_share(parameter.numel(), ranks, rank)
+            whole = buffer[: mapped.numel() * dtype.itemsize].view(dtype)
+            values = mapped.reshape(-1)[slice(*own)] if self.weights is None else self.weights.read(names[parameter], *own)
+            whole[slice(*own)].copy_(values)
+            parameter.data = whole.view(mapped.shape)
             release_pages(mapped.data_ptr(), mapped.nbytes)
             yield parameter
+
+
+def divide_parameters(module: Any, device: torch.device, config: dict[str, Any], weights: Shards | None) -> None:
+    """Let DeepSpeed keep this rank's part of every parameter (ZeRO 3).
+
+    Nothing is sent: DeepSpeed would broadcast the first rank's values, so that this rank needs all of them.
+
+    Args:
+        module: has the trained model as `model`.
+        weights: of a checkpoint, by the model's names; None: the module's own.
+    """
+    import deepspeed
+
+    class Init(deepspeed.zero.Init):
+        def _zero_init_param(self, param: Any) -> None:
+            self._convert_to_deepspeed_param(param)
+            param.partition()
+
+    Init(module=OwnParts(module, device, weights), config_dict_or_path=config)

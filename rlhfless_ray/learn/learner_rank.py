@@ -18,13 +18,13 @@ from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratio
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.overlap_rules import inexact
-from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model, rounding_noise
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_divided, load_model, rounding_noise
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.learn.update_stats import merged, without_steps
 from rlhfless_ray.types import Span, UpdateStats
-from rlhfless_ray.weights.model_folder import as_folder
+from rlhfless_ray.weights.model_folder import DividedFiles
 from rlhfless_ray.weights.tensor_file import Files
 
 SUMS = (  # fields of UpdateStats, and then of what its share of effective samples is computed from
@@ -49,20 +49,22 @@ class LearnerRank:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def open(self, files: Files | Path, rendezvous: tuple[str, int], state: dict[str, Any] | None = None) -> None:
+    def open(self, files: Files | Path | DividedFiles, rendezvous: tuple[str, int], state: dict[str, Any] | None = None) -> None:
         """Build the engine from a model folder or its files. `state` (see `read_state`) continues a stopped run.
 
         `rendezvous`: address and port of rank 0.
         """
         self.trainer.join_process_group(rendezvous)
-        with as_folder(files) as folder:
-            policy = self.settings.policy
-            model = load_model(folder, policy.dtype, policy.trust_remote_code, maps=self.trainer.stage == 3)
+        policy, divides = self.settings.policy, self.trainer.stage == 3
+        model = load_divided(files, lambda folder: load_model(folder, policy.dtype, policy.trust_remote_code, maps=divides))
+        if not divides:
             check_head(model)
         self.sharing = PromptSharing.of(model, self.learner.share_prompts, self.settings.lora.dropout)
         loss = self.algorithm.loss
         wrapped = self.trainer.slice_sequences(TokenLogprobs(model, balances=bool(loss.router_aux), replays=loss.router_replay))
         self.trainer.open(wrapped, state, "CAUSAL_LM")
+        if divides and self.trainer.sequences is None:  # before, the rank has its part of the weights only; sequences: tested families
+            self.trainer.computed(lambda: check_head(model))
         if self.trainer.lora is not None:
             self.base = BaseModel(self.trainer.engine, self.trainer.lora)
 

@@ -16,8 +16,9 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.learn.logprobs import chunked_distillation, chunked_logprobs, nucleus_logprobs, tokens_per_chunk
 from rlhfless_ray.learn.micro_batch_tensors import attention_mask
 from rlhfless_ray.learn.router_replay import RouterReplay
-from rlhfless_ray.weights.model_folder import stored_dtype
+from rlhfless_ray.weights.model_folder import DividedFiles, as_folder, stored_dtype, stored_tensors
 from rlhfless_ray.weights.quantized_base import has_4_bits
+from rlhfless_ray.weights.tensor_file import Files
 
 WANTED_DTYPE = "wanted_dtype"  # attribute of a parameter that is to be converted when it is copied
 
@@ -246,6 +247,22 @@ def _load(
     return model, missing, mismatched
 
 
+def load_divided(model: Files | Path | DividedFiles, load: Callable[[Path], Any]) -> Any:
+    """Load a model from its folder or files, from this rank's parts of its tensors if it has them as the files do.
+
+    Experts, for example, are several tensors in a file and one in the model.
+    """
+    if isinstance(model, DividedFiles):
+        with model.folder() as folder:
+            loaded, stored = load(folder), stored_tensors(folder)
+        found = {name: stored.get(name, {}).get("shape") == list(x.shape) for name, x in loaded.named_parameters()}
+        found["score.weight"] = True  # see `load_critic`
+        if all(found.values()) and not stored.keys() & dict(loaded.named_buffers()):
+            return loaded
+    with model.folder(whole=True) if isinstance(model, DividedFiles) else as_folder(model) as folder:
+        return load(folder)
+
+
 def load_critic(
     folder: Path, dtype: str, trust_remote_code: bool, value_head: str, seed: int, setting: str = "critic.path", *, maps: bool = False
 ) -> Any:
@@ -350,7 +367,7 @@ def check_head(model: Any) -> None:
     `TokenLogprobs` would otherwise train another policy than the sampled one. The check amplifies the head's outputs, because a soft
     cap does not change the small logits of a nearly uniform policy.
     """
-    ids = torch.arange(8)[None] % model.config.vocab_size
+    ids = (torch.arange(8)[None] % model.config.vocab_size).to(model.device)
     head, training = model.get_output_embeddings(), model.training
     model.eval()
     hook = head.register_forward_hook(lambda module, inputs, output: output * AMPLIFIED)

@@ -13,7 +13,7 @@ from rlhfless_ray.learn.process_group import free_port
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
 from rlhfless_ray.weights.parts import Assembled, Shard
-from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, deliver, is_divided, map_files, sees
+from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, FolderInStore, deliver, is_divided, map_files, sees
 from rlhfless_ray.weights.tensor_file import Files, RemoteFile, read_header_bytes
 
 if TYPE_CHECKING:
@@ -86,13 +86,16 @@ class RankActor:
 
         return "127.0.0.1" if loopback else ray.util.get_node_ip_address(), free_port()
 
-    def build(self, files: Source, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
+    def build(self, files: Source | FolderInStore, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files."""
         from rlhfless_ray.learn.trainer_rank import read_state
         from rlhfless_ray.local.process_memory import own_memory_mb
 
         saved = None if state is None else read_state(read_source(state), parts_in(state))
-        model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
+        if isinstance(files, FolderInStore):
+            model: Any = files.files(self.rank.settings.rank)
+        else:
+            model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
         _, spans = timed(lambda: self.rank.open(model, rendezvous, saved), "start", f"open {self.name}", threads)
         return {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter}
 
@@ -122,7 +125,7 @@ class RankActor:
         """
         start = time.thread_time()
         files = self.rank.trainer.state_files()
-        parts = {name: content for name, content in files.items() if is_divided(name)}
+        parts = {name: content for name, content in files.items() if is_divided(name, content)}
         headers = {name: read_header_bytes(content) for name, content in parts.items()}
         whole = {name: content for name, content in files.items() if name not in parts}
         return whole, parts, (time.thread_time() - start, sum(map(len, files.values())), headers)
@@ -145,7 +148,7 @@ class LearnerActor(RankActor):
 
         return LearnerRank
 
-    def build(self, files: Source, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
+    def build(self, files: Source | FolderInStore, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         built = super().build(files, rendezvous, threads, state)
         trainer = self.rank.trainer
         return {**built, "reads_published": trainer.reads_published, "holds_all": trainer.holds_all}

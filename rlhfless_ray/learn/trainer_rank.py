@@ -7,16 +7,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.deepspeed_setup import CopiedParameters, deepspeed_config, import_muon, loss_scale, parameter_groups, skipped_step
+from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, divide_parameters, import_muon, loss_scale, parameter_groups, skipped_step
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
@@ -44,7 +44,9 @@ from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, WEIGHTS, split_f
 from rlhfless_ray.weights.parts import Part
 from rlhfless_ray.weights.saved_names import saved_state
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
-from rlhfless_ray.weights.tensor_file import Files, RemoteFile, as_numpy, as_tensor, iterate_tensors, load_tensors, save_tensors
+from rlhfless_ray.weights.tensor_file import Files, RemoteFile, as_numpy, as_tensor, load_tensors, save_tensors
+
+T = TypeVar("T")
 
 
 class TrainerRank:
@@ -92,13 +94,12 @@ class TrainerRank:
         section, seed = self.settings.lora, self.settings.seed % 2**63
         with in_wanted_dtype(model):  # new adapters get the dtype of their layer
             self.lora = LoraAdapters(model, section, seed, task) if section.rank else None
-        if state is not None:
-            self._load_weights(model, state["weights"])
+        weights = None if state is None else self._load_weights(model, state["weights"])
         self.is_large = self.device.type == "cpu" and sum(p.numel() for p in model.parameters()) >= LARGE_PARAMETERS
         model.train()
         if self.section.recomputes_activations:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._build_engine(wrapped)
+        self._build_engine(wrapped, weights)
         if self.settings.ema_beta is not None:
             self._average(Shards(()) if state is None else state["average"])
         if state is not None:
@@ -106,19 +107,28 @@ class TrainerRank:
             restore_moments(self.engine, self.stage, state["moments"], self.optimizer_steps, self.slices)
             torch.set_rng_state(state["rng"])
 
-    def _load_weights(self, model: Any, weights: Mapping[str, Tensor]) -> None:
-        """Load a checkpoint's weights. Raises ValueError if they are of another model."""
-        maps = self.stage == 3 and self.lora is None  # `CopiedParameters` copies them one by one
-        missing, unexpected = model.load_state_dict(weights, strict=False, assign=maps)  # not strict: a tied head is stored once
-        if maps:
-            model.tie_weights()
-        if self.lora is not None:
-            missing = sorted(set(missing) & set(trained(model)))  # the base's weights come from the model's files
-        if unexpected or set(missing) - {"lm_head.weight"}:
-            raise ValueError(f"the checkpoint is of another model: {(unexpected or missing)[0]} is in one of them only")
+    def _load_weights(self, model: Any, weights: Any) -> Shards | None:
+        """Load a checkpoint's weights: Shards, or a dict of adapters. Returns those of a model at ZeRO 3, which `_build_engine` reads.
 
-    def _build_engine(self, wrapped: nn.Module) -> None:
-        """Build DeepSpeed's engine. The optimizer has made no step yet."""
+        Raises ValueError if they are of another model.
+        """
+        own, adapters = model.state_dict(), self.lora is not None
+        wanted = trained(model) if adapters else [name for name, _ in model.named_parameters()]
+        wrong = [name for name in weights if name not in own or (not adapters and weights.elements(name) != own[name].numel())]
+        wrong += [name for name in wanted if name not in weights and name != "lm_head.weight"]  # a tied head is stored once
+        if wrong:
+            raise ValueError(f"the checkpoint is of another model: {wrong[0]} is in one of them only, or has another size")
+        if adapters:
+            model.load_state_dict(weights, strict=False)  # the base's weights come from the model's files
+        elif self.stage == 3:
+            return weights
+        else:
+            for name in weights:
+                own[name].copy_(weights.read(name, 0, own[name].numel()).view(own[name].shape))
+        return None
+
+    def _build_engine(self, wrapped: nn.Module, weights: Shards | None) -> None:
+        """Build DeepSpeed's engine. The optimizer has made no step yet. `weights`: of a checkpoint, at ZeRO 3."""
         import deepspeed
 
         import_muon()
@@ -142,7 +152,7 @@ class TrainerRank:
             for buffer in wrapped.buffers():
                 buffer.data = buffer.data.to(self.device)
             os.environ["LOCAL_RANK"] = "0"  # each rank sees one device
-            deepspeed.zero.Init(module=CopiedParameters(wrapped, self.device), config_dict_or_path=config)
+            divide_parameters(wrapped, self.device, config, weights)
             release_free_heap()  # the copies leave holes between the parts that are kept
         with visible_adapters() if is_divided and self.lora is not None else nullcontext():
             self.engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=config)
@@ -195,6 +205,15 @@ class TrainerRank:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a part of the whole step's loss; the parts of all ranks add up."""
         self.engine.backward(loss * self.replicas, scale_wrt_gas=False)  # DeepSpeed averages gradients over them
+
+    def computed(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, a forward pass of parts of the model. ZeRO 3 gathers each layer while it computes."""
+        module = self.engine.module
+        module.forward = work
+        try:
+            return self.engine()
+        finally:
+            del module.forward
 
     def over_ranks(self, x: Tensor, largest: bool = False) -> Tensor:
         """Return the sum over the ranks that share a batch (or the maximum of each element), on the host.
@@ -400,17 +419,17 @@ class TrainerRank:
         """Return all weights that are trained, by their names in the model, from rank 0. Every rank must call it."""
         return self._weights_of(dict.fromkeys(self._stored(), 0))
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, *, gathers: bool = True) -> dict[str, Any]:
         """Return this rank's part of a checkpoint. The parts of all ranks together are complete.
 
         Tensors are views of the live state if it is on the host. If adapters are trained, the weights are the adapters', from rank 0:
-        the base is in the run's initial files.
+        the base is in the run's initial files. `gathers`: False: leave out the weights of a model.
         """
         if self.parked_state:
             return self.parked_state
         adapters = self.lora is not None
         return {
-            "weights": self._trained_weights() if adapters else dict(self._own_layers()),
+            "weights": self._trained_weights() if adapters else dict(self._own_layers()) if gathers else {},
             "moments": held_moments(self.engine, self.stage, self.slices),
             "average": self.average,
             "optimizer_steps": self.optimizer_steps,
@@ -422,9 +441,13 @@ class TrainerRank:
 
         They are views of the live state, so an update changes their content within this process. Needs no device.
         """
-        state = self._state()
+        divided = self.stage == 3 and self.lora is None  # nothing is gathered
+        state = self._state(gathers=not divided)
         files: Files = {}
-        if self.lora is None:
+        if divided:
+            parts = {name: (part.start, as_tensor(part.values)) for name, part in held_weights(self.engine).items()}
+            files[shard_name("model", self.rank, self.ranks)] = save_intervals(parts, {})
+        elif self.lora is None:
             files[shard_name("model", self.rank, self.ranks)] = save_tensors(state["weights"], {"format": "pt"})
         elif self.rank == 0:
             files |= self.lora.files(state["weights"])
@@ -482,13 +505,11 @@ def read_state(files: Files, divided: Mapping[str, RemoteFile] | None = None) ->
 
     `divided`: files of those that `is_divided` names, which are fetched when they are used.
     """
-    parts = sorted({**files, **(divided or {})}.items())
-    moments, average = (Shards(content for name, content in parts if name.startswith(stem)) for stem in ("optimizer", AVERAGE))
-    if ADAPTER in files:
-        weights = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()}
-    else:
-        shards = [content for name, content in sorted(files.items()) if name.startswith("model") and name.endswith(WEIGHTS)]
-        weights = {name: tensor for content in shards for name, tensor in iterate_tensors(content)}
+    parts = [(name, content) for name, content in sorted({**files, **(divided or {})}.items()) if name.endswith(WEIGHTS)]
+    stems = "model", "optimizer", AVERAGE
+    model, moments, average = (Shards(content for name, content in parts if name.startswith(stem)) for stem in stems)
+    adapters = {live_name(name): tensor for name, tensor in load_tensors(files[ADAPTER]).items()} if ADAPTER in files else None
+    weights = model if adapters is None else adapters
     numbers = json.loads(bytes(files["learner.json"]))
     if "rng" in numbers:
         numbers["rng"] = torch.frombuffer(bytearray.fromhex(numbers["rng"]), dtype=torch.uint8)

@@ -24,7 +24,6 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.gang_scheduling import GangScheduler, homes_of
 from rlhfless_ray.learn.pending import Pending
-from rlhfless_ray.learn.rank_actors import Source
 from rlhfless_ray.learn.rank_replies import wait_for_ranks
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
 from rlhfless_ray.learn.shares import Cutter, joined
@@ -32,7 +31,7 @@ from rlhfless_ray.recipe import LearnerConfig, Recipe
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.checksum import combined, listed
 from rlhfless_ray.weights.model_folder import missing_index, read_content
-from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, StoredFiles, is_divided, receive
+from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, FolderInStore, StoredFiles, is_divided, receive
 from rlhfless_ray.weights.tensor_file import Files, read_header_bytes, write_file
 
 SETTLE_S = 10.0  # time for a pending snapshot before its node is drained
@@ -250,7 +249,11 @@ class WorkerGroup:
     def _load_model(self, state: Snapshot) -> None:
         assert self.files is not None
         place = self._wait_for([self.by_rank[0].actor.rendezvous.remote(self.loopback)], f"the {self.name} worker group's address")[0]
-        files, source = self._source(self.files), self._source(state)
+        # ranks of ZeRO 3 need a part of every tensor; engines read the base of adapters, which is whole
+        divides = self.zero_stage == 3 and self.name != "reference" and not self.shares_base
+        files: Any = self._folder(self.files)
+        files = files or (FolderInStore.put(self.files.files, self.ranks) if divides else self._stored(self.files))
+        source = state if not isinstance(state, StoredFiles) else self._folder(state) or self._stored(state, divides=True)
         if self.shares_base and self.base is None:
             if isinstance(files, list):
                 self.base = files[0].files  # one copy on a node with ranks and engines
@@ -266,16 +269,18 @@ class WorkerGroup:
         for instance, one in zip(self.by_rank, opened, strict=True):
             instance.memory_mb = one["memory_mb"]
 
-    def _source(self, state: Snapshot) -> Source | None:
-        """Return from where the ranks read: the folder itself if all of them see it, so that no copy of it is in memory."""
-        if not isinstance(state, StoredFiles):
-            return state
-        if state.folder is not None:
-            where = str(state.folder.resolve()), state.sizes
-            if all(self._wait_for([i.actor.sees.remote(*where) for i in self.by_rank], f"the {self.name} to look for {state.folder}")):
-                return *where, state.prefix
-        parts = {name: (read_header_bytes(x), ray.put({name: x})) for name, x in state.files.items() if is_divided(name)}
-        return [FilesInStore(ray.put({name: content for name, content in state.files.items() if name not in parts}), parts)]
+    def _folder(self, files: StoredFiles) -> tuple[str, dict[str, int], str] | None:
+        """Return arguments of `map_files` if all ranks see the folder, so that no copy of it is in memory."""
+        if files.folder is None:
+            return None
+        where = str(files.folder.resolve()), files.sizes
+        replies = self._wait_for([i.actor.sees.remote(*where) for i in self.by_rank], f"the {self.name} to look for {files.folder}")
+        return (*where, files.prefix) if all(replies) else None
+
+    def _stored(self, files: StoredFiles, *, divides: bool = False) -> list[FilesInStore]:
+        """Put files into the object store. `divides`: of a checkpoint, from which each rank fetches those that it reads."""
+        parts = {name: (read_header_bytes(x), ray.put({name: x})) for name, x in files.files.items() if divides and is_divided(name, x)}
+        return [FilesInStore(ray.put({name: content for name, content in files.files.items() if name not in parts}), parts)]
 
     def update(self, batch: Batch) -> Any:
         """Make one update on every rank. Returns UpdateStats or CriticStats, which are the same on all ranks.

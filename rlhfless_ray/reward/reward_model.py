@@ -192,7 +192,8 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     """Find the weight `name`.weight of shape (1, width), or the one that config.json names as `value_head_prefix`.
 
     OpenRLHF writes that key. With `normalize` the head takes `mean` and `std` of the rewards from config.json, if present.
-    Raises UserError, which names `setting`, for incomplete files, quantised weights, a missing head, with the candidates, and a head with several scores.
+    Raises UserError, which names `setting`, for incomplete files, quantised weights, a missing head, with the candidates, and a head with
+    several scores.
     """
     config = config_of(files)
     name = config.get("value_head_prefix") or name

@@ -14,11 +14,14 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.weights.adapter import CONFIG, Adapter, merge_folder
+from rlhfless_ray.weights.layout import whole_layers
 from rlhfless_ray.weights.load_policy import first_supervised_policy, initial_policy, model_folder, read_model
 from rlhfless_ray.weights.model_folder import (
     AVERAGE,
+    MAX_FILE_BYTES,
     WEIGHTS,
     as_folder,
+    complete_folder,
     read_content,
     read_folder,
     split_files,
@@ -26,7 +29,8 @@ from rlhfless_ray.weights.model_folder import (
     without_weights,
     write_folder,
 )
-from rlhfless_ray.weights.tensor_file import Files, iterate_tensors
+from rlhfless_ray.weights.shards import Shards
+from rlhfless_ray.weights.tensor_file import Files
 
 AnyRecipe = TypeVar("AnyRecipe", Recipe, SupervisedRecipe)
 
@@ -59,8 +63,7 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
     target = written / f"{run.name}-{checkpoint.name}"
     if not target.is_dir():
         adapted = (checkpoint / CONFIG).is_file()
-        write = partial(_merge, run, checkpoint) if adapted else lambda folder: write_folder(folder, _model_files(run, checkpoint))
-        swap_folder(target, write)
+        swap_folder(target, partial(_merge if adapted else _write_model, run, checkpoint))
     return target
 
 
@@ -83,10 +86,11 @@ def _merge(run: Path, checkpoint: Path, target: Path) -> None:
     write_folder(target, {**with_dtype(without_weights(first), [read_content(file) for file in target.glob(f"*{WEIGHTS}")]), **index})
 
 
-def _model_files(run: Path, checkpoint: Path) -> Files:
-    """Return a model folder's files: weights of a checkpoint, by the names of `save_pretrained`, and the rest of the run's first model.
+def _write_model(run: Path, checkpoint: Path, target: Path) -> None:
+    """Write a model folder: weights of a checkpoint, by the names of `save_pretrained`, and the rest of the run's first model.
 
-    With `ema.beta` the weights are their moving average, as in the model at the run's end.
+    With `ema.beta` the weights are their moving average, as in the model at the run's end. Parts of a tensor that several ranks saved are
+    put together, for one file of the folder at a time.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,11 +99,16 @@ def _model_files(run: Path, checkpoint: Path) -> Files:
 
     others = without_weights(_first_model(run))
     stored = sorted(checkpoint.glob(f"{AVERAGE}*{WEIGHTS}")) or sorted(checkpoint.glob(f"model*{WEIGHTS}"))
-    live = {name: tensor for file in stored for name, tensor in iterate_tensors(read_content(file))}
+    shards = Shards(map(read_content, stored))
     with as_folder(others) as folder, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    files = split_files(saved_state(model, live))
-    return with_dtype({**others, **files}, [content for name, content in files.items() if name.endswith(WEIGHTS)])
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name in shards}
+    count = -(-sum(file.stat().st_size for file in stored) // MAX_FILE_BYTES)
+    owner = whole_layers({name: shape.numel() for name, shape in shapes.items()}, count)
+    for number in range(count):
+        own = {name: shards.read(name, 0, shape.numel()).view(shape) for name, shape in shapes.items() if owner[name] == number}
+        write_folder(target, split_files(saved_state(model, own), rank=number, ranks=count))
+    complete_folder(target, others)
 
 
 def _first_model(run: Path) -> Files:

@@ -58,6 +58,12 @@ def even_share(elements: int, ranks: int, rank: int) -> Interval:
     return elements * rank // ranks, elements * (rank + 1) // ranks
 
 
+def padded_share(elements: int, ranks: int, rank: int) -> Interval:
+    """Return a rank's interval of a tensor as ZeRO 3 divides it: in equal parts, of which the last ones are shorter or empty."""
+    size = -(-elements // ranks)
+    return min(rank * size, elements), min((rank + 1) * size, elements)
+
+
 def whole_tensors(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Assign whole tensors to ranks so that the largest load is small: the largest tensor first, to the rank with the least.
 

@@ -8,14 +8,25 @@ import math
 import shutil
 import struct
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.weights.shards import shard_name
-from rlhfless_ray.weights.tensor_file import Content, FileParts, Files, iterate_tensors, parts_of, read_header, save_tensors, write_file
+from rlhfless_ray.weights.tensor_file import (
+    Content,
+    FileParts,
+    Files,
+    iterate_tensors,
+    parts_of,
+    read_header,
+    save_tensors,
+    write_cuts,
+    write_file,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -287,6 +298,30 @@ def content_addressed_folder(root: Path, files: Files) -> Path:
             if not path.is_dir():  # otherwise another process has written it meanwhile
                 raise
     return path
+
+
+@dataclass(frozen=True)
+class DividedFiles:
+    """A model folder of which a rank of ZeRO 3 fetches its part of every tensor.
+
+    `others`: files without weights. `headers`: {file name: header} of those with weights. `fetch` returns {file name: `cut_file`} of a
+    rank.
+    """
+
+    others: Files
+    headers: Mapping[str, bytes]
+    fetch: Callable[[int], Mapping[str, FileParts]]
+    rank: int
+    ranks: int
+
+    @contextmanager
+    def folder(self, *, whole: bool = False) -> Iterator[Path]:
+        """Yield a folder that exists only inside the block. Unless `whole`, what other ranks keep of a tensor is a hole in its file."""
+        parts = {rank: self.fetch(rank) for rank in (range(self.ranks) if whole else [self.rank])}
+        with as_folder(self.others) as path:
+            for name, header in self.headers.items():
+                write_cuts(path / name, header, {rank: files[name] for rank, files in parts.items()}, self.ranks)
+            yield path
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import FULL
-from rlhfless_ray.weights.model_folder import AVERAGE, WEIGHTS, read_content
-from rlhfless_ray.weights.tensor_file import Files, write_file
+from rlhfless_ray.weights.model_folder import AVERAGE, WEIGHTS, DividedFiles, read_content
+from rlhfless_ray.weights.shards import has_intervals
+from rlhfless_ray.weights.tensor_file import Content, Files, cut_file, read_header_bytes, write_file
 
 Writer = Callable[[Path], dict[str, str]]  # puts files into an existing folder, and returns {file name: checksum}
 
@@ -67,9 +68,11 @@ class StoredFiles:
         return {self.prefix + name: len(content) for name, content in self.files.items()}
 
 
-def is_divided(name: str) -> bool:
-    """Return whether a checkpoint's file has optimizer state or a moving average, of which each rank reads a part."""
-    return name.startswith(("optimizer", AVERAGE)) and name.endswith(WEIGHTS)
+def is_divided(name: str, content: Content) -> bool:
+    """Return whether ranks read a part of a checkpoint's file: of optimizer state, a moving average, or weights at ZeRO 3."""
+    if not name.endswith(WEIGHTS):
+        return False
+    return name.startswith(("optimizer", AVERAGE)) or (name.startswith("model") and has_intervals(content))
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,30 @@ class FilesInStore:
     @property
     def references(self) -> list[Any]:
         return list(dict.fromkeys([self.files, *(ref for _, ref in self.parts.values())]))
+
+
+@dataclass(frozen=True)
+class FolderInStore:
+    """A model folder in Ray's object store, cut into a part for each rank, see `DividedFiles`."""
+
+    others: Any  # reference to the files without weights
+    headers: Mapping[str, bytes]
+    parts: tuple[Any, ...]  # reference to each rank's {file name: its part}
+
+    @classmethod
+    def put(cls, files: Files, ranks: int) -> FolderInStore:
+        import ray
+
+        weights = {name: content for name, content in files.items() if name.endswith(WEIGHTS)}
+        parts = tuple(ray.put({name: cut_file(content, rank, ranks) for name, content in weights.items()}) for rank in range(ranks))
+        others = ray.put({name: content for name, content in files.items() if name not in weights})
+        return cls(others, {name: read_header_bytes(content) for name, content in weights.items()}, parts)
+
+    def files(self, rank: int) -> DividedFiles:
+        """On the worker: return the folder for this rank."""
+        import ray
+
+        return DividedFiles(ray.get(self.others), self.headers, lambda other: ray.get(self.parts[other]), rank, len(self.parts))
 
 
 def sees(folder: str, sizes: Mapping[str, int]) -> bool:

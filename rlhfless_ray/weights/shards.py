@@ -38,6 +38,11 @@ def save_intervals(
     return save_tensors({**{name: tensor for name, (_, tensor) in parts.items()}, **whole}, metadata or None)
 
 
+def has_intervals(content: Content) -> bool:
+    """Return whether a file of `save_intervals` has intervals. Other files have whole tensors."""
+    return STARTS in read_metadata(content)
+
+
 class _File:
     """One file. Its tensors are read when they are used first."""
 
@@ -88,6 +93,10 @@ class Shards:
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
+
+    def elements(self, name: str) -> int:
+        """Return the elements of a tensor that was not divided along an axis."""
+        return max(part.end for part in self._parts[name])
 
     def read(self, name: str, start: int, end: int, cut: Cut | None = None) -> Tensor:
         """Return elements `start` to `end` of a flattened tensor, or of a flattened cut of it.

@@ -35,7 +35,9 @@ from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings, Refer
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.local.member_process import PARENT_DEATH_SIGNAL
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
+from rlhfless_ray.weights.model_folder import DividedFiles
 from rlhfless_ray.weights.parts import Part, Shard
+from rlhfless_ray.weights.tensor_file import cut_file, read_header_bytes
 
 
 def _values(shard: Shard) -> Shard:
@@ -59,6 +61,21 @@ def _read_published(trainer: Any, weights: dict[str, np.ndarray]) -> None:
     trainer.read_published(copies)
     read = {name: parameter.data_ptr() for name, parameter in trainer.engine.module.model.named_parameters()}
     assert all(read[name] == array.ctypes.data for name, array in copies.items())
+
+
+def _files(case: dict[str, Any], rank: int, ranks: int) -> Any:
+    """Return the model's files, of which one of several ranks of ZeRO 3 has its part."""
+    files = case["files"]
+    if case["settings"].learner.zero_stage < 3 or ranks == 1:
+        return files
+    weights = {name: content for name, content in files.items() if name.endswith(".safetensors")}
+    return DividedFiles(
+        {name: content for name, content in files.items() if name not in weights},
+        {name: read_header_bytes(content) for name, content in weights.items()},
+        lambda other: {name: cut_file(content, other, ranks) for name, content in weights.items()},
+        rank,
+        ranks,
+    )
 
 
 def _copied(found: Any) -> Any:
@@ -118,7 +135,7 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
         found = rank_of.logprobs(share, *more)
         return _together(learner.trainer, share, found if isinstance(found, dict) else {"reference": found})
 
-    learner.open(case["files"], ("127.0.0.1", port), None if state is None else read_state(state))
+    learner.open(_files(case, rank, ranks), ("127.0.0.1", port), None if state is None else read_state(state))
     found: dict[str, Any] = {
         "stats": [],
         "weights": [],
@@ -175,7 +192,7 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     critic = CriticRank(replace(case["settings"], rank=rank))
     assert critic.settings.learner.ranks == ranks
     state = case.get("state")
-    critic.open(case["files"], ("127.0.0.1", port), None if state is None else read_state(state))
+    critic.open(_files(case, rank, ranks), ("127.0.0.1", port), None if state is None else read_state(state))
     found: dict[str, Any] = {"stats": [], "weights": [], "values": [], "snapshots": {}, "config": critic.config()}
     found["rng"] = torch.get_rng_state().numpy()
     for number, batch in enumerate(case["batches"], 1):

@@ -15,9 +15,11 @@ from tiny_policy import VOCABULARY, random_batch, tiny_policy
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.model_checks import WITH_ROUTERS, check_routers
-from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_model
+from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_divided, load_model
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.layout import padded_share
+from rlhfless_ray.weights.model_folder import DividedFiles, write_folder
+from rlhfless_ray.weights.tensor_file import FileParts, cut_file, read_header_bytes
 from tests.rollout import families
 
 
@@ -154,3 +156,23 @@ def test_folders_without_the_weights_of_a_causal_lm_are_refused(tmp_path: Path) 
     folder = write_folder(tmp_path / "alien", {**files, "config.json": json.dumps({"model_type": "alien"}).encode()})
     with pytest.raises(UserError, match=r"policy.path: it cannot be loaded as a causal language model: "):
         load_model(folder, "float32", False)
+
+
+@pytest.mark.parametrize(("family", "parts"), [("llama", [1]), ("gpt2", [1]), ("mixtral", [1, 0, 1])])
+def test_a_rank_loads_its_part_unless_the_file_has_other_tensors(family: str, parts: list[int]) -> None:
+    """The experts of a mixture are one tensor in the model, of which this rank's part lies in the files of others."""
+    files, fetched = families.policy(family), []
+    weights = files.pop("model.safetensors")
+
+    def fetch(rank: int) -> dict[str, FileParts]:
+        fetched.append(rank)
+        return {"model.safetensors": cut_file(weights, rank, 2)}
+
+    divided = DividedFiles(files, {"model.safetensors": read_header_bytes(weights)}, fetch, 1, 2)
+    model = load_divided(divided, lambda folder: load_model(folder, "float32", False, maps=True))
+    whole = load_divided({**files, "model.safetensors": weights}, lambda folder: load_model(folder, "float32", False, maps=True))
+    assert fetched == parts
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        own = slice(*padded_share(one.numel(), 2, 1))
+        assert torch.equal(one.reshape(-1)[own], other.reshape(-1)[own])
+        assert torch.equal(one, other) == (len(parts) > 1)

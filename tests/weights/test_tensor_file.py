@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import torch as library
 
+from rlhfless_ray.weights.layout import padded_share
 from rlhfless_ray.weights.tensor_file import (
     BFLOAT16,
     FileParts,
     as_numpy,
     as_tensor,
     checksum,
+    cut_file,
     load_tensors,
     parts_of,
     read_header,
+    read_header_bytes,
     save_tensors,
+    write_cuts,
     write_file,
 )
 
@@ -100,3 +105,22 @@ def test_arrays_are_tensors(dtype: torch.dtype) -> None:
 def test_a_range_of_parts(pieces: list[bytes], start: int, end: int) -> None:
     content = FileParts(tuple(parts_of(piece).parts[0] for piece in pieces))
     assert content.at(start, end).tobytes() == b"".join(pieces)[start:end]
+
+
+@given(tensors, st.integers(1, 4))
+def test_a_rank_s_parts_make_a_file_that_is_its_own_and_all_make_the_whole(named: dict[str, torch.Tensor], ranks: int) -> None:
+    content = save_tensors(named, {"format": "pt"})
+    header, cuts = read_header_bytes(content), {rank: cut_file(content, rank, ranks) for rank in range(ranks)}
+    assert len(header) + sum(map(len, cuts.values())) == len(content)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.safetensors")
+        write_cuts(path, header, cuts, ranks)
+        assert path.read_bytes() == bytes(content)
+        for rank, cut in cuts.items():
+            write_cuts(path, header, {rank: pickle.loads(pickle.dumps(cut))}, ranks)
+            for name, found in load_tensors(path.read_bytes()).items():
+                start, end = padded_share(found.numel(), ranks, rank)
+                raw, wanted = (x.reshape(-1).view(torch.uint8) for x in (found, named[name]))
+                size = found.element_size()
+                assert torch.equal(raw[start * size : end * size], wanted[start * size : end * size])
+                assert not raw[: start * size].any() and not raw[end * size :].any(), "a hole reads as zeros"
