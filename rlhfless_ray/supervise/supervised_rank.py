@@ -127,7 +127,8 @@ class SupervisedRank:
                 wrapped: Any = TokenValues(load_critic(folder, *options, maps=maps))
             else:
                 loaded = load_model(folder, policy.dtype, policy.trust_remote_code, maps=maps)
-                check_head(loaded)
+                if not maps:
+                    check_head(loaded)
                 if self.task == "kd":
                     assert second is not None
                     teacher = load_model(second, policy.dtype, policy.trust_remote_code, "teacher.path").eval().requires_grad_(False)
@@ -146,6 +147,8 @@ class SupervisedRank:
             known = [self._reference_sums(base.to(self.device), examples) for examples in data]
             del base
         self.trainer.open(wrapped, state)
+        if maps and self.task != "rm" and self.trainer.sequences is None:  # as in `LearnerRank.open`
+            self.trainer.computed(lambda: check_head(wrapped.model))
         if needs_reference and known is None:  # as its own reference, divided among the ranks
             self.trainer.engine.eval()
             known = [self._reference_sums(self.trainer.engine, examples) for examples in data]
