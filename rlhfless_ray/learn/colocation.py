@@ -55,9 +55,8 @@ class ColocatedGroups:
 
     @property
     def complete_nodes(self) -> set[str]:
-        """Nodes where a learner rank holds all weights. With ZeRO 3 and `learner.tensor_parallel` each has a part only."""
-        learner = self.context.recipe.learner
-        return set() if learner.zero_stage == 3 or learner.tensor_parallel > 1 else {i.slot.node for i in self.learner.by_rank}
+        """Nodes where a learner rank holds all weights as they are published, see `TrainerRank.holds_all`."""
+        return {instance.slot.node for instance in self.learner.by_rank} if self.learner.holds_all else set()
 
     @property
     def learner_slots(self) -> int:

@@ -23,6 +23,7 @@ UNUSED_BIASES = {"ernie4_5": "use_bias", "qwen3": "attention_bias", "qwen3_moe":
 
 # Families of which an engine cannot hold or compute the policy, and why.
 REFUSED = {
+    "dbrx": "vLLM cannot load new weights into it",
     "laguna": "vLLM leaves out the routers' biases when it loads new weights",
     "minimax_m2": "vLLM cannot load new weights into it",
     "recurrent_gemma": "vLLM cannot build it from the code of transformers",
@@ -30,7 +31,7 @@ REFUSED = {
 }
 # Families that vLLM cannot compute on CPU only.
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # vLLM reads other names as these
-REFUSED_ON_CPU = ("falcon_h1", "gpt_oss", "lfm2", "mamba", "mimo_v2_flash", "olmo_hybrid", "phimoe")
+REFUSED_ON_CPU = ("falcon_h1", "gpt_oss", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "mimo_v2_flash", "olmo_hybrid", "phimoe")
 
 
 def find_obstacle(config: Mapping[str, Any], dtype: str, on_cpu: bool) -> str | None:
@@ -105,7 +106,7 @@ def find_difference(config: Mapping[str, Any], longest_tokens: int) -> str | Non
     kind = text.get("model_type")
     if (key := UNUSED_BIASES.get(str(kind))) and text.get(key):
         return f"with {key} transformers has biases that vLLM does not use"
-    if kind in ("deepseek_v2", "deepseek_v3"):
+    if kind in ("cohere2_moe", "deepseek_v2", "deepseek_v3"):
         return "log-probabilities of a token differed by 0.04 nats and more on average"
     if kind == "cohere2":
         window = text.get("sliding_window") or COHERE2_WINDOW
