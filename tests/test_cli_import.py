@@ -62,6 +62,8 @@ def test_trls_console_with_transformers_5(tmp_path: Path) -> None:
 def test_openrlhf(tmp_path: Path) -> None:
     timed = read_log(written(tmp_path / "timed.jsonl", json.dumps({**OPENRLHF, "timing/step_total": 44.0})))
     assert timed.step_s == 44 and "step_total" not in timed.phases_s
+    named = {f"train/{name}": value for name, value in OPENRLHF.items()}  # by its loggers
+    assert read_log(written(tmp_path / "named.jsonl", json.dumps(named))).mean_tokens == 210.5
     log = read_log(written(tmp_path / "openrlhf.jsonl", json.dumps(OPENRLHF)))
     assert (log.system, log.step_s) == ("OpenRLHF", None)
     assert log.phases_s == {"broadcast": 1.5, "make_experience": 30, "ppo_train": 11}
@@ -78,7 +80,7 @@ def test_the_command_compares_with_a_plan(tmp_path: Path, capsys) -> None:
     log, out = written(tmp_path / "verl.log", VERL), tmp_path / "lengths.json"
     app(["import-logs", str(log), "--write", str(out), "--model", "qwen2.5-7b", "--prompts", "16"], standalone_mode=False)
     said = capsys.readouterr().out
-    assert "2 steps of verl" in said and "your run: 41 s a step; planned here:" in said
+    assert "2 steps of verl" in said and "the whole step: 41 s" in said and "your run: 41 s a step; planned here:" in said
     assert len(json.loads(out.read_text())) == 16
     planned, factor = float(said.split("planned here: ")[1].split()[0]), float(said.split("--calibrate ")[1].split()[0])
     assert factor * planned == pytest.approx(41, rel=0.01)

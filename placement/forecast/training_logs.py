@@ -110,5 +110,5 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
     for name, x in row.items():
         with suppress(ValueError):  # a text that is no number
             if isinstance(x, int | float | str) and math.isfinite(number := float(x)):
-                found[name] = number
+                found[name.removeprefix("train/")] = number  # as loggers of OpenRLHF and TRL name them
     return found

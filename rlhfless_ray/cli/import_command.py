@@ -63,6 +63,8 @@ def import_logs(
             print(f"{log}: {history.steps} steps of {history.system}; medians: responses of {history.mean_tokens:.0f} tokens{longest}")
             for name, seconds in history.phases_s.items():
                 print(f"  {name}: {seconds:.4g} s")
+            if history.step_s is not None:
+                print(f"  the whole step: {history.step_s:.4g} s")
             lengths = [] if write is None else history.lengths(prompts, samples).astype(int).tolist()
             step_s = history.step_s
             yours = "the log has no step time; " if step_s is None else f"your run: {step_s:.4g} s a step; "
