@@ -16,6 +16,29 @@ VOCABULARY, EOS = 96, 1
 ORDER = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "llama", "gemma3")  # a mixture first: vLLM makes the groups it needs only then
 DENSE = ("mistral", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite", "smollm3", "gpt2", "gpt_neox")
 DENSE += ("gemma", "cohere", "ernie4_5", "exaone4", "falcon", "glm4", "gptj", "nemotron", "olmo", "olmo3", "opt", "stablelm", "starcoder2")
+MORE = {  # options of their configurations beside the usual ones, which these families all have
+    "arcee": {},
+    "bitnet": {},
+    "exaone_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 1},
+        **{"head_dim": 32, "sliding_window": 16, "sliding_window_pattern": 2},
+    },
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "granitemoehybrid": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
+        **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16},
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 32},
+    "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+    "ministral3": {"head_dim": 32},
+    "nanochat": {"head_dim": 32},
+    "nemotron_h": {
+        **{"hybrid_override_pattern": "M*", "head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16},
+        **{"n_groups": 1, "chunk_size": 16},
+    },
+}
+DENSE += tuple(MORE)
 # Those that differ in kind: experts of three kinds, layers with other names in a checkpoint, transposed matrices, sliding windows. The
 # others have other options of the same layers: `make test-long` runs them.
 ALWAYS = ("qwen3_moe", "qwen2_moe", "mixtral", "llama", "gemma3", "gpt2", "gpt_neox")
@@ -37,6 +60,8 @@ def config(family: str, kv_heads: int = 1) -> Any:
         "pad_token_id": EOS,
         "tie_word_embeddings": False,
     }
+    if family in MORE:
+        return t.models.auto.configuration_auto.CONFIG_MAPPING[family](**shape, **MORE[family])
     of_experts = {"num_experts": 4, "num_experts_per_tok": 2}
     made = {
         "llama": lambda: t.LlamaConfig(**shape),
