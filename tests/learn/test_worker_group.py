@@ -170,14 +170,14 @@ def test_processes_ended_for_their_memory_are_started_anew_and_loaded_and_that_i
         return SimpleNamespace(remote=lambda *given: lambda: built.append(given) or answer)
 
     opened, loaded = {"memory_mb": 500.0, "spans": []}, {"memory_mb": 700.0, "spans": [], "cutter": Cutter()}
-    worker_group.pool.start = lambda slot: SimpleNamespace(open=call(opened), rendezvous=call(("", 0)), build=call(loaded))
-    worker_group.files = "files"
+    worker_group.pool.start = lambda slot: SimpleNamespace(open=call(opened), sees=call(True), rendezvous=call(("", 0)), build=call(loaded))
+    worker_group.files = StoredFiles(Path("/"), {})
     worker_group.pool.end(worker_group.by_rank[0])
     lease = cluster.lease("here", 1)
     assert not worker_group.fits([lease]), "a start would hold up the rollout"
     assert worker_group.assign_leases([lease]) == [] and nodes_of(worker_group) == [["here"]]
     assert worker_group.by_rank[0].state is State.READY and worker_group.by_rank[0].memory_mb == 700.0
-    assert built == [(1,), (False,), ("files", ("", 0), 1, None)] and worker_group.recovery.restarts == 0
+    assert built == [(1,), (False,), ("/", {}), (("/", {}, ""), ("", 0), 1, None)] and worker_group.recovery.restarts == 0
 
 
 def test_ranks_on_two_nodes_get_one_lease_each_and_threads_never_mix_nodes():
