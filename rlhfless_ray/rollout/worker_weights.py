@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def reload_weights(worker: Any, weights: Mapping[str, np.ndarray], on_cpu: bool)
             yield name, as_tensor(np.asarray(array))
 
     try:
-        with _loaded_in_place(embeddings):
+        with _loaded_in_place(embeddings) if on_cpu else nullcontext():
             worker.reload_weights(weights_iterator=named())
     finally:
         del model.load_weights
@@ -107,21 +107,28 @@ def _only_embeddings(model: Any) -> list[Any]:
 
 @contextmanager
 def _loaded_in_place(embeddings: Sequence[Any]) -> Iterator[None]:
-    """Let vLLM load these layers into the memory that they have, instead of memory of their own that is copied there.
+    """Let vLLM load layers into memory that is there, instead of memory of their own, whose page faults are most of a load's time.
 
-    Saves page faults of a load, together with the packed copy that `_only_embeddings` avoids.
+    `embeddings` are loaded where they are. Linear layers take turns in one buffer: of their weights only the packed copy is kept.
     """
-    if not embeddings:
-        yield
-        return
+    import torch
     from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.platforms import current_platform
 
-    materialize = layerwise.materialize_layer
+    materialize, may_refer = layerwise.materialize_layer, current_platform.is_zen_cpu()  # its kernels may use the weights as they are
+    buffer = torch.empty(0, dtype=torch.uint8)
 
     def materialize_in_place(layer: Any, info: Any) -> None:
+        nonlocal buffer
         materialize(layer, info)
+        kept = info.kernel_tensors[0].get("weight")
         if any(layer is one for one in embeddings):
-            layer.weight.data = info.kernel_tensors[0]["weight"].data
+            layer.weight.data = kept.data
+        elif hasattr(layer, "cpu_linear") and kept is not None and not kept.numel() and not may_refer:
+            weight = layer.weight.data
+            if len(buffer) < weight.nbytes:
+                buffer = torch.empty(weight.nbytes, dtype=torch.uint8)
+            layer.weight.data = buffer[: weight.nbytes].view(weight.dtype).view(weight.shape)
 
     layerwise.materialize_layer = materialize_in_place
     try:
