@@ -32,7 +32,8 @@ S = 120.0
 WORST: dict[str, float] = {}  # largest difference of a token's log-probability, by family
 ENGINE = EngineSettings(max_model_len=160, max_running=32, block_size=32, kv_cache_mb=32, gpu_memory_share=0.5)
 OTHER_FORM = {  # their models have other tensors than their files
-    *("exaone_moe", "flex_olmo", "gpt_neox", "granitemoehybrid", "hunyuan_v1_moe", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+    *("exaone_moe", "flex_olmo", "gpt_neox", "granitemoehybrid", "hunyuan_v1_moe", "mellum", "mixtral", "nemotron_h"),
+    *("olmoe", "qwen2_moe", "qwen3_moe"),
 }
 GARBLED = {
     "llama": "model.layers.1.self_attn.k_proj.weight",
