@@ -33,6 +33,20 @@ def test_help_takes_less_than_half_a_second_of_a_processor():
     assert any(taken_s() < 0.5 for _ in range(8)), "at least once: work beside it on the same core makes it slower"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "merged"),
+    [
+        ("rlhfless_ray explain --flags", ""),  # more than a pipe holds
+        ("rlhfless_ray.cli.train_ppo_ray --help", ""),
+        ("rlhfless_ray explain --json -- python -m openrlhf.cli.train_ppo_ray --no_such_flag", "2>&1"),
+    ],
+)
+def test_output_that_nobody_reads_ends_a_command_without_a_message(arguments, merged, tmp_path):
+    shell = f"{sys.executable} -m {arguments} {merged} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_an_unknown_key_on_the_command_line(tmp_path):
     done = command("train", write_recipe(tmp_path), "rollout.temprature=1")
     assert done.returncode == 2

@@ -79,6 +79,8 @@ def workflow(
     from rlhfless_ray.recipe.workflow_file import Workflow
 
     parsed = Workflow.load(file, overrides or [])
+    from rlhfless_ray.report.progress_display import ProgressDisplay
     from rlhfless_ray.runtime.run_workflow import run_workflow
 
-    print(f"report: {(run_workflow(parsed, resume=resume) / 'report.html').resolve()}")
+    say = ProgressDisplay("plain", 0).message  # which a closed pipe does not end
+    print(f"report: {(run_workflow(parsed, resume=resume, say=say) / 'report.html').resolve()}")

@@ -18,5 +18,4 @@ def run_tool(parser: argparse.ArgumentParser, action: Callable[[argparse.Namespa
     """Parse the command line, run the action and end the process. A mistake is shown after the usage, as argparse does."""
     from rlhfless_ray.cli.main import guarded
 
-    options = parser.parse_args(arguments)
-    guarded(lambda: action(options), lambda: f"{parser.format_usage()}{parser.prog}: ")
+    guarded(lambda: action(parser.parse_args(arguments)), lambda: f"{parser.format_usage()}{parser.prog}: ")

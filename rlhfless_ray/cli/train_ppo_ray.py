@@ -25,13 +25,15 @@ are --elastic.FIELD (sections functions and objective), --elastic.SECTION.FIELD 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train. Exit code 0 after the final save, 1 for a failed run, and 2 for a mistake, with usage and flag on stderr."""
-    tokens = list(sys.argv[1:] if arguments is None else arguments)
-    if any(re.fullmatch(r"-h|--h(e(lp?)?)?", token) for token in tokens):
-        print(parser_of(newest()).format_usage() + HELP.format(newest=newest()))
-        return
     from rlhfless_ray.cli.main import guarded
 
-    guarded(lambda: _train(tokens), lambda: _usage(tokens))
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    asks_for_help = any(re.fullmatch(r"-h|--h(e(lp?)?)?", token) for token in tokens)
+    guarded(_print_help if asks_for_help else lambda: _train(tokens), lambda: _usage(tokens))
+
+
+def _print_help() -> None:
+    print(parser_of(newest()).format_usage() + HELP.format(newest=newest()))
 
 
 def _train(tokens: Sequence[str]) -> None:
