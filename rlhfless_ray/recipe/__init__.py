@@ -328,13 +328,6 @@ class Recipe(RecipeFile):
         )
 
     @property
-    def warm_start_note(self) -> str:
-        """Message for the user if the recipe has a warm start that its policy does not get, else an empty string."""
-        if not self.policy.path or not self.warm_start.steps:
-            return ""
-        return "warm_start has no effect: only a policy made from scratch gets one, and policy.path names one"
-
-    @property
     def critic_learner(self) -> LearnerConfig:
         """The critic's learner settings: section `learner`, with the settings of `critic` for keys that both sections have."""
         both = LearnerConfig.model_fields.keys() & CriticConfig.model_fields.keys()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
@@ -18,7 +18,7 @@ from rlhfless_ray.recipe.rollout_sections import RolloutConfig
 OF_LEARNING = ("task", "data", "loss", "teacher", "algorithm", "learner", "critic", "reference", "lora", "ema", "checkpoint", "save")
 OF_STEPS = {
     "run": ("steps", "episodes", "epochs", "min_ranks", "max_restarts", "deterministic"),
-    "evaluate": ("rows", "each_epoch"),
+    "evaluate": ("rows", "each_epoch", "every_steps", "greedy"),
     "rollout": ("max_lag_steps", "partial", "partial_kv", "oversample", "ahead", "agreement", "drafter_train"),
 }
 FIXED: dict[str, dict[str, Any]] = {
@@ -45,6 +45,12 @@ class GenerationRecipe(Recipe):
 
     rollout: GenerationRollout = GenerationRollout()
     learns: ClassVar[bool] = False
+    _left_out: tuple[str, ...] = PrivateAttr(())  # sections and keys that only learning has
+
+    @property
+    def left_out_note(self) -> str:
+        """Message for the user about settings that were left out, else an empty string."""
+        return f"left out, because nothing is trained: {', '.join(self._left_out)}" if self._left_out else ""
 
     @property
     def scores(self) -> bool:
@@ -73,14 +79,20 @@ class GenerationRecipe(Recipe):
     @classmethod
     def of(cls, tree: dict[str, Any], name: str = "generate", where: str = "recipe") -> GenerationRecipe:
         """Validate a nested dict as `read` does."""
+        left_out = [section for section in tree if section in OF_LEARNING]
         tree = {section: keys for section, keys in tree.items() if section not in OF_LEARNING}
         for section, dropped in OF_STEPS.items():
             if isinstance(own := tree.get(section), dict):
                 tree[section] = {key: value for key, value in own.items() if key not in dropped}
+                left_out += [f"{section}.{key}" for key in own if key in dropped]
+        if isinstance(own := tree.get("prompts"), dict) and own.get("shuffle"):
+            left_out.append("prompts.shuffle")
         if isinstance(agent := tree.get("agent"), dict) and agent.get("path"):
             raise UserError(f"{where}: agent.path: `rlhfless generate` and `evaluate` have no agents; name a reward instead, or none")
         tree = merge_sections(FIXED, tree, wins=True)
         tree = merge_sections({"prompts": {"batch_prompts": BATCH_PROMPTS, **({} if tree.get("reward") else {"answer_column": ""})}}, tree)
         if isinstance(run := tree["run"], dict) and not run.get("name"):
             run["name"] = name
-        return cls.parse(tree, where=where)
+        recipe = cls.parse(tree, where=where)
+        recipe._left_out = tuple(left_out)
+        return recipe

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import yaml
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError
 
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.recipe.reading import apply_override, describe_mistake, drop_without_effect, read_yaml
@@ -26,11 +26,16 @@ def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe") -
     if not isinstance(tree, dict):
         example = {"recipe": "sections such as `rollout:`", "sweep": "keys such as `grid:`"}.get(kind, "the key `stages:`")
         raise UserError(f"{kind} {path}: expected {example} at the top, found {type(tree).__name__}")
-    if path.with_name("status.json").is_file():  # the recipe of a run folder, which resumes
+    if _is_of_run(path):
         drop_without_effect(tree)
     for override in overrides:
         apply_override(tree, override)
     return tree
+
+
+def _is_of_run(path: Path) -> bool:
+    """Return whether a recipe is that of a run folder, which resumes. It has all values of that run."""
+    return path.with_name("status.json").is_file()
 
 
 def _at_line(error: Exception) -> str:
@@ -45,6 +50,13 @@ class RecipeFile(Section):
 
     kind: ClassVar[str] = "recipe"
     """What messages call the file."""
+    _named: frozenset[str] | None = PrivateAttr(None)
+    """Keys that the user has named, where not every value is his own. None: those that differ from their defaults."""
+
+    def with_named(self, keys: Iterable[str]) -> Self:
+        """Return the recipe, whose messages about settings without effect are about these keys only."""
+        self._named = frozenset(keys)
+        return self
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Self:
@@ -65,7 +77,8 @@ class RecipeFile(Section):
         run = tree.get("run")
         if run is None or (isinstance(run, dict) and not run.get("name")):
             tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
-        return cls.parse(tree, where=f"{cls.kind} {path}")
+        recipe = cls.parse(tree, where=f"{cls.kind} {path}")
+        return recipe.with_named(override.partition("=")[0] for override in overrides) if _is_of_run(path) else recipe
 
     def with_settings(self, changes: dict[str, Any]) -> Self:
         """Return a copy with other values of some keys, such as `{"run.steps": 3}`. They are not validated."""

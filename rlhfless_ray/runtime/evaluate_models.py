@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from itertools import takewhile
@@ -20,6 +20,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.prompts.load_prompts import load_prompts
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.run.find_model import find_model
 from rlhfless_ray.run.folder import RunFolder
@@ -176,11 +177,13 @@ def evaluate(
     scores: list[ModelScore] = []
     costs: dict[str, dict[str, float]] = {}
     first: dict[str, np.ndarray] = {}  # data set → mean reward of each prompt, of the first model
+    about = tuple(_sampling_notes(recipe))
     with RayCluster.shared(recipe, max(parameter_count(initial_policy(of_model)[0]) for of_model in recipes.values())):
         for label, of_model in recipes.items():
             STOP.check()
             prompts, parts, notes = loaded[label]
-            groups = _generate(of_model, prompts, notes, root / label)
+            groups = _generate(of_model, prompts, about + notes, root / label)
+            about = ()  # said once
             for name, part in parts.items():
                 score, means = _score(label, name, groups[part], ks, first.get(name))
                 first.setdefault(name, means)
@@ -202,6 +205,15 @@ def _check(recipe: GenerationRecipe, ks: Sequence[int], resume: bool) -> Path:
     if root.is_dir() and not resume:
         raise UserError(f"{root} exists already; continue it with --resume, or set another run.name")
     return root
+
+
+def _sampling_notes(recipe: GenerationRecipe) -> Iterator[str]:
+    """Yield messages about settings of rollouts that section `evaluate` decides."""
+    section, rollout = recipe.evaluate, recipe.rollout
+    if rollout.samples_per_prompt != section.samples_per_prompt:
+        yield from sentences(recipe, ["rollout.samples_per_prompt"], f"evaluate.samples_per_prompt is {section.samples_per_prompt}")
+    if section.temperature is not None and rollout.temperature != section.temperature:
+        yield from sentences(recipe, ["rollout.temperature"], f"evaluate.temperature is {section.temperature:g}")
 
 
 def _check_same_rows(prompts: dict[str, list[Prompt]]) -> None:

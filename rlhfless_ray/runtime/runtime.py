@@ -41,6 +41,7 @@ from rlhfless_ray.loop import steps
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
+from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import check_references, dry_call
@@ -111,6 +112,7 @@ class Runtime(StepOperations):
 
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
         """Read and check everything that can be checked without Ray."""
+        self.given = recipe  # before a run decides some settings
         self.resume = resume or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
         RunFolder.check_root(recipe)
         self.best = Best(recipe.checkpoint.best_metric)
@@ -215,7 +217,7 @@ class Runtime(StepOperations):
             if sum(self.least_mb.values()) > SHOWN_MB or self.memory_fit.reason:
                 self.record.progress.message(self.memory_fit.statement(self.least_mb))
             notes = [*self.prompts.notes, note, self.speculation_note, self.memory_fit.note, self.folder.deletion_note(self.recipe)]
-            for message in filter(None, [self.recipe.untrained_note, self.recipe.warm_start_note, *notes]):
+            for message in filter(None, [self.recipe.untrained_note, *self.settings_without_effect(resource), *notes]):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
             self.step = Step(self.steps_done)
@@ -240,6 +242,10 @@ class Runtime(StepOperations):
                 self.leave_out_start()
             self._steps = steps(self)
         return self._steps
+
+    def settings_without_effect(self, resource: str) -> list[str]:
+        """Return messages for the user about settings of the recipe that reach nothing."""
+        return list(without_effect(self.given, resource, private=self.cluster.private))
 
     @property
     def objective(self) -> ObjectiveConfig:

@@ -33,7 +33,7 @@ class InferenceTranslation(LauncherTranslation):
             return None
         of_recipe = {key: value for key, value in self.settings.items() if not key.startswith("batch_inference.")}
         with self.flags_in_errors():
-            return GenerationRecipe.of(nested(of_recipe), BATCH)
+            return GenerationRecipe.of(nested(of_recipe), BATCH).with_named(self.own)
 
 
 def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTranslation:

@@ -92,6 +92,8 @@ class LauncherTranslation(CommandTranslation):
     version: str
     owners: dict[str, str] = field(default_factory=dict)
     """Recipe key → the flag that decides it, as the dialect spells it."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """Recipe key → its value by --elastic.SECTION.FIELD."""
 
     def check(self) -> None:
         """Print notes for the user before the start. Raises UserError if the command cannot run."""
@@ -116,7 +118,7 @@ class LauncherTranslation(CommandTranslation):
                 raise UserError(f"{flag}: {self.launcher} has no such setting")
             if key in self.owners:
                 raise UserError(f"{flag}: OpenRLHF's {self.owners[key]} sets this; use that flag")
-            self.settings[key] = own_value(flag, text)
+            self.settings[key] = self.own[key] = own_value(flag, text)
 
     def as_data(self) -> dict[str, Any]:
         """Return the explanation as JSON types."""

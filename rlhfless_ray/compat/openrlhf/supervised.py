@@ -41,7 +41,7 @@ class SupervisedTranslation(LauncherTranslation):
 
     def recipe(self) -> SupervisedRecipe:
         with self.flags_in_errors():
-            return SupervisedRecipe.parse(self.tree)
+            return SupervisedRecipe.parse(self.tree).with_named(self.own)
 
 
 def translate_supervised(

@@ -46,7 +46,7 @@ class Translation(CommandTranslation):
         from rlhfless_ray.recipe import Recipe
 
         with self.flags_in_errors():
-            return Recipe.parse(self.tree)
+            return Recipe.parse(self.tree).with_named(self.own)
 
     def by_flag(self, error: UserError) -> UserError:
         """Return the error with the flags that set the recipe keys it names, or with the flag that could set them."""
