@@ -22,6 +22,7 @@ pytestmark = pytest.mark.pure
         ("ray::LearnerActor.update", "learner"),
         ("ray::EngineActor", "engines"),
         ("ray::EngineActor.rollout", "engines"),
+        ("ray::RayTrainWorker.poll_status", "learner"),
         ("ray::IDLE", "other workers"),
         ("/somewhere/raylet", "Ray"),
     ],

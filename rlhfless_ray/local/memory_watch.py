@@ -15,6 +15,7 @@ FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
     "LearnerActor": "learner",
     "CriticActor": "critic",
     "ReferenceActor": "reference",
+    "RayTrainWorker": "learner",  # a rank of a supervised stage
 }
 MEMBER = "rlhfless_ray.rollout.engine_member"  # the module that a further process of an engine runs
 LEAST_INTERVAL_S = 1.0

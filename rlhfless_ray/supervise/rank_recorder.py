@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.progress_display import ProgressDisplay
@@ -31,6 +32,7 @@ class RankRecorder:
     ) -> None:
         """`slots`: leases of the pool; None: Ray Train takes slots from Ray's queue. `threads`: slots of a rank."""
         self.recipe, self.folder, self.progress, self.ledger, self.slots, self.threads = recipe, folder, progress, ledger, slots, threads
+        self.memory: MemoryWatch | None = None
         self.steps = recipe.run.steps or 0
         self.leases_of: dict[int, list[str]] = {}  # ids of the leases of each rank that has started
         self.done = 0
@@ -134,6 +136,8 @@ class RankRecorder:
             "faults/replaced": self.lost,
             "time_left_s": measured["step_s"] * (self.steps - done),
         }
+        if self.memory is not None:
+            row |= memory_metrics(self.memory.take(), {}, {})
         if self.slots is not None:
             self.slots.expect(row["time_left_s"])
             row |= self.slots.metrics()

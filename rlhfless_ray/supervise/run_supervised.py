@@ -18,8 +18,10 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.model_checks import check_slices, check_width
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
 from rlhfless_ray.local.fast_imports import transformers_without_torch
+from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.prompts.cursor import check_unchanged
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
@@ -83,7 +85,7 @@ class SupervisedStage:
     """One supervised stage. The constructor checks everything that needs no Ray."""
 
     def __init__(self, recipe: SupervisedRecipe, *, resume: bool = False) -> None:
-        self.recipe, self.resume = recipe, resume
+        self.recipe, self.given, self.resume = recipe, recipe, resume
         RunFolder.check_root(recipe)
         for setting, path in (("save.path", recipe.save.path), ("checkpoint.path", recipe.checkpoint.path)):
             if path:
@@ -148,6 +150,8 @@ class SupervisedStage:
         )
 
     def run(self) -> RunFolder:
+        import ray
+
         with ExitStack() as stack:
             is_new = not self.resume or not self.folder.path.is_dir()
             if not is_new:
@@ -166,11 +170,14 @@ class SupervisedStage:
             ledger = Ledger(resource, self.recipe.price.slot_per_hour(resource))
             ledger.name_of = self.cluster.node_name
             self.progress = ProgressDisplay(self.recipe.watch.progress, self.recipe.run.steps or 0, title=self.folder.path.name)
-            deletion_note = self.folder.deletion_note(self.recipe)
-            for message in filter(None, [*self.resume_notes, *self.rows.notes, *self.memory_notes, deletion_note]):
+            unread = without_effect(self.given, resource, private=self.cluster.private)
+            notes = [*self.resume_notes, *unread, *self.rows.notes, *self.memory_notes, self.folder.deletion_note(self.recipe)]
+            for message in filter(None, notes):
                 self.progress.message(message)
             self.slots = None if shares is None else self._leased_ranks(shares, ledger)  # None: Ray Train takes them from Ray's queue
             self.recorder = RankRecorder(self.recipe, self.folder, self.progress, ledger, self.slots, self._threads(resource))
+            self.recorder.memory = MemoryWatch(private=self.cluster.private, job=ray.get_runtime_context().get_job_id())
+            stack.callback(self.recorder.memory.close)
             stack.push(self._close)
             self._train(resource)
             self._write_model()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -143,7 +142,6 @@ class _Loop:
                 "learn/skipped": float(bool(result.skipped)),
                 "tokens/trained": float(result.trained_tokens),
                 "tokens/per_s": result.tokens / seconds,
-                "memory/learner_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                 "step_s": seconds,
             }
             stops = self.post("step", (done, row, result.skipped, end_s))
