@@ -213,6 +213,15 @@ class RunFolder:
         finally:
             os.close(handle)
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether another process writes the folder."""
+        try:
+            with self.locked():
+                return False
+        except UserError:
+            return True
+
     def _refuse(self) -> NoReturn:
         status = self.read_status()
         raise UserError(

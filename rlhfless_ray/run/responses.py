@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -137,6 +138,16 @@ class ResponseRecord:
                 scored: dict[str, Any] = {name: score[name] for name in ("reward", "error") if name in score}
                 tokens, logprobs = row.pop("token_ids"), row.pop("logprobs")
                 yield _line({**row, **scored, "token_ids": tokens, "logprobs": logprobs})
+
+
+def recorded_settings(folder: Path) -> dict[str, Any]:
+    """Return the newest settings of a folder's record. A folder without a record has none."""
+    newest = dict[str, Any]()
+    with suppress(FileNotFoundError), (folder / RECORD).open("rb") as file:
+        for line in file:
+            if line.startswith(b'{"settings"') and line.endswith(b"\n"):
+                newest |= json.loads(line)["settings"]
+    return newest
 
 
 def read_groups(path: Path) -> Iterator[list[dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,14 +16,15 @@ import ray
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.loop import plan_step, roll_out
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
-from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe import EvaluateConfig, Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.partial_batch import PartialBatch
-from rlhfless_ray.run.folder import RunFolder, check_file, folders_of
-from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord
+from rlhfless_ray.run.folder import RunFolder, check_file, folders_of, status_written_s
+from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord, recorded_settings
 from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, Step, WeightVersion
@@ -75,6 +77,7 @@ class Generation(Runtime):
         self, recipe: GenerationRecipe, *, prompts: list[Prompt] | None = None, notes: tuple[str, ...] = (), resume: bool = False
     ) -> None:
         """`prompts`: used instead of the recipe's prompts, with indices from 0. `notes`: messages for the user about them."""
+        self._continued: RunFolder | None = None
         self._given = None if prompts is None else PromptSet(prompts, [], notes)
         super().__init__(recipe, resume=resume)
         if self.owes_warm_start:
@@ -88,11 +91,35 @@ class Generation(Runtime):
         recipe = recipe.with_settings({"evaluate.prompts": 0, "evaluate.path": ""})
         return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
 
+    def settings_without_effect(self, resource: str) -> list[str]:
+        messages = [*super().settings_without_effect(resource), *filter(None, [self.recipe.left_out_note])]
+        if self._given is None:
+            of_evaluation = (f"evaluate.{key}" for key in EvaluateConfig.model_fields if key != "split")
+            messages += sentences(self.given, of_evaluation, "`rlhfless generate` evaluates nothing")
+        return messages
+
     def actor_classes(self) -> ActorClasses:
         # there is no learner to compare log-probabilities with, and the policy stays the same
         return replace(ActorClasses.real(), drafter=None, computes=False)
 
+    def continue_unwritten(self, output: Path) -> bool:
+        """Continue the newest run of the recipe's name that draws the same responses, if `output` is not newer. Returns whether one is.
+
+        A run that another process continues is left alone.
+        """
+        written_s = output.stat().st_mtime if output.is_file() else 0.0
+        paths = [path for path in folders_of(self.recipe) if self._can_resume(path) and status_written_s(path) > written_s]
+        settings = json.loads(json.dumps(self._settings(), default=str)) if paths else {}
+        for path in sorted(paths, key=status_written_s, reverse=True):
+            folder = RunFolder(path)
+            if recorded_settings(path) == settings and not folder.is_locked:
+                self.resume, self._continued = True, folder
+                return True
+        return False
+
     def _folder_to_resume(self) -> RunFolder:
+        if self._continued is not None:
+            return self._continued
         resumable = [path for path in folders_of(self.recipe) if self._can_resume(path)]
         if not resumable:
             where = Path(self.recipe.run.root) / self.recipe.run.name

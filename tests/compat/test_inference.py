@@ -196,6 +196,63 @@ def test_rewards_are_those_of_the_model_at_the_end(
         run_batch(found)
 
 
+def test_the_same_command_again_keeps_rewards(tmp_path: Path, reward_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhfless_ray.compat.openrlhf import batch_inference
+    from rlhfless_ray.reward.reward_server import TextScorer
+
+    rows = [{"input": f"{number}A1=", "output": "a2#2"} for number in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ["--eval_task", "rm", "--pretrain", str(reward_model), "--dataset", str(tmp_path / "rows.jsonl")]
+    found = translate_inference(BATCH, [*line, "--output_path", str(tmp_path / "out.jsonl"), "--max_len", "64"])
+    asked, score = list[int](), TextScorer.rewards_of
+
+    def stops(scorer: TextScorer, tokens: list[Any]) -> list[float]:
+        asked.append(len(tokens))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return score(scorer, tokens)
+
+    monkeypatch.setattr(batch_inference, "REWARDS_AT_ONCE", 2)
+    monkeypatch.setattr(TextScorer, "rewards_of", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(found)
+    part = tmp_path / "out.jsonl.part"
+    part.write_bytes(part.read_bytes()[:-9])  # killed while it wrote the fourth
+    again = run_batch(found).read_text()
+    assert asked == [2, 2, 1, 1, 1] and not part.exists()
+    assert run_batch(found).read_text() == again and len(again.splitlines()) == 5
+    assert asked[5:] == [2, 2, 1], "rewards of a command that came to its end were kept"
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+def test_the_same_command_again_keeps_responses(tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    from rlhfless_ray.learn.tiny_model import scratch_policy
+    from rlhfless_ray.prompts.builtin_tasks import task
+    from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.run.responses import RECORD
+    from rlhfless_ray.weights.model_folder import write_folder
+
+    recipe = Recipe.parse({"prompts": {"task": "chain"}, "policy": {"hidden_size": 64, "layers": 1}, "reward": {"function": "task"}})
+    write_folder(tmp_path / "policy", scratch_policy(recipe, task("chain")))
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"input": "{number}A1="}}\n' for number in range(6)))
+    output, root = tmp_path / "out.jsonl", tmp_path / "runs"
+    line = ["--eval_task", "generate_vllm", "--pretrain", str(tmp_path / "policy"), "--dataset", str(tmp_path / "rows.jsonl")]
+    line += ["--output_path", str(output), "--best_of_n", "2", "--max_new_tokens", "8", "--elastic.run.root", str(root)]
+    found = translate_inference(BATCH, [*line, "--elastic.functions.slot", "cpu", "--elastic.rollout.max_actors", "1"])
+    whole = run_batch(found).read_text()
+    record = root / BATCH / RECORD
+    lines = record.read_bytes().splitlines(keepends=True)
+    record.write_bytes(b"".join(lines[: len(lines) // 2]))
+    output.unlink()  # as if it had been killed
+    capsys.readouterr()
+    assert run_batch(found).read_text() == whole and len(whole.splitlines()) == 12
+    assert "continues an earlier run of this command" in capsys.readouterr().out
+    assert [path.name for path in root.iterdir()] == [BATCH]
+    run_batch(translate_inference(BATCH, [*line, "--seed", "5", "--elastic.functions.slot", "cpu"]))
+    assert sorted(path.name for path in root.iterdir()) == [BATCH, f"{BATCH}-2"], "another seed draws other responses"
+
+
 def test_mistakes_found_before_the_start_name_flag_and_row(tmp_path: Path, reward_model: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1A1="}\n')
     line = ["--eval_task", "rm", "--pretrain", str(reward_model), "--dataset", str(tmp_path / "rows.jsonl")]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.common.disk_space import DiskFull, append
+from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.compat.openrlhf.inference import InferenceTranslation
 from rlhfless_ray.compat.openrlhf.post_processors import processed
 from rlhfless_ray.prompts.sources import read_sources
@@ -19,6 +24,10 @@ from rlhfless_ray.supervise.row_reader import RowReader
 from rlhfless_ray.types import Prompt
 from rlhfless_ray.weights.load_policy import context_tokens, load_tokenizer, model_folder, read_model
 
+if TYPE_CHECKING:
+    from rlhfless_ray.reward.reward_server import TextScorer
+
+REWARDS_AT_ONCE = 128  # sequences whose rewards are written together
 ROW_KEYS = {
     "data.prompt_column": "--input_key",
     "data.response_column": "--output_key",
@@ -30,13 +39,22 @@ ROW_KEYS = {
 
 
 def run_batch(translation: InferenceTranslation) -> Path:
-    """Generate responses or rewards, and return the output file that the command line names."""
+    """Generate responses or rewards, and return the output file that the command line names.
+
+    The same command line again continues what was stopped or killed: responses and rewards that are on disk are kept.
+    """
     output = Path(translation.settings["batch_inference.output"])
     check_file(output, "--output_path")
     translation.owners |= ROW_KEYS
-    with translation.flags_in_errors():
-        rows = list(_generated(translation)) if translation.generates else _rewarded(translation)
-    count = write_rows(output, rows)
+    part = output.with_name(f"{output.name}.part")
+    try:
+        with translation.flags_in_errors():
+            rows = list(_generated(translation, output)) if translation.generates else _rewarded(translation, part)
+        count = write_rows(output, rows)
+    except (Stopped, DiskFull) as stop:
+        stop.continue_with = "the same command"
+        raise
+    part.unlink(missing_ok=True)
     print(f"{count} rows: {output}")
     return output
 
@@ -81,7 +99,7 @@ def _rows(translation: InferenceTranslation) -> list[tuple[str, dict[str, Any]]]
 # ---------------------------------------------------------------- responses
 
 
-def _generated(translation: InferenceTranslation) -> Iterable[dict[str, Any]]:
+def _generated(translation: InferenceTranslation, output: Path) -> Iterable[dict[str, Any]]:
     """Generate, and yield all first responses in the order of the data set, then all second ones, and so on."""
     from rlhfless_ray.run.responses import RESPONSES, read_groups
     from rlhfless_ray.runtime.generation import Generation
@@ -94,7 +112,10 @@ def _generated(translation: InferenceTranslation) -> Iterable[dict[str, Any]]:
     if longest is not None and max(len(prompt.token_ids) for prompt in prompts) + rollout.max_tokens > longest:
         print(f"responses end where the model's context of {longest} tokens does")
         recipe = recipe.with_settings({"rollout.max_total_tokens": longest})
-    with Generation(recipe, prompts=prompts) as run:
+    generation = Generation(recipe, prompts=prompts)
+    if generation.continue_unwritten(output):
+        print("[rlhfless] continues an earlier run of this command, whose responses are kept", flush=True)
+    with generation as run:
         for _ in run:
             pass
     groups = list(read_groups(run.folder.path / RESPONSES))
@@ -125,8 +146,8 @@ def _prompts(translation: InferenceTranslation, reader: RowReader) -> list[Promp
 # ---------------------------------------------------------------- rewards
 
 
-def _rewarded(translation: InferenceTranslation) -> list[dict[str, Any]]:
-    """Score the data set's responses, and apply the processor."""
+def _rewarded(translation: InferenceTranslation, part: Path) -> list[dict[str, Any]]:
+    """Score the data set's responses, and apply the processor. `part`: file with the rewards of the same command before."""
     import torch
 
     from rlhfless_ray.reward.reward_server import TextScorer
@@ -140,8 +161,9 @@ def _rewarded(translation: InferenceTranslation) -> list[dict[str, Any]]:
         raise UserError(f"--dataset: all {len(tokens)} rows are {why}; give others, or raise --max_len")
     if len(kept) < len(tokens):
         print(f"{len(tokens) - len(kept)} rows {why}, are left out")
+    model = model_folder(settings["policy.path"], "--pretrain")
     scorer = TextScorer(
-        model_folder(settings["policy.path"], "--pretrain"),
+        model,
         settings["batch_inference.value_head"],
         settings["policy.dtype"],
         "cuda" if torch.cuda.is_available() else "cpu",
@@ -149,7 +171,9 @@ def _rewarded(translation: InferenceTranslation) -> list[dict[str, Any]]:
         trust_remote_code=True,
         setting="--pretrain",
     )
-    rewards = scorer.rewards_of([np.asarray(tokens[i]) for i in kept])
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.iterdir())]
+    decides = repr([settings["batch_inference.value_head"], settings["policy.dtype"], files])
+    rewards = _rewards(scorer, [np.asarray(tokens[i]) for i in kept], part, decides)
     if not np.isfinite(rewards).all():
         number = int(np.flatnonzero(~np.isfinite(rewards))[0])
         raise RunError(f"{texts[kept[number]][0]}: the reward model gave {rewards[number]}, not a finite number")
@@ -161,3 +185,25 @@ def _rewarded(translation: InferenceTranslation) -> list[dict[str, Any]]:
         reward_template=settings.get("batch_inference.reward_template"),
         normalize=settings["batch_inference.normalize"],
     )
+
+
+def _rewards(scorer: TextScorer, tokens: list[np.ndarray], part: Path, decides: str) -> list[float]:
+    """Return the rewards of sequences. Those in `part` are kept, and new ones appended.
+
+    `decides`: what the rewards depend on besides the tokens.
+    """
+    keys = [hashlib.blake2b(decides.encode() + ids.astype(np.int64).tobytes(), digest_size=16).hexdigest() for ids in tokens]
+    known = dict[str, float]()
+    with suppress(FileNotFoundError):
+        whole = part.read_bytes().rpartition(b"\n")[0]  # a kill may have cut off the last line
+        os.truncate(part, len(whole) + 1 if whole else 0)
+        known = dict(json.loads(line) for line in whole.splitlines())
+    if found := sum(key in known for key in keys):
+        print(f"[rlhfless] {found} of {len(keys)} rewards are kept: {part}", flush=True)
+    for start in range(0, len(keys), REWARDS_AT_ONCE):  # in the same batches after a kill, because rounding depends on them
+        missing = [i for i in range(start, min(start + REWARDS_AT_ONCE, len(keys))) if keys[i] not in known]
+        new = scorer.rewards_of([tokens[i] for i in missing]) if missing else []
+        known |= {keys[i]: reward for i, reward in zip(missing, new, strict=True)}
+        if start + REWARDS_AT_ONCE < len(keys):
+            append(part, "".join(f"{json.dumps([keys[i], known[keys[i]]])}\n" for i in missing).encode())
+    return [known[key] for key in keys]
