@@ -28,7 +28,7 @@ def _has_sink(recipe: Any) -> bool:
 COMMON = (
     Rule(
         "policy.hidden_size policy.layers policy.context_tokens warm_start.steps warm_start.batch_size warm_start.learning_rate",
-        "only a policy made from scratch has them, and policy.path names one",
+        "only a policy made from scratch has them, and policy.path names a model",
         lambda r: bool(r.policy.path),
     ),
     Rule("evaluate.split", "evaluate.path names no data set", lambda r: not r.evaluate.path),
