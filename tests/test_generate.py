@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.run import find_model as finding
 from rlhfless_ray.run.find_model import find_model
+from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.responses import NO_REWARD, RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
 from rlhfless_ray.runtime.evaluate_models import Evaluation, ModelScore, _check_same_rows, _labels, best_of_k, with_own_folder
 from rlhfless_ray.runtime.generation import Generation
@@ -257,6 +259,30 @@ def test_models_whose_tokenizers_leave_out_other_rows_are_not_compared() -> None
     _check_same_rows({label: [Prompt(0, "long", (1,), {"n": float("nan")})] for label in "ab"})
     with pytest.raises(UserError, match="a answers 1 prompts and b answers 1, because their tokenizers leave out others"):
         _check_same_rows({"a": [long], "b": [short]})
+
+
+def test_a_command_without_resume_continues_the_run_whose_responses_it_would_draw(tmp_path: Path) -> None:
+    """Unless it has written them out, or another process is at it. A run with another seed draws others."""
+    tree = {"prompts": {"task": "chain", "rows": 4}, "run": {"root": str(tmp_path / "runs")}, "policy": {"hidden_size": 64, "layers": 1}}
+    prompts, output = [Prompt(0, "1A1=", (3, 4, 5), {})], tmp_path / "out.jsonl"
+
+    def continues(**run: Any) -> bool:
+        return Generation(GenerationRecipe.of({**tree, "run": {**tree["run"], **run}}), prompts=prompts).continue_unwritten(output)
+
+    assert not continues()
+    killed = Generation(GenerationRecipe.of(tree), prompts=prompts)
+    folder = RunFolder.create(killed.recipe)
+    ResponseRecord(folder.path, killed._settings())
+    folder.write_status(status="running")
+    assert continues() and not continues(seed=5)
+    assert killed.continue_unwritten(output) and killed._folder_to_resume().path == folder.path
+    with folder.locked():
+        assert not continues()
+    output.write_text("")
+    assert not continues(), "it was written after the run had ended"
+    folder.write_status(status="done")
+    os.utime(output, (0, 0))
+    assert continues(), "killed before it had written them out"
 
 
 def test_a_run_that_goes_on_after_its_end_is_not_its_old_model(tmp_path: Path) -> None:

@@ -224,35 +224,6 @@ def test_the_same_command_again_keeps_rewards(tmp_path: Path, reward_model: Path
     assert asked[5:] == [2, 2, 1], "rewards of a command that came to its end were kept"
 
 
-@pytest.mark.ray
-@pytest.mark.engine
-def test_the_same_command_again_keeps_responses(tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
-    from rlhfless_ray.learn.tiny_model import scratch_policy
-    from rlhfless_ray.prompts.builtin_tasks import task
-    from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.run.responses import RECORD
-    from rlhfless_ray.weights.model_folder import write_folder
-
-    recipe = Recipe.parse({"prompts": {"task": "chain"}, "policy": {"hidden_size": 64, "layers": 1}, "reward": {"function": "task"}})
-    write_folder(tmp_path / "policy", scratch_policy(recipe, task("chain")))
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"input": "{number}A1="}}\n' for number in range(6)))
-    output, root = tmp_path / "out.jsonl", tmp_path / "runs"
-    line = ["--eval_task", "generate_vllm", "--pretrain", str(tmp_path / "policy"), "--dataset", str(tmp_path / "rows.jsonl")]
-    line += ["--output_path", str(output), "--best_of_n", "2", "--max_new_tokens", "8", "--elastic.run.root", str(root)]
-    found = translate_inference(BATCH, [*line, "--elastic.functions.slot", "cpu", "--elastic.rollout.max_actors", "1"])
-    whole = run_batch(found).read_text()
-    record = root / BATCH / RECORD
-    lines = record.read_bytes().splitlines(keepends=True)
-    record.write_bytes(b"".join(lines[: len(lines) // 2]))
-    output.unlink()  # as if it had been killed
-    capsys.readouterr()
-    assert run_batch(found).read_text() == whole and len(whole.splitlines()) == 12
-    assert "continues an earlier run of this command" in capsys.readouterr().out
-    assert [path.name for path in root.iterdir()] == [BATCH]
-    run_batch(translate_inference(BATCH, [*line, "--seed", "5", "--elastic.functions.slot", "cpu"]))
-    assert sorted(path.name for path in root.iterdir()) == [BATCH, f"{BATCH}-2"], "another seed draws other responses"
-
-
 def test_mistakes_found_before_the_start_name_flag_and_row(tmp_path: Path, reward_model: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1A1="}\n')
     line = ["--eval_task", "rm", "--pretrain", str(reward_model), "--dataset", str(tmp_path / "rows.jsonl")]
