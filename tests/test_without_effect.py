@@ -20,6 +20,7 @@ from rlhfless_ray.recipe.reading import known_keys, read_yaml, section_at, set_k
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.without_effect import COMMON, OF_RUNS, OF_STAGES, ON_CPU, ON_GPU, ON_JOINED, ON_PRIVATE, without_effect
+from rlhfless_ray.runtime.evaluate_models import _notes
 
 ROOT = Path(__file__).parents[1]
 RUN: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
@@ -104,6 +105,15 @@ def test_recipes_here_set_nothing_in_vain(file: Path) -> None:
     tree = read_tree(file)
     if not {"stages", "grid", "runs"} & tree.keys():
         assert messages(tree) == []
+
+
+def test_what_an_evaluation_decides_otherwise_is_named() -> None:
+    tree = {**RUN, "evaluate": {"samples_per_prompt": 4, "temperature": 0.5, "prompts": 9}, "rollout": {"samples_per_prompt": 2}}
+    assert list(_notes(GenerationRecipe.of(tree), ["d"])) == [
+        "evaluate.prompts has no effect: --data names the data sets",
+        "rollout.samples_per_prompt has no effect: evaluate.samples_per_prompt is 4",
+    ]
+    assert list(_notes(GenerationRecipe.of(RUN), [])) == []
 
 
 def test_what_generation_leaves_out_is_named() -> None:

@@ -177,7 +177,7 @@ def evaluate(
     scores: list[ModelScore] = []
     costs: dict[str, dict[str, float]] = {}
     first: dict[str, np.ndarray] = {}  # data set → mean reward of each prompt, of the first model
-    about = tuple(_sampling_notes(recipe))
+    about = tuple(_notes(recipe, data))
     with RayCluster.shared(recipe, max(parameter_count(initial_policy(of_model)[0]) for of_model in recipes.values())):
         for label, of_model in recipes.items():
             STOP.check()
@@ -207,9 +207,11 @@ def _check(recipe: GenerationRecipe, ks: Sequence[int], resume: bool) -> Path:
     return root
 
 
-def _sampling_notes(recipe: GenerationRecipe) -> Iterator[str]:
-    """Yield messages about settings of rollouts that section `evaluate` decides."""
+def _notes(recipe: GenerationRecipe, data: Sequence[str]) -> Iterator[str]:
+    """Yield messages about settings that section `evaluate` decides, or that the data sets `data` replace."""
     section, rollout = recipe.evaluate, recipe.rollout
+    if data:
+        yield from sentences(recipe, ["evaluate.path", "evaluate.prompts"], "--data names the data sets")
     if rollout.samples_per_prompt != section.samples_per_prompt:
         yield from sentences(recipe, ["rollout.samples_per_prompt"], f"evaluate.samples_per_prompt is {section.samples_per_prompt}")
     if section.temperature is not None and rollout.temperature != section.temperature:
