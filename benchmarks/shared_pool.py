@@ -131,7 +131,7 @@ def run_one(recipe: str, replayed: bool) -> None:
     """One run, as a process of its own. It writes down when its ledger began."""
     from benchmarks.common.replay import ReplayedRuntime
     from rlhfless_ray import Runtime
-    from rlhfless_ray.cli.main import guarded
+    from rlhfless_ray.cli.guarded import guarded
 
     def train() -> None:
         with (ReplayedRuntime if replayed else Runtime)(Recipe.load(recipe)) as run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.common.replay import ReplayedRuntime
-from rlhfless_ray.cli.main import guarded
+from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.recipe import Recipe
 
 

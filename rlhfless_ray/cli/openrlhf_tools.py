@@ -16,6 +16,6 @@ def add_dtype_flags(parser: argparse.ArgumentParser, help: str | None = None) ->
 
 def run_tool(parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], None], arguments: Sequence[str] | None) -> None:
     """Parse the command line, run the action and end the process. A mistake is shown after the usage, as argparse does."""
-    from rlhfless_ray.cli.main import guarded
+    from rlhfless_ray.cli.guarded import guarded
 
     guarded(lambda: action(parser.parse_args(arguments)), lambda: f"{parser.format_usage()}{parser.prog}: ")

@@ -19,7 +19,7 @@ def start(launcher: str, action: Callable[[list[str]], None], arguments: Sequenc
 
     With `--help` print the flags of `launcher` instead.
     """
-    from rlhfless_ray.cli.main import guarded
+    from rlhfless_ray.cli.guarded import guarded
 
     if process_place(os.environ)[0] > 0:
         return

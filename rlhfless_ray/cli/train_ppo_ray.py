@@ -25,7 +25,7 @@ are --elastic.FIELD (sections functions and objective), --elastic.SECTION.FIELD 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train. Exit code 0 after the final save, 1 for a failed run, and 2 for a mistake, with usage and flag on stderr."""
-    from rlhfless_ray.cli.main import guarded
+    from rlhfless_ray.cli.guarded import guarded
 
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     asks_for_help = any(re.fullmatch(r"-h|--h(e(lp?)?)?", token) for token in tokens)

@@ -309,7 +309,7 @@ def test_of_the_processes_that_mpi_starts_the_first_runs_all_ranks(
     assert replaced(command) == [*before.split(), "python3", "-m", "rlhfless_ray.cli.train_sft", *LEAST]
     told = [] if before.startswith("srun") else ["--elastic.learner.ranks", "4"]
     assert find(command).flags == [*told, *LEAST]
-    monkeypatch.setattr("rlhfless_ray.cli.main.guarded", lambda action: action())
+    monkeypatch.setattr("rlhfless_ray.cli.guarded.guarded", lambda action: action())
     ran: list[list[str]] = []
     for rank in range(4):
         monkeypatch.setenv(names[0], str(rank))
@@ -335,7 +335,7 @@ def test_help_lists_the_flags(launcher: str, flag: str, monkeypatch: pytest.Monk
     def end(action: Any) -> None:
         action()
 
-    monkeypatch.setattr("rlhfless_ray.cli.main.guarded", end)
+    monkeypatch.setattr("rlhfless_ray.cli.guarded.guarded", end)
     start(launcher, lambda _: pytest.fail("it starts"), ["--pretrain", "m", "--help"])
     assert flag in capsys.readouterr().out
 

@@ -200,7 +200,7 @@ def test_processes_that_ray_starts_outlive_grpcs_fork_handlers() -> None:
 LATE = """
 import ray
 from rlhfless_ray import Recipe
-from rlhfless_ray.cli.main import guarded
+from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.local.cluster import RayCluster
 
 def init(**options):

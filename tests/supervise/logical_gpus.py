@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from rlhfless_ray.cli.main import guarded
+from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.run_supervised import SupervisedStage
 
