@@ -475,8 +475,7 @@ def test_the_recipe_of_an_older_run_folder_is_read_without_settings_that_had_no_
     with pytest.raises(UserError, match=r"only a reward model has a mean and std|min_rate_share|correction_high|max_rows"):
         Recipe.load(tmp_path / "recipe.yaml")
     (tmp_path / "status.json").write_text("{}")
-    read = Recipe.load(tmp_path / "recipe.yaml", ["run.steps=3"])
-    assert read.to_yaml() == Recipe.parse(merged(("run.name", "old"), ("run.steps", 3))).to_yaml()
+    assert Recipe.load(tmp_path / "recipe.yaml", ["run.steps=3"]) == Recipe.parse(merged(("run.name", "old"), ("run.steps", 3)))
     used = {"reward": {"model_path": "m", "normalize": True}, "learner": {"schedule": "cosine_with_min_lr", "min_rate_share": 0.1}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**BASE, **used}))
     kept = Recipe.load(tmp_path / "recipe.yaml")

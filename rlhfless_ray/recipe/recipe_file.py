@@ -53,6 +53,10 @@ class RecipeFile(Section):
     _named: frozenset[str] | None = PrivateAttr(None)
     """Keys that the user has named, where not every value is his own. None: those that differ from their defaults."""
 
+    def __eq__(self, other: object) -> bool:
+        """Compare settings, whoever has named them."""
+        return isinstance(other, type(self)) and self.__dict__ == other.__dict__
+
     def with_named(self, keys: Iterable[str]) -> Self:
         """Return the recipe, whose messages about settings without effect are about these keys only."""
         self._named = frozenset(keys)
