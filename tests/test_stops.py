@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -334,7 +335,7 @@ def test_the_hint_knows_whether_there_is_something_to_resume(monkeypatch, capsys
         raise stop
 
     monkeypatch.setattr(cli, "app", app)
-    monkeypatch.setattr(cli.os, "_exit", codes.append)
+    monkeypatch.setattr(os, "_exit", codes.append)
     cli.main()
     assert codes == [143] and said in capsys.readouterr().err
 
