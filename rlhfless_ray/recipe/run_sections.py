@@ -78,6 +78,11 @@ class ClusterConfig(Section):
             raise ValueError(f"{key}: it counts in the shared pool only; set cluster.pool to true, or leave it out")
         return self
 
+    @property
+    def memory_share_note(self) -> str:
+        """How messages name a run's part of the memory: ` (cluster.memory_share=…)`, or nothing if that is all."""
+        return "" if self.memory_share == 1 else f" (cluster.memory_share={self.memory_share:g})"
+
 
 class ObjectiveConfig(Section):
     prefer: float = Field(0.5, ge=0, le=1)

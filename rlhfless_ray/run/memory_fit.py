@@ -190,8 +190,7 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
         return Fit(whole, needs, note=_host_note(needs, room))
     assert room.bytes is not None
     there = room.bytes if too_large.alone else room.total_bytes or room.bytes
-    part = "" if recipe.cluster.memory_share == 1 else f" (cluster.memory_share={recipe.cluster.memory_share:g})"
-    budget = f"{used_share:.0%} of {gb(there)}{part}"
+    budget = f"{used_share:.0%} of {gb(there)}{recipe.cluster.memory_share_note}"
     reason = f"auto: with the defaults {too_large.who} would take about {gb(too_large.bytes)}, more than {budget}"
 
     def fitted(changed: Recipe, needs: list[Need]) -> Fit:

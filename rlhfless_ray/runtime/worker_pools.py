@@ -103,52 +103,6 @@ def prices(recipe: Recipe, resource: str, nodes: ClusterNodes) -> Prices:
     )
 
 
-def create_worker_pools(
-    recipe: Recipe,
-    leases: LeaseManager,
-    files: Files,
-    longest_prompt_tokens: int,
-    tokenizer: Any,
-    reward_source: Any,
-    actors: ActorClasses,
-    say: Callable[[str], None],
-    drafter_files: Files | None = None,
-) -> WorkerPools:
-    """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
-
-    Args:
-        files: of the initial policy's folder.
-        say: callback for log messages.
-        drafter_files: of the model that drafts.
-    """
-    resource = leases.resource
-    if resource == "cpu":
-        if recipe.rollout.block_size % 32:
-            raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
-        check_kv_cache(recipe, files, longest_prompt_tokens)
-    if recipe.lora.rank:
-        recipe = with_publish(recipe, files, resource)
-    prefill = actors.prefill if recipe.rollout.prefix_kv != "off" else None
-    unshared = unsupported(config_of(files), recipe.rollout.least_width) if prefill is not None else None
-    keeps_pages = (prefill is not None and unshared is None) or recipe.rollout.partial_kv == "keep"
-    engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages, tokenizer.eos_token_id)
-    config = ray.put(without_weights(files))
-    drafter = [ray.put(drafter_files)] if drafter_files else []
-    make = PoolMaker(recipe, leases, files, say)
-    return WorkerPools(
-        make.broker,
-        make.faults,
-        make.engines("rollout", actors.rollout, engine, config, *drafter, labels=recipe.rollout.nodes),
-        make.reward(actors.reward, reward_source),
-        make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
-        make.engines("prefill", prefill, replace(engine, speculation="off"), config) if prefill is not None else None,
-        make.worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks) if recipe.algorithm.has_critic else None,
-        make.worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks) if recipe.has_reference else None,
-        f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
-        make.drafter(actors.drafter, drafter) if drafter and recipe.rollout.drafter_train == "on" and actors.drafter else None,
-    )
-
-
 class PoolMaker:
     """Makes the pools of one run, which share its leases, its ledger and its budgets."""
 
@@ -163,8 +117,7 @@ class PoolMaker:
         self.snapshot_steps = snapshot_every_steps(recipe, parameters)
         if self.snapshot_steps == 0 and recipe.checkpoint.memory_every_steps is None:
             then = "continues from the newest checkpoint" if recipe.checkpoint.resumable else "ends the run"
-            share = recipe.cluster.memory_share
-            limit = "a quarter" if share == 1 else f"their part of a quarter (cluster.memory_share={share:g})"
+            limit = f"their part of a quarter{part}" if (part := recipe.cluster.memory_share_note) else "a quarter"
             say(
                 f"the learner's state is not copied in memory, because two copies would take more than {limit} of this "
                 f"machine's; a lost learner {then} (checkpoint.memory_every_steps)"
@@ -221,6 +174,52 @@ class PoolMaker:
     def _pool(self, kind: str, start: Callable[[Any], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
         options |= {"faults": self.faults, "parked_memory": self.parked}
         return WorkerPool(kind, start, self.leases, self.recipe.functions.keep_alive_s, on_device=on_device, **options)
+
+
+def create_worker_pools(
+    recipe: Recipe,
+    leases: LeaseManager,
+    files: Files,
+    longest_prompt_tokens: int,
+    tokenizer: Any,
+    reward_source: Any,
+    actors: ActorClasses,
+    say: Callable[[str], None],
+    drafter_files: Files | None = None,
+) -> WorkerPools:
+    """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
+
+    Args:
+        files: of the initial policy's folder.
+        say: callback for log messages.
+        drafter_files: of the model that drafts.
+    """
+    resource = leases.resource
+    if resource == "cpu":
+        if recipe.rollout.block_size % 32:
+            raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
+        check_kv_cache(recipe, files, longest_prompt_tokens)
+    if recipe.lora.rank:
+        recipe = with_publish(recipe, files, resource)
+    prefill = actors.prefill if recipe.rollout.prefix_kv != "off" else None
+    unshared = unsupported(config_of(files), recipe.rollout.least_width) if prefill is not None else None
+    keeps_pages = (prefill is not None and unshared is None) or recipe.rollout.partial_kv == "keep"
+    engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages, tokenizer.eos_token_id)
+    config = ray.put(without_weights(files))
+    drafter = [ray.put(drafter_files)] if drafter_files else []
+    make = PoolMaker(recipe, leases, files, say)
+    return WorkerPools(
+        make.broker,
+        make.faults,
+        make.engines("rollout", actors.rollout, engine, config, *drafter, labels=recipe.rollout.nodes),
+        make.reward(actors.reward, reward_source),
+        make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
+        make.engines("prefill", prefill, replace(engine, speculation="off"), config) if prefill is not None else None,
+        make.worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks) if recipe.algorithm.has_critic else None,
+        make.worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks) if recipe.has_reference else None,
+        f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
+        make.drafter(actors.drafter, drafter) if drafter and recipe.rollout.drafter_train == "on" and actors.drafter else None,
+    )
 
 
 def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:

@@ -67,24 +67,20 @@ def lacks_model(config: Mapping[str, Any]) -> bool:
     It runs those that leave attention to it. Both packages are read as text: importing vLLM takes seconds.
     """
     names: list[str] = config.get("architectures") or []
+    if len(names) != 1 or not names[0].endswith(CAUSAL) or config.get("auto_map"):
+        return False
     kind = str(config.get("model_type")).replace("-", "_")
-    vllm, transformers = (PathFinder.find_spec(name) for name in ("vllm", "transformers"))
-    if (
-        len(names) != 1
-        or not names[0].endswith(CAUSAL)
-        or config.get("auto_map")
-        or vllm is None
-        or transformers is None
-        or not vllm.origin
-        or not transformers.origin
-    ):
+    known, code = _source("vllm", "model_executor/models/registry.py"), _source("transformers", f"models/{kind}/modeling_{kind}.py")
+    if not known or not code or f'"{names[0]}": (' in known:
         return False
-    known = Path(vllm.origin).parent / "model_executor/models/registry.py"
-    own = Path(transformers.origin).parent / f"models/{kind}/modeling_{kind}.py"
-    if not known.is_file() or not own.is_file() or f'"{names[0]}": (' in known.read_text(encoding="utf-8"):
-        return False
-    code = own.read_text(encoding="utf-8")
     return "_supports_attention_backend = True" not in code and "ALL_ATTENTION_FUNCTIONS.get_interface(" not in code
+
+
+def _source(package: str, file: str) -> str:
+    """Return the text of an installed package's file, or "" if there is none."""
+    spec = PathFinder.find_spec(package)
+    paths = [Path(folder, file) for folder in (spec and spec.submodule_search_locations) or ()]
+    return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), "")
 
 
 def _head_size(text: Mapping[str, Any]) -> int | None:
