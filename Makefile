@@ -43,10 +43,10 @@ pytest = tests="$(BIN)/python -m pytest -q -o cache_dir=.pytest_cache/$@"; $$tes
 	  echo "the tests that failed, once more, alone:"; \
 	  $$tests -m $(1) --last-failed --last-failed-no-failures none; }
 
-# Everything that CI needs, side by side: `check` with one process for its tests, and the other tests. These start and end on one core,
+# Everything that CI needs, side by side: `check` with its tests in one process, and the other tests. These start and end on one core,
 # and wait for Ray in between: a third process fills two cores, where there is memory for it. What each target says is shown at its end.
 test: install
-	@$(MAKE) --no-print-directory --output-sync=target -j 4 PURE_WORKERS=1 lint types pure costly
+	@$(MAKE) --no-print-directory --output-sync=target -j 4 PURE_WORKERS=0 lint types pure costly
 
 costly: install
 	@$(call pytest,"not pure and not long",$(WORKERS))

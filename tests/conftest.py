@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
-from rlhfless_ray.local.local_ray import WORKER_PREFIX
+from rlhfless_ray.local.local_ray import WORKER_PREFIX, forked
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from tests import warm_workers
 
@@ -197,6 +198,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit_of(super()._split_scope(nodeid))
 
     return Together(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork xdist's processes from the tests' server, which has imported what most of their tests need, unless all tests are pure."""
+    from execnet import XSpec
+
+    if config.option.markexpr != "pure":
+        warm_workers.start(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+        python = shlex.join(forked([sys.executable, "-m", "tests.forked_worker"]))
+        specs[:] = [XSpec(f"popen//python={python}") for _ in specs]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -373,6 +385,16 @@ def page_connector_ends() -> Iterator[None]:
     yield
     if state := sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state"):
         state.ensure_kv_transfer_shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze_imports(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep what a file's tests have imported out of later collections, as `pytest_collection` does. Runs collect, and so do benchmarks
+    around each measurement: half a second each time beside vLLM."""
+    yield
+    if not request.config.stash[ONLY_PURE]:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.common.replay import ReplayedEngine, Script, finish_times, prompt_key
 from benchmarks.common.replay_setup import synthetic_lengths
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.rollout.control_queue import EngineCommand
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Request
@@ -94,7 +95,7 @@ def test_synthetic_lengths_share_their_variance_as_said():
 @pytest.mark.parametrize("benchmark", ["control", pytest.param("driver", marks=pytest.mark.long)])
 def test_the_real_loop_runs_on_logical_gpus(benchmark):
     ended = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{benchmark}", "--quick"],
+        forked([sys.executable, "-m", f"benchmarks.{benchmark}", "--quick"]),
         cwd=ROOT,
         env=environment(),
         capture_output=True,

@@ -163,7 +163,11 @@ def test_every_abbreviation_of_every_flag_is_read_as_the_named_version_reads_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "context", [[], ["--pretrain", "m"], ["--actor.model_name_or_path", "m"], ["--pretrain", "m", "--flash_attn"], ["--max_len", "9"]]
+    "context",
+    [
+        *([], ["--actor.model_name_or_path", "m"], ["--pretrain", "m", "--flash_attn"]),
+        *(pytest.param(context, marks=pytest.mark.long) for context in (["--pretrain", "m"], ["--max_len", "9"])),
+    ],
 )
 def test_an_abbreviation_is_read_by_the_version_of_the_rest_of_the_line_or_refused_with_its_candidates(context, monkeypatch):
     monkeypatch.setattr(dialect, "advice", lambda flag: "")
