@@ -225,8 +225,9 @@ def under_kept_kv(policy: CheckpointPolicy, sample: Sample) -> np.ndarray:
 @pytest.mark.parametrize("case", ["in turn", "ahead, engines without prefix KV"])
 def test_a_response_keeps_the_kv_of_older_weights(tmp_path: Path, case: str) -> None:
     more = AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1, "rollout__prefix_kv": "off"} if case != "in turn" else {}
-    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL | more, rollout__partial_kv="keep", rollout__block_size=32))
-    with engines_in_step(), (LongUpdate if more else Runtime)(recipe) as run:
+    more |= {"run__steps": 2, "rollout__partial_kv": "keep", "rollout__block_size": 32}
+    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL | more))
+    with engines_in_step(), (Runtime if case == "in turn" else LongUpdate)(recipe) as run:
         steps = list(run)
     folder = tmp_path / "runs" / "small"
     told = rows(folder, 1)

@@ -51,7 +51,7 @@ def assert_nothing_left(alive: Callable[[], list[str]], temporary: str) -> None:
     """No process that `alive` finds, and no session folder of Ray's among the temporary files."""
     deadline = time.monotonic() + 90  # a busy machine may need long to end processes
     while alive() and time.monotonic() < deadline:
-        time.sleep(0.2)
+        time.sleep(0.5)
     assert alive() == []
     assert [path.name for path in Path(temporary).iterdir() if path.name.startswith("rlhfless")] == []
     shutil.rmtree(temporary)
@@ -222,7 +222,7 @@ def test_a_stop_while_it_starts_leaves_nothing_behind_and_promises_nothing(tmp_p
     )
     run = tmp_path / "runs" / "small"
     while process.poll() is None and not (run / moment).exists() and not any(moment in line for line in ours_alive(own)):
-        time.sleep(0.05)
+        time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said

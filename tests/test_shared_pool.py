@@ -20,7 +20,7 @@ from rlhfless_ray.functions.ledger import Ledger, read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.local.local_ray import forked
-from tests.conftest import ROOT, command, command_here, environment
+from tests.conftest import ROOT, command_here, environment
 from tests.run_files import rows
 
 pytestmark = pytest.mark.ray
@@ -50,7 +50,8 @@ def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster
         runs = [start(tmp_path, "short", address, 4), start(tmp_path, "long", address, 6)]
         said = [run.communicate(timeout=300)[0] for run in runs]
         assert [run.returncode for run in runs] == [0, 0], said
-        found = json.loads(command("cluster", "--address", address, "--json").stdout)[0]
+        cluster = forked([sys.executable, "-m", "rlhfless_ray", "cluster", "--address", address, "--json"])
+        found = json.loads(subprocess.check_output(cluster, cwd=ROOT, env=environment(), timeout=300))[0]
     finally:
         watch.close()
     show(found)
@@ -85,7 +86,7 @@ def test_a_run_waits_for_its_slot_that_another_run_gives_back(ray_cluster, tmp_p
                 leases.release([taken.pop() for _ in range(surplus)])
             elif len(taken) < (3 if known >= 4 else 2):  # the run tries both numbers of slots first
                 taken += leases.collect(leases.ask(1), "rollout", 0.05)
-            time.sleep(0.05)
+            time.sleep(0.2)
         said = run.communicate(timeout=60)[0]
     finally:
         leases.release_all()

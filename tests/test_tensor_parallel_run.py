@@ -94,7 +94,7 @@ def test_the_width_changes_between_steps_and_the_tokens_do_not(tmp_path: Path, w
 
 def test_two_slots_give_the_tokens_of_one_also_after_a_member_hangs_or_is_lost(tmp_path: Path, wanted: list[Step]) -> None:
     """Nothing is lost in the first step. Prompts are prefilled by an instance of two slots."""
-    found, _ = run(tmp_path / "lost", Killing, **WIDE, run__steps=3, rollout__silence_s=10, rollout__prefix_kv="on")
+    found, _ = run(tmp_path / "lost", Killing, **WIDE, run__steps=3, rollout__silence_s=6, rollout__prefix_kv="on")
     assert found[0].metrics["prefix/loaded"] > 0
     assert len(Killing.ended) == 2 and [step.metrics["rollout/orphans"] > 0 for step in found] == [False, True, True]
     assert_same(found, wanted)
