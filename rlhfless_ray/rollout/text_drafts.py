@@ -59,7 +59,8 @@ class TextSource:
                 # The tree also takes arrays, but converting one takes longer than a look-up.
                 match = speculate(tail[-length:], count, PER_MATCHED, 0.0, LEAST_ESTIMATE, False)
                 tokens(match.token_ids)
-                estimates(match.probs)
+                # The tree tells how often a token and all before it followed.
+                estimates([both / before for before, both in itertools.pairwise((1.0, *match.probs))])
                 matches(match.match_len)
             else:
                 tokens([])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.rollout import drafts
+from rlhfless_ray.rollout.text_drafts import TextSource
 from rlhfless_ray.types import EngineStep
 
 PROMPT, ROOM, LONGEST = 6, 24, 120
@@ -29,7 +30,7 @@ class SimulatedEngine:
             num_prompt_tokens=np.zeros(ROOM, int),
             token_ids_cpu=np.zeros((ROOM, 256), np.int32),
         )
-        self.sampler = SimpleNamespace(rows={})
+        self.sampler = SimpleNamespace(rows={}, begun=0, running=0, context_tokens=0)
         runner = SimpleNamespace(input_batch=self.batch, sampler=self.sampler, speculative_config=object())
         self.drafter = drafts.Drafter(SimpleNamespace(model_config=SimpleNamespace(max_model_len=LONGEST - 20)))
         self.drafter.attach(runner, SimpleNamespace(requests=self.requests), always=False)
@@ -40,6 +41,7 @@ class SimulatedEngine:
         told[wrong] = self.rng.integers(0, 40, wrong.sum())
         row, name = len(self.requests), str(number)
         self.said[name] = told
+        self.sampler.begun += 1
         self.requests[name] = SimpleNamespace(spec_token_ids=[], is_prefill_chunk=False, num_output_tokens=0)
         self.sampler.rows[name] = {"key": number, "max_tokens": int(self.rng.integers(20, LONGEST))}
         self.batch.req_ids.append(name)
@@ -100,3 +102,12 @@ def test_a_kept_batch_gives_the_drafts_of_one_that_is_read_anew(monkeypatch: pyt
         assert found[0] == found[1]
         drafted += sum(count for count, _ in found[0][0].values())
     assert drafted > 1000
+
+
+def test_an_estimate_is_that_of_a_token_after_those_before_it() -> None:
+    source, table = TextSource(), np.array([[0, 1, 2]], np.int32)
+    for name, text in enumerate(([1, 2, 3, 5, 6, 7], [1, 2, 3, 5, 6, 7], [1, 2, 3, 5, 8, 9], [1, 2, 4, 9, 9, 9])):
+        source.add(("text", name), np.array(text, np.int32))
+    found = source.propose(["asked"], [1], table, np.array([0]), np.array([3]), [8])
+    assert found.tokens == [[3, 5, 6, 7]] and found.matches == [2]
+    assert found.estimates[0] == pytest.approx([3 / 4, 1, 2 / 3, 1])
