@@ -364,6 +364,9 @@ class Attempts:
     that they save is added. While it is used up, no drafts are looked up. Reading texts has an account of its own with the same income,
     because it would leave nothing for look-ups; a rich balance pays for it too. Unless look-ups save more than they take on average, a
     sequence without useful drafts rests for a number of steps that doubles each time.
+
+    Steps before the next look-up that can be paid for are a pause. They are only counted, because deciding and learning in each of them
+    takes 2 % of a step of 3 ms.
     """
 
     def __init__(self, learned: Learned) -> None:
@@ -374,25 +377,43 @@ class Attempts:
         self.gain = 0.0  # tokens that verifying what a look-up found has gained, on average, less those that its time would make
         self.worth_s = 0.0  # seconds that a look-up is expected to save after this step
         self.looked = [0, 0]  # sequences that were looked up after this step, and after the one before
-        self.number = 0  # number of the current step
+        self.number = 0  # number of the current step, without skipped steps that were not added yet
+        self.pause = 0  # steps that are left of a pause
+        self.skipped = 0  # steps of a pause that were not added yet
         self.rests: dict[str, tuple[int, int]] = {}  # by sequence: (step from which it may try again, length of its last rest)
 
+    def skip_step(self) -> bool:
+        """Return whether a step belongs to a pause. Nothing is looked up after such a step, and nothing is learned from it."""
+        if not self.pause:
+            return False
+        self.pause -= 1
+        self.skipped += 1
+        return True
+
     def begin_step(self, running: int, context_tokens: int) -> int:
-        """Count a step, and return for how many of its `running` sequences drafts may be looked up after it."""
-        self.number += 1
+        """Count a step, and return for how many of its `running` sequences drafts may be looked up after it. 0 may begin a pause."""
+        self._add_steps(1)
+        self.pause = 0
         self.looked = [0, self.looked[0]]
-        if self.number % AGE_EVERY == 0:
-            self.learned.acceptance.age(AGE_EVERY)
         times = self.learned.times
         step_s = times.step_s(running, context_tokens)
         if step_s is None or not times.is_known:
             return max(1, running // 4) if self.number % 2 else 0
         self.worth_s = self.gain * step_s / max(running, 1)
-        self.balance = min(self.balance + ALLOWED_LOSS, MOST_BALANCE)
-        self.reading = min(self.reading + ALLOWED_LOSS, FIRST_BALANCE)
         if self.balance <= 0:
+            self.pause = int(-self.balance / ALLOWED_LOSS)
             return 0
         return min(running, max(1, int(self.balance * step_s / self.look_up_s))) if self.look_up_s else running
+
+    def _add_steps(self, steps: int) -> None:
+        """Count these steps and the skipped ones."""
+        steps, self.skipped, before = steps + self.skipped, 0, self.number
+        self.number += steps
+        if periods := self.number // AGE_EVERY - before // AGE_EVERY:
+            self.learned.acceptance.age(AGE_EVERY * periods)
+        if self.learned.times.is_known:
+            self.balance = min(self.balance + ALLOWED_LOSS * steps, MOST_BALANCE)
+            self.reading = min(self.reading + ALLOWED_LOSS * steps, FIRST_BALANCE)
 
     def choose(self, drafts: DraftTable, running: int, context_tokens: int) -> list[int]:
         """Return how many tokens of each draft the next step verifies.
@@ -415,6 +436,10 @@ class Attempts:
         rests = [self.rests.get(name, (0, 0)) for name in names]
         rested = [i for i, (until, _) in enumerate(rests) if pays or until <= self.number]
         return rested if len(rested) <= most else sorted(rested, key=lambda i: rests[i][1])[:most]
+
+    def pause_until_due(self, names: Collection[str]) -> None:
+        """Pause until one of these sequences, which all rest, may try again."""
+        self.pause = min((self.rests[name][0] for name in names), default=self.number + 1) - self.number - 1
 
     def forget_all_but(self, names: Sequence[str]) -> None:
         """Forget the rests of all sequences except these."""
@@ -452,6 +477,8 @@ class Attempts:
     @property
     def may_read(self) -> bool:
         """Whether there is time to add a text to those that drafts come from."""
+        if self.skipped:
+            self._add_steps(0)
         return self.reading > 0 or self.balance > ENOUGH
 
     def pay_reading(self, seconds: float, running: int, context_tokens: int) -> None:

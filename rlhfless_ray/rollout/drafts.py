@@ -91,6 +91,8 @@ class Drafter:
         self.batch: tuple[list[str], _Running] | None = None  # the last step's batch, if all of its sequences went on
         self.draft_s = 0.0  # seconds that were spent on drafts after the step
         self.running = self.context_tokens = 0  # of the sequences that go on after the step
+        self.is_idle = False  # whether the step belongs to a pause
+        self.begun = 0  # requests that have begun, as `KeyedSampler.begun`
 
     def _load(self, folder: Path) -> DraftSource:
         from rlhfless_ray.rollout.model_drafts import ModelSource
@@ -149,6 +151,8 @@ class Drafter:
 
     def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
         """Record a step's time and its accepted drafts. `tried`: (drafted, accepted) tokens by vLLM's request id."""
+        if self.is_idle:
+            return
         rows, _, cells = self.verified
         if known := [(rows[name], *counts) for name, counts in tried.items() if name in rows]:
             places, drafted, accepted = np.array(known).T
@@ -187,8 +191,14 @@ class Drafter:
 
     def look_up(self) -> None:
         """Look up drafts for sequences that go on after an engine step, and give the scheduler those that the next step verifies."""
-        begin = time.thread_time()  # CPU time, because other processes may take the processor meanwhile
         self.verified, self.offered = self.offered, NO_OFFER
+        step, known = self.runner.sampler, self.begun
+        self.begun = step.begun
+        self.is_idle = self.begun == known and self.attempts.skip_step()  # a sequence that has just begun may look up
+        if self.is_idle:
+            self.running, self.context_tokens = step.running, step.context_tokens
+            return
+        begin = time.thread_time()  # CPU time, because other processes may take the processor meanwhile
         batch, requests = self.runner.input_batch, self.scheduler.requests
         for name in self.verified.rows:
             if name in requests:
@@ -199,6 +209,8 @@ class Drafter:
         most = ALL if self.always else self.attempts.begin_step(self.running, self.context_tokens)
         chosen = range(self.running) if self.always else self.attempts.due(due.names, most) if most else ()
         if not chosen:
+            if most:
+                self.attempts.pause_until_due(due.names)
             return
         self.text.forget_all_but(due.keys)
         if self.model is not None:

@@ -122,6 +122,7 @@ class KeyedSampler:
         self.rows: dict[str, dict[str, Any]] = {}  # by vLLM's request id: the requests of the last step
         self.records: list[tuple[np.ndarray, np.ndarray, torch.Tensor]] = []  # keys, positions, log-probabilities since the last `take`
         self.outputs: dict[int, list[int]] = {}  # by key: vLLM's own list of tokens, until `forget`
+        self.begun = 0  # requests that have joined the batch
         self.reset_counts()
 
     def reset_counts(self) -> None:
@@ -135,6 +136,7 @@ class KeyedSampler:
         extra = params.extra_args
         offset = extra.get("offset", 0)
         self.outputs[extra["key"]] = request.output_token_ids
+        self.begun += 1
         return {
             "key": extra["key"],
             "temperature": extra["temperature"],

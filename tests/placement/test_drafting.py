@@ -282,8 +282,14 @@ def speeds(engine: Engine, running: int | Sequence[int], steps: int = 900, longe
             if offered:
                 learned.acceptance.observe(table(*[draft] * len(hits)).cells, [*offered.values()], hits)
             work_s = engine.step_s(count, drafted)
+            if not always and attempts.skip_step():
+                spent_s += work_s
+                gained_s += work_s
+                continue
             most = count if always else attempts.begin_step(count, 100 * count)
             due = [names[i] for i in range(count)] if always else [names[i] for i in attempts.due(names, most)] if most else []
+            if most and not due:
+                attempts.pause_until_due(names)
             drafts = [draft if rng.random() < engine.found else nothing for _ in due]
             chosen = [len(one.tokens) for one in drafts] if always else attempts.choose(table(*drafts), count, 100 * count) if due else []
             draft_s = 0.003 * engine.look_up * len(due) * (0.15 + 0.85 / max(count, 1))
@@ -350,6 +356,35 @@ def test_nothing_is_looked_up_in_debt() -> None:
     attempts.note(["a"], [])
     attempts.forget("a")
     assert attempts.due(["a"], 1) == [0]
+
+
+def test_a_pause_skips_only_steps_after_which_nothing_is_looked_up() -> None:
+    """The steps' times are known, so an engine that decides in each step looks up the same sequences after the same steps."""
+    engines, names, skipped = [], [*"abcdef"], 0
+    for _ in range(2):
+        learned = Learned()
+        learned.times.terms, learned.times.trials = TERMS, TRIAL_STEPS
+        engines.append(Attempts(learned))
+    for step in range(3000):
+        found = []
+        for attempts in engines:
+            if attempts is engines[0] and attempts.skip_step():
+                skipped += 1
+                found.append(([], attempts.may_read))
+                continue
+            most = attempts.begin_step(6, 600)
+            due = attempts.due(names, most) if most else []
+            if most and not due:
+                attempts.pause_until_due(names)
+            helped = [names[i] for i in due if (step * 7 + i * 3) % 11 == 0 and step % 1000 < 300]
+            attempts.note([names[i] for i in due], helped)
+            if due:
+                attempts.observe_look_up(1e-4 * len(due), len(due))
+            attempts.settle(6, 600, len(helped), len(helped), 1e-4 * len(due))
+            found.append((due, attempts.may_read))
+        assert found[0] == found[1], step
+    assert 1000 < skipped < 2990
+    assert engines[0].balance == pytest.approx(engines[1].balance)
 
 
 def test_reading_texts_leaves_time_for_look_ups() -> None:
