@@ -48,7 +48,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | 
         speculative_config=_speculative_config(settings.speculation),
         kv_transfer_config=_transfer_config(pages),
         quantization=_quantization_method(settings.quantization),
-        **_worker_arguments(drafter, settings.records_experts),
+        **_worker_arguments(drafter, settings),
         **memory,
         **_adapter_arguments(settings),
     )
@@ -96,14 +96,14 @@ def _speculative_config(kind: str) -> dict[str, Any] | None:
     return {"method": "custom_class", "model": f"{Drafter.__module__}.{Drafter.__qualname__}", "num_speculative_tokens": MOST_TOKENS}
 
 
-def _worker_arguments(drafter: Path | None, records_experts: bool) -> dict[str, Any]:
-    """Return the arguments with which a policy returns the hidden states that a head reads, or records its routers' choices."""
-    config = json.loads((drafter / "config.json").read_bytes()) if drafter is not None else {}
-    if not is_head(config) and not records_experts:
+def _worker_arguments(drafter: Path | None, settings: EngineSettings) -> dict[str, Any]:
+    """Return the arguments for what vLLM's own worker does not do, see `StatesWorker`."""
+    if settings.speculation == "off" and not settings.records_experts:
         return {}
     from rlhfless_ray.rollout.states_worker import EXPERTS, LAYERS, StatesWorker
 
-    name, additional = f"{StatesWorker.__module__}.{StatesWorker.__qualname__}", {EXPERTS: True} if records_experts else {}
+    config = json.loads((drafter / "config.json").read_bytes()) if drafter is not None else {}
+    name, additional = f"{StatesWorker.__module__}.{StatesWorker.__qualname__}", {EXPERTS: True} if settings.records_experts else {}
     return {"worker_cls": name, "additional_config": additional | ({LAYERS: layers_read(config)} if is_head(config) else {})}
 
 

@@ -1,4 +1,4 @@
-"""vLLM's worker for a policy whose hidden states an EAGLE-3 head reads, or whose routers' choices are recorded."""
+"""vLLM's worker for a policy with drafts, whose hidden states an EAGLE-3 head may read, or whose routers' choices are recorded."""
 
 from __future__ import annotations
 
@@ -31,5 +31,9 @@ class StatesWorker(Worker):  # type: ignore[misc, valid-type]
         if LAYERS in config:
             model.set_aux_hidden_state_layers(tuple(config[LAYERS]) or model.get_eagle3_default_aux_hidden_state_layers())
             self.model_runner.use_aux_hidden_state_outputs = True
+        if self.vllm_config.speculative_config is not None:
+            # Otherwise vLLM captures whole CUDA graphs only of steps in which each sequence has all drafted tokens, which are rare.
+            # Steps without drafts would take longer than in an engine without them.
+            self.model_runner.uniform_decode_query_len = self.model_runner.cudagraph_dispatcher.uniform_decode_query_len = 1
         if EXPERTS in config:
             self.choices = RouterChoices(self.model_runner)

@@ -90,6 +90,7 @@ class VllmEngine:
         self.experts: dict[int, np.ndarray] = {}  # by key: what routers chose in responses whose end was not reported yet
         # Otherwise vLLM fills up requests whose prompt is cached with drafts of -1, for CUDA graphs. A step that reads none would fail.
         core.scheduler.num_spec_tokens = 0
+        core.check_for_draft_tokens = False  # a call of all members after each step: the drafter gives its drafts to the scheduler itself
         self.live = RunningRequests(self.sampler)
         if self.width > 1 and self.pages is not None and self.pages.kind is not None:
             from rlhfless_ray.prefix.connector import join_parts

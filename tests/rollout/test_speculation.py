@@ -211,6 +211,16 @@ def test_drafts_change_no_end_by_stop_word_or_length(engines: dict[str, Any]) ->
     assert np.mean([step.accepted for step in engines["on"].take_steps()]) > 1
 
 
+def test_steps_without_drafts_take_the_way_of_an_engine_without_them(engines: dict[str, Any]) -> None:
+    """vLLM replays a whole CUDA graph in a uniform step. There are no graphs on CPU. After a step it asks all members for drafts."""
+    for kind in ("off", "auto"):
+        core = engines[kind].core
+        runner = core.model_executor.driver_worker.model_runner
+        assert runner.cudagraph_dispatcher.uniform_decode_query_len == runner.uniform_decode_query_len
+        assert runner._is_uniform_decode(1, runner.uniform_decode_query_len, 4, 4)
+        assert not core.check_for_draft_tokens
+
+
 def test_text_drafts_come_from_the_newest_responses() -> None:
     from rlhfless_ray.rollout.text_drafts import TextSource
 
