@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 ATTENTION = ("full_attention", "attention", "global")
+# Keys that only configs of models with recurrent layers have. Published ones, as that of Qwen3-Next, often list no kinds of layers.
+STATES = ("ssm_cfg", "mamba_d_state", "ssm_state_size", "state_size", "rwkv_hidden_size")
+STATES += ("linear_conv_kernel_dim", "linear_attn_config", "conv_L_cache", "lru_width")
 
 
 def unsupported(config: dict[str, Any], width: int = 1) -> str | None:
@@ -29,8 +32,7 @@ def unsupported(config: dict[str, Any], width: int = 1) -> str | None:
         return f"its layers have a sliding window of {text['sliding_window']} tokens"
     if text.get("attention_chunk_size"):
         return f"its layers attend within chunks of {text['attention_chunk_size']} tokens"
-    states = [name for name in ("ssm_cfg", "mamba_d_state", "ssm_state_size", "state_size", "rwkv_hidden_size") if text.get(name)]
-    if states:
+    if states := [name for name in STATES if text.get(name)]:
         return f"it keeps a recurrent state ({states[0]}), not KV alone"
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
     if heads and heads % width:

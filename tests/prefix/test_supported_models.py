@@ -40,6 +40,15 @@ def test_the_reason_against_other_models_is_named(config: object, word: str) -> 
     assert word in (unsupported(config.to_dict()) or "")  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("name", ["linear_conv_kernel_dim", "conv_L_cache", "lru_width", "mamba_d_state"])
+def test_recurrent_layers_are_found_where_a_published_config_lists_no_kinds(name: str) -> None:
+    """Qwen3-Next, LFM2, RecurrentGemma, Jamba."""
+    config = Qwen2Config().to_dict()
+    del config["layer_types"]
+    assert unsupported(config) is None
+    assert f"a recurrent state ({name})" in (unsupported(config | {name: 4}) or "")
+
+
 def test_page_bytes_of_grouped_heads() -> None:
     config = Qwen2Config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2).to_dict()
     assert page_bytes(config | {"head_dim": 32}, 4, 32) == 2 * 2 * 1 * 32 * 4 * 32
