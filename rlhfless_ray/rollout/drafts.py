@@ -78,7 +78,9 @@ class Drafter:
         self.runner, self.scheduler, self.always = runner, scheduler, always
         # vLLM would verify zeros for all sequences when one is near the end of the context. `look_up` limits drafts to the end itself.
         runner.effective_drafter_max_model_len = self.most_tokens + MOST_TOKENS + 1
-        self.config = runner.speculative_config
+        # Without a speculative configuration a step takes vLLM's faster path, on which it verifies nothing.
+        self.config, runner.speculative_config = runner.speculative_config, None
+        runner.num_accepted_tokens_event = None  # only policies with recurrent layers read these numbers
         self.text, self.learned = TextSource(), Learned()
         self.attempts = Attempts(self.learned)
         self.model: DraftSource | None = None
@@ -89,9 +91,9 @@ class Drafter:
         self.offered = NO_OFFER  # for the next step
         self.verified = NO_OFFER  # of the step that has just ended
         self.batch: tuple[list[str], _Running] | None = None  # the last step's batch, if all of its sequences went on
-        self.draft_s = 0.0  # seconds that were spent on drafts after the step
+        self.draft_s = 0.0  # seconds that were spent on drafts after the step, unless it is idle
         self.running = self.context_tokens = 0  # of the sequences that go on after the step
-        self.is_idle = False  # whether the step belongs to a pause
+        self.is_idle = False  # whether the step belongs to a pause: nothing was verified and looked up, and nothing is learned
         self.begun = 0  # requests that have begun, as `KeyedSampler.begun`
 
     def _load(self, folder: Path) -> DraftSource:
@@ -136,11 +138,6 @@ class Drafter:
             print(f"the drafter failed, so this engine continues without it ({self.failure})", file=sys.stderr, flush=True)
             self.model = None
 
-    def begin_step(self) -> None:
-        """Let the next step verify the offered drafts. Without any it takes vLLM's faster path without a speculative configuration."""
-        self.draft_s = 0.0
-        self.runner.speculative_config = self.config if self.offered.rows else None
-
     def count_by_model(self, tried: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
         """Return how many of a step's verified and accepted tokens the drafter model had drafted."""
         rows, sources, _ = self.verified
@@ -151,8 +148,6 @@ class Drafter:
 
     def observe_step(self, step: EngineStep, tried: Mapping[str, tuple[int, int]]) -> None:
         """Record a step's time and its accepted drafts. `tried`: (drafted, accepted) tokens by vLLM's request id."""
-        if self.is_idle:
-            return
         rows, _, cells = self.verified
         if known := [(rows[name], *counts) for name, counts in tried.items() if name in rows]:
             places, drafted, accepted = np.array(known).T
@@ -190,14 +185,19 @@ class Drafter:
         return [[] for _ in sampled]
 
     def look_up(self) -> None:
-        """Look up drafts for sequences that go on after an engine step, and give the scheduler those that the next step verifies."""
-        self.verified, self.offered = self.offered, NO_OFFER
+        """Look up drafts for sequences that go on after an engine step, and let the next step verify those that are worth it."""
         step, known = self.runner.sampler, self.begun
         self.begun = step.begun
         self.is_idle = self.begun == known and self.attempts.skip_step()  # a sequence that has just begun may look up
         if self.is_idle:
             self.running, self.context_tokens = step.running, step.context_tokens
             return
+        self.verified, self.offered, self.draft_s = self.offered, NO_OFFER, 0.0
+        self._offer()
+        self.runner.speculative_config = self.config if self.offered.rows else None
+
+    def _offer(self) -> None:
+        """Give the scheduler drafts of sequences that may look up."""
         begin = time.thread_time()  # CPU time, because other processes may take the processor meanwhile
         batch, requests = self.runner.input_batch, self.scheduler.requests
         for name in self.verified.rows:

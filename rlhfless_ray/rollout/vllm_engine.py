@@ -196,8 +196,6 @@ class VllmEngine:
                         return
                     continue
                 start, work_start = time.perf_counter(), self.work_clock()
-                if self.drafter is not None:
-                    self.drafter.begin_step()
                 self.sampler.reset_counts()
                 outputs = self._step()
                 work_s = self.work_clock() - work_start
@@ -221,13 +219,15 @@ class VllmEngine:
                 self.pages.copied.clear()
 
     def _record_step(self, seconds: float, work_s: float) -> None:
-        drawn = self.sampler
-        drafted, accepted = (sum(counts) for counts in zip(*drawn.tried.values(), strict=True)) if drawn.tried else (0, 0)
-        draft_s, by_model = (0.0, (0, 0)) if self.drafter is None else (self.drafter.draft_s, self.drafter.count_by_model(drawn.tried))
+        drawn, drafter = self.sampler, self.drafter
         counts = drawn.running, drawn.new_tokens, drawn.context_tokens
-        self.steps.append(EngineStep(*counts, seconds, drafted, accepted, draft_s, by_model, work_s))
-        if self.drafter is not None:
-            self.drafter.observe_step(self.steps[-1], drawn.tried)
+        if drafter is None or drafter.is_idle:
+            self.steps.append(EngineStep(*counts, seconds, work_s=work_s))
+            return
+        drafted, accepted = (sum(counts) for counts in zip(*drawn.tried.values(), strict=True)) if drawn.tried else (0, 0)
+        by_model = drafter.count_by_model(drawn.tried)
+        self.steps.append(EngineStep(*counts, seconds, drafted, accepted, drafter.draft_s, by_model, work_s))
+        drafter.observe_step(self.steps[-1], drawn.tried)
 
     def _step(self) -> list[Any]:
         with self._naming(self.engine.model_config.architectures, "compute"):

@@ -64,7 +64,6 @@ class SimulatedEngine:
         self.drop_ended()
         while len(self.requests) < ROOM and self.rng.random() < 0.3:
             self.begin()
-        self.drafter.begin_step()
         tried, context = {}, 0
         for row, name in enumerate(self.batch.req_ids):
             request, said, size = self.requests[name], self.said[name], self.batch.num_tokens_no_spec[row]
@@ -86,7 +85,8 @@ class SimulatedEngine:
         self.drafter.look_up()
         running, drafted, hits = len(self.batch.req_ids), *(sum(counts) for counts in zip((0, 0), *tried.values(), strict=True))
         work_s = 0.01 * (1 + 0.003 * drafted) * float(np.exp(self.rng.normal(0, 0.05)))
-        self.drafter.observe_step(EngineStep(running, running, context, work_s, drafted, hits, 3e-4, work_s=work_s), tried)
+        if not self.drafter.is_idle:
+            self.drafter.observe_step(EngineStep(running, running, context, work_s, drafted, hits, 3e-4, work_s=work_s), tried)
         offered = {name: request.spec_token_ids for name, request in self.requests.items()}
         return [tried, offered, vars(self.drafter.attempts) | {"learned": None}, self.drafter.learned.acceptance.tried.tolist()]
 
