@@ -6,8 +6,10 @@ from typing import Any
 
 ATTENTION = ("full_attention", "attention", "global")
 # Keys that only configs of models with recurrent layers have. Published ones, as that of Qwen3-Next, often list no kinds of layers.
-STATES = ("ssm_cfg", "mamba_d_state", "ssm_state_size", "state_size", "rwkv_hidden_size")
-STATES += ("linear_conv_kernel_dim", "linear_attn_config", "conv_L_cache", "lru_width")
+STATES = (
+    *("ssm_cfg", "mamba_d_state", "ssm_state_size", "state_size", "rwkv_hidden_size"),
+    *("linear_conv_kernel_dim", "linear_attn_config", "conv_L_cache", "lru_width"),
+)
 
 
 def unsupported(config: dict[str, Any], width: int = 1) -> str | None:
