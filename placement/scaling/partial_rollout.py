@@ -88,9 +88,17 @@ def _first_batch(last_steps: np.ndarray, order: np.ndarray, step: int, quota: in
 
 
 def find_late(last_steps: Sequence[int], step: int, quota: int) -> list[int]:
-    """Return the groups that cannot be trained in time, even if all are complete and the most urgent are trained first."""
-    order = np.argsort(last_steps, kind="stable")
-    return sorted(int(g) for place, g in enumerate(order) if last_steps[g] < step + place // quota)
+    """Return the groups that cannot be trained in time, even if all are complete and the most urgent are trained first.
+
+    They begin again, so they take no place from the others.
+    """
+    late, places = list[int](), 0
+    for g in np.argsort(last_steps, kind="stable").tolist():
+        if last_steps[g] < step + places // quota:
+            late.append(g)
+        else:
+            places += 1
+    return sorted(late)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
     filters = data.draw(st.booleans())
     most, share = data.draw(st.sampled_from([(1, 1.0), (1, 1.5), (1, 2.0), (2, 3.0), (3, 1.67), (3, 4.0)]))
     rng, last, drawn = np.random.default_rng(data.draw(st.integers(0, 2**32))), 9, 0
-    share = min(share, most + (not ahead))
+    share, lowered = min(share, most + (not ahead)), False
     prompts = [Prompt(i, "", (1, 2)) for i in range(999)]
     run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
 
@@ -120,7 +120,7 @@ def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
         if rng.random() < 0.3:  # a resume
             state = run.state(run.in_flight)
             if step > 5 and most > 1:
-                most -= 1
+                most, lowered = most - 1, True
                 share = min(share, most + (not ahead))
             run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
             run.restore(state, prompts)
@@ -136,6 +136,7 @@ def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
             kept += [s for s in samples[::2] if not filters or rng.random() < 0.6]
             missing, versions_of = 3 - len(kept), (step - 1,)
         assert mode == "continue" or not metrics["partial/recomputed_tokens"]
+        assert mode == "restart" or lowered or not metrics["partial/restarted"], "groups are waited for in time"
     assert not run.in_flight and sorted(ended) == list(range(drawn)) and (filters or drawn == 27)
 
 
@@ -153,6 +154,12 @@ def test_a_group_that_cannot_be_trained_in_time_restarts() -> None:
     batch = run.begin(4, 5, lambda count: prompts[1 : count + 1])
     assert batch.groups[0].begun == 4 and run.counts["restarted"] == 2 and run.counts["restarted_tokens"] == 8
     assert not batch.made.any() and batch.unfinished.all() and len(batch.groups) == 6
+
+
+def test_groups_that_begin_again_leave_their_places_to_others() -> None:
+    """A resume with a bound of 1 instead of 3 once dropped the tokens of groups that the next step could train."""
+    assert find_late([3, 3, 5, 4, 5, 6], step=5, quota=2) == [0, 1, 3]
+    assert find_late([5, 5, 5, 6], step=5, quota=2) == [2]
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(5, 2), (4, 0)])
