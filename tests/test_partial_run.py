@@ -72,6 +72,13 @@ def by_version(sample: Sample, under: dict[int, dict[int, np.ndarray]]) -> np.nd
     return np.concatenate(found)
 
 
+def check_each_token(recipe: Recipe, folder: Path, steps: list[Step]) -> None:
+    """Assert that each token has the log-probability that the version which drew it gives it."""
+    under = recomputed(recipe, folder, steps)
+    for sample in (sample for step in steps for sample in step.samples):
+        np.testing.assert_allclose(sample.completion.logprobs, by_version(sample, under), atol=1e-4)
+
+
 class LongUpdate(Runtime):
     """Its updates end, for the rollout beside them, after some of its responses: not before engines have begun, on a busy machine."""
 
@@ -251,10 +258,7 @@ def test_lost_pages_are_computed_under_the_new_weights(tmp_path: Path, monkeypat
         steps = list(run)
     told = rows(tmp_path / "runs" / "small", 1)
     assert sum(row["partial/recomputed_tokens"] for row in told) > 10 * sum(row["partial/continued"] for row in told) > 0
-    under = recomputed(recipe, tmp_path / "runs" / "small", steps)
-    for step in steps:
-        for sample in step.samples:
-            np.testing.assert_allclose(sample.completion.logprobs, by_version(sample, under), atol=1e-4)
+    check_each_token(recipe, tmp_path / "runs" / "small", steps)
 
 
 class Struck(Runtime):
@@ -274,7 +278,7 @@ class Struck(Runtime):
 
 @pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.long), AHEAD], ids=["in turn", "ahead"])
 def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path, more: dict[str, Any]) -> None:
-    """An engine is lost in step 1. The run is left after it."""
+    """An engine is lost in step 1. The run is left after it. Tokens from before and after both have their versions' log-probabilities."""
     tree = small_recipe(tmp_path, **PARTIAL | {"run__steps": 4} | more)
     with Struck(Recipe.parse(tree)) as run:
         step = next(iter(run))
@@ -298,6 +302,7 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path, more: dic
                 assert sample.completion.logprobs[:made].tolist() == np.array(begun["logprobs"], np.float32).tolist()
     assert gone_on >= set(in_flight)
     assert [row["partial/in_flight_groups"] for row in rows(folder, 1)] == [8, 8, 8, 0]
+    check_each_token(Recipe.parse(tree), folder, [step, *steps])
 
 
 @pytest.mark.parametrize("case", ["agents begin again", "filtered groups"])
