@@ -328,6 +328,8 @@ def test_a_batch_job_alone_tells_no_ranks() -> None:
 def test_the_list_of_flags_has_those_of_every_version(launcher: str) -> None:
     listed = list_flags(launcher).split()
     assert not [flag for version in versions_of(launcher) for flag in flags_of(version, launcher) if flag not in listed]
+    (hub,) = (line for line in list_flags(launcher).splitlines() if line.startswith("--use_ms"))
+    assert "not supported yet" in hub, "its value is refused"
 
 
 @pytest.mark.parametrize(("launcher", "flag"), [("train_sft", "--bf16"), ("batch_inference", "--bf16"), ("train_rl_ray", "--fsdp.tp_size")])

@@ -123,7 +123,7 @@ def _flags_of_launcher(launcher: str) -> str:
         older = [name for name, newest in OLDER_NAMES.items() if newest == rule.name]
         names = [f"--{name}" for name in dict.fromkeys((rule.name, *older)) if f"--{name}" in known]
         if names:
-            keys = ", ".join(rule.keys) if rule.kind in ("exact", "maybe") else rule.reading
+            keys = ", ".join(rule.keys) if rule.kind in ("exact", "maybe", "absent") else rule.reading
             lines.append(f"{' '.join(names):<48}  {KINDS[rule.kind]:<27}  {keys}")
     return "\n".join(lines)
 

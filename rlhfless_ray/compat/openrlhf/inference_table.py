@@ -50,7 +50,7 @@ _COMMON: tuple[FlagRule, ...] = (
     _flag("attn_implementation", "noop", reading=PLAIN_ATTENTION),
     _flag("flash_attn", "noop", reading=PLAIN_ATTENTION),
     _flag("disable_fast_tokenizer", "noop", reading=SAME_TOKENS),
-    _flag("use_ms", "noop", refuses=NO_HUB, reading="the default"),
+    _flag("use_ms", "absent", refuses=NO_HUB, reading="the default"),
 )
 
 BATCH_RULES: tuple[FlagRule, ...] = (
@@ -99,7 +99,7 @@ BATCH_RULES: tuple[FlagRule, ...] = (
     _flag("top_p", "exact", "rollout.top_p", of=GENERATES),
     _flag(
         "repetition_penalty",
-        "noop",
+        "absent",
         refuses=only(1.0, "penalties of repeated tokens have no counterpart here yet"),
         of=GENERATES,
         reading="the default",
@@ -146,7 +146,7 @@ CHAT_RULES: tuple[FlagRule, ...] = (
     *[_flag(name, "exact", "policy.dtype", _dtype) for name in ("bf16", "param_dtype")],
     _flag(
         "load_in_4bit",
-        "noop",
+        "absent",
         refuses=only(False, "quantising weights when they are loaded has no counterpart here"),
         reading="the default",
     ),

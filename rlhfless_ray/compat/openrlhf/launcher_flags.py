@@ -18,7 +18,7 @@ from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REF
 from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Given, Refused
 
 Values = dict[str, Any]  # by the newest names
-Kind = Literal["exact", "hint", "noop", "maybe"]
+Kind = Literal["exact", "hint", "noop", "maybe", "absent"]  # absent: every value but the default is refused
 
 
 @dataclass(frozen=True)

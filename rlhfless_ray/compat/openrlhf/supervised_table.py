@@ -161,10 +161,10 @@ RULES: tuple[FlagRule, ...] = (
         lambda x, v: {"learner.gradient_checkpointing": bool(x)},
     ),
     row("model.gradient_checkpointing_reentrant", "noop", reading="it changes no result"),
-    row("model.aux_loss_coef", "noop", refuses=only(0, "the router's auxiliary loss " + NOT_HERE), reading="the default"),
+    row("model.aux_loss_coef", "absent", refuses=only(0, "the router's auxiliary loss " + NOT_HERE), reading="the default"),
     row(
         "ds.load_in_4bit",
-        "noop",
+        "absent",
         refuses=only(False, "quantising weights when they are loaded has no counterpart here"),
         reading="the default",
     ),
@@ -200,7 +200,7 @@ RULES: tuple[FlagRule, ...] = (
     ),
     row("ds.ring_attn_head_stride", "hint", reading=DIVIDED),
     # optimizer
-    row("optim", "noop", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
+    row("optim", "absent", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
     *[row(f"muon.{name}", "noop", reading="the optimizer is adam") for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")],
     row("adam.lr", "exact", "learner.learning_rate"),
     row("adam.betas", "exact", "learner.betas"),
@@ -267,7 +267,7 @@ RULES: tuple[FlagRule, ...] = (
     row("logger.wandb.project", "exact", "watch.wandb_project", _where(WANDB, "watch.wandb_project")),
     row("logger.wandb.run_name", "exact", "watch.run_name", lambda x, v: {} if "<prefix>" in x else {"watch.run_name": x}),
     row("logger.tensorboard_dir", "exact", "watch.tensorboard watch.tensorboard_path", m.tensorboard),
-    row("use_ms", "noop", refuses=only(False, "the ModelScope hub has no counterpart here yet"), reading="the default"),
+    row("use_ms", "absent", refuses=only(False, "the ModelScope hub has no counterpart here yet"), reading="the default"),
 )
 
 ALWAYS: dict[str, Any] = {
