@@ -119,7 +119,8 @@ def test_what_an_evaluation_decides_otherwise_is_named() -> None:
 def test_what_generation_leaves_out_is_named() -> None:
     tree = {**RUN, "learner": {"ranks": 2}, "run": {"steps": 9}, "rollout": {"agreement": "warn", "top_p": 0.9}}
     assert GenerationRecipe.of(tree).left_out_note == "left out, because nothing is trained: learner, run.steps, rollout.agreement"
-    assert GenerationRecipe.of(GENERATION).left_out_note == ""
+    plain = GenerationRecipe.of(GENERATION)
+    assert plain.left_out_note == "" and list(without_effect(plain)) == []
     scored = GenerationRecipe.of({**RUN, "reward": {"function": "task", "clip_range": [0, 1]}})
     assert list(without_effect(scored)) == [
         "reward.clip_range has no effect: it changes what is learned from a reward, and nothing is learned"

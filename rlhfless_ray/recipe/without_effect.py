@@ -42,10 +42,11 @@ OF_RUNS = (
     Rule("run.steps", "run.episodes determines the steps", lambda r: r.run.episodes is not None),
     Rule("warm_start.batch_size warm_start.learning_rate", "warm_start.steps is 0", lambda r: not r.warm_start.steps and not r.policy.path),
     Rule(
-        "prompts.prompt_column prompts.answer_column prompts.split",
+        "prompts.prompt_column prompts.split",
         "the built-in task of prompts.task has columns of its own, and no splits",
         lambda r: bool(r.prompts.task),
     ),
+    Rule("prompts.answer_column", "the built-in task of prompts.task has its own", lambda r: r.prompts.task and r.prompts.answer_column),
     Rule("prompts.tools_column", "only prompts.template=chat reads tools", lambda r: r.prompts.template == "none"),
     Rule("prompts.add_bos", "the chat template decides it", lambda r: r.prompts.template == "chat"),
     Rule(
