@@ -125,7 +125,7 @@ def test_a_run_writes_model_metrics_ledger_and_report(whole: Path) -> None:
     assert [row["step"] for row in found] == list(range(61))
     assert found[-1]["eval/loss"] < found[0]["eval/loss"] and "eval/loss" in found[30]
     assert found[-1]["learn/loss"] < found[1]["learn/loss"]
-    assert max(row.get("memory/learner_peak_mb", 0) for row in found) > 100
+    assert max(row.get("memory/driver_peak_mb", 0) for row in found) > 10  # ranks are forked by the tests, and not below the driver
     assert "Memory on the driver's machine" in (whole / "report.html").read_text()
     status = json.loads((whole / "status.json").read_text())
     assert status["status"] == "done" and status["steps_done"] == status["steps_total"] == 60
