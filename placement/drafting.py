@@ -239,6 +239,10 @@ class StepTimes:
         terms = (1.0, sequences, context_tokens, drafted, float(drafted > 0), *self._beyond(sequences + drafted))
         self.steps[drafted > 0].append((self.count, *terms, seconds))
 
+    def skip(self, steps: int) -> None:
+        """Count steps that were not observed. With fits rarer for them, a drafter that became good was found later in simulations."""
+        self._until_fit -= steps
+
     def _beyond(self, rows: int) -> list[float]:
         return [max(0.0, rows - knot) for knot in self.KNOTS]
 
@@ -407,6 +411,7 @@ class Attempts:
 
     def _add_steps(self, steps: int) -> None:
         """Count these steps and the skipped ones."""
+        self.learned.times.skip(self.skipped)
         steps, self.skipped, before = steps + self.skipped, 0, self.number
         self.number += steps
         if periods := self.number // AGE_EVERY - before // AGE_EVERY:
