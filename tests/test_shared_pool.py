@@ -61,10 +61,8 @@ def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster
     paid = {run["name"]: run["slot_s"] for run in found["past"]}
     for name in ("short", "long"):
         folder = tmp_path / name / "runs" / name
-        held = [row for row in read_ledger(folder / "ledger.csv") if row.slots]
-        own_s, leases = sum(row.seconds * row.slots for row in held), len({row.lease for row in held})
-        # the pool counts a slot until it has read that the run releases it, which takes longer on a busy machine
-        assert -0.01 * own_s <= paid[name] - own_s <= 0.02 * own_s + 0.2 * leases, (own_s, leases)
+        own_s = sum(row.seconds * row.slots for row in read_ledger(folder / "ledger.csv"))
+        assert paid[name] == pytest.approx(own_s, abs=1.0)
         last = rows(folder)[-1]
         assert last["shared/runs"] >= 2 and last["shared/paid_slot_s"] > 0 and last["shared/reason"]
 

@@ -61,11 +61,12 @@ class PoolClient:
         """Return what was granted, or None at the time `until_s` (monotonic)."""
         while (slot := self.slots.held.get(self._id(request))) is None:
             STOP.check()
-            request.from_s, seconds = time.time(), until_s - time.monotonic()
+            seconds = until_s - time.monotonic()
             self._tell(max(0.0, min(WAIT_S, seconds)))
             if seconds <= 0 and self._id(request) not in self.slots.held:
                 return None
-        request.from_s = min(time.time(), max(request.from_s, slot.granted_s))  # nodes' clocks may differ a little
+        # the pool counts from then, also if its reply came late; nodes' clocks may differ a little
+        slot.granted_s = request.from_s = min(time.time(), max(request.from_s, slot.granted_s))
         return Grant(slot.request, slot.node, slot.device)
 
     def arrival(self, request: LeaseRequest) -> Any:
@@ -73,12 +74,15 @@ class PoolClient:
         return self.handle.arrival.remote(self._id(request), STANDING_S)
 
     def withdraw(self, requests: list[LeaseRequest]) -> None:
-        self.release([self._id(request) for request in requests])
+        self._end([self._id(request) for request in requests], 0.0)
 
     def release(self, ids: list[str]) -> None:
+        self._end(ids, time.time())
+
+    def _end(self, ids: list[str], ended_s: float) -> None:
         if ids:
             with self.lock:
-                self.slots.end(ids)
+                self.slots.end(ids, ended_s)
                 self._send_statement()  # if it is lost, the next heartbeat says the same
 
     def drop(self, ids: list[str]) -> None:

@@ -52,7 +52,7 @@ class PoolSlot:
     holder: str = ""  # name of the run; empty: free
     request: str = ""  # id of the request that it was granted for
     since_s: float = 0.0  # time of the last hand-over
-    granted_s: float = 0.0  # the same in wall-clock time, for the run's ledger
+    granted_s: float = 0.0  # the same in wall-clock time; of a slot that the run uses, when its ledger began
     last: str = ""  # name of the run that held it before
 
 
@@ -120,6 +120,8 @@ class Statement:
         Memory of its parked processes in MB, by node id.
     gives_s : float, optional
         Seconds in which it expects to give back slots that others wait for. None: unknown.
+    paid_s : mapping of str to float
+        For how long its ledger has the slots of the requests that it ended and of which the pool may not know, by their ids.
     """
 
     run: str
@@ -131,15 +133,20 @@ class Statement:
     avoids: frozenset[str] = frozenset()
     parked_mb: Mapping[str, float] = field(default_factory=dict)
     gives_s: float | None = None
+    paid_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The pool's reply to a statement. `granted`: slots of requests that the run has not confirmed yet, by request id."""
+    """The pool's reply to a statement.
+
+    `granted`: slots of requests that the run has not confirmed yet, by request id. `number`: of the newest statement that the pool knows.
+    """
 
     session: str
     granted: Mapping[str, PoolSlot]
     view: PoolView
+    number: int = 0
 
 
 class RunSlots:
@@ -158,28 +165,34 @@ class RunSlots:
     def renew(self) -> str:
         """Begin a session, and return its name."""
         self.session, self.number = uuid.uuid4().hex, 0
+        self.paid_s: dict[str, tuple[float, int]] = {}  # see `Statement`, and the number of the last statement before each end
         return self.session
 
     def statement(self) -> Statement:
         self.number += 1
         wants, holds = tuple(self.wants.values()), tuple(self.held)
         gives_s = None if self.gives_at_s is None else max(0.0, self.gives_at_s - time.monotonic())
-        return Statement(self.run, self.session, self.number, wants, holds, self.bid, self.avoids, self.parked_mb, gives_s)
+        paid_s = {id: seconds for id, (seconds, _) in self.paid_s.items()}
+        return Statement(self.run, self.session, self.number, wants, holds, self.bid, self.avoids, self.parked_mb, gives_s, paid_s)
 
     def ask(self, requests: Iterable[SlotRequest]) -> None:
         self.wants |= {request.id: request for request in requests}
 
     def accept(self, reply: Reply) -> None:
         """Take granted slots that are still wanted. The next statement gives the others back."""
-        for id, slot in reply.granted.items() if reply.session == self.session else ():
+        if reply.session != self.session:
+            return
+        self.paid_s = {id: ended for id, ended in self.paid_s.items() if ended[1] >= reply.number}
+        for id, slot in reply.granted.items():
             if self.wants.pop(id, None) is not None:
                 self.held[id] = slot
 
-    def end(self, ids: Iterable[str]) -> None:
-        """Withdraw requests, granted or not."""
+    def end(self, ids: Iterable[str], ended_s: float = 0.0) -> None:
+        """Withdraw requests, granted or not. `ended_s`: wall-clock time at which the run's ledger of their slots ended; 0: it used none."""
         for id in ids:
             self.wants.pop(id, None)
-            self.held.pop(id, None)
+            slot = self.held.pop(id, None)
+            self.paid_s[id] = max(0.0, ended_s - slot.granted_s) if slot is not None else 0.0, self.number
 
     def avoid(self, ids: Iterable[str]) -> None:
         """Request no more slots on the nodes of these granted requests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -140,7 +141,7 @@ class PoolState:
         run.gives_at_s = None if statement.gives_s is None else now_s + statement.gives_s
         known = [request.id for request in self.requests.values() if request.run == statement.run]
         known += [slot.request for slot in self.slots.values() if slot.holder == statement.run]
-        self.release(set(known) - run.holds - {request.id for request in statement.wants}, now_s)
+        self.release(set(known) - run.holds - {request.id for request in statement.wants}, now_s, statement.paid_s)
         for request in statement.wants:
             self.ask(request, now_s)
         if statement.bid is not None:
@@ -149,7 +150,8 @@ class PoolState:
     def reply(self, run: str, now_s: float) -> Reply:
         """Return the slots that a run has not confirmed, and its view of the pool."""
         mine = [slot for slot in self.slots.values() if slot.holder == run and slot.request not in self.runs[run].holds]
-        return Reply(self.runs[run].session, {slot.request: replace(slot) for slot in mine}, self.view(run, now_s))
+        granted = {slot.request: replace(slot) for slot in mine}
+        return Reply(self.runs[run].session, granted, self.view(run, now_s), self.runs[run].number)
 
     def silent(self, now_s: float) -> list[RunInfo]:
         """Return the runs that have sent nothing for too long."""
@@ -196,13 +198,17 @@ class PoolState:
         if self._lacks(run, self.held(request.run)) and run.waits_since_s is None:
             run.waits_since_s, self._cleared = now_s, None
 
-    def release(self, ids: Iterable[str], now_s: float) -> None:
-        """End requests, and free the slots granted for them. The call may be repeated, because each grant has a new id."""
+    def release(self, ids: Iterable[str], now_s: float, paid_s: Mapping[str, float] | None = None) -> None:
+        """End requests, and free the slots granted for them. The call may be repeated, because each grant has a new id.
+
+        `paid_s`: see `Statement`.
+        """
         self._account(now_s)
         for id in ids:
             if (request := self.requests.pop(id, None)) is not None:
                 self.runs[request.run].withdrew_s, self.runs[request.run].withdrew = now_s, request
             elif (slot := self.granted(id)) is not None:
+                self._bill_as_its_ledger(slot, now_s, (paid_s or {}).get(id, math.inf))
                 _free(slot, now_s)
                 self._cleared = None
 
@@ -422,6 +428,12 @@ class PoolState:
         if not self._lacks(known, held):
             known.waits_since_s = None
         self._cleared = None
+
+    def _bill_as_its_ledger(self, slot: PoolSlot, now_s: float, paid_s: float) -> None:
+        """Take from a run's bill what its own ledger does not have of a slot: the time until the pool heard of its end."""
+        run, more_s = self.runs[slot.holder], max(0.0, now_s - slot.since_s - paid_s)
+        run.slot_s, run.today_slot_s = run.slot_s - more_s, max(0.0, run.today_slot_s - more_s)
+        self.free_slot_s += more_s
 
     def _account(self, now_s: float) -> None:
         """Bill the time since the last change: each slot has one payer, the run that holds it, or the pool."""

@@ -92,6 +92,27 @@ def test_what_a_process_said_before_its_run_resumed_counts_no_more():
     assert list(new.held) == ["x/1"] and state.held("x") == 1
 
 
+def test_a_run_does_not_pay_for_the_way_of_its_messages():
+    """Each slot-second has one payer, and the run's own ledger agrees. Before, the pool also billed the time of messages."""
+    state = pool(3)
+    [x] = joined(state, "x")
+    x.ask(SlotRequest(f"x/{k}", "x") for k in range(3))
+    state.tell(x.statement(), 0.0)
+    for slot in state.match(0.0):
+        slot.granted_s = 1000.0  # wall-clock time, at which the run's ledger begins
+    x.accept(state.reply("x", 0.5))
+    x.end(["x/0"], 1008.0)
+    x.end(["x/1"])  # granted, but too late for the run
+    x.statement()  # is lost
+    heard = x.statement()
+    x.end(["x/2"], 1009.0)
+    x.accept(say(state, heard, 10.0))
+    assert (state.view("x", 10.0).slot_s, state.free_slot_s) == (18.0, 12.0)
+    assert list(x.statement().paid_s) == ["x/2"], "the pool knows of the others"
+    say(state, x.statement(), 30.0)
+    assert (state.view("x", 30.0).slot_s, state.free_slot_s) == (17.0, 73.0)
+
+
 def test_a_node_that_a_run_found_lost_is_granted_to_none_of_its_requests():
     state = pool(2, node="a")
     state.set_nodes({"a": (2, {}), "b": (1, {})}, 0.0)
