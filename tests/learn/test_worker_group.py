@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
@@ -30,6 +31,7 @@ from rlhfless_ray.runtime.worker_pools import PoolMaker
 from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.model_folder import INDEX, read_files, split_files, stored_weights
 from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, StoredFiles
+from rlhfless_ray.weights.tensor_file import save_tensors, write_file
 
 
 class Nodes(ClusterNodes):
@@ -433,6 +435,29 @@ def test_the_driver_reads_a_shared_base_only_for_other_machines(monkeypatch, tmp
     files = StoredFiles(tmp_path, read_files(tmp_path))
     worker_group.build(files, loopback, None)
     assert put == [(str(tmp_path), {"model.safetensors": 7}, "") if loopback else files.files] and worker_group.base == "ref"
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_ranks_of_zero_3_get_a_part_of_a_folder_that_they_do_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sees: bool) -> None:
+    whole = save_tensors({"w": torch.arange(6.0)})
+    write_file(tmp_path / "model.safetensors", whole)
+    worker_group = gang_on(Cluster("cpu", {"a": [], "b": []}), Slot("a", 0), Slot("b", 0))
+    worker_group.zero_stage, put, built = 3, [], []
+    monkeypatch.setattr("rlhfless_ray.learn.worker_group.ray.put", lambda one: put.append(one) or len(put) - 1)
+    for instance in worker_group.by_rank:
+        answers = {"sees": sees, "rendezvous": ("", 0), "build": {"memory_mb": 700.0, "spans": [], "cutter": Cutter()}}
+        calls = {
+            name: SimpleNamespace(remote=lambda *given, answer=answer: lambda: built.append(given) or answer)
+            for name, answer in answers.items()
+        }
+        instance.actor = SimpleNamespace(**calls)
+    worker_group.build(StoredFiles(tmp_path, read_files(tmp_path)), False, None)
+    folder = built[-1][0]
+    if sees:
+        assert folder == (str(tmp_path), {"model.safetensors": len(whole)}, "") and not put
+    else:
+        parts = [np.frombuffer(bytes(put[ref]["model.safetensors"]), np.float32).tolist() for ref in folder.parts]
+        assert parts == [[0, 1, 2], [3, 4, 5]] and put[folder.others] == {}
 
 
 def test_a_process_that_is_lost_in_the_warm_start_ends_the_run_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
