@@ -290,7 +290,7 @@ def test_a_drained_node_is_left_before_it_goes(nodes: Any, clean: Hit, tmp_path:
         actors=5,
         objective={"prefer": 1.0},
         functions={"max_replacements": 0},
-        rollout={"stream_interval_s": 0.05},
+        rollout={"stream_interval_s": 0.1},
     )
     here: list[bool] = []
     script = {

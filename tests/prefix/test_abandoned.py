@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless_ray.local.local_ray import local_ray
+from rlhfless_ray.local.local_ray import forked, local_ray
 from tests.conftest import environment
 
 pytestmark = pytest.mark.ray
@@ -37,8 +37,8 @@ def shared() -> Iterator[str]:
 
 
 def start(address: str, name: str) -> tuple[subprocess.Popen[str], str]:
-    """Start a driver with a service. Returns its process and its application's name."""
-    command = [sys.executable, SCRIPT, address, name, LIMIT_S]
+    """Start a driver with a service. Returns its process, with which it is killed, and its application's name."""
+    command = forked([sys.executable, SCRIPT, address, name, LIMIT_S])
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
     return process, answer(process, "rlhfless-prefix-")
 
