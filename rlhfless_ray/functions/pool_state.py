@@ -100,10 +100,12 @@ class PoolState:
         self.leave(info.run, now_s)
         bid = Bid(info.run, (info.least,), (0.0,), info.share, info.weight)
         run = self.runs[info.run] = PoolRun(info, session, bid, now_s, now_s)
-        if before is not None:  # what it has paid is not also that of an ended run
+        if before is not None:  # what it has paid is not also that of an ended run, which includes the time of its silence
+            ended = [past for past in self.past if past.info == info]
             self.past = [past for past in self.past if past.info != info]
-            run.slot_s, run.lent_slot_s, run.borrowed_slot_s = before.slot_s, before.lent_slot_s, before.borrowed_slot_s
-            run.today_slot_s = before.today_slot_s if before.day == self.day else 0.0
+            run.slot_s = max([before.slot_s, *(past.slot_s for past in ended)])
+            run.today_slot_s = max([before.today_slot_s if before.day == self.day else 0.0, *(past.today_slot_s for past in ended)])
+            run.lent_slot_s, run.borrowed_slot_s = before.lent_slot_s, before.borrowed_slot_s
             self.credits = self.credits.restored(info.run, run.lent_slot_s - run.borrowed_slot_s, self.size)
         gone = []
         for slot in held:

@@ -197,6 +197,18 @@ def test_a_run_that_is_silent_loses_its_slots_and_one_that_speaks_does_not():
     assert [info.run for info in state.silent(SILENT_S + 1)] == ["x"]
 
 
+def test_a_run_that_comes_back_has_paid_for_its_silence():
+    """Before, it went on with what it had last heard of, and nobody had paid for its slots until they were taken from it."""
+    state, info = pool(2), RunInfo("x", folder="/runs/x", job="1")
+    state.join(info, 0.0)
+    ask(state, "x", 2, 0.0)
+    state.match(0.0)
+    heard = state.view("x", 5.0)
+    state.leave("x", 5.0 + SILENT_S)
+    state.join(info, 40.0, before=heard)
+    assert state.view("x", 50.0).slot_s == state.view("x", 50.0).today_slot_s == 2 * (5.0 + SILENT_S) and not state.past
+
+
 def test_time_in_which_the_pool_itself_stood_still_is_no_silence():
     """Otherwise it would kill the processes of every run, whose messages it has not read yet."""
     state = pool(2)
