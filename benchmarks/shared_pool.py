@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import random
 import signal
@@ -30,7 +29,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.common.charts import save_svg, svg_pyplot
-from benchmarks.common.replay_setup import build, recipe_for, synthetic_lengths
+from benchmarks.common.replay_setup import build, logical_gpus, recipe_for, synthetic_lengths
 from benchmarks.common.results import FOLDER, Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.common.run_process import end_process, end_with_parent, read_metrics
@@ -39,7 +38,6 @@ from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import RunInfo
 from rlhfless_ray.functions.slot_pool import find_pools
 from rlhfless_ray.local.cluster import RayCluster
-from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
 
 WAYS = {"queue": "one after the other", "parts": "each its part", "unshared": "Ray's queue", "shared": "one pool"}
@@ -196,28 +194,13 @@ class Cluster:
         import ray
 
         if self.replayed:
-            self._start_logical_gpus()
+            self.ray.enter_context(logical_gpus(self.slots, STORE_MB))
         else:
             recipe = Recipe.load(ROOT / "recipes" / "quickstart.yaml", [f"cluster.cpus={self.slots}"])
             self.ray.enter_context(RayCluster(recipe, store_mb=STORE_MB, architectures=()).running())
         self.address = ray.get_runtime_context().gcs_address
         self.watch = PoolClient(self.resource, RunInfo("watch", share=0.0, least=0)) if self.pool else None
         return self
-
-    def _start_logical_gpus(self) -> None:
-        import ray
-
-        with local_ray():
-            ray.init(
-                address="local",
-                num_cpus=4,
-                num_gpus=self.slots,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=STORE_MB * 2**20,
-            )
-        self.ray.callback(ray.shutdown)
 
     def status(self) -> dict[str, Any]:
         import ray

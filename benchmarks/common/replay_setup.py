@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import numpy as np
 
 from benchmarks.common.replay import Script, prompt_key
 from rlhfless_ray.learn.tiny_model import scratch_policy
-from rlhfless_ray.local.local_ray import local_ray
+from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
+from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import write_folder
@@ -66,24 +69,30 @@ def build(
 
 
 @contextmanager
-def logical_gpus(count: int) -> Iterator[None]:
-    """Run a local Ray with so many GPUs that are only numbers."""
+def logical_gpus(count: int, store_mb: int = 512) -> Iterator[None]:
+    """Run a local Ray with so many GPUs that are only numbers. Its workers are forked, as they are on a private Ray: a hundred replayed
+    engines that import everything would measure this machine's cores."""
     import ray
 
-    with local_ray():
-        ray.init(
-            address="local",
-            num_cpus=4,
-            num_gpus=count,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=2**29,
-        )
-    try:
+    with ExitStack() as stack:
+        if WORKER_PREFIX not in os.environ:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhfless-")))
+            server = ForkServer(folder, (), engines=True)
+            stack.callback(server.close)
+            os.environ[WORKER_PREFIX] = worker_prefix(server.address)
+            stack.callback(os.environ.pop, WORKER_PREFIX)
+        with local_ray():
+            ray.init(
+                address="local",
+                num_cpus=4,
+                num_gpus=count,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=store_mb * 2**20,
+            )
+        stack.callback(ray.shutdown)
         yield
-    finally:
-        ray.shutdown()
 
 
 def recipe_for(
