@@ -58,7 +58,7 @@ def messages(tree: dict[str, Any], *settings: str, **where: Any) -> list[str]:
         (RUN, ["rollout.drafter_layers=2"], "rollout.drafter_layers has no effect: only a drafter with random weights"),
         (RUN, ["rollout.drafter_learning_rate=0.1"], "rollout.drafter_learning_rate has no effect: rollout.drafter_train is off"),
         (RUN, ["reward.ranks=2", "reward.value_head=v"], "reward.value_head, reward.ranks have no effect: reward.model_path names no"),
-        (RUN, ["reward.deadline_s=9"], "reward.deadline_s has no effect: it is for reward.url and reward.model_path"),
+        (RUN, ["reward.deadline_s=9"], "reward.deadline_s has no effect: only reward.url and reward.model_path use it"),
         (RUN, ["reward.overlong_buffer_tokens=9", "reward.overlong_feedback=true"], "reward.overlong_feedback has no effect: agent.path"),
         (RUN, ["algorithm.kl.estimator=k2"], "algorithm.kl.estimator has no effect: algorithm.kl.coefficient is 0"),
         (RUN, ["algorithm.kl.horizon=99"], "algorithm.kl.horizon has no effect: algorithm.kl.target is not set"),
@@ -122,9 +122,7 @@ def test_what_generation_leaves_out_is_named() -> None:
     plain = GenerationRecipe.of(GENERATION)
     assert plain.left_out_note == "" and list(without_effect(plain)) == []
     scored = GenerationRecipe.of({**RUN, "reward": {"function": "task", "clip_range": [0, 1]}})
-    assert list(without_effect(scored)) == [
-        "reward.clip_range has no effect: it changes what is learned from a reward, and nothing is learned"
-    ]
+    assert list(without_effect(scored)) == ["reward.clip_range has no effect: only learning uses this, and nothing is learned"]
     (message,) = without_effect(GenerationRecipe.of({**GENERATION, "reward": {"workers": 2}, "policy": {"path": "m"}}))
     assert message.startswith("reward.workers has no effect: nothing is scored")
 

@@ -82,5 +82,5 @@ def workflow(
     from rlhfless_ray.report.progress_display import ProgressDisplay
     from rlhfless_ray.runtime.run_workflow import run_workflow
 
-    say = ProgressDisplay("plain", 0).message  # which a closed pipe does not end
+    say = ProgressDisplay("plain", 0).message  # unlike print, it does not fail on a closed pipe
     print(f"report: {(run_workflow(parsed, resume=resume, say=say) / 'report.html').resolve()}")

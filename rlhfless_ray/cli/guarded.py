@@ -1,4 +1,4 @@
-"""How a command ends: its errors as one sentence, with an exit code. Imports what every Python has."""
+"""How a command ends: its errors as one sentence, with an exit code. Imports only the standard library and the project's errors."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class PoolClient:
                     f"this run did not answer for {SILENT_S:.0f} s, and its slots went to other runs of the cluster; --resume continues it"
                 )
             else:
-                self.say("the slot pool was replaced, or had not heard from this run; it goes on with what it holds")
+                self.say("the slot pool was replaced, or had not heard from this run; the run keeps the slots that it holds")
 
     def _beat(self) -> None:
         while not self.closed.is_set() and not self.lost:

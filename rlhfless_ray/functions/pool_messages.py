@@ -140,7 +140,8 @@ class Statement:
 class Reply:
     """The pool's reply to a statement.
 
-    `granted`: slots of requests that the run has not confirmed yet, by request id. `number`: of the newest statement that the pool knows.
+    `granted`: slots of requests that the run has not confirmed yet, by request id. `number`: number of the newest statement that the pool
+    has read.
     """
 
     session: str

@@ -63,7 +63,8 @@ class LearnerRank:
         loss = self.algorithm.loss
         wrapped = self.trainer.slice_sequences(TokenLogprobs(model, balances=bool(loss.router_aux), replays=loss.router_replay))
         self.trainer.open(wrapped, state, "CAUSAL_LM")
-        if divides and self.trainer.sequences is None:  # before, the rank has its part of the weights only; sequences: tested families
+        # ZeRO 3: the head can be checked only after the engine is built. With shared sequences only tested families run.
+        if divides and self.trainer.sequences is None:
             self.trainer.computed(lambda: check_head(model))
         if self.trainer.lora is not None:
             self.base = BaseModel(self.trainer.engine, self.trainer.lora)

@@ -51,10 +51,10 @@ class RecipeFile(Section):
     kind: ClassVar[str] = "recipe"
     """What messages call the file."""
     _named: frozenset[str] | None = PrivateAttr(None)
-    """Keys that the user has named, where not every value is his own. None: those that differ from their defaults."""
+    """Keys that the user has named, for recipes in which other values are not the user's. None: all that differ from their defaults."""
 
     def __eq__(self, other: object) -> bool:
-        """Compare settings, whoever has named them."""
+        """Compare the settings only, not which of them the user has named."""
         return isinstance(other, type(self)) and self.__dict__ == other.__dict__
 
     def with_named(self, keys: Iterable[str]) -> Self:

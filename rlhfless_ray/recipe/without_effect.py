@@ -74,7 +74,7 @@ OF_RUNS = (
     Rule("reward.contract", "reward.url names servers", lambda r: bool(r.reward.url)),
     Rule(
         "reward.deadline_s",
-        "it is for reward.url and reward.model_path, and neither is set",
+        "only reward.url and reward.model_path use it, and neither is set",
         lambda r: not r.reward.url and not r.reward.model_path,
     ),
     Rule("reward.contract reward.workers reward.timeout_s", "the agent of agent.path gives the rewards", lambda r: bool(r.agent.path)),
@@ -99,7 +99,7 @@ OF_RUNS = (
     ),
     Rule(
         "reward.clip_range reward.overlong_buffer_tokens reward.overlong_limit_tokens reward.overlong_penalty reward.stop_properly_penalty",
-        "it changes what is learned from a reward, and nothing is learned",
+        "only learning uses this, and nothing is learned",
         lambda r: not r.learns,
     ),
     Rule(

@@ -107,7 +107,7 @@ def _only_embeddings(model: Any) -> list[Any]:
 
 @contextmanager
 def _loaded_in_place(embeddings: Sequence[Any]) -> Iterator[None]:
-    """Let vLLM load layers into memory that is there, instead of memory of their own, whose page faults are most of a load's time.
+    """Let vLLM load layers into existing memory. Page faults of new memory would take most of a load's time.
 
     `embeddings` are loaded where they are. Linear layers take turns in one buffer: of their weights only the packed copy is kept.
     """

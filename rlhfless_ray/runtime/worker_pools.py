@@ -117,10 +117,11 @@ class PoolMaker:
         self.snapshot_steps = snapshot_every_steps(recipe, parameters)
         if self.snapshot_steps == 0 and recipe.checkpoint.memory_every_steps is None:
             then = "continues from the newest checkpoint" if recipe.checkpoint.resumable else "ends the run"
-            limit = f"their part of a quarter{part}" if (part := recipe.cluster.memory_share_note) else "a quarter"
+            part = recipe.cluster.memory_share_note
+            limit = f"a quarter of the run's part of the memory{part}" if part else "a quarter of the memory"
             say(
-                f"the learner's state is not copied in memory, because two copies would take more than {limit} of this "
-                f"machine's; a lost learner {then} (checkpoint.memory_every_steps)"
+                f"the learner's state is not copied in memory, because two copies would take more than {limit} of this machine; "
+                f"a lost learner {then} (checkpoint.memory_every_steps)"
             )
 
     def engines(self, kind: str, cls: type, engine: EngineSettings, config: Any, *drafter: Any, **options: Any) -> WorkerPool:

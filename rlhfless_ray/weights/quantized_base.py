@@ -47,6 +47,7 @@ def refuse_quantized(config: Mapping[str, Any], setting: str = "policy.path") ->
     if section := config.get("quantization_config"):
         kind = section.get("quant_method", "by an unknown method")
         raise UserError(
-            f"{setting}: its weights are quantised ({kind}). Only a policy's may be, in the 4 bits of compressed-tensors (pack-quantized) "
-            "as the base of an adapter in `rlhfless train`, not in a supervised stage; take the unquantised model"
+            f"{setting}: its weights are quantised ({kind}). Only a policy may be quantised: in the 4 bits of compressed-tensors "
+            "(pack-quantized), as the base of an adapter in `rlhfless train`, not in a supervised stage; set "
+            f"{setting} to the unquantised model"
         )

@@ -104,7 +104,7 @@ def test_a_generation_batch_that_a_version_does_not_read_begins_no_more_prompts(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--async_queue_size 9", "--async_queue_size: responses would be up to 9 steps old when they are trained; 8 are possible"),
+        ("--async_queue_size 9", "--async_queue_size: responses would be up to 9 steps old when they are trained, and at most 8 steps"),
         ("--vllm_generate_batch_size 1025", "--vllm_generate_batch_size: responses would be up to 9 steps old"),
         ("--async_queue_size 8 --vllm_generate_batch_size 1024", None),
     ],

@@ -260,7 +260,7 @@ def test_a_pool_that_dies_is_replaced_and_learns_what_runs_hold(runs):
     assert time.monotonic() - from_s < 30
     eventually(lambda: {run["name"]: run["held"] for run in status()["runs"]} == {"one": 3, "other": 1})
     assert len({lease.slot for lease in [*mine, *theirs, more]}) == 4 == groups()
-    assert said == ["the slot pool was replaced, or had not heard from this run; it goes on with what it holds"]
+    assert said == ["the slot pool was replaced, or had not heard from this run; the run keeps the slots that it holds"]
     one.release(mine)
     assert len(other.take(2, "rollout")) == 2
 

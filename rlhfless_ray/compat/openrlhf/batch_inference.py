@@ -114,7 +114,7 @@ def _generated(translation: InferenceTranslation, output: Path) -> Iterable[dict
         recipe = recipe.with_settings({"rollout.max_total_tokens": longest})
     generation = Generation(recipe, prompts=prompts)
     if generation.continue_unwritten(output):
-        print("[rlhfless] continues an earlier run of this command, whose responses are kept", flush=True)
+        print("[rlhfless] this command continues its earlier run and keeps that run's responses", flush=True)
     with generation as run:
         for _ in run:
             pass
@@ -199,7 +199,7 @@ def _rewards(scorer: TextScorer, tokens: list[np.ndarray], part: Path, decides: 
         os.truncate(part, len(whole) + 1 if whole else 0)
         known = dict(json.loads(line) for line in whole.splitlines())
     if found := sum(key in known for key in keys):
-        print(f"[rlhfless] {found} of {len(keys)} rewards are kept: {part}", flush=True)
+        print(f"[rlhfless] {found} of {len(keys)} rewards were computed before and are kept: {part}", flush=True)
     for start in range(0, len(keys), REWARDS_AT_ONCE):  # in the same batches after a kill, because rounding depends on them
         missing = [i for i in range(start, min(start + REWARDS_AT_ONCE, len(keys))) if keys[i] not in known]
         new = scorer.rewards_of([tokens[i] for i in missing]) if missing else []

@@ -132,7 +132,11 @@ def _check_sampling(v: Values, notes: list[str]) -> None:
     _require(not generated or generated > 0, f"{v.spelled('rollout.vllm_generate_batch_size')}: must be at least 1 (got {generated})")
     lag = asynchronous(v)["rollout.max_lag_steps"] if v["train.async_enable"] else 0
     name = "train.async_queue_size" if queue_steps(v) == lag else "rollout.vllm_generate_batch_size"
-    _require(lag <= MAX_LAG, f"{v.spelled(name)}: responses would be up to {lag} steps old when they are trained; {MAX_LAG} are possible")
+    _require(
+        lag <= MAX_LAG,
+        f"{v.spelled(name)}: responses would be up to {lag} steps old when they are trained, and at most {MAX_LAG} steps are possible; "
+        "lower it",
+    )
     response, total = v["rollout.max_new_tokens"], v["data.max_len"]
     _require(response is None or response > 0, f"{v.spelled('rollout.max_new_tokens')}: must be at least 1 (got {response})")
     _require(v[PROMPT_LIMIT] is None or v[PROMPT_LIMIT] > 0, f"{v.spelled(PROMPT_LIMIT)}: must be at least 1 (got {v[PROMPT_LIMIT]})")
