@@ -17,8 +17,8 @@ def guarded(action: Callable[[], None], usage: Callable[[], str] = str) -> NoRet
     """Run an action and end the process.
 
     Exit code 2 means a user's mistake, 1 a failed run, and 128 + signal a stopped one. If nobody reads the output any more, as after
-    `| head`, the process ends without a message and with the code of SIGPIPE. `usage`: returns the text before the message of a
-    mistake, as argparse prints it.
+    `| head`, the process ends without a message, and with the code of SIGPIPE instead of 0 or 1. `usage`: returns the text before the
+    message of a mistake, as argparse prints it.
     """
     try:
         code = _exit_code(action, usage)
@@ -26,7 +26,7 @@ def guarded(action: Callable[[], None], usage: Callable[[], str] = str) -> NoRet
         if not _output_is_closed():  # a pipe to another process of the run
             raise
         code = 0
-    if _output_is_closed():
+    if _output_is_closed() and code in (0, 1):  # 1 is click's code for a closed pipe
         code = 128 + signal.SIGPIPE
     os._exit(code)  # exit hooks of vLLM, wandb and Ray may hang, and everything of a run is closed already
 

@@ -61,10 +61,12 @@ class PoolClient:
         """Return what was granted, or None at the time `until_s` (monotonic)."""
         while (slot := self.slots.held.get(self._id(request))) is None:
             STOP.check()
-            seconds = until_s - time.monotonic()
+            asked_s, seconds = time.time(), until_s - time.monotonic()
             self._tell(max(0.0, min(WAIT_S, seconds)))
-            if seconds <= 0 and self._id(request) not in self.slots.held:
-                return None
+            if self._id(request) not in self.slots.held:
+                request.from_s = asked_s  # it is granted later than that, whatever the clock of the pool's node says
+                if seconds <= 0:
+                    return None
         # the pool counts from then, also if its reply came late; nodes' clocks may differ a little
         slot.granted_s = request.from_s = min(time.time(), max(request.from_s, slot.granted_s))
         return Grant(slot.request, slot.node, slot.device)

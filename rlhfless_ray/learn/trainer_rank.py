@@ -445,8 +445,12 @@ class TrainerRank:
         state = self._state(gathers=not divided)
         files: Files = {}
         if divided:
-            parts = {name: (part.start, as_tensor(part.values)) for name, part in held_weights(self.engine).items()}
-            files[shard_name("model", self.rank, self.ranks)] = save_intervals(parts, {})
+            parts = {name: (part, as_tensor(part.values)) for name, part in held_weights(self.engine).items()}
+            if self.ranks == 1:  # whole tensors, which other programs read too
+                content = save_tensors({name: values.view(part.shape) for name, (part, values) in parts.items()}, {"format": "pt"})
+            else:
+                content = save_intervals({name: (part.start, values) for name, (part, values) in parts.items()}, {})
+            files[shard_name("model", self.rank, self.ranks)] = content
         elif self.lora is None:
             files[shard_name("model", self.rank, self.ranks)] = save_tensors(state["weights"], {"format": "pt"})
         elif self.rank == 0:

@@ -26,14 +26,14 @@ def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe") -
     if not isinstance(tree, dict):
         example = {"recipe": "sections such as `rollout:`", "sweep": "keys such as `grid:`"}.get(kind, "the key `stages:`")
         raise UserError(f"{kind} {path}: expected {example} at the top, found {type(tree).__name__}")
-    if _is_of_run(path):
+    if is_of_run(path):
         drop_without_effect(tree)
     for override in overrides:
         apply_override(tree, override)
     return tree
 
 
-def _is_of_run(path: Path) -> bool:
+def is_of_run(path: Path) -> bool:
     """Return whether a recipe is that of a run folder, which resumes. It has all values of that run."""
     return path.with_name("status.json").is_file()
 
@@ -82,7 +82,7 @@ class RecipeFile(Section):
         if run is None or (isinstance(run, dict) and not run.get("name")):
             tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
         recipe = cls.parse(tree, where=f"{cls.kind} {path}")
-        return recipe.with_named(override.partition("=")[0] for override in overrides) if _is_of_run(path) else recipe
+        return recipe.with_named(override.partition("=")[0] for override in overrides) if is_of_run(path) else recipe
 
     def with_settings(self, changes: dict[str, Any]) -> Self:
         """Return a copy with other values of some keys, such as `{"run.steps": 3}`. They are not validated."""
