@@ -153,16 +153,21 @@ def check_log_probabilities(recipe: Recipe, folder: Path, steps: list[Step]) -> 
     return told
 
 
-@pytest.mark.parametrize("case", ["ahead", "agent"])
+@pytest.mark.parametrize("case", ["ahead", "agent", pytest.param("moves", marks=pytest.mark.long)])
 def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_path: Path, case: str) -> None:
     """See also the next test, in which no rollout is ahead."""
-    more = AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1} if case == "ahead" else {}
+    more: dict[str, Any] = {
+        "ahead": AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1},
+        "moves": {"rollout__migrate": "tau", "rollout__migrate_tau": 0.1, "rollout__min_actors": 2, "rollout__oversample": 1.5},
+    }.get(case, {})
     tree = small_recipe(tmp_path, **PARTIAL | more)
     recipe = Recipe.parse(with_agent(tree, tmp_path) if case == "agent" else tree)
-    with (LongUpdate if more else Runtime)(recipe) as run:
+    with (LongUpdate if case == "ahead" else Runtime)(recipe) as run:
         steps = list(run)
     told = check_log_probabilities(recipe, tmp_path / "runs" / "small", steps)
-    if more:
+    if case == "moves":
+        assert sum(row["rollout/moved"] for row in told) > 0
+    if case == "ahead":
         assert sum(row["partial/ahead_tokens"] for row in told) > 0
         assert not any(row["partial/in_flight_groups"] for row in told), "each step trains the groups that were begun for it"
 
