@@ -48,7 +48,6 @@ def messages(tree: dict[str, Any], *settings: str, **where: Any) -> list[str]:
     ("tree", "settings", "said"),
     [
         (RUN, ["policy.path=m", "warm_start.steps=9", "policy.layers=9"], "policy.layers, warm_start.steps have no effect: only a policy"),
-        (RUN, ["warm_start.batch_size=9"], "warm_start.batch_size has no effect: warm_start.steps is 0"),
         (RUN, ["run.episodes=2", "run.steps=9"], "run.steps has no effect: run.episodes determines"),
         (RUN, ["prompts.prompt_column=q"], "prompts.prompt_column has no effect: the built-in task"),
         (RUN, ["prompts.template=chat", "prompts.add_bos=false"], "prompts.add_bos has no effect: the chat template"),

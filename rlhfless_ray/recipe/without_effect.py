@@ -40,7 +40,6 @@ COMMON = (
 
 OF_RUNS = (
     Rule("run.steps", "run.episodes determines the steps", lambda r: r.run.episodes is not None),
-    Rule("warm_start.batch_size warm_start.learning_rate", "warm_start.steps is 0", lambda r: not r.warm_start.steps and not r.policy.path),
     Rule(
         "prompts.prompt_column prompts.split",
         "the built-in task of prompts.task has columns of its own, and no splits",
