@@ -96,6 +96,18 @@ def working_dir(tmp_path_factory) -> Path:
     return folder
 
 
+def submit_when_ready(client: Any, **job: Any) -> str:
+    """Submit a job once the node's agent has started, for which Ray's dashboard does not wait."""
+    end = time.monotonic() + 60.0
+    while True:
+        try:
+            return client.submit_job(**job)
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+
+
 def submit(dashboard: str, working_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
@@ -145,7 +157,7 @@ def test_two_jobs_at_once_do_not_clash_and_one_that_is_stopped_frees_its_leases_
     client, root = JobSubmissionClient(dashboard), tmp_path / "runs"
     short = submit(dashboard, working_dir, f"run.root={root}")
     entry = f"python -m rlhfless_ray train small.yaml run.root={root} run.steps=500 checkpoint.every_steps=200"
-    long = client.submit_job(entrypoint=entry, runtime_env={"working_dir": str(working_dir)})
+    long = submit_when_ready(client, entrypoint=entry, runtime_env={"working_dir": str(working_dir)})
     said = short.communicate(timeout=400)[0]
     assert short.returncode == 0, said[-3000:]
     assert "step 3/3" in said and "report.html" in said  # the driver's lines are the job's log
