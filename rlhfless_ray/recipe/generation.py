@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.reading import apply_override, merge_sections
-from rlhfless_ray.recipe.recipe_file import is_of_run, read_tree
+from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.rollout_sections import RolloutConfig
 
 OF_LEARNING = ("task", "data", "loss", "teacher", "algorithm", "learner", "critic", "reference", "lora", "ema", "checkpoint", "save")
@@ -75,10 +75,8 @@ class GenerationRecipe(Recipe):
             name = re.sub(r"[^\w.-]+", "-", f"{Path(path).stem}-{name}").lstrip(".-")
         where = "recipe" if path is None else f"recipe {path}"
         recipe = cls.of(tree, name, where)
-        if path is not None and is_of_run(Path(path)):
-            named = [override.partition("=")[0] for override in overrides]
+        if path is not None and (named := recipe.read_from(Path(path), overrides)._named) is not None:
             recipe._left_out = tuple(one for one in recipe._left_out if any(f"{key}.".startswith(f"{one}.") for key in named))
-            recipe.with_named(named)
         return recipe
 
     @classmethod

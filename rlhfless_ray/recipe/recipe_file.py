@@ -26,14 +26,14 @@ def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe") -
     if not isinstance(tree, dict):
         example = {"recipe": "sections such as `rollout:`", "sweep": "keys such as `grid:`"}.get(kind, "the key `stages:`")
         raise UserError(f"{kind} {path}: expected {example} at the top, found {type(tree).__name__}")
-    if is_of_run(path):
+    if _is_of_run(path):
         drop_without_effect(tree)
     for override in overrides:
         apply_override(tree, override)
     return tree
 
 
-def is_of_run(path: Path) -> bool:
+def _is_of_run(path: Path) -> bool:
     """Return whether a recipe is that of a run folder, which resumes. It has all values of that run."""
     return path.with_name("status.json").is_file()
 
@@ -81,8 +81,11 @@ class RecipeFile(Section):
         run = tree.get("run")
         if run is None or (isinstance(run, dict) and not run.get("name")):
             tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}
-        recipe = cls.parse(tree, where=f"{cls.kind} {path}")
-        return recipe.with_named(override.partition("=")[0] for override in overrides) if is_of_run(path) else recipe
+        return cls.parse(tree, where=f"{cls.kind} {path}").read_from(path, overrides)
+
+    def read_from(self, path: Path, overrides: Iterable[str]) -> Self:
+        """Return the recipe, for whose file in a run folder the user has named only the overrides."""
+        return self.with_named(override.partition("=")[0] for override in overrides) if _is_of_run(path) else self
 
     def with_settings(self, changes: dict[str, Any]) -> Self:
         """Return a copy with other values of some keys, such as `{"run.steps": 3}`. They are not validated."""

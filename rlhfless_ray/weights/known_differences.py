@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
 COHERE2_WINDOW = 4096  # the family's default
 UNUSED_BIASES = {"ernie4_5": "use_bias", "qwen3": "attention_bias", "qwen3_moe": "attention_bias"}  # by the key that adds them
-
-
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # vLLM reads other names as these
 DIFFERING = {"cohere2_moe": 0.04, "deepseek_v2": 0.04, "deepseek_v3": 0.04, "hrm_text": 0.008}  # mean of random policies, nats
-
-
 # Families of which an engine cannot hold or compute the policy, and why.
 REFUSED = {
     "dbrx": "vLLM cannot load new weights into it",
@@ -35,7 +32,6 @@ REFUSED = {
     "phi": "vLLM does not use the output head's bias",
 }
 # Families that vLLM cannot compute on CPU only.
-CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # vLLM reads other names as these
 REFUSED_ON_CPU = ("falcon_h1", "gpt_oss", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "mimo_v2_flash", "olmo_hybrid", "phimoe")
 
 
