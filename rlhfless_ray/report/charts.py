@@ -157,6 +157,42 @@ def lengths(rows: Sequence[Row]) -> Chart | None:
     return Chart("lengths", "Response lengths", note, data, {"yaxis": {"title": "tokens", "rangemode": "tozero"}})
 
 
+def lag(rows: Sequence[Row]) -> Chart | None:
+    """Draw the trained tokens by lag with their effective sample size, and below them the KL between versions."""
+    rows = [row for row in rows if finite(row.get("lag/old_share")) is not None]
+    if not any(row["lag/old_share"] for row in rows):
+        return None
+    rows = thin(rows)
+    oldest = max(int(key.removeprefix("lag/share_")) for row in rows for key in row if key.startswith("lag/share_") and row[key])
+    data: list[Row] = []
+    for k in reversed(range(oldest + 1)):  # the newest on top, where the line of the sample size is
+        ys = [rounded(finite(row.get(f"lag/share_{k}")) or 0.0) for row in rows]
+        colour = f"@rollout/{0.15 + 0.7 * k / oldest:.2g}"
+        name = f"{k} version{'s' * (k != 1)} old" if k else "newest version"
+        fill = {"stackgroup": "lag", "fillcolor": colour, "line": {"color": colour, "width": 1}, "hovertemplate": "%{y:.1%}"}
+        data.append({"type": "scatter", "mode": "lines", "x": [row["step"] for row in rows], "y": ys, "name": name} | fill)
+    share = [("learn/effective_share", "effective sample size", "@score", "solid")]
+    data += lines(rows, share, width=2.2, mode="lines", hovertemplate="%{y:.1%}")
+    data += [
+        trace
+        for k in range(1, oldest + 1)
+        for trace in lines(
+            rows,
+            [(f"lag/kl_{k}", f"KL, {k} version{'s' * (k != 1)}", "@learn", ("solid", "dash", "dot")[(k - 1) % 3])],
+            width=1.6,
+            yaxis="y2",
+            hovertemplate="%{y:.3~g} nats",
+        )
+    ]
+    layout: Row = {"yaxis": {"title": "share of tokens", "tickformat": ".0%", "range": [0, 1], "domain": [0.44, 1]}}
+    layout["yaxis2"] = {"title": "KL, nats", "domain": [0, 0.34], "rangemode": "tozero", "nticks": 4}
+    note = (
+        "Trained tokens by the updates made since their version drew them, and the effective sample size that their importance weights "
+        "leave. Below: KL per token from those versions to the weights before the update."
+    )
+    return Chart("lag", "Age of the trained tokens", note, data, layout, height=300)
+
+
 def histogram(groups: Sequence[tuple[str, Sequence[float]]]) -> Chart | None:
     """Draw the histograms of one or two groups: (name, lengths in tokens)."""
     groups = [(name, values) for name, values in groups if values]

@@ -89,6 +89,7 @@ def learning_charts(record: RunRecord) -> list[Chart]:
         charts.accuracy(record.metrics),
         charts.lengths(record.steps),
         charts.histogram(summary.length_groups(record)),
+        charts.lag(record.steps),
     )
 
 

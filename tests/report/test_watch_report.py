@@ -443,3 +443,18 @@ def test_the_training_of_a_drafter() -> None:
         "log p of policy − drafter, nats": ([1], [0.7]),
     }
     assert drafter(rows[1:]) is None
+
+
+def test_the_age_of_tokens_is_drawn_where_a_run_has_a_lag() -> None:
+    old = [0.0, 0.4, 0.5]
+    rows = [{"step": k + 1, "lag/old_share": x, "lag/share_0": 1 - x, "lag/share_1": x, "lag/share_2": 0.0} for k, x in enumerate(old)]
+    rows = [row | {"learn/effective_share": 1 - 0.1 * row["lag/share_1"], "lag/kl_1": 0.01 * row["step"]} for row in rows]
+    chart = charts.lag(rows)
+    assert chart is not None
+    drawn = {trace["name"]: trace for trace in chart.data}
+    assert list(drawn) == ["1 version old", "newest version", "effective sample size", "KL, 1 version"]  # nothing is 2 versions old
+    assert drawn["newest version"]["y"] == [1.0, 0.6, 0.5] and drawn["1 version old"]["y"] == old
+    assert drawn["newest version"]["stackgroup"] == drawn["1 version old"]["stackgroup"]
+    assert drawn["effective sample size"]["y"] == [1.0, 0.96, 0.95] and drawn["KL, 1 version"]["yaxis"] == "y2"
+    assert charts.lag([row | {"lag/old_share": 0.0} for row in rows]) is None  # such a run has no lag, whatever its bound
+    assert charts.lag([{"step": 1}]) is None
