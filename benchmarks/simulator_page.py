@@ -155,6 +155,16 @@ def lag(content: dict[str, Any]) -> str:
     return f"{_table(heads, rows)}\n\nMeans over {', '.join(f'`{name}`' for name in entries)}. {_counted(entries, content, 'lag')}"
 
 
+def lag_settings(content: dict[str, Any]) -> str:
+    """A column for each bound on the lag: ours and `fixed` in each setting, over synchronous `fixed` at its best width."""
+    rows = []
+    for name, entry in content["lag"].items():
+        for policy in ("ours", "fixed"):
+            over = [entry[bound][policy]["same"] for bound in BOUNDS]
+            rows.append([name if policy == "ours" else "", f"`{policy}`", *(_pair(row["speedup"], row["saving"]) for row in over)])
+    return _table(["setting", "policy", *BOUNDS], rows)
+
+
 def time_(content: dict[str, Any]) -> str:
     """Where `fixed` and ours spend a step beyond the bound."""
     rows = []
@@ -282,6 +292,7 @@ TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of wh
     "cluster fair rivals": ("cluster", "fair", fair_rivals),
     "cluster drafts": ("cluster", "drafts", drafted),
     "cluster lag": ("cluster", "lag", lag),
+    "cluster lag settings": ("cluster", "lag", lag_settings),
     "cluster targets": ("cluster", "paper", reached),
     "cluster paper": ("cluster", "paper", paper),
     "cluster time": ("cluster", "paper", time_),
