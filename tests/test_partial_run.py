@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from benchmarks.common.fault_injection import pid_of
+from placement.scaling.take_weights import TakeWeights
 from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.rollout.driver import RolloutDriver
@@ -170,6 +172,20 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
     if case == "ahead":
         assert sum(row["partial/ahead_tokens"] for row in told) > 0
         assert not any(row["partial/in_flight_groups"] for row in told), "each step trains the groups that were begun for it"
+
+
+def test_a_rollout_may_go_on_under_the_old_weights_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update ends first, and engines do not take its weights. The bound holds, and no response has two versions."""
+    monkeypatch.setattr(WeightTiming, "_decide", lambda self, rollout: TakeWeights(0.02, True, "they wait"))
+    recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL | AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1}))
+    with LongUpdate(recipe) as run:
+        steps = list(run)
+    folder = tmp_path / "runs" / "small"
+    told = rows(folder, 1)
+    assert [(row["lag/mean"], row["partial/in_flight_groups"]) for row in told] == [(0, 0), (1, 0), (1, 0)]
+    assert all(row["partial/weights_wait_s"] > 0 and row["partial/weights_reason"] == "they wait" for row in told[1:])
+    assert not any(row["partial/continued"] for row in told), "nothing pauses"
+    check_each_token(recipe, folder, steps)
 
 
 class HeldForGradients(Runtime):

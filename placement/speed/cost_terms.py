@@ -130,6 +130,7 @@ class Terms:
     learn: Term = field(default_factory=lambda: Term(0.1, 1e-5))  # per token
     passes: Term = field(default_factory=lambda: Term(0.1, 1e-5))  # per token: passes before the learner's update
     score: Term = field(default_factory=lambda: Term(0.01, 1e-4))  # per sequence
+    pause: Term = field(default_factory=lambda: Term(0.1))  # of a rollout that takes new weights, besides loading and prefill
 
     def state(self) -> dict[str, Any]:
         return {name: term.state() for name, term in vars(self).items()}

@@ -39,6 +39,7 @@ class Predictor:
         self.update_tokens = 0.0  # tokens of the newest update
         self.update_s = 0.0  # duration of the last update
         self.passes_s = 0.0  # duration of the passes before it
+        self.step_s = 0.0  # duration of the last step, without evaluation
         self.tokens_per_step = 1.0  # tokens of a sequence in an engine step of the last rollout: more than one with drafts
         self.pending_steps: list[list[EngineStep]] = []  # step records that the speed is not fitted to yet
         self.troubles: list[str] = []  # failures since the last report
@@ -139,6 +140,7 @@ class Predictor:
 
         `observe_update` and `observe_passes` record the worker groups' own times.
         """
+        self.step_s = wall_s
         self.terms.score.observe(float(samples), phases.get("score", 0.0))
         if self.recipe.rollout.rolls_out_ahead:  # the learn phase includes the next step's prefill and rollout
             self.outside.observe(0.0, wall_s - sum(phases.get(name, 0.0) for name in ("rollout", "score", "learn", "eval")))

@@ -162,7 +162,7 @@ def lag(rows: Sequence[Row]) -> Chart | None:
     rows = [row for row in rows if finite(row.get("lag/old_share")) is not None]
     if not any(row["lag/old_share"] for row in rows):
         return None
-    rows = thin(rows)
+    waited, known, rows = [row for row in rows if finite(row.get("partial/weights_wait_s"))], len(rows), thin(rows)
     oldest = max(int(key.removeprefix("lag/share_")) for row in rows for key in row if key.startswith("lag/share_") and row[key])
     data: list[Row] = []
     for k in reversed(range(oldest + 1)):  # the newest on top, where the line of the sample size is
@@ -190,6 +190,9 @@ def lag(rows: Sequence[Row]) -> Chart | None:
         "Trained tokens by the updates made since their version drew them, and the effective sample size that their importance weights "
         "leave. Below: KL per token from those versions to the weights before the update."
     )
+    if waited:
+        text = f" In {len(waited)} of {known} steps engines went on under the old weights after the update"
+        note += f"{text}; step {waited[-1]['step']}: {waited[-1].get('partial/weights_reason')}."
     return Chart("lag", "Age of the trained tokens", note, data, layout, height=300)
 
 

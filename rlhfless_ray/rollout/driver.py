@@ -54,6 +54,7 @@ class RolloutDriver:
         start_s: Expected start time of a new engine.
         before: Completions that earlier rollouts generated for some of the requests, finished or not.
         is_enough: Whether the rollout may end, given the finished keys in order. Unfinished requests are cut then.
+        until: Whether the rollout ends now although it may not yet by `is_enough`, given this driver.
         until_enough: Returns the tokens that a sequence will get until the rollout ends. Its argument: expected tokens still to come of
             each request, 0 for finished ones.
         drafts: Data for drafts that engines share.
@@ -79,6 +80,7 @@ class RolloutDriver:
         start_s: float = 15.0,
         before: Sequence[Completion] = (),
         is_enough: Callable[[Collection[int]], bool] = lambda finished: False,
+        until: Callable[[Any], bool] = lambda driver: False,
         until_enough: Callable[[np.ndarray], float] = lambda left: float(left.max(initial=0.0)),
         drafts: SharedDrafts | None = None,
         kept: KeptPages | None = None,
@@ -91,7 +93,7 @@ class RolloutDriver:
         self.token_log, self.kept = TokenLog(requests, before, kept is not None), kept
         if kept is not None:
             kept.begin(self.token_log)
-        self.is_enough, self.until_enough, self.stopping = is_enough, until_enough, False
+        self.is_enough, self.until, self.until_enough, self.stopping = is_enough, until, until_enough, False
         self.calls = EngineCalls(pool, self.token_log, interval_s, drafts, kept)
         if drafts is not None:
             drafts.begin(self.token_log)
@@ -115,7 +117,7 @@ class RolloutDriver:
             raise ValueError(
                 f"{len(shares)} shares with {sum(map(len, shares))} requests for {len(instances)} engines and {missing} requests"
             )
-        if self.is_enough(self.ended):
+        if self.may_end():
             self.result.unfinished = self.unfinished()
             return self.result
         fetch_weights(self.pool, self.weights)
@@ -154,9 +156,13 @@ class RolloutDriver:
             raise RunError(f"{missing} of {total} responses are missing although every engine has reported its end")
         return self.result
 
+    def may_end(self) -> bool:
+        """Return whether the rollout may end. Unfinished requests are cut then."""
+        return self.is_enough(self.ended) or self.until(self)
+
     def stop_if_enough(self) -> None:
         """Cut all requests once the rollout may end. Engines that are still starting are sent the command again with each report."""
-        if not self.stopping and self.is_enough(self.ended):
+        if not self.stopping and self.may_end():
             self.stopping = True
             self.stop_sources()
             self.migrations.leaving.clear()
@@ -320,9 +326,13 @@ class RolloutDriver:
 
     def tail_s(self) -> float:
         """Return the seconds until the rollout ends, by the forecasts of its live responses."""
+        return self.horizon() * median_step_s(self.result.steps)
+
+    def horizon(self) -> float:
+        """Return the tokens that a live response gets until the rollout ends, by the forecasts."""
         left = np.zeros(len(self.token_log.finished))
         left[~self.token_log.finished] = self.remaining()[0]
-        return self.until_enough(left) * median_step_s(self.result.steps)
+        return self.until_enough(left)
 
     def remaining(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens that each unfinished response is expected to still get, and those of its context."""

@@ -68,6 +68,7 @@ class RolloutStage:
         self.context, self.pool, self.publisher, self.on_end_near = context, pool, publisher, on_end_near
         self.tokenizer, self.weight_bytes = tokenizer, weight_bytes
         self.began_s = 0.0
+        self.restart_s: float | None = None  # time of the last rollout besides decoding and loading; None after a cold start
         self.idle_s: Callable[[float], float] | None = None  # beside an update, see `phase`
         self.prefix, self.agents, self.drafter, self.kept = prefix, agents, drafter, kept
         self.traffic = WeightTraffic()
@@ -213,7 +214,7 @@ class RolloutStage:
         step: Step,
         weights: WeightVersion,
         overlap: WorkBeside | None,
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[RolloutDriver], bool] = lambda driver: False,
         on_samples: OnSamples = lambda new: None,
     ) -> list[Sample]:
         """Generate every response to the step's prompts, as samples without reward.
@@ -296,7 +297,7 @@ class RolloutStage:
         migration: MigrationPolicy | None,
         listener: RolloutListener,
         partial_batch: PartialBatch | None = None,
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[RolloutDriver], bool] = lambda driver: False,
     ) -> RolloutResult:
         recipe, autoscaler = self.context.recipe, self.context.autoscaler
         self.began_s = time.monotonic()
@@ -304,7 +305,7 @@ class RolloutStage:
         self.traffic.loaded(weights.version, (instance.slot.node for instance in self.pool.working))
         optional: dict[str, Any] = {}
         if partial_batch is not None:
-            optional = {"before": partial_batch.before(), "is_enough": lambda finished: partial_batch.is_enough(finished) or until()}
+            optional = {"before": partial_batch.before(), "is_enough": partial_batch.is_enough, "until": until}
             optional |= {"until_enough": partial_batch.until_enough, "kept": self.kept}
         if self.drafts is not None and self.drafter is not None:
             self.drafts.weights = self.drafter.version, self.drafter.weights
@@ -338,6 +339,7 @@ class RolloutStage:
         self.traffic.loaded(weights.version, (node for node, _ in result.loads))
         for node, seconds in result.loads:
             autoscaler.observe_load(self.weight_bytes, seconds, away=node not in self.publisher.learner_nodes)
+        self.restart_s = max(0.0, overhead_s - max((seconds for _, seconds in result.loads), default=0.0)) if all_warm else None
         autoscaler.observe_rollout(result.steps, overhead_s if all_warm else None)
         return result
 

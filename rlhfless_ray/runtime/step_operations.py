@@ -13,6 +13,7 @@ import numpy as np
 from placement.forecast.forecaster import Scenarios
 from placement.scaling.resize_policy import failed, slots_to_yield
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
+from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.common.step_timer import StepTimer
@@ -80,6 +81,8 @@ class StepOperations(CheckpointedRun):
     update_ends_s = 0.0  # when the update will end by its prediction, on the clock of time.monotonic
     in_update = False  # whether the learner makes an update
     rest_follows = False  # whether the update has ended before the rollout beside it, which goes on under its weights
+    rest_plan_s = 0.0  # time that planning the rest of such a rollout took; 0 if there was none
+    rollout_began_s = 0.0  # beginning of the last rollout's phase, on the clock of time.monotonic
     unrecorded = False  # whether the learner has made an update that is not recorded yet
     has_old_tokens = False  # whether older weights drew some of the step's tokens
     finished = False
@@ -149,6 +152,7 @@ class StepOperations(CheckpointedRun):
         What that rollout showed of the engines' speed is learned beside the next update, because here everything waits.
         """
         if self.rolls_out_ahead and not step.samples:
+            began_s, went_on = time.monotonic(), self.rest_follows
             if self.rest_follows:
                 self.rollout_stage.load(self._wait_for_weights())  # while this plans
                 self.rest_follows = False
@@ -156,6 +160,7 @@ class StepOperations(CheckpointedRun):
                 step.work = self._forecast_work(step.partial_batch, step.forecast)
             step.plan = self.plan(step)
             step.prefixes = self.weigh_prefixes(step)
+            self.rest_plan_s = time.monotonic() - began_s if went_on else 0.0
 
     def weigh_prefixes(self, step: Step) -> StepPrefixes | None:
         """Decide whether sharing the KV of prompt prefixes pays for the plan. Returns None without prefix KV in this run.
@@ -203,7 +208,7 @@ class StepOperations(CheckpointedRun):
 
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
         assert self.weights is not None
-        name = "rollout_ahead" if self.in_update else "rollout"
+        name, self.rollout_began_s = "rollout_ahead" if self.in_update else "rollout", time.monotonic()
         plan, delay = self.autoscaler.begin_rollout(plan, self.rollout_stage.grows)
         if delay.seconds:
             self.step.metrics["pool/wait_reason"] = delay.reason
@@ -239,11 +244,34 @@ class StepOperations(CheckpointedRun):
                 overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, prompts, count, drafter)
         elif not self.rolls_out_ahead:
             overlap = PartialOverlap(self.score_stage, self.learn_stage, self.broker, step.partial_batch)
-        samples = self.rollout_stage.generate(step, self.weights, overlap, lambda: self.in_update and self.update.is_ready())
+        if step.partial_batch is None or not self.rolls_out_ahead:
+            samples = self.rollout_stage.generate(step, self.weights, overlap)
+        elif self.in_update:
+            samples = self._generate_ahead(step, self.weights)
+        else:
+            began_s = time.monotonic()
+            samples = self.rollout_stage.generate(step, self.weights, overlap)
+            if self.rest_plan_s and self.rollout_stage.restart_s is not None:
+                self.autoscaler.terms.pause.observe(0.0, self.rest_plan_s + began_s - self.rollout_began_s + self.rollout_stage.restart_s)
+            self.rest_plan_s = 0.0
         if step.partial_batch is not None:
             return self._take_groups(step, step.partial_batch, samples)
         if self.in_update:
             self.ahead = [replace(sample) for sample in samples]
+        return samples
+
+    def _generate_ahead(self, step: Step, weights: WeightVersion) -> list[Sample]:
+        """Generate the responses of a partial rollout beside the update, until its groups are complete or engines take the new weights."""
+        timing = WeightTiming(
+            self.autoscaler,
+            self.update,
+            self.partial_rollouts.stale_cost.per_version,
+            self.context.most_engines(self.autoscaler.engines.width),
+            sum(len(rank.leases) for rank in self.worker_group.by_rank),
+            can_wait=self.recipe.functions.elastic and not self.recipe.agent.path,  # the rest of an episode cannot be forecast
+        )
+        samples = self.rollout_stage.generate(step, weights, None, timing.ends)
+        step.metrics |= timing.metrics()
         return samples
 
     def _take_groups(self, step: Step, batch: PartialBatch, samples: list[Sample]) -> list[Sample]:

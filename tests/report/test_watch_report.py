@@ -456,5 +456,12 @@ def test_the_age_of_tokens_is_drawn_where_a_run_has_a_lag() -> None:
     assert drawn["newest version"]["y"] == [1.0, 0.6, 0.5] and drawn["1 version old"]["y"] == old
     assert drawn["newest version"]["stackgroup"] == drawn["1 version old"]["stackgroup"]
     assert drawn["effective sample size"]["y"] == [1.0, 0.96, 0.95] and drawn["KL, 1 version"]["yaxis"] == "y2"
+    rows[1] |= {"partial/weights_wait_s": 0.2, "partial/weights_reason": "old weights to the end"}
+    waited = charts.lag(rows)
+    assert (
+        waited is not None
+        and " In 1 of 3 steps engines went on " in waited.note
+        and waited.note.endswith("step 2: old weights to the end.")
+    )
     assert charts.lag([row | {"lag/old_share": 0.0} for row in rows]) is None  # such a run has no lag, whatever its bound
     assert charts.lag([{"step": 1}]) is None

@@ -1,0 +1,80 @@
+"""When the engines of one rollout beside an update take its weights, as the run asks."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement import Speed
+from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.autoscaler.weight_timing import WeightTiming
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.recipe import Recipe
+
+pytestmark = pytest.mark.pure
+
+ROLLOUT = {"samples_per_prompt": 4, "partial": "continue", "ahead": True, "max_lag_steps": 1, "max_tokens": 1000}
+
+
+def measured() -> Autoscaler:
+    """An autoscaler that knows all that the decision needs: 10 ms a token, pauses of 0.2 s, steps of a second."""
+    recipe = Recipe.parse({"prompts": {"task": "chain", "batch_prompts": 8}, "reward": {"function": "task"}, "rollout": ROLLOUT})
+    autoscaler = Autoscaler(recipe, Speed(0.01, 0.0))
+    autoscaler.engines.fit.observe(np.arange(1, 32), np.full(31, 0.01))
+    autoscaler.terms.pause.observe(0.0, [0.2] * 64)
+    autoscaler.step_s, autoscaler.update_tokens = 1.0, 1000.0
+    return autoscaler
+
+
+def rest(*left: float) -> Any:
+    """A rollout on two engines whose responses still get so many tokens."""
+    found = SimpleNamespace(pool=SimpleNamespace(working=[1, 2]))
+    found.remaining = lambda: (np.array(left), np.full(len(left), 100.0))
+    found.horizon = lambda: max(left)
+    return found
+
+
+def timing(autoscaler: Autoscaler, stale_cost: float = 0.01, is_ready: bool = True, has_failed: bool = False, **more: Any) -> WeightTiming:
+    update = Pending(lambda: None, lambda: is_ready, lambda: has_failed)
+    return WeightTiming(autoscaler, update, stale_cost, **{"most_engines": 2, "learner_slots": 1, "can_wait": True, **more})
+
+
+def test_a_short_rest_goes_on_under_the_old_weights_and_is_looked_at_again_when_it_should_have_ended() -> None:
+    one = timing(measured())
+    assert not one.ends(rest(10.0, 3.0))
+    assert one.reason.startswith("old weights to the end of the rollout in 0.1 s")
+    assert one.look_at_s - time.monotonic() == pytest.approx(0.1, abs=0.02)
+    assert not one.ends(rest(5000.0)), "the decision stands until then"
+    one.look_at_s = 0.0
+    assert one.ends(rest(*[5000.0] * 9)), "responses that go on far longer than forecast"
+    assert one.waited_s is not None and one.metrics()["partial/weights_wait_s"] == one.waited_s
+
+
+def test_what_ended_under_the_old_weights_waited_to_its_end() -> None:
+    one = timing(measured())
+    assert not one.ends(rest(10.0))
+    time.sleep(0.02)
+    assert 0.02 <= one.metrics()["partial/weights_wait_s"] < 1
+    before = timing(measured(), is_ready=False)
+    assert not before.ends(rest(10.0)) and before.metrics() == {"partial/weights_wait_s": 0.0, "partial/weights_reason": ""}
+
+
+def test_engines_take_weights_at_once_where_waiting_is_unsafe_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, autoscaler = rest(10.0), measured()
+    assert timing(autoscaler, stale_cost=0.0).ends(short) and timing(autoscaler, can_wait=False).ends(short)
+    assert timing(autoscaler, has_failed=True).ends(short), "the learner must be replaced"
+    waiting = timing(autoscaler)
+    assert not waiting.ends(short)
+    monkeypatch.setattr(STOP, "number", 2)
+    assert waiting.ends(short), "Ctrl-C waits for the update only"
+    monkeypatch.setattr(STOP, "number", None)
+    unknown = Autoscaler(autoscaler.recipe, Speed(0.01, 0.0))
+    assert timing(unknown).ends(short)
+    broken = rest(10.0)
+    broken.remaining = lambda: (np.zeros(0), np.zeros(3))
+    assert timing(autoscaler).ends(broken) and "when engines take new weights" in autoscaler.troubles[0]
