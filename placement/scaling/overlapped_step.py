@@ -2,6 +2,9 @@
 
 With a lag of one step, the next step's rollout works beside this step's update. Both hold their slots at once, and the step waits for the
 slower one. A rollout that ends before the update needs no more engines, and an update that ends before the rollout no more slots.
+
+A partial rollout that outlasts the update may pause, and go on under the new weights on all slots (`Rest`). A part of it that is left then
+takes the same part of the time and cost of the whole rollout there. So the learner's slots count until the end of the update only.
 """
 
 from __future__ import annotations
@@ -16,12 +19,36 @@ from placement.scaling.resize_policy import MIN_SAVING, time_value
 
 
 @dataclass(frozen=True)
+class Rest:
+    """Where a partial rollout goes on after the update: its slots, and seconds and slot-seconds of the whole rollout on them.
+
+    pause_s: seconds before it goes on.
+    """
+
+    slots: int
+    seconds: float
+    cost: float
+    pause_s: float
+
+
+@dataclass(frozen=True)
 class Update:
-    """An update beside a rollout: the learner's slots, its seconds on them, and seconds of the step's other work (apart_s)."""
+    """An update beside a rollout: the learner's slots, its seconds on them, and seconds of the step's other work (apart_s).
+
+    rest: where a partial rollout goes on after the update. None: it ends where it began.
+    """
 
     slots: int
     seconds: float
     apart_s: float = 0.0
+    rest: Rest | None = None
+
+    def rest_s(self, rollout_s: float) -> float | None:
+        """Return the seconds after the update in which a rollout of so many seconds goes on elsewhere. None: it ends sooner where it is."""
+        if self.rest is None or rollout_s <= self.seconds:
+            return None
+        after_s = self.rest.pause_s + (1 - self.seconds / rollout_s) * self.rest.seconds
+        return after_s if after_s < rollout_s - self.seconds else None
 
 
 @dataclass(frozen=True)
@@ -40,14 +67,19 @@ class Sizes:
 def step_plan(plan: Plan, update: Update, objective: Objective) -> Plan:
     """Return a rollout's plan with the seconds and slot-seconds of a step in which it works beside the update.
 
-    The learner holds its slots throughout the step. An engine is billed until its own last response, as in every plan. An objective's
-    deadline or budget is one of the rollout alone: that axis keeps the rollout's own figure.
+    The learner holds its slots throughout the step, or until a partial rollout goes on without it. An engine is billed until its own last
+    response, as in every plan. An objective's deadline or budget is one of the rollout alone: that axis keeps the rollout's own figure.
     """
-    step_s = max(plan.time_s, update.seconds) + update.apart_s
+    step_s = held_s = max(plan.time_s, update.seconds) + update.apart_s
+    cost = plan.cost
+    if update.rest is not None and (rest_s := update.rest_s(plan.time_s)) is not None:
+        before, held_s = update.seconds / plan.time_s, update.seconds + update.apart_s
+        step_s = held_s + rest_s
+        cost = before * plan.cost + (1 - before) * update.rest.cost + update.rest.slots * update.rest.pause_s
     return replace(
         plan,
         time_s=step_s if objective.deadline_s is None else plan.time_s,
-        cost=plan.cost + update.slots * step_s if objective.budget is None else plan.cost,
+        cost=cost + update.slots * held_s if objective.budget is None else plan.cost,
     )
 
 
@@ -88,7 +120,8 @@ def size_together(plans: Mapping[Update, Sequence[Plan]], objective: Objective, 
         if one != update
     ]
     pair = f"{slots(update.slots)} for an update of {update.seconds:.3g} s beside {engines_in_words(plan.actors)}"
-    reason = f"{pair} for a rollout of {plan.time_s:.3g} s: step of {step.time_s:.3g} s for {step.cost:.3g}"
+    rest = f", the rest on {slots(update.rest.slots)}" if update.rest is not None and update.rest_s(plan.time_s) is not None else ""
+    reason = f"{pair} for a rollout of {plan.time_s:.3g} s{rest}: step of {step.time_s:.3g} s for {step.cost:.3g}"
     reason += f" ({'; '.join(others)})" * bool(others)
     return Sizes(update, plan, reason, {one.slots: other.cost + worth * other.time_s for one, other in best.items()})
 

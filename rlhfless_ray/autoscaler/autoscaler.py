@@ -24,7 +24,7 @@ from placement.planning.plan import Plan, Pool
 from placement.scaling.engine_width import WidthDecision, best_width, decide_width, slots
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.learner_size import decision_for
-from placement.scaling.overlapped_step import Sizes, Update, size_together, step_plan
+from placement.scaling.overlapped_step import Rest, Sizes, Update, size_together, step_plan
 from placement.scaling.phase_delay import Delay
 from placement.scaling.resize_policy import (
     Decision,
@@ -94,6 +94,7 @@ class Autoscaler(Predictor):
         others: Mapping[int, tuple[int, int]] | None = None,
         learner_slots: int = 0,
         rooms: Mapping[int, Mapping[int, int]] | None = None,
+        rest_actors: int = 0,
     ) -> RolloutPlan:
         """Plan the number of engines and each engine's sequences, with the speed that `learn` has fitted.
 
@@ -102,12 +103,14 @@ class Autoscaler(Predictor):
             others: (max_actors, warm) of further widths that engines may have.
             learner_slots: slots that the learner holds, for a rollout beside an update.
             rooms: most engines beside the next update, by the learner's slots per rank and the engines' width.
+            rest_actors: most engines once the update has ended, on which a partial rollout goes on. 0: it does not.
         """
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
         if learner_slots:  # the pool may have granted fewer than were wanted
             self.learner_slots = max(1, learner_slots // self.recipe.learner.ranks)
-        update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths), lambda: None)
+        rest = self.safely("predicting the rest", lambda: self._rest(scenarios.lengths, prompts, rest_actors), lambda: None)
+        update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths, rest), lambda: None)
         min_actors, limits = self.recipe.rollout.min_actors, {self.engines.width: (max_actors, warm), **(others or {})}
         plans: list[Plan] = []
 
@@ -143,7 +146,7 @@ class Autoscaler(Predictor):
         )
         if rooms:
             self.sizes = self.safely(
-                "sizing learner and engines", lambda: self._size_together(scenarios.lengths, prompts, rooms), lambda: None
+                "sizing learner and engines", lambda: self._size_together(scenarios.lengths, prompts, rooms, rest), lambda: None
             )
         width = self.engines.width if self.engines.expected else None
         return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=width, update=update)
@@ -190,12 +193,22 @@ class Autoscaler(Predictor):
             plans = self._plans(tokens, context.astype(float), max_actors, 1, speed)
             if self.running_update is not None:
                 left_s = max(0.0, self.update_ends_s - time.monotonic())
-                plans = self._compared(plans, 1, replace(self.running_update, seconds=left_s))
+                plans = self._compared(plans, 1, replace(self.running_update, seconds=left_s, rest=None))
             return bids.renew_rollout(plans)
 
         return self.safely("renewing the bid", renew, lambda: max_actors)
 
-    def _size_together(self, lengths: np.ndarray, prompts: list[Prompt], rooms: Mapping[int, Mapping[int, int]]) -> Sizes | None:
+    def _rest(self, lengths: np.ndarray, prompts: list[Prompt], rest_actors: int) -> Rest | None:
+        """Return where a partial rollout of these lengths goes on once the update beside it has ended."""
+        if not rest_actors:
+            return None
+        width = self.engines.width
+        best = choose_nearest(self._with_overhead(self._frontier(lengths, prompts, rest_actors), width), self.objective).plan
+        return Rest(best.actors * width, best.time_s, best.cost, self.terms.pause.predict())
+
+    def _size_together(
+        self, lengths: np.ndarray, prompts: list[Prompt], rooms: Mapping[int, Mapping[int, int]], rest: Rest | None
+    ) -> Sizes | None:
         """Choose the learner's slots for the update on the planned step's responses, and the engines beside it.
 
         The rollout beside that update has other prompts, which are not known yet. Its responses are taken to be as long as those of
@@ -206,7 +219,7 @@ class Autoscaler(Predictor):
         tokens, ranks = float(lengths.mean(1).sum()), self.recipe.learner.ranks
         pairs: list[tuple[Update, int, Plan]] = []  # with the slots of both
         for per_rank, by_width in rooms.items():
-            update = self._update(per_rank, per_rank * ranks, tokens, lengths)
+            update = self._update(per_rank, per_rank * ranks, tokens, lengths, rest)
             for width, most in by_width.items():
                 if most >= self.recipe.rollout.min_actors:
                     found = self._with_overhead(self._frontier(lengths, prompts, most, width), width)
@@ -228,7 +241,10 @@ class Autoscaler(Predictor):
         phase_s, slot_s = self._predict(decision, lengths, self._prompt_tokens(prompts), start_s, update)
         tokens = float(lengths.mean(1).sum())
         apart_s, update_s = self.apart_s(tokens, len(lengths)), self.learner.predict(self.learner_slots, tokens)
-        return phase_s, slot_s, apart_s + (max(phase_s, update_s) if self.recipe.rollout.rolls_out_ahead else phase_s + update_s)
+        if update is not None and (rest_s := update.rest_s(phase_s)) is not None:
+            return phase_s, slot_s, apart_s + update.seconds + rest_s
+        is_beside = self.recipe.rollout.rolls_out_ahead and (update is not None or self.recipe.rollout.partial == "off")
+        return phase_s, slot_s, apart_s + (max(phase_s, update_s) if is_beside else phase_s + update_s)
 
     def size_learner(self, samples: list[Sample], is_beside_rollout: bool = False) -> Decision:
         """Decide the number of slots per rank for the update on `samples`. `is_beside_rollout`: the next step's works beside it."""
@@ -293,7 +309,8 @@ class Autoscaler(Predictor):
             if update is None:
                 held = self.drained(tail_s, needed_next).action == "Hold"
             else:
-                held = self.hold_idle(max(phase_s, update.seconds) - own_s + update.apart_s).action == "Hold"
+                apart_s = update.apart_s if update.rest is None else 0.0  # a partial rollout goes on as soon as the update has ended
+                held = self.hold_idle(max(phase_s, update.seconds) - own_s + apart_s).action == "Hold"
             slot_s += self.engines.width * (phase_s if held else min(own_s, phase_s))
         return phase_s, slot_s
 

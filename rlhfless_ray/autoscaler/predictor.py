@@ -10,7 +10,7 @@ import numpy as np
 
 from placement.forecast.forecaster import LengthForecaster, Scenarios
 from placement.scaling.learner_size import LearnerSize
-from placement.scaling.overlapped_step import Update
+from placement.scaling.overlapped_step import Rest, Update
 from placement.speed.cost_terms import Term, Terms
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.engine_speeds import EngineSpeeds
@@ -92,15 +92,18 @@ class Predictor:
         transfer = self.terms.transfer_away if away else self.terms.transfer
         return (transfer.predict(float(weight_bytes)) if lacks_weights else 0.0) + (REGRANT_S if away else 0.0)
 
-    def _update_beside(self, learner_slots: int, lengths: np.ndarray) -> Update | None:
-        """Return the update beside a rollout of these lengths, or None if there is none or no update was measured yet."""
+    def _update_beside(self, learner_slots: int, lengths: np.ndarray, rest: Rest | None) -> Update | None:
+        """Return the update beside a rollout of these lengths, or None if there is none or no update was measured yet.
+
+        `rest`: where the rollout goes on after it.
+        """
         if not learner_slots or not self.learner.is_measured:
             return None
-        return self._update(self.learner_slots, learner_slots, self.update_tokens, lengths)
+        return self._update(self.learner_slots, learner_slots, self.update_tokens, lengths, rest)
 
-    def _update(self, per_rank: int, learner_slots: int, tokens: float, lengths: np.ndarray) -> Update:
+    def _update(self, per_rank: int, learner_slots: int, tokens: float, lengths: np.ndarray, rest: Rest | None) -> Update:
         apart_s = self.apart_s(float(lengths.mean(1).sum()), len(lengths))
-        return Update(learner_slots, self.learner.predict(per_rank, tokens), apart_s)
+        return Update(learner_slots, self.learner.predict(per_rank, tokens), apart_s, rest)
 
     def apart_s(self, tokens: float, samples: int) -> float:
         """Return the seconds of a step besides its rollout and its update."""

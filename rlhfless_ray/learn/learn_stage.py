@@ -221,8 +221,7 @@ class LearnStage:
         """Run the learn phase of a step with these samples inside the block. Rollout engines hold no lease in it."""
         context, self.passes_s = self.context, 0.0
         with context.phases.phase("learn"):
-            is_beside_rollout = self.worker_groups.shares_slots and context.recipe.rollout.partial == "off"
-            self.plan = context.autoscaler.size_learner(samples, is_beside_rollout)
+            self.plan = context.autoscaler.size_learner(samples, self.worker_groups.shares_slots)
             context.broker.put(self.done_ahead(wait=True))
             if context.leases.resource == "cpu":  # every slot is a thread; on GPU a rank has one device
                 for worker_group in self.worker_groups.all:

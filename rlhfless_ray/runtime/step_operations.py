@@ -122,7 +122,7 @@ class StepOperations(CheckpointedRun):
     def plan(self, step: Step) -> RolloutPlan:
         now = self.autoscaler.engines.width
         limits = {width: self.context.most_engines(width) for width in {now: 0, **self.context.most_by_width}}
-        learner_slots, rooms = 0, dict[int, dict[int, int]]()
+        learner_slots, rest_actors, rooms = 0, 0, dict[int, dict[int, int]]()
         if self.in_update and self.rolls_out_ahead:  # engines get the slots that the learner leaves
             nodes, learner = self.leases.nodes.slots(self.recipe.rollout.nodes), [rank.leases for rank in self.worker_group.by_rank]
 
@@ -130,17 +130,26 @@ class StepOperations(CheckpointedRun):
                 held = [lease for leases in learner for lease in leases]
                 return {width: min(n, most_instances(nodes, width, held)) for width, n in limits.items()}
 
-            if self.recipe.rollout.partial == "off":  # otherwise the rollout ends with the update, and goes on after it
-                sizes = self.autoscaler.learner.counts if self.leases.resource == "cpu" else []
-                rooms = {size: room([leases[:1] * size for leases in learner]) for size in sizes}
-                learner_slots = sum(map(len, learner))
+            if self.recipe.rollout.partial != "off":
+                rest_actors = room([])[now]
+            sizes = self.autoscaler.learner.counts if self.leases.resource == "cpu" else []
+            rooms = {size: room([leases[:1] * size for leases in learner]) for size in sizes}
+            learner_slots = sum(map(len, learner))
             limits = room(learner)
         least, warm = self.recipe.rollout.min_actors, self.rollout_stage.warm
         others = {width: (n, warm(width)) for width, n in limits.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
         most = max(least, limits[now])  # the rollout waits for the fewest
         plan = self.autoscaler.plan(
-            scenarios, step.prompts, most, step=step.number, warm=warm(now), others=others, learner_slots=learner_slots, rooms=rooms
+            scenarios,
+            step.prompts,
+            most,
+            step=step.number,
+            warm=warm(now),
+            others=others,
+            learner_slots=learner_slots,
+            rooms=rooms,
+            rest_actors=rest_actors,
         )
         if failed(plan.decision):
             self.record.progress.message(f"step {step.number}: {plan.reason}")

@@ -420,6 +420,23 @@ def test_the_learners_slots_are_chosen_together_with_the_engines() -> None:
     assert untried.size_learner(answers(prompts()), is_beside_rollout=True).reason == "trying 2: not measured yet"
 
 
+def test_a_partial_rollout_counts_on_all_slots_after_the_update_beside_it() -> None:
+    """Where few engines fit beside a large learner, the rest of the rollout makes up for it."""
+    auto = lagging(1.0, {1: 1.0, 2: 0.55, 4: 0.3})
+    auto.recipe = recipe(
+        objective={"prefer": 1.0}, rollout={"max_lag_steps": 1, "partial": "continue", "ahead": True}, learner={"max_slots_per_rank": 4}
+    )
+    auto.terms.pause.observe(0.0, [0.01] * 64)
+    scenarios = auto.forecast(prompts(), 7)
+    ends = auto.plan(scenarios, prompts(), 2, step=7, warm=8, learner_slots=4)
+    goes_on = auto.plan(scenarios, prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8, rooms=ROOMS)
+    assert goes_on.update is not None and goes_on.update.rest is not None and goes_on.update.rest.slots > 2
+    assert goes_on.predicted_step_s < ends.predicted_step_s and not auto.troubles
+    assert auto.sizes is not None and ", the rest on 8 slots: step of " in auto.sizes.reason
+    alone = auto.plan(scenarios, prompts(), 8, step=7, warm=8)  # the rest itself, after its update
+    assert alone.update is None and alone.predicted_step_s > alone.predicted_s + auto.expected_update_s
+
+
 def test_a_run_bids_for_the_slots_that_its_step_needs_beside_an_update() -> None:
     wanted = {}
     for update_s in (0.01, 60.0):

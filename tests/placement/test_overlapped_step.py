@@ -11,7 +11,7 @@ import pytest
 from placement.planning.frontier import frontier
 from placement.planning.objective import Objective
 from placement.planning.plan import Plan
-from placement.scaling.overlapped_step import Update, size_together, step_plan
+from placement.scaling.overlapped_step import Rest, Update, size_together, step_plan
 from placement.speed.decode_speed import Speed
 
 SPEED = Speed(0.01, 2e-3, 1e-6)
@@ -60,6 +60,55 @@ def test_no_pair_of_sizes_is_better_than_the_chosen_one(seed: int) -> None:
 
 def step_of(sizes) -> Plan:
     return step_plan(sizes.plan, sizes.update, MIDDLE)
+
+
+def two_parts(plan: Plan, update: Update, rest: Rest) -> tuple[float, float]:
+    """Seconds and slot-seconds of a step whose rollout stays where it began, or pauses after the update, in small pieces of its work."""
+    found, pieces = [], 10_000
+    for pauses in (True, False):
+        now_s, cost, there = 0.0, 0.0, False
+        for _ in range(pieces):
+            if pauses and not there and now_s >= update.seconds:
+                now_s, cost, there = now_s + rest.pause_s, cost + rest.slots * rest.pause_s, True
+            now_s += (rest.seconds if there else plan.time_s) / pieces
+            cost += (rest.cost if there else plan.cost) / pieces
+        learner_s = update.seconds if there else max(now_s, update.seconds)
+        found.append((max(now_s, update.seconds) + update.apart_s, cost + update.slots * (learner_s + update.apart_s)))
+    return min(found)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_partial_rollout_goes_on_with_the_learners_slots(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rest = Rest(8, rng.uniform(0.2, 1.0), rng.uniform(1, 8), rng.uniform(0, 0.2))
+    updates = [Update(n, rng.uniform(0.1, 2.0) / n, 0.1, rest) for n in (1, 2, 4)]
+    plans = {
+        update: [Plan(rng.uniform(1, 3) / e, rng.uniform(1, 3), tuple(np.arange(3) for _ in range(e))) for e in (1, 2, 4)]
+        for update in updates
+    }
+    every = []
+    for update, some in plans.items():
+        for plan in some:
+            step = step_plan(plan, update, MIDDLE)
+            seconds, cost = two_parts(plan, update, rest)
+            assert step.time_s == pytest.approx(seconds, rel=1e-3) and step.cost == pytest.approx(cost, rel=1e-3)
+            every.append((step.time_s, step.cost))
+    time_s, cost = np.array(every).T
+    score = 0.5 * time_s / time_s.min() + 0.5 * cost / cost.min()
+    chosen = step_of(size_together(plans, MIDDLE))
+    assert 0.5 * chosen.time_s / time_s.min() + 0.5 * chosen.cost / cost.min() == pytest.approx(score.min(), rel=1e-9)
+
+
+def test_the_learner_is_kept_small_while_the_rollout_outlasts_it() -> None:
+    """Engines make more of the slots while the rollout outlasts the update. An update that outlasts it gets them."""
+    rest = Rest(8, 1.0, 8.0, 0.02)
+    plans = {
+        Update(n, 0.8 / n**0.5, 0.0, rest): [Plan(8.0 / e, 8.0, tuple(np.arange(3) for _ in range(e))) for e in (8 - n,)] for n in (1, 2, 4)
+    }
+    sizes = size_together(plans, FASTEST)
+    assert sizes.update.slots == 1 and "s, the rest on 8 slots: step of" in sizes.reason
+    whole = {Update(update.slots, 10 * update.seconds, 0.0, rest): some for update, some in plans.items()}
+    assert size_together(whole, FASTEST).update.slots == 4
 
 
 def test_the_part_that_ends_first_gets_no_further_slots() -> None:
