@@ -218,7 +218,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
-        gc.freeze()
+        freeze()
         gc.enable()
 
 
@@ -274,7 +274,13 @@ def refuse_ray(execute: Callable[..., None]) -> Callable[..., None]:
     return execute_child
 
 
+freeze = gc.freeze
+
+
 def pytest_configure() -> None:
+    """Leave it to these hooks what is frozen in this process. Runs and vLLM's engines freeze and at their end unfreeze everything: the
+    imports, too, which each collection would then look through."""
+    gc.freeze = gc.unfreeze = lambda: None
     sys.meta_path.insert(0, RefuseVllm())
     subprocess.Popen._execute_child = refuse_ray(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
@@ -394,7 +400,7 @@ def freeze_imports(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if not request.config.stash[ONLY_PURE]:
         gc.collect()
-        gc.freeze()
+        freeze()
 
 
 @pytest.fixture(scope="session")

@@ -82,8 +82,9 @@ class VllmEngine:
         self.max_model_len = settings.max_model_len
         with self._naming(architectures, "build"):
             self.engine = LLMEngine.from_engine_args(engine_arguments(folder, settings, self.pages, load_format, drafter))
-        core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]  # of a client in this process
-        self.core = core
+        client: Any = self.engine.engine_core  # in this process
+        client._finalizer.atexit = not on_cpu  # it looks for garbage among all that is imported, a CPU second before the process ends
+        self.core = core = client.engine_core
         self.sampler = install_sampler(core.model_executor.driver_worker)
         self.drafter = _attach_drafter(core, settings.speculation, drafter)
         self.choices: RouterChoices | None = core.model_executor.driver_worker.choices if settings.records_experts else None

@@ -62,8 +62,10 @@ def test_a_working_engine_cannot_be_parked(engine: Any) -> None:
 
 
 PROGRAM = """
-import json, os, sys
+import atexit, gc, json, os, sys
 from pathlib import Path
+
+atexit.register(lambda: print(gc.get_freeze_count()))  # the first, so called last
 from rlhfless_ray.rollout.engine_actor import EngineActor
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.weights.model_folder import without_weights
@@ -91,7 +93,9 @@ def test_a_prewarmed_process_has_its_imports_behind_it(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, str(tmp_path / "model")], capture_output=True, text=True, timeout=240, env=environment
     )
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    *_, told, frozen = done.stdout.splitlines()
+    report = json.loads(told)
+    assert int(frozen) > 100_000, "what is imported is not looked through for garbage before the process ends"
     assert {"vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"} <= set(report["prewarmed"])
     assert len(report["later"]) < len(report["prewarmed"]) / 10
     unused = {"scipy", "networkx", "torch._inductor.lowering"}  # by an engine that is eager and reads text
