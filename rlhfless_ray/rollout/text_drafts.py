@@ -12,7 +12,7 @@ from placement.drafting import SOURCES, Drafts
 
 TEXT = SOURCES.index("text")
 DEPTH = 24  # tokens of a match and of what follows it
-MATCH_TOKENS = 8  # number of last tokens that are looked up, at most: the time of a look-up grows with its square
+MATCH_TOKENS = 8  # last tokens that are looked up, of which the tree matches at most all but one: its time grows with their square
 KEPT_TOKENS = 400_000  # newest tokens that are kept. A token takes about 300 bytes, so these take some 120 MB
 PROMPT_TOKENS = 512  # last tokens of a prompt that are drafted from
 PER_MATCHED = 2.0  # drafted tokens per matched token, at most
