@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from placement.market import Bid, Clearing
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, UserError, one_line_with_type
-from rlhfless_ray.functions.pool_messages import SILENT_S, PoolView, Reply, RunInfo, RunSlots, SlotRequest
+from rlhfless_ray.functions.pool_messages import MESSAGES, OTHER_VERSION, SILENT_S, PoolView, Reply, RunInfo, RunSlots, SlotRequest
 from rlhfless_ray.functions.slot_pool import NAMESPACE, TICK_S, SlotPool, UnknownRun
 from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, others_wait
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig
@@ -102,6 +103,10 @@ class PoolClient:
         return self.view.surplus
 
     @property
+    def warm_free(self) -> int:
+        return self.view.warm_free
+
+    @property
     def surplus_leases(self) -> tuple[str, ...]:
         return self.view.surplus_leases
 
@@ -133,9 +138,9 @@ class PoolClient:
         """Number of runs, this one included."""
         return max(1, self.view.runs)
 
-    def parks(self, own_mb: Mapping[str, float]) -> None:
-        """Tell the other runs, with the next message, what this one parks: MB by node."""
-        self.slots.parked_mb = own_mb
+    def parks(self, own_mb: Mapping[str, float], devices: frozenset[tuple[str, str]]) -> None:
+        """Tell the pool, with the next message, what this run parks: MB by node, and the nodes and devices to which processes are bound."""
+        self.slots.parked_mb, self.slots.warm = own_mb, devices
 
     def others_mb(self, node: str) -> float:
         """Return the memory in MB of the other runs' parked processes on a node."""
@@ -187,7 +192,10 @@ class PoolClient:
         end = time.monotonic() + START_S
         while True:
             try:
-                refused, _ = ray.get(self.handle.join.remote(self.info, self.slots.session, []), timeout=START_S)
+                refused, _ = ray.get(self.handle.join.remote(self.info, self.slots.session, [], messages=MESSAGES), timeout=START_S)
+                break
+            except TypeError:  # a pool of the first version has no such parameter
+                refused = OTHER_VERSION
                 break
             except (RayActorError, GetTimeoutError) as error:  # it ended with the last run before
                 STOP.check()
@@ -224,7 +232,7 @@ class PoolClient:
                 ray.get(self._send_statement(), timeout=ANSWER_S)
                 return  # another thread was quicker
             mine = self.slots.renew(), list(self.slots.held.values()), self.view, time.monotonic() - self.viewed_s
-            refused, gone = ray.get(self.handle.join.remote(self.info, *mine), timeout=ANSWER_S)
+            refused, gone = ray.get(self.handle.join.remote(self.info, *mine, MESSAGES), timeout=ANSWER_S)
             if refused or gone:
                 self.lost = refused or (
                     f"this run did not answer for {SILENT_S:.0f} s, and its slots went to other runs of the cluster; --resume continues it"
@@ -252,7 +260,8 @@ def join_pool(
     Raises UserError if the pool refuses the run.
     """
     job = ray.get_runtime_context().get_job_id()
-    info = RunInfo(folder.name, cluster.share, cluster.priority, least, str(folder.resolve()), job, price.slot_per_hour(resource))
+    where, per_hour = str(folder.resolve()), price.slot_per_hour(resource)
+    info = RunInfo(folder.name, cluster.share, cluster.priority, least, where, job, per_hour, uuid.uuid4().hex)
     try:
         return PoolClient(resource, info, say)
     except UserError:

@@ -14,6 +14,11 @@ from typing import Any
 
 from placement.market import Bid
 
+MESSAGES = 2  # version of these messages: the pool refuses runs with another one
+OTHER_VERSION = (
+    "the runs on this cluster use another version of rlhfless-ray, whose slot pool does not understand this run; "
+    "use the same version, wait until those runs have ended, or set cluster.pool to false"
+)
 SILENT_S = 20.0  # a run without messages for this long counts as ended, and its slots are freed
 
 
@@ -28,6 +33,7 @@ class RunInfo:
     folder: str = ""
     job: str = ""  # Ray's job id of its driver, whose processes are ended if the run is silent for too long
     price: float = 0.0  # money per slot-hour
+    id: str = ""  # tells runs apart that one process starts in one folder after another
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class PoolView:
     surplus_leases: tuple[str, ...] = ()  # ids of the leases among which the surplus is
     today_slot_s: float = 0.0  # the part of `slot_s` that belongs to `day`
     day: int = 0  # UTC day, in days since the epoch
+    warm_free: int = 0  # free slots of devices to which parked processes of the run are bound
 
     @property
     def free(self) -> int:
@@ -118,6 +125,8 @@ class Statement:
         Ids of nodes that the run found lost or drained. Ray may not know that yet.
     parked_mb : mapping of str to float
         Memory of its parked processes in MB, by node id.
+    warm : frozenset of (str, str)
+        Nodes and devices to which parked processes of it are bound, on GPU.
     gives_s : float, optional
         Seconds in which it expects to give back slots that others wait for. None: unknown.
     paid_s : mapping of str to float
@@ -132,6 +141,7 @@ class Statement:
     bid: Bid | None = None
     avoids: frozenset[str] = frozenset()
     parked_mb: Mapping[str, float] = field(default_factory=dict)
+    warm: frozenset[tuple[str, str]] = frozenset()
     gives_s: float | None = None
     paid_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -160,6 +170,7 @@ class RunSlots:
         self.bid: Bid | None = None
         self.avoids: frozenset[str] = frozenset()
         self.parked_mb: Mapping[str, float] = {}
+        self.warm: frozenset[tuple[str, str]] = frozenset()
         self.gives_at_s: float | None = None  # when it expects to give back slots that others wait for, on its own clock
         self.renew()
 
@@ -174,7 +185,8 @@ class RunSlots:
         wants, holds = tuple(self.wants.values()), tuple(self.held)
         gives_s = None if self.gives_at_s is None else max(0.0, self.gives_at_s - time.monotonic())
         paid_s = {id: seconds for id, (seconds, _) in self.paid_s.items()}
-        return Statement(self.run, self.session, self.number, wants, holds, self.bid, self.avoids, self.parked_mb, gives_s, paid_s)
+        own = self.bid, self.avoids, self.parked_mb, self.warm
+        return Statement(self.run, self.session, self.number, wants, holds, *own, gives_s, paid_s)
 
     def ask(self, requests: Iterable[SlotRequest]) -> None:
         self.wants |= {request.id: request for request in requests}

@@ -13,6 +13,7 @@ from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, R
 # A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update, and Ray takes up to
 # 0.8 s to grant a slot again and 10 ms or more to name its device.
 IDLE_S = 30.0
+WARM_IDLE_S = 300.0  # the same for a device to which parked processes are bound: on another one a process has to start
 RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long: worker groups repeat requests after a short pause
 HEARD_S = 5.0  # a run with a message in this time is alive: it sends one every second
 HANDOVER_S = 0.05  # longest hand-over on CPU, for the market's payback
@@ -31,6 +32,7 @@ class PoolRun:
     holds: frozenset[str] = frozenset()  # ids of the requests whose slots it has confirmed
     avoids: frozenset[str] = frozenset()  # nodes on which it wants no slot
     parked_mb: Mapping[str, float] = field(default_factory=dict)  # memory of its parked processes, by node
+    warm: frozenset[tuple[str, str]] = frozenset()  # nodes and devices to which parked processes are bound
     gives_at_s: float | None = None  # when it expects to give back slots that others wait for
     held_since_s: float = 0.0
     waits_since_s: float | None = None  # time since which it has fewer slots than it can work with; reset RECENT_S after a withdrawal
@@ -139,7 +141,7 @@ class PoolState:
         if statement.number <= run.number:
             return
         run.number, run.holds, run.avoids = statement.number, frozenset(statement.holds), statement.avoids
-        run.parked_mb = statement.parked_mb
+        run.parked_mb, run.warm = statement.parked_mb, statement.warm
         run.gives_at_s = None if statement.gives_s is None else now_s + statement.gives_s
         known = [request.id for request in self.requests.values() if request.run == statement.run]
         known += [slot.request for slot in self.slots.values() if slot.holder == statement.run]
@@ -244,8 +246,7 @@ class PoolState:
                 if not below(request.run) and len(free) <= pausing:
                     continue
                 fitting = [slot for slot in free if self._fits(request, slot)]
-                # leave other runs the devices of their learners, and prefer the slot that the run held before, where its processes are
-                slot = min(fitting, key=lambda slot: (self._is_home(slot, request.run), slot.last != request.run), default=None)
+                slot = min(fitting, key=lambda slot: self._preference(slot, request.run), default=None)
                 if slot is not None:
                     break
             if slot is None:
@@ -257,9 +258,15 @@ class PoolState:
         return granted
 
     def idle(self, now_s: float, idle_s: float = IDLE_S) -> list[PoolSlot]:
-        """Return the slots that `match` has left and that should go back to Ray: unused for `idle_s`, or on nodes that a run avoids."""
+        """Return the slots that `match` has left and that should go back to Ray: unused for `idle_s`, or on nodes that a run avoids.
+
+        While nobody waits in Ray's queue, those of devices with parked processes stay longer.
+        """
         avoided = {node for run in self.runs.values() for node in run.avoids}
-        return [slot for slot in self.slots.values() if not slot.holder and (now_s - slot.since_s > idle_s or slot.node in avoided)]
+        warm = {place for run in self.runs.values() for place in run.warm} if idle_s == IDLE_S else set()
+        free = [slot for slot in self.slots.values() if not slot.holder]
+        limits_s = [WARM_IDLE_S if _place(slot) in warm else idle_s for slot in free]
+        return [one for one, limit_s in zip(free, limits_s, strict=True) if now_s - one.since_s > limit_s or one.node in avoided]
 
     def drop(self, id: str, now_s: float) -> None:
         """Forget a slot that went back to Ray, or whose node is gone."""
@@ -373,6 +380,7 @@ class PoolState:
             wanted,
             known.today_slot_s,
             self.day,
+            sum(not slot.holder and _place(slot) in known.warm for slot in self.slots.values()),
         )
 
     def _surplus(self, run: str, above: int, waiting: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
@@ -408,6 +416,16 @@ class PoolState:
         if slot.node in self.runs[request.run].avoids or request.node not in ("", slot.node) or request.device not in (None, slot.device):
             return False
         return all(labels.get(name) == value for name, value in request.labels.items())
+
+    def _preference(self, slot: PoolSlot, run: str) -> tuple[bool, bool, int, bool]:
+        """Return how a run ranks a slot, the best first.
+
+        It leaves other runs the devices of their learners, and prefers those to which parked processes of its own are bound: on any other
+        one a process has to start. Of the rest it leaves those of other runs' processes. Elsewhere processes are where it was last.
+        """
+        place = _place(slot)
+        others = sum(place in other.warm for name, other in self.runs.items() if name != run)
+        return self._is_home(slot, run), place not in self.runs[run].warm, others, slot.last != run
 
     def _is_home(self, slot: PoolSlot, run: str) -> bool:
         """Return whether processes of another run return to this device."""
@@ -457,6 +475,10 @@ class PoolState:
                 run.borrowed_slot_s += max(0.0, -changed)
                 if self.credits.turns(name) != before.turns(name):
                     self._cleared = None
+
+
+def _place(slot: PoolSlot) -> tuple[str, str]:
+    return slot.node, str(slot.device)
 
 
 def _free(slot: PoolSlot, now_s: float) -> None:

@@ -25,7 +25,17 @@ from placement.market import Bid, Clearing
 from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.cost_record import load_costs, save_costs, today
 from rlhfless_ray.functions.lease import LOOKING_SHARE
-from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
+from rlhfless_ray.functions.pool_messages import (
+    MESSAGES,
+    OTHER_VERSION,
+    SILENT_S,
+    PoolSlot,
+    PoolView,
+    Reply,
+    RunInfo,
+    SlotRequest,
+    Statement,
+)
 from rlhfless_ray.functions.pool_state import IDLE_S, PastRun, PoolState
 from rlhfless_ray.functions.slot_source import (
     POOL_PREFIX,
@@ -46,6 +56,7 @@ POLL_S = (0.002, 0.05)  # shortest and longest pause between two looks at a plac
 LOOKS_PER_S = 200  # largest total number of such looks per second, because the pool answers no run during a look
 NAMING_S = 20.0  # timeout for the name of a device: starting a process for it takes 5 s on busy cores
 TASK_WAITS_S = 2.0  # a slot that no run takes for this long goes back to Ray if a task waits, whether or not the task could use it
+SAVE_S = 10.0  # interval at which it stores what it has counted: if it dies, the hand-overs and free slots since then are not counted
 EMPTY_S = 5.0  # a pool that no run has joined for so long ends
 
 
@@ -69,7 +80,7 @@ class SlotPool:
         if (known := load_costs(resource)) is not None:
             self.counted_from_s, self.state.past = known["began_s"], known["past"]
             self.state.free_slot_s, self.state.handovers = known["free_slot_s"], known["handovers"]
-        self.saved = self.state.past
+        self.saved, self.saved_s = self.state.past, now
         self.look()
         # of an earlier pool: they are removed unless a run claims them
         self.orphans = {
@@ -99,13 +110,15 @@ class SlotPool:
     # ---- calls of the runs ----------------------------------------------------------------------------------------
 
     async def join(
-        self, info: RunInfo, session: str, held: list[PoolSlot], before: PoolView | None = None, unheard_s: float = 0.0
+        self, info: RunInfo, session: str, held: list[PoolSlot], before: PoolView | None = None, unheard_s: float = 0.0, messages: int = 1
     ) -> tuple[str, list[str]]:
         """Add a run. Returns why it cannot join, or an empty string, and the ids of those of `held` that it has no more.
 
         `session`: of its statements. `held`: slots that it holds, as far as it knows. `before`: its last view of the pool if it joins
-        again, which is `unheard_s` old.
+        again, which is `unheard_s` old. `messages`: version of its messages; runs of the first one do not say.
         """
+        if messages != MESSAGES:
+            return OTHER_VERSION, []
         self.look()
         now = time.monotonic()
         if refused := self.state.refusal(info, now, _is_alive, is_new=before is None):
@@ -239,14 +252,14 @@ class SlotPool:
         for request in self.state.requests.values():
             if request.id not in self.creating and not self.state.has_device(request):
                 self._create(request)
-        if self.state.past is not self.saved:
+        if self.state.past is not self.saved or now - self.saved_s > SAVE_S:
             self._save_costs()
         self.changed.set()
         self.changed.clear()
 
     def _save_costs(self) -> None:
-        self.saved = self.state.past
-        save_costs(self.resource, self.state, self.counted_from_s, time.monotonic())
+        self.saved, self.saved_s = self.state.past, time.monotonic()
+        save_costs(self.resource, self.state, self.counted_from_s, self.saved_s)
 
     def _remove(self, slot: PoolSlot) -> None:
         self.state.drop(slot.id, time.monotonic())

@@ -20,6 +20,9 @@ class ParkingPool(Protocol):
     width: int
     parked: list[Instance]
 
+    @property
+    def is_bound(self) -> bool: ...
+
     def end(self, instance: Instance) -> None: ...
 
 
@@ -71,7 +74,12 @@ class WarmMemoryBudget:
                 waits = f"{len(here)} parked processes on a node held {held_mb:.0f} MB"
                 self._say_once("parked", f"{waits}, so those that waited longest end: {self._limit(most_mb)}")
         if self.others is not None:
-            self.others.parks({node: self._held_mb(node) for node in nodes})
+            self.others.parks({node: self._held_mb(node) for node in nodes}, self._devices())
+
+    def _devices(self) -> frozenset[tuple[str, str]]:
+        """Return the nodes and devices to which parked processes are bound. A process of several devices names all of them."""
+        bound = [instance.slot for pool in self.pools if pool.is_bound for instance in pool.parked]
+        return frozenset((slot.node, device) for slot in bound for device in str(slot.device).split(","))
 
     def _held_mb(self, node: str) -> float:
         return sum(_of(pool, instance) for pool in self.pools for instance in pool.parked if instance.slot.node == node)

@@ -66,7 +66,7 @@ class WorkerPool:
         self.leave_s = leave_s
         self.waits_to_leave = waits_to_leave
         self.labels = labels or {}
-        self.give_back_after_s = float("inf") if on_device and leases.resource == "gpu" else give_back_after_s
+        self.give_back_after_s = float("inf") if self.is_bound else give_back_after_s
         self.faults = FailureBudget(FAULTS) if faults is None else faults
         self.parked_memory = parked_memory
         self.width = width
@@ -222,8 +222,12 @@ class WorkerPool:
 
     def fits(self, instance: Instance, slot: Slot) -> bool:
         """Return whether the instance can use the slot: its own device if it holds memory of one, otherwise any slot of its node."""
-        is_bound = self.on_device and self.leases.resource == "gpu"
-        return instance.slot == slot or (not is_bound and instance.slot.node == slot.node)
+        return instance.slot == slot or (not self.is_bound and instance.slot.node == slot.node)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a process can only work on the device on which it has started."""
+        return self.on_device and self.leases.resource == "gpu"
 
     def _slot(self, leases: list[Lease]) -> Slot:
         """Return the slot of an instance with these leases. On GPU it names all devices, as CUDA_VISIBLE_DEVICES does."""
@@ -259,7 +263,7 @@ class WorkerPool:
         return self._park(list(self.working))
 
     def _park(self, instances: list[Instance]) -> list[Lease]:
-        if self.on_device and self.leases.resource == "gpu":
+        if self.is_bound:
             self._leave_devices(instances)
         taken: list[Lease] = []
         long = bool(self.gaps_s) and statistics.median(self.gaps_s) > self.give_back_after_s

@@ -105,8 +105,14 @@ class SharedSlots:
         return not self.leaving and len(driver.pool.working) < self.max_engines and driver.tail_s() > self._wait_s(driver)
 
     def _wait_s(self, driver: Rollout) -> float:
-        """Return how long the rollout must go on for one more engine to pay."""
-        return 2 * (self.start_s if any(instance.memory_mb > 0 for instance in driver.pool.parked) else driver.start_s)
+        """Return how long the rollout must go on for one more engine to pay.
+
+        A parked process wakes sooner than one starts, but on GPU only on its own device, which another run may hold.
+        """
+        can_wake = any(instance.memory_mb > 0 for instance in driver.pool.parked)
+        if driver.pool.is_bound:
+            can_wake = can_wake and self.source.warm_free > 0
+        return 2 * (self.start_s if can_wake else driver.start_s)
 
     def _take(self, driver: Rollout) -> None:
         request, self.request, self.answer = self.request, None, None

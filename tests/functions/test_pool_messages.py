@@ -20,7 +20,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
-from rlhfless_ray.functions.slot_pool import SlotPool, UnknownRun
+from rlhfless_ray.functions.slot_pool import SAVE_S, SlotPool, UnknownRun
 from tests.functions.test_pool_state import pool
 
 NODES = {"a": (3, {}), "b": (2, {})}
@@ -365,6 +365,7 @@ def test_a_device_whose_name_takes_long_is_not_lost_to_a_request_that_gave_up(mo
     pool = object.__new__(SlotPool)
     pool.resource, pool.state, pool.idle_s, pool.counter, pool.began_s = "gpu", PoolState(0.0), 30.0, 0, 0.0
     pool.creating, pool.arriving, pool.withdrawn, pool.tasks, pool.saved = {}, set(), [], set(), pool.state.past
+    pool.saved_s = time.monotonic()
     pool.state.set_nodes({"a": (1, {})}, 0.0)
     [run] = joined(pool.state, "x")
     table, removed = {"state": "CREATED", "bundles_to_node_id": {0: "a"}}, []
@@ -401,3 +402,25 @@ def test_a_device_whose_name_takes_long_is_not_lost_to_a_request_that_gave_up(mo
         assert reply.granted["second"].device == 7 and not removed
 
     asyncio.run(give_up_and_ask_again())
+
+
+def test_a_pool_stores_what_it_has_counted_before_a_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it died, the hand-overs and free slots since the last run's end were lost."""
+    saved: list[int] = []
+    monkeypatch.setattr("rlhfless_ray.functions.slot_pool.save_costs", lambda resource, state, *_: saved.append(state.handovers))
+    pool = object.__new__(SlotPool)
+    pool.resource, pool.state, pool.idle_s, pool.changed, pool.creating = "cpu", PoolState(0.0), 30.0, asyncio.Event(), {}
+    pool.arriving, pool.counted_from_s, pool.saved, pool.saved_s = set(), 0.0, pool.state.past, time.monotonic()
+    pool.state.handovers = 3
+    pool._settle()
+    assert not saved
+    pool.saved_s -= SAVE_S
+    pool._settle()
+    pool._settle()
+    assert saved == [3]
+
+
+def test_a_run_of_another_version_is_refused_in_a_sentence() -> None:
+    pool = object.__new__(SlotPool)
+    refused, _ = asyncio.run(pool.join(RunInfo("x"), "session", []))
+    assert "another version of rlhfless-ray" in refused

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from placement.market import Bid
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, RunInfo, SlotRequest
-from rlhfless_ray.functions.pool_state import HEARD_S, IDLE_S, RECENT_S, PoolState
+from rlhfless_ray.functions.pool_state import HEARD_S, IDLE_S, RECENT_S, WARM_IDLE_S, PoolState
 
 NODES = {"a": (3, {"zone": "1"}), "b": (2, {})}
 
@@ -246,6 +246,11 @@ def test_a_view_says_what_the_other_runs_keep_parked_and_can_be_shown() -> None:
 def test_a_free_slot_goes_back_to_ray_after_a_while():
     state = pool(2)
     assert state.idle(IDLE_S) == [] and len(state.idle(IDLE_S + 0.1)) == 2
+    state.join(RunInfo("x"), 0.0)
+    state.runs["x"].warm = frozenset({("a", "1")})
+    assert [slot.device for slot in state.idle(IDLE_S + 0.1)] == [0], "a process waits on the other one"
+    assert len(state.idle(3.0, 2.0)) == 2, "somebody waits in Ray's queue"
+    assert len(state.idle(WARM_IDLE_S + 0.1)) == 2
 
 
 def test_runs_that_need_more_than_is_left_take_turns():
@@ -393,6 +398,20 @@ def test_others_get_the_device_of_a_learners_state_last():
     assert [slot.device for slot in state.match(4.0)] == [1], "although it held both last"
 
 
+def test_a_run_gets_the_devices_of_its_parked_processes():
+    """On another device an engine starts cold: on one pool, runs started 88 engines where each on its part of the devices started 61."""
+    state = pool(4)
+    for name in ("x", "y"):
+        state.join(RunInfo(name), 0.0)
+    state.runs["x"].warm, state.runs["y"].warm = frozenset({("a", "2"), ("a", "3")}), frozenset({("a", "0")})
+    ask(state, "x", 3, 0.0)
+    assert [slot.device for slot in state.match(0.0)] == [2, 3, 1], "and of the others one without a process of another run"
+    state.release([f"x/{number}" for number in range(3)], 1.0)
+    ask(state, "y", 2, 1.0)
+    assert [slot.device for slot in state.match(1.0)] == [0, 1], "although another run was the last to hold it"
+    assert state.view("x", 1.0).warm_free == 2 and state.view("y", 1.0).warm_free == 0
+
+
 def test_two_learners_with_one_device_do_not_ask_each_other_for_it_below_their_targets():
     state = pool(2)
     for name in ("x", "y"):
@@ -503,8 +522,10 @@ def test_what_a_run_has_paid_counts_once_when_it_joins_again_after_a_silence():
     assert state.join(info, 12.0, [held], before) == [] and state.runs["x"].slot_s == 10.0 and not state.past
     state.leave("x", 15.0)
     assert [past.slot_s for past in state.past] == [13.0]
-    state.join(info, 15.0)
+    state.join(later := replace(info, id="later"), 15.0)
     assert len(state.past) == 1, "another run in its folder"
+    state.join(later, 20.0, before=state.view("x", 19.0))
+    assert [past.slot_s for past in state.past] == [13.0], "what the first one paid is not the other one's"
 
 
 def test_what_runs_pay_today_counts_from_midnight():

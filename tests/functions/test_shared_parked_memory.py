@@ -21,6 +21,7 @@ class Run:
     name: str
     kind: str = "rollout"
     width: int = 1
+    is_bound: bool = False
     parked: list[Instance] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
@@ -34,8 +35,8 @@ class Run:
     def runs(self) -> int:
         return len(self.state.runs)
 
-    def parks(self, own_mb: Mapping[str, float]) -> None:
-        self.slots.parked_mb = own_mb
+    def parks(self, own_mb: Mapping[str, float], devices: frozenset[tuple[str, str]]) -> None:
+        self.slots.parked_mb, self.slots.warm = own_mb, devices
 
     def others_mb(self, node: str) -> float:
         return self.state.view(self.name, 0.0).parked_mb.get(node, 0.0)
@@ -76,3 +77,13 @@ def test_a_run_may_park_what_others_leave():
     assert len(y.parked) == 3
     x.budget.enforce()
     assert len(x.parked) == 5 and state.view("y", 0.0).parked_mb == {"a": 700.0}
+
+
+def test_the_pool_hears_to_which_devices_parked_processes_are_bound():
+    state = pool()
+    x, scorers = Run(state, "x", is_bound=True, width=2), Run(state, "y")
+    x.parked = [Instance("rollout", Slot("a", "1,3"), None, state=State.PARKED)]
+    x.budget.watch(scorers)
+    scorers.park(1)
+    x.park(1)
+    assert state.runs["x"].warm == {("a", "0"), ("a", "1"), ("a", "3")} and not state.runs["y"].warm

@@ -52,7 +52,7 @@ class Driver:
     def __init__(self, owed: list[int]) -> None:
         self.stopping, self.owed, self.start_s, self.tail, self.weights = False, owed, 15.0, 100.0, None
         self.pool = SimpleNamespace(
-            kind="rollout", labels={}, working=[Engine(n) for n in range(len(owed))], parked=[], assign_leases=self.join
+            kind="rollout", labels={}, working=[Engine(n) for n in range(len(owed))], parked=[], is_bound=False, assign_leases=self.join
         )
         self.calls = SimpleNamespace(number=lambda instance: instance, available=lambda: self.pool.working)
         self.token_log = SimpleNamespace(owed=lambda number: range(self.owed[number]))
@@ -101,6 +101,13 @@ def test_no_slot_is_requested_if_too_little_work_is_left(shared):
     shared.poll(driver)
     assert shared.refs() == [] and shared.leases.withdrawn == 1
     driver.pool.parked.append(SimpleNamespace(memory_mb=300.0))
+    driver.pool.is_bound, shared.source.warm_free = True, 0
+    shared.poll(driver)
+    assert shared.refs() == [], "another run holds the device of the parked engine"
+    shared.source.warm_free = 1
+    shared.poll(driver)
+    assert len(shared.refs()) == 1
+    driver.pool.is_bound = False
     shared.poll(driver)
     assert len(shared.refs()) == 1
     driver.stopping = True
