@@ -147,7 +147,7 @@ class Part:
         from vllm import LLM, SamplingParams, TokensPrompt
 
         rollout = self.recipe.rollout
-        own = {"kv_cache_memory_bytes": rollout.kv_cache_mb * 2**20, "enforce_eager": True} if self.device == "cpu" else {}
+        own = {"kv_cache_memory_bytes": rollout.engine_kv_mb * 2**20, "enforce_eager": True} if self.device == "cpu" else {}
         engine = LLM(
             model=str(self.folder),
             dtype=self.recipe.policy.dtype,

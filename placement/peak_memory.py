@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from placement.memory import FAMILIES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, Training, rank_memory, text_part, ties_ends
+from placement.memory import FAMILIES, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, Training, kv_bytes, rank_memory, text_part, ties_ends
 
 CHUNK_BYTES = 1 << 28  # float32 logits that a learner computes at once
 CHUNK_COPIES = 3.5  # logits in the model's dtype and in float32, probabilities, and their gradient
@@ -191,6 +191,16 @@ def engine_parts(
         ("KV cache", kv_cache_bytes),
         ("imports", members * ENGINE_BYTES),
     )
+
+
+def kv_cache_bytes(config: Mapping[str, Any], sequences: int, longest: int, block_size: int, value_bytes: int, members: int = 1) -> int:
+    """Return the bytes of KV cache, of all members together, in which an engine holds `sequences` sequences of `longest` tokens at once.
+
+    These are whole blocks, and the one block that vLLM always reserves. A sliding window saves nothing here. The result is 0 for a family
+    that is not in `FAMILIES`.
+    """
+    blocks = sequences * -(-longest // block_size) + 1
+    return members * kv_bytes({**text_part(config), "sliding_window": None}, blocks * block_size, value_bytes, members)
 
 
 def pass_parts(config: Mapping[str, Any], parameters: int, value_bytes: int, batch: MicroBatch) -> tuple[tuple[str, int], ...]:

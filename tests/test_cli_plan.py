@@ -280,7 +280,7 @@ def test_memory_of_a_recipe(tmp_path: Path, capsys) -> None:
     told = said(capsys, recipe, "--memory")
     needs = {(need["what"], need["one_process"]): need["bytes"] for need in told["needs"]}
     assert needs["the learner's update", False] == pytest.approx(18 * 494_032_768, rel=1e-4)  # and activations
-    assert needs["an engine", True] == 2 * 494_032_768 + 256 * 2**20
+    assert needs["an engine", True] == 2 * 494_032_768 + 16 * 2**20, "KV of one sequence"
     with pytest.raises(UserError, match="a supervised stage, whose memory is checked when it starts"):
         run(recipe, "--memory", "task=sft")
     with pytest.raises(UserError, match="`stages` makes it a workflow; give it"):

@@ -16,6 +16,8 @@ from rlhfless_ray.run.memory_check import DoesNotFit, Room
 from rlhfless_ray.run.memory_fit import Fit, fit, models_with, predicted_needs
 from rlhfless_ray.run.memory_needs import Lengths, gb, models_of
 from tests.placement.test_memory import QWEN_05B, QWEN_7B, config
+from rlhfless_ray.weights.load_policy import check_kv_cache
+from tests.conftest import ROOT
 from tests.test_cli_plan import run
 from tests.test_memory_check import H100, LAPTOP, folder, recipe
 
@@ -52,7 +54,8 @@ def test_a_small_policy_keeps_the_defaults_without_a_look_at_the_memory():
     found = fit(wanted, models, lambda: pytest.fail("asked"), LENGTHS)
     assert chosen(found) == (8192, False, False) and found.reason == found.note == ""
     assert (wanted.learner.max_micro_batch_tokens, wanted.learner.recomputes_activations) == (8192, False), "also before it is decided"
-    assert found.recipe == Recipe.parse({**TREE, "learner": {"micro_batch_tokens": 8192, "gradient_checkpointing": False}})
+    decided = {"learner": {"micro_batch_tokens": 8192, "gradient_checkpointing": False}, "rollout": {"kv_cache_mb": 217}}
+    assert found.recipe == Recipe.parse({**TREE, **decided})
 
 
 def test_smaller_micro_batches_come_before_recomputing(tmp_path):
@@ -214,3 +217,62 @@ def test_a_value_that_is_neither_tokens_nor_auto_is_one_sentence(tmp_path, value
     assert "\n" not in str(error.value)
     with pytest.raises(Exception, match=r"`learner.gradient_checkpointing`: expected `auto`, true or false"):
         recipe(tmp_path, learner={"gradient_checkpointing": "sometimes"})
+
+
+# ---- the KV cache of an engine ----------------------------------------------------------------------------------
+
+
+def auto_kv(path: Path, **sections: dict[str, Any]) -> Recipe:
+    wanted = recipe(path, **{"rollout": {"max_tokens": 480}, "evaluate": {"prompts": 0}, **sections})
+    return wanted.with_settings({"rollout.kv_cache_mb": "auto"})
+
+
+def test_the_kv_cache_of_a_small_policy_holds_a_whole_step_and_no_more():
+    wanted = Recipe.load(ROOT / "recipes" / "quickstart.yaml")
+    shape = config("qwen2", 128, 384, 3, 4, 4, 100)
+    found = fit(wanted, models_with(wanted, shape, 700_000), lambda: pytest.fail("asked"), Lengths(20))
+    token_bytes = 2 * 3 * 128 * 4  # keys and values of three layers in float32
+    blocks = 256 * 6 + 1  # of 32 tokens: six for the 180 tokens of a sequence, and vLLM's own
+    assert found.recipe.rollout.kv_cache_mb == -(-blocks * 32 * token_bytes // 2**20) == 145
+    assert found.kv == "rollout.kv_cache_mb=145 (auto: all 256 sequences of 180 tokens at once)" and found.reason == ""
+    check_kv_cache(found.recipe, {"config.json": json.dumps(shape).encode()}, 20)
+
+
+def test_the_kv_cache_takes_what_the_rest_leaves(tmp_path):
+    model = folder(tmp_path / "05b", QWEN_05B)
+    wanted = auto_kv(model)
+
+    def peak(mb: int, chosen: Recipe, room: Room) -> float:
+        """The predicted peak of everything together, with both engines at work, as a share of the memory."""
+        both = chosen.with_settings({"rollout.kv_cache_mb": mb, "rollout.min_actors": 2})
+        return max(need.bytes for need in predicted_needs(both, models_of(wanted), LENGTHS, room)) / (room.bytes or 1)
+
+    room, plenty = node(22), fitted(node(64), wanted)
+    found = fitted(room, wanted)
+    size = found.recipe.rollout.engine_kv_mb
+    assert 256 < size < 1537 and peak(size, found.recipe, room) <= 0.85 < peak(size + 1, found.recipe, room)
+    held = size * 2**20 // (2 * 24 * 2 * 64 * 2 * 512)
+    assert f"rollout.kv_cache_mb={size} (auto: {held} of 256 sequences of 512 tokens at once, because more does not" in found.reason
+    assert plenty.recipe.rollout.kv_cache_mb == 1537 and plenty.kv and plenty.reason == "", "256 sequences of 12 KiB a token"
+    few = fitted(node(64), auto_kv(model, rollout={"max_tokens": 480, "max_running": 40}))
+    assert few.recipe.rollout.kv_cache_mb == 241, "an engine decodes no more than max_running at once"
+    assert fitted(node(64), wanted.with_settings({"rollout.kv_cache_mb": 99})).recipe.rollout.kv_cache_mb == 99
+
+
+def test_updates_are_chosen_before_kv_is_added(tmp_path):
+    """Sequences may wait for each other in an engine; a smaller micro-batch costs every step."""
+    model = folder(tmp_path / "05b", QWEN_05B)
+    for gigabytes in (18, 20, 24):
+        with_default = fitted(node(gigabytes), recipe(model, rollout={"max_tokens": 480}))
+        with_auto = fitted(node(gigabytes), auto_kv(model))
+        assert chosen(with_auto) == chosen(with_default)
+
+
+def test_the_kv_cache_shrinks_where_nothing_else_fits(tmp_path):
+    model = folder(tmp_path / "05b", QWEN_05B)
+    beside = auto_kv(model, rollout={"max_tokens": 480, "max_lag_steps": 1}, lora={"rank": 16})
+    least, more = (fitted(node(size), beside) for size in (7.5, 7.9))
+    assert (least.recipe.rollout.kv_cache_mb, more.recipe.rollout.kv_cache_mb) == (16, 256)
+    assert "2 of 256 sequences of 512 tokens at once, which is almost no KV cache, because" in least.reason
+    with pytest.raises(DoesNotFit):
+        fitted(node(7.5), beside.with_settings({"rollout.kv_cache_mb": 256}))

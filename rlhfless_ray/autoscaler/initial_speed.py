@@ -38,7 +38,7 @@ def expected_engine(recipe: Recipe, files: Files, device_name: str | None, width
         block = kv_cache_bytes(files, recipe.rollout.block_size, recipe.rollout.block_size, recipe.policy.dtype, width)
         if block is None:
             return ExpectedEngine(speed)
-        blocks = recipe.rollout.kv_cache_mb * 2**20 // (block // 2) - 1  # `block` counts two blocks, because vLLM reserves one
+        blocks = recipe.rollout.engine_kv_mb * 2**20 // (block // 2) - 1  # `block` counts two blocks, because vLLM reserves one
         return ExpectedEngine(speed, blocks * recipe.rollout.block_size)
     note = ""
     try:

@@ -50,13 +50,16 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
             "memory_bytes": room.bytes,
             "needs": [_row(need) for need in least],
             "predicted": [_row(need) for need in fitted.needs],
-            "settings": {key: getattr(fitted.recipe.learner, key) for key in AUTO_KEYS},
-            "reason": fitted.reason,
+            "settings": {
+                **{key: getattr(fitted.recipe.learner, key) for key in AUTO_KEYS},
+                **({} if room.resource == GPU else {"kv_cache_mb": fitted.recipe.rollout.engine_kv_mb}),
+            },
+            "reason": "; ".join(filter(None, [fitted.kv, fitted.reason])),
         }
         print(json.dumps(report, indent=1))
         return
     _print_table(f"Predicted peaks, with prompts of {prompt} and responses of {response} tokens", "about", fitted.needs)
-    for line in filter(None, (problem, fitted.reason, fitted.note)):
+    for line in filter(None, (problem, fitted.kv, fitted.reason, fitted.note)):
         print(line)
     if room.bytes is not None and not fitted.note:
         print(f"every need fits {'a GPU' if room.resource == GPU else 'this machine'} of {gb(room.bytes)}")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless_ray.recipe.section import CountOrAuto, NumberOrAuto, OffIsAWord, Section, Texts
+from rlhfless_ray.recipe.section import CountOrAuto, KvSizeOrAuto, NumberOrAuto, OffIsAWord, Section, Texts
 
 
 class PolicyConfig(Section):
@@ -35,6 +35,7 @@ class WarmStartConfig(Section):
 
 
 AUTO_OVERSAMPLE = 1.5
+DEFAULT_KV_MB = 256
 
 
 class RolloutConfig(Section):
@@ -92,8 +93,9 @@ class RolloutConfig(Section):
     chooses the width, and `max_actors` then counts slots."""
     max_running: int = Field(256, ge=1)
     """Maximum number of sequences that one engine decodes at once."""
-    kv_cache_mb: int = Field(256, ge=16)
-    """KV cache of one engine on CPU, MB."""
+    kv_cache_mb: KvSizeOrAuto = "auto"
+    """KV cache of one engine on CPU, MB. `auto`: what a step's sequences need at their longest if all are in one engine, or as much of
+    it as is predicted to fit the memory."""
     gpu_memory_share: float = Field(0.85, gt=0, le=1)
     """Share of a GPU's memory that one engine takes."""
     quantization: Annotated[Literal["off", "int8", "fp8"], OffIsAWord] = "off"
@@ -136,6 +138,11 @@ class RolloutConfig(Section):
     silence_s: float = Field(180, gt=0)
     """An engine that has started and sends nothing for this long, while it should load weights or work, counts as hung. It is
     killed, and other engines continue its responses."""
+
+    @property
+    def engine_kv_mb(self) -> int:
+        """Return the MB of one engine's KV cache on CPU. `auto` counts as 256 until `run.memory_fit` has decided."""
+        return DEFAULT_KV_MB if self.kv_cache_mb == "auto" else self.kv_cache_mb
 
     @property
     def least_width(self) -> int:

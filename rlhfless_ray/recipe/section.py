@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -48,11 +49,11 @@ def _yaml_word(value: Any) -> Any:
 OffIsAWord = BeforeValidator(_yaml_word)
 
 
-def _count_or_auto(value: Any) -> Any:
+def _count_or_auto(value: Any, least: int = 1) -> Any:
     """Reject other values in one sentence: pydantic would report each member of the union."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         return value
-    raise ValueError("expected `auto` or a whole number of at least 1")
+    raise ValueError(f"expected `auto` or a whole number of at least {least}")
 
 
 def _number_or_auto(value: Any) -> Any:
@@ -74,5 +75,6 @@ def _one_or_several(value: Any) -> Any:
 
 Texts = Annotated[list[str], BeforeValidator(_one_or_several)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+KvSizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(partial(_count_or_auto, least=16))]
 NumberOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
 SwitchOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)]

@@ -60,7 +60,7 @@ def engine_settings(
         max_model_len=recipe.longest_tokens(longest_prompt_tokens),
         max_running=rollout.max_running,
         block_size=rollout.block_size,
-        kv_cache_mb=rollout.kv_cache_mb,
+        kv_cache_mb=rollout.engine_kv_mb,
         gpu_memory_share=rollout.gpu_memory_share,
         dtype=policy.dtype,
         trust_remote_code=policy.trust_remote_code,

@@ -19,7 +19,7 @@ from rlhfless_ray.learn.model_checks import refusal
 from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import check_quantization
-from rlhfless_ray.run.memory_needs import UNREAD, Lengths, Model, Need, device_needs, gb, host_needs, models_of
+from rlhfless_ray.run.memory_needs import SURE_SEQUENCES, UNREAD, Lengths, Model, Need, device_needs, gb, host_needs, kv_mb, models_of
 
 if TYPE_CHECKING:
     from rlhfless_ray.local.cluster import RayCluster
@@ -170,9 +170,8 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
         ):
             if value > 1:
                 yield {key: 1}
-        kv = memory.kv_bytes(models["policy"].config, recipe.longest_tokens(lengths.longest_prompt), 4) if "policy" in models else 0
-        least = max(16, 2 ** (2 * kv // 2**20).bit_length())  # rounded up, because whole blocks are allocated
-        if least < rollout.kv_cache_mb:
+        least = kv_mb(recipe, models["policy"], SURE_SEQUENCES, lengths) if "policy" in models else 0
+        if rollout.kv_cache_mb != "auto" and 0 < least < rollout.kv_cache_mb:
             yield {"rollout.kv_cache_mb": least}
     if recipe.policy.dtype == "float32":
         yield {"policy.dtype": "bfloat16", **({} if learner.zero_stage else {"learner.zero_stage": 1})}

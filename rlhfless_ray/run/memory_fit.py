@@ -6,25 +6,32 @@ A recipe without `auto` settings is refused only by lower bounds (`run.memory_ch
 
 from __future__ import annotations
 
+import bisect
+import functools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from placement import memory, peak_memory
 from placement.peak_memory import Choice, MicroBatch
+from placement.speed.roofline import FEW_SEQUENCES
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.rollout_sections import DEFAULT_KV_MB
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence
 from rlhfless_ray.run.memory_needs import (
+    SURE_SEQUENCES,
     Lengths,
     Model,
     Need,
     TrainingGroup,
     gb,
+    kv_mb,
     models_of,
     policy_models,
     reference_parameters,
@@ -45,12 +52,14 @@ class Fit:
     """A recipe whose `auto` settings are decided.
 
     `needs`: predicted peaks. `reason`: why a setting that was `auto` is not its default; empty if all are. `note`: message for the user.
+    `kv`: what the KV cache of an engine holds; empty unless its size was `auto` and is known.
     """
 
     recipe: Recipe
     needs: list[Need]
     reason: str = ""
     note: str = ""
+    kv: str = ""
 
     @property
     def predicted_mb(self) -> dict[str, float]:
@@ -70,7 +79,7 @@ class Fit:
         """Describe the predicted memory of the working functions, and the settings chosen for it, in one line."""
         least = {name: f" (at least {mb / 1000:.1f})" for name, mb in least_mb.items()}
         each = ", ".join(f"{name} {mb / 1000:.1f} GB{least.get(name, '')}" for name, mb in self.predicted_mb.items())
-        return f"predicted memory at work: {each}; one engine" + (f"; {self.reason}" if self.reason else "")
+        return "; ".join(filter(None, [f"predicted memory at work: {each}; one engine", self.kv, self.reason]))
 
 
 def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
@@ -107,9 +116,9 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
         return [*needs, Need("parked ranks", policy.key, tuple(parked), True, predicted=True, on_host=True)] if parked else needs
     members, drafter = recipe.rollout.least_width, models.get("drafter")
     drafter_bytes = drafter.parameters * width if drafter else 0
-    engine = peak_memory.engine_parts(policy.parameters, width, recipe.rollout.kv_cache_mb * 2**20, members, drafter_bytes)
+    engine = peak_memory.engine_parts(policy.parameters, width, recipe.rollout.engine_kv_mb * 2**20, members, drafter_bytes)
     needs.append(Need("an engine", policy.key, engine, True, predicted=True, function="engines"))
-    engine_bytes, engines = needs[-1].bytes, min(recipe.rollout.max_actors, max(1, room.slots // members))
+    engine_bytes, engines = needs[-1].bytes, _engines_at_once(recipe, room.slots)
     others = [("in driver and object store", peak_memory.DRIVER_BYTES + policy.parameters * width + _kept_bytes(recipe, policy))]
     if recipe.has_reference:
         batch = micro_batch(recipe, lengths, recipe.reference.ranks)
@@ -142,6 +151,10 @@ def _bytes_in_store(group: TrainingGroup) -> int:
         group.name == "learner" and is_large and training.zero_stage in (1, 2) and not training.adapters and training.tensor_parallel == 1
     )
     return group.ranks * group.rank.weights if reads else 0
+
+
+def _engines_at_once(recipe: Recipe, slots: int) -> int:
+    return min(recipe.rollout.max_actors, max(1, slots // recipe.rollout.least_width))
 
 
 def _engines_beside_update(recipe: Recipe, engines: int, slots: int) -> int:
@@ -177,10 +190,84 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
 
     `find_room` is called unless everything is small. Raises DoesNotFit if a setting is `auto` and no value of it fits.
     """
+    if recipe.rollout.kv_cache_mb != "auto":
+        return _fit_update(recipe, models, find_room, lengths)
+    whole, first, least = _kv_sizes(recipe, models["policy"], lengths)
+    find_room = functools.cache(find_room)
+    try:
+        found = _fit_update(_with_kv(recipe, first), models, find_room, lengths)
+    except DoesNotFit:
+        if first == least:
+            raise
+        found = _fit_update(_with_kv(recipe, least), models, find_room, lengths)
+    return _with_larger_kv(found, whole, models, find_room, lengths)
+
+
+def _with_kv(recipe: Recipe, mb: int) -> Recipe:
+    return recipe.with_settings({"rollout.kv_cache_mb": mb})
+
+
+def _kv_sizes(recipe: Recipe, policy: Model, lengths: Lengths) -> tuple[int, int, int]:
+    """Return sizes of an engine's KV cache in MB: for a whole step, for the choice of the other settings, and the least."""
+    prompts, evaluate = recipe.prompts, recipe.evaluate
+    evaluated = min(evaluate.prompts * evaluate.samples_per_prompt, recipe.rollout.max_running)
+    step = kv_mb(recipe, policy, _sequences_at_once(recipe), lengths)
+    if not step:
+        return DEFAULT_KV_MB, DEFAULT_KV_MB, DEFAULT_KV_MB
+    # an evaluation of more prompts than a step has gets no more than the default for it
+    whole = max(step, min(DEFAULT_KV_MB, kv_mb(recipe, policy, evaluated, lengths)))
+    least = min(whole, kv_mb(recipe, policy, SURE_SEQUENCES, lengths))
+    return whole, min(whole, max(least, DEFAULT_KV_MB)), least
+
+
+def _sequences_at_once(recipe: Recipe) -> int:
+    """Return how many sequences of a step an engine holds if it has all of them. Between the turns of an agent they keep their KV."""
+    rollout = recipe.rollout
+    share = rollout.begun_share if rollout.partial != "off" else 1
+    samples = math.ceil(share * recipe.prompts.batch_prompts) * rollout.samples_per_prompt
+    return samples if recipe.agent.path else min(samples, rollout.max_running)
+
+
+def _with_larger_kv(found: Fit, whole: int, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
+    """Raise the KV cache of each engine to `whole` MB, or to as much as fits while all engines work and during an update."""
+    recipe, policy, sequences = found.recipe, models["policy"], _sequences_at_once(found.recipe)
+
+    def needs_with(mb: int, room: Room) -> list[Need]:
+        changed = _with_kv(recipe, mb)
+        return predicted_needs(changed.with_settings({"rollout.min_actors": _engines_at_once(changed, room.slots)}), models, lengths, room)
+
+    def lacks_room(mb: int) -> bool:
+        return room.first_without_room(needs_with(mb, room), used_memory_share(recipe, room)) is not None
+
+    room, chosen = _room_of_all(recipe), recipe.rollout.engine_kv_mb
+    if all(need.bytes <= SMALL_BYTES for need in needs_with(whole, room)):
+        chosen = whole
+    elif (room := find_room()).resource == CPU and room.bytes is not None:
+        chosen += bisect.bisect_left(range(chosen + 1, whole + 1), True, key=lacks_room)
+    changed = _with_kv(recipe, chosen)
+    found = replace(found, recipe=changed, needs=predicted_needs(changed, models, lengths, room))
+    if room.resource == GPU or not kv_mb(recipe, policy, 1, lengths):
+        return found
+    held = bisect.bisect_right(range(1, sequences + 1), chosen, key=lambda count: kv_mb(recipe, policy, count, lengths))
+    tokens = f"sequences of {recipe.longest_tokens(lengths.longest_prompt)} tokens"
+    if held == sequences:
+        return replace(found, kv=f"rollout.kv_cache_mb={chosen} (auto: all {sequences} {tokens} at once)")
+    why = "the memory is not known here" if room.bytes is None else "more does not fit beside the rest"
+    few = ", which is almost no KV cache" if held < FEW_SEQUENCES else ""
+    limited = f"rollout.kv_cache_mb={chosen} (auto: {held} of {sequences} {tokens} at once{few}, because {why})"
+    return replace(found, reason="; ".join(filter(None, [found.reason, limited])))
+
+
+def _room_of_all(recipe: Recipe) -> Room:
+    """Return room of unknown size with a slot for everything that the recipe may have at work."""
+    return Room(CPU, recipe.rollout.max_actors * recipe.rollout.least_width + recipe.learner.ranks, None)
+
+
+def _fit_update(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
+    """Choose the settings of section `learner` that are `auto`, see `fit`."""
     auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
     whole = with_choice(recipe, auto, Choice())
-    slots = recipe.rollout.max_actors * recipe.rollout.least_width + recipe.learner.ranks
-    needs = predicted_needs(whole, models, lengths, Room(CPU, slots, None))
+    needs = predicted_needs(whole, models, lengths, _room_of_all(recipe))
     if all(need.bytes <= SMALL_BYTES for need in needs):
         return Fit(whole, needs)
     room = find_room()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placement import memory
+from placement import memory, peak_memory
 from placement.drafting import MODEL_SEQUENCES
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.speculation import random_drafter_config
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rlhfless_ray.types import Prompt
 
 TRAINED_BYTES = 4 + memory.GRADIENT_BYTES + memory.MOMENT_BYTES  # bytes per parameter of a trained drafter, in float32
+LEAST_KV_MB = 16  # of rollout.kv_cache_mb
+SURE_SEQUENCES = 2  # with KV for two of the longest sequences an engine holds one, whatever kinds of attention its layers have
 MIN_LISTED_BYTES = 5e7  # smaller parts of a need are not listed: they would read 0.0 GB
 
 
@@ -198,7 +200,7 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     engines = (
         ("in engine weights", _engine_weights(recipe, policy.config, policy.parameters)),
         ("in drafter weights", models["drafter"].parameters * width if "drafter" in models else 0),
-        ("in KV cache", recipe.rollout.kv_cache_mb * 2**20),  # vLLM does not start an engine unless this much is free
+        ("in KV cache", least_kv_mb(recipe, policy, lengths) * 2**20),  # vLLM does not start an engine unless this much is free
     )
     needs, opened = [], driver
     for group in worker_groups:
@@ -243,6 +245,20 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     return needs
 
 
+def kv_mb(recipe: Recipe, policy: Model, sequences: int, lengths: Lengths) -> int:
+    """Return the MB of KV cache in which an engine holds `sequences` of the longest sequences at once, 0 if that is not known."""
+    longest, rollout, width = recipe.longest_tokens(lengths.longest_prompt), recipe.rollout, memory.VALUE_BYTES[recipe.policy.dtype]
+    size = peak_memory.kv_cache_bytes(policy.config, sequences, longest, rollout.block_size, width, rollout.least_width)
+    return max(LEAST_KV_MB, -(-size // 2**20)) if size else 0
+
+
+def least_kv_mb(recipe: Recipe, policy: Model, lengths: Lengths) -> int:
+    """Return the MB of the smallest KV cache that an engine may have: its own if it is set, else that of one sequence."""
+    if recipe.rollout.kv_cache_mb != "auto":
+        return recipe.rollout.kv_cache_mb
+    return kv_mb(recipe, policy, 1, lengths) or recipe.rollout.engine_kv_mb
+
+
 def reference_parameters(recipe: Recipe, model: Model) -> int:
     """Return the parameters of the reference that each of its ranks holds."""
     ends = memory.end_parameters(model.config)
@@ -271,7 +287,7 @@ def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: L
     for group in training_groups(recipe, policy_models(recipe, config, parameters), lengths):
         least[group.name] = group.ranks * sum(size for _, size in group.rank.training) / 1e6
     weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
-    least["engines"] = (_engine_weights(recipe, config, parameters) + recipe.rollout.kv_cache_mb * 2**20) / 1e6
+    least["engines"] = (_engine_weights(recipe, config, parameters) + recipe.rollout.engine_kv_mb * 2**20) / 1e6
     if recipe.has_reference:
         other = Model.of(Path(recipe.reference.path), "reference.path") if recipe.reference.path else None
         least["reference"] = recipe.reference.ranks * (weights if other is None else weights / parameters * other.parameters)

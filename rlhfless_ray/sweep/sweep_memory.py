@@ -117,5 +117,5 @@ def _predicted_bytes(recipe: AnyRecipe, room: Room, count: int) -> int:
             except DoesNotFit:  # prompts of this length; the run itself knows how long its prompts are
                 needs = predicted_needs(recipe, models, lengths, room)
         peak = max((need.bytes for need in needs if need.on_host or (on_cores and not need.alone)), default=0)
-        engine = peak_memory.ENGINE_BYTES + recipe.rollout.kv_cache_mb * 2**20
+        engine = peak_memory.ENGINE_BYTES + recipe.rollout.engine_kv_mb * 2**20
     return peak or (peak_memory.DRIVER_BYTES + ranks * peak_memory.LEARNER_BYTES + engine)

@@ -329,9 +329,9 @@ def check_kv_cache(recipe: Recipe, files: Files, longest_prompt_tokens: int) -> 
     """Raise UserError if an engine's KV cache on CPU cannot hold the longest possible sequence."""
     tokens = recipe.longest_tokens(longest_prompt_tokens)
     needed = kv_cache_bytes(files, tokens, recipe.rollout.block_size, recipe.policy.dtype, recipe.rollout.least_width)
-    if needed is not None and needed > recipe.rollout.kv_cache_mb * 2**20:
+    if needed is not None and needed > recipe.rollout.engine_kv_mb * 2**20:
         raise UserError(
-            f"rollout.kv_cache_mb: {recipe.rollout.kv_cache_mb} MiB cannot hold one sequence of {tokens} tokens (the longest "
+            f"rollout.kv_cache_mb: {recipe.rollout.engine_kv_mb} MiB cannot hold one sequence of {tokens} tokens (the longest "
             f"prompt and rollout.max_tokens), which needs {-(-needed // 2**20)} MiB; raise it, or lower rollout.max_tokens"
         )
 
