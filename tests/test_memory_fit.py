@@ -15,9 +15,9 @@ from rlhfless_ray.run import memory_check
 from rlhfless_ray.run.memory_check import DoesNotFit, Room
 from rlhfless_ray.run.memory_fit import Fit, fit, models_with, predicted_needs
 from rlhfless_ray.run.memory_needs import Lengths, gb, models_of
-from tests.placement.test_memory import QWEN_05B, QWEN_7B, config
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from tests.conftest import ROOT
+from tests.placement.test_memory import QWEN_05B, QWEN_7B, config
 from tests.test_cli_plan import run
 from tests.test_memory_check import H100, LAPTOP, folder, recipe
 

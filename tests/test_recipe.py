@@ -16,6 +16,7 @@ from rlhfless_ray import recipe as package
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.kl_controller import AdaptiveKL
 from rlhfless_ray.recipe import Recipe, known_keys
+from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 BASE: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
@@ -322,6 +323,24 @@ def test_overrides_are_yaml(tmp_path: Path) -> None:
     assert recipe.cluster.address == ""
     assert (recipe.evaluate.prompts, recipe.evaluate.greedy) == (8, True), "a whole section is replaced"
     assert recipe.run.seed == 8, "the last one counts"
+
+
+@pytest.mark.parametrize("text", ["off", "no", "2024", "1e3", "2024-01-01", "0123"])
+def test_a_name_on_the_command_line_stays_what_it_is(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, YAML)
+    recipe = Recipe.load(path, [f"run.name={text}", f"watch.wandb_project={text}"])
+    assert (recipe.run.name, recipe.watch.wandb_project) == (text, text)
+    assert GenerationRecipe.read(path, [f"run.name={text}"]).run.name == text
+    assert GenerationRecipe.read(None, ["prompts.task=chain", f"run.name={text}"]).run.name == text
+    assert Recipe.load(path, [f"run.name='{text}'"]).run.name == text
+
+
+def test_a_switch_word_is_no_path(tmp_path: Path) -> None:
+    """`off` would be taken for a folder of this name, which is not what its user wants."""
+    for key in ("watch.mlflow", "save.path", "critic.path"):
+        with pytest.raises(UserError, match=rf"`{key}`: input should be a valid string \(got False\)"):
+            Recipe.load(write(tmp_path, YAML), [f"{key}=off"])
+    assert Recipe.load(write(tmp_path, YAML), ["watch.wandb_group=null"]).watch.wandb_group is None
 
 
 @pytest.mark.parametrize("text", ["End with #### and the number", "# first", "a#b", "'quoted # text'  # comment", '"quoted # text"'])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from placement.config_sizes import wrong_size
 from placement.memory import text_part, ties_ends
 from placement.speed.decode_speed import Speed
 
@@ -86,6 +87,8 @@ class Model:
 
         Mixtures of experts are counted as if every layer had experts.
         """
+        if wrong := wrong_size(config):
+            raise ValueError(f"model {name}: {wrong}")
         config = {**config, **text_part(config)}
         kind = str(config.get("model_type"))
 

@@ -18,7 +18,7 @@ from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratio
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.overlap_rules import inexact
-from rlhfless_ray.learn.policy_model import TokenLogprobs, check_head, load_divided, load_model, rounding_noise
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_divided, load_model, rounding_noise
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
@@ -57,15 +57,11 @@ class LearnerRank:
         self.trainer.join_process_group(rendezvous)
         policy, divides = self.settings.policy, self.trainer.stage == 3
         model = load_divided(files, lambda folder: load_model(folder, policy.dtype, policy.trust_remote_code, maps=divides))
-        if not divides:
-            check_head(model)
-        self.sharing = PromptSharing.of(model, self.learner.share_prompts, self.settings.lora.dropout)
-        loss = self.algorithm.loss
-        wrapped = self.trainer.slice_sequences(TokenLogprobs(model, balances=bool(loss.router_aux), replays=loss.router_replay))
-        self.trainer.open(wrapped, state, "CAUSAL_LM")
-        # ZeRO 3: the head can be checked only after the engine is built. With shared sequences only tested families run.
-        if divides and self.trainer.sequences is None:
-            self.trainer.computed(lambda: check_head(model))
+        with self.trainer.checking_head(model, maps=divides):
+            self.sharing = PromptSharing.of(model, self.learner.share_prompts, self.settings.lora.dropout)
+            loss = self.algorithm.loss
+            wrapped = self.trainer.slice_sequences(TokenLogprobs(model, balances=bool(loss.router_aux), replays=loss.router_replay))
+            self.trainer.open(wrapped, state, "CAUSAL_LM")
         if self.trainer.lora is not None:
             self.base = BaseModel(self.trainer.engine, self.trainer.lora)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhfless_ray.learn.tensor_parallel import ModelSlices
-from rlhfless_ray.weights.layout import even_share
+from rlhfless_ray.weights.layout import Interval, even_share, padded_share
 from rlhfless_ray.weights.parts import Part
 from rlhfless_ray.weights.shards import Shards
 from rlhfless_ray.weights.tensor_file import as_numpy
@@ -63,9 +63,8 @@ def held_weights(engine: Any) -> dict[str, Part]:
     """Return this rank's parts of the weights at ZeRO 3, by parameter name. They are views of the live state if it is on the host."""
     parts = {}
     for name, parameter in engine.module.model.named_parameters():
-        shape, values = tuple(parameter.ds_shape), parameter.ds_tensor.detach()
-        start = min(torch.distributed.get_rank() * values.numel(), parameter.ds_numel)
-        parts[name] = Part(shape, start, as_numpy(values[: parameter.ds_numel - start].cpu()))  # the ranks' parts are padded
+        start, end = _own_share(parameter)
+        parts[name] = Part(tuple(parameter.ds_shape), start, as_numpy(parameter.ds_tensor.detach()[: end - start].cpu()))
     return parts
 
 
@@ -101,12 +100,18 @@ def _part(engine: Any, stage: int, parameter: Any, kind: str) -> tuple[int, Tens
     key = None if kind == MASTER else kind
     if stage == 3:
         part, _ = engine.optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
-        start = min(part.numel() * engine.optimizer._get_param_partition_rank(parameter), parameter.ds_numel)
-        return start, part.view(-1)[: parameter.ds_numel - start]  # the ranks' parts are padded
+        start, end = _own_share(parameter)
+        return start, part.view(-1)[: end - start]
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:  # other ranks hold it
         return 0, torch.empty(0)
     return mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).view(-1)
+
+
+def _own_share(parameter: Any) -> Interval:
+    """Return this rank's interval of a parameter at ZeRO 3. DeepSpeed pads the tensors that hold it to equal sizes."""
+    group = parameter.ds_process_group
+    return padded_share(parameter.ds_numel, torch.distributed.get_world_size(group), torch.distributed.get_rank(group))
 
 
 def _trained(engine: Any) -> Iterator[tuple[str, Any]]:

@@ -30,7 +30,7 @@ from rlhfless_ray.learn.optimizer_state import (
     restore_moments,
     whole_weights,
 )
-from rlhfless_ray.learn.policy_model import in_wanted_dtype
+from rlhfless_ray.learn.policy_model import check_head, in_wanted_dtype
 from rlhfless_ray.learn.process_group import join_process_group
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.schedule import rate
@@ -205,6 +205,18 @@ class TrainerRank:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a part of the whole step's loss; the parts of all ranks add up."""
         self.engine.backward(loss * self.replicas, scale_wrt_gas=False)  # DeepSpeed averages gradients over them
+
+    @contextmanager
+    def checking_head(self, model: Any, *, maps: bool) -> Iterator[None]:
+        """Call `check_head`, before the block, or after it for a model that `open` divides there (ZeRO 3, see `load_model` for `maps`).
+
+        With shared sequences only tested families run.
+        """
+        if not maps:
+            check_head(model)
+        yield
+        if maps and self.sequences is None:
+            self.computed(lambda: check_head(model))
 
     def computed(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, a forward pass of parts of the model. ZeRO 3 gathers each layer while it computes."""

@@ -69,9 +69,9 @@ class GenerationRecipe(Recipe):
         tree: dict[str, Any] = {}
         if path is None:
             for override in overrides:
-                apply_override(tree, override)
+                apply_override(tree, override, cls)
         else:
-            tree = read_tree(Path(path), overrides)
+            tree = read_tree(Path(path), overrides, model=cls)
             name = re.sub(r"[^\w.-]+", "-", f"{Path(path).stem}-{name}").lstrip(".-")
         where = "recipe" if path is None else f"recipe {path}"
         recipe = cls.of(tree, name, where)

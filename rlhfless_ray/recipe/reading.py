@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from datetime import date
 from typing import Any
 
 import yaml
@@ -29,8 +30,8 @@ def read_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in a recipe's tree. Raises UserError."""
+def apply_override(tree: dict[str, Any], override: str, model: type[BaseModel] | None = None) -> None:
+    """Set one `section.key=value` in a recipe's tree. `model`: the recipe's, whose texts stay texts. Raises UserError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"override `{override}`: expected section.key=value, for example rollout.temperature=0.7")
@@ -38,9 +39,24 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = read_yaml(text)
     except yaml.YAMLError:
         raise UserError(f"override `{override}`: the value is not valid YAML") from None
+    if isinstance(value, bool | int | float | date) and model is not None and _is_text(model, key, value):
+        value = text.strip()  # a name such as `off` or `2024`
     if "#" in text and (value is None or isinstance(value, str)) and not text.lstrip().startswith(("'", '"')):
         value = text.strip()  # a command line has no comments, which YAML would cut off after ` #`
     set_key(tree, key, value if text != "" else "", f"override `{override}`")
+
+
+def _is_text(model: type[BaseModel], key: str, value: Any) -> bool:
+    """Return whether a key takes texts only, so that YAML's boolean, number or date is one.
+
+    A boolean is none where an empty text switches something off, as in `watch.mlflow=off`: that is a mistake to report.
+    """
+    *sections, name = key.split(".")
+    section = section_at(model, sections)
+    info = section.model_fields.get(name) if section is not None else None
+    if info is None or info.annotation is not str:
+        return False
+    return not isinstance(value, bool) or "name" in name or bool(info.default)
 
 
 def set_key(tree: dict[str, Any], key: str, value: Any, where: str) -> None:

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import yaml
-from pydantic import PrivateAttr, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.recipe.reading import apply_override, describe_mistake, drop_without_effect, read_yaml
 from rlhfless_ray.recipe.section import Section
 
 
-def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe") -> dict[str, Any]:
-    """Return a recipe's file as a nested dict with the overrides applied. Raises UserError, whose message begins with `kind`."""
+def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe", model: type[BaseModel] | None = None) -> dict[str, Any]:
+    """Return a recipe's file as a nested dict with the overrides applied, see `apply_override`.
+
+    Raises UserError, whose message begins with `kind`.
+    """
     if not path.is_file():
         raise UserError(f"{kind} {path}: " + (f"a folder; name the {kind}'s YAML file" if path.is_dir() else "no such file"))
     try:
@@ -29,7 +32,7 @@ def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe") -
     if _is_of_run(path):
         drop_without_effect(tree)
     for override in overrides:
-        apply_override(tree, override)
+        apply_override(tree, override, model)
     return tree
 
 
@@ -75,7 +78,7 @@ class RecipeFile(Section):
             ('quickstart', 0.7)
         """
         path = Path(path)
-        tree = read_tree(path, overrides, cls.kind)
+        tree = read_tree(path, overrides, cls.kind, cls)
         if "task" in tree and "task" not in cls.model_fields:
             raise UserError(f"{cls.kind} {path}: `task` makes it a supervised stage; run it with `rlhfless train`")
         run = tree.get("run")

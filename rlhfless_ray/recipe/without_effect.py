@@ -25,6 +25,7 @@ def _has_sink(recipe: Any) -> bool:
     return watch.tensorboard or watch.wandb != "off" or bool(watch.mlflow or watch.trackio) or watch.prometheus
 
 
+SCORING = "reward.contract reward.workers reward.timeout_s"
 COMMON = (
     Rule(
         "policy.hidden_size policy.layers policy.context_tokens warm_start.steps warm_start.batch_size warm_start.learning_rate",
@@ -66,7 +67,7 @@ OF_RUNS = (
         lambda r: not r.reward.model_path,
     ),
     Rule(
-        "reward.contract reward.workers reward.timeout_s",
+        SCORING,
         "the reward model of reward.model_path scores in reward.ranks processes, within reward.deadline_s",
         lambda r: bool(r.reward.model_path),
     ),
@@ -76,7 +77,7 @@ OF_RUNS = (
         "only reward.url and reward.model_path use it, and neither is set",
         lambda r: not r.reward.url and not r.reward.model_path,
     ),
-    Rule("reward.contract reward.workers reward.timeout_s", "the agent of agent.path gives the rewards", lambda r: bool(r.agent.path)),
+    Rule(SCORING, "the agent of agent.path gives the rewards", lambda r: bool(r.agent.path)),
     Rule("reward.overlong_feedback", "agent.path names no agent", lambda r: not r.agent.path),
     Rule(
         "algorithm.kl.estimator algorithm.kl.place algorithm.kl.limit algorithm.kl.unbiased_gradient",
@@ -102,7 +103,7 @@ OF_RUNS = (
         lambda r: not r.learns,
     ),
     Rule(
-        "reward.max_failed_share reward.workers reward.timeout_s reward.contract",
+        f"reward.max_failed_share {SCORING}",
         "nothing is scored: set reward.function, reward.url or reward.model_path",
         lambda r: not r.learns and not r.scores,
     ),

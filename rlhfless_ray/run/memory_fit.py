@@ -209,7 +209,7 @@ def _with_kv(recipe: Recipe, mb: int) -> Recipe:
 
 def _kv_sizes(recipe: Recipe, policy: Model, lengths: Lengths) -> tuple[int, int, int]:
     """Return sizes of an engine's KV cache in MB: for a whole step, for the choice of the other settings, and the least."""
-    prompts, evaluate = recipe.prompts, recipe.evaluate
+    evaluate = recipe.evaluate
     evaluated = min(evaluate.prompts * evaluate.samples_per_prompt, recipe.rollout.max_running)
     step = kv_mb(recipe, policy, _sequences_at_once(recipe), lengths)
     if not step:

@@ -13,7 +13,7 @@ from placement import memory, peak_memory
 from placement.drafting import MODEL_SEQUENCES
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.speculation import random_drafter_config
-from rlhfless_ray.weights.model_folder import WEIGHTS, stored_tensors
+from rlhfless_ray.weights.model_folder import WEIGHTS, check_sizes, stored_tensors
 from rlhfless_ray.weights.quantized_base import has_4_bits
 
 if TYPE_CHECKING:
@@ -41,13 +41,17 @@ class Model:
 
     @classmethod
     def of(cls, path: Path, key: str) -> Model | None:
-        """Read a folder's sizes. Returns None if they are unknown; loading the model reports what is wrong."""
+        """Read a folder's sizes. Returns None if they are unknown; loading the model reports what is wrong.
+
+        Raises UserError if config.json has sizes that no model can have.
+        """
         try:
             config = json.loads((path / "config.json").read_bytes())
         except (OSError, ValueError):
             return None
         if not isinstance(config, dict):
             return None
+        check_sizes(config, key)
         try:
             tensors = [(name, entry["shape"], entry["dtype"]) for name, entry in stored_tensors(path).items()]
             counts = [memory.header_parameters(tensors, head) if tensors else None for head in (True, False)]

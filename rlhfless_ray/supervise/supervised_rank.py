@@ -21,7 +21,6 @@ from rlhfless_ray.learn.policy_model import (
     TokenLogits,
     TokenLogprobs,
     TokenValues,
-    check_head,
     load_critic,
     load_model,
     scalar_config,
@@ -127,8 +126,6 @@ class SupervisedRank:
                 wrapped: Any = TokenValues(load_critic(folder, *options, maps=maps))
             else:
                 loaded = load_model(folder, policy.dtype, policy.trust_remote_code, maps=maps)
-                if not maps:
-                    check_head(loaded)
                 if self.task == "kd":
                     assert second is not None
                     teacher = load_model(second, policy.dtype, policy.trust_remote_code, "teacher.path").eval().requires_grad_(False)
@@ -137,18 +134,17 @@ class SupervisedRank:
                     wrapped = TokenDistillation(loaded, teacher.to(self.device))
                 else:
                     wrapped = TokenLogits(loaded, reward_tokens) if self.task == "prm" else TokenLogprobs(loaded)
-        self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)
-        self.trainer.slice_sequences(wrapped)
-        if needs_reference and (second is not None or not maps):
-            base = wrapped
-            if second is not None:
-                reference = load_model(second, policy.dtype, policy.trust_remote_code, "reference.path")
-                base = self.trainer.slice_sequences(TokenLogprobs(reference))
-            known = [self._reference_sums(base.to(self.device), examples) for examples in data]
-            del base
-        self.trainer.open(wrapped, state)
-        if maps and self.task != "rm" and self.trainer.sequences is None:  # as in `LearnerRank.open`
-            self.trainer.computed(lambda: check_head(wrapped.model))
+        with nullcontext() if self.task == "rm" else self.trainer.checking_head(wrapped.model, maps=maps):
+            self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)
+            self.trainer.slice_sequences(wrapped)
+            if needs_reference and (second is not None or not maps):
+                base = wrapped
+                if second is not None:
+                    reference = load_model(second, policy.dtype, policy.trust_remote_code, "reference.path")
+                    base = self.trainer.slice_sequences(TokenLogprobs(reference))
+                known = [self._reference_sums(base.to(self.device), examples) for examples in data]
+                del base
+            self.trainer.open(wrapped, state)
         if needs_reference and known is None:  # as its own reference, divided among the ranks
             self.trainer.engine.eval()
             known = [self._reference_sums(self.trainer.engine, examples) for examples in data]

@@ -70,7 +70,16 @@ def read_folder(path: Path, setting: str = "policy.path", needs_tokenizer: bool 
         raise UserError(f"{setting}: its config.json is not valid JSON") from None
     if not isinstance(config, dict):
         raise UserError(f"{setting}: its config.json is not a JSON object, so it names no model_type")
+    check_sizes(config, setting)
     return contents
+
+
+def check_sizes(config: Mapping[str, Any], setting: str) -> None:
+    """Raise UserError, which names `setting`, if a config.json has sizes that no model can have."""
+    from placement.config_sizes import wrong_size  # here, because engines' processes import this module without the planner
+
+    if wrong := wrong_size(config):
+        raise UserError(f"{setting}: its config.json describes no model: {wrong}; copy the whole model folder")
 
 
 def check_tokenizer(names: Iterable[str], path: Path, setting: str) -> None:

@@ -47,6 +47,8 @@ class Assembled(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         parts = self._parts[name]
         shape, dtype = parts[0].shape, parts[0].values.dtype
+        if other := next((part.shape for part in parts if part.shape != shape), None):
+            raise ValueError(f"{name}: one shard has a part of a tensor of shape {shape}, another of {other}")
         try:
             plan = pieces((0, math.prod(shape)), [(part.start, part.end) for part in parts])
         except ValueError as error:

@@ -40,6 +40,8 @@ def check_quantized(recipe: Recipe, config: Mapping[str, Any]) -> None:
         raise UserError(
             f"policy.path: its weights have 4 bits, which an adapter's base may have only with {' and '.join(missing)}; set that"
         )
+    if recipe.algorithm.has_critic and not recipe.critic.path:  # transformers would read the head from packed weights, too
+        raise UserError("critic.path: a critic cannot be made from a policy whose weights have 4 bits; set it to the unquantised model")
 
 
 def refuse_quantized(config: Mapping[str, Any], setting: str = "policy.path") -> None:

@@ -171,12 +171,17 @@ def cut_file(content: Content, rank: int, ranks: int) -> FileParts:
 
 
 def write_cuts(path: Path, header: bytes, cuts: Mapping[int, FileParts], ranks: int) -> None:
-    """Write a safetensors file of which only some ranks' parts are there. `cuts`: those of `cut_file`. The rest is holes."""
+    """Write a safetensors file of which only some ranks' parts are there. `cuts`: those of `cut_file`. The rest is holes.
+
+    Raises ValueError if a part has another size than the header says.
+    """
     with path.open("wb") as file:
         file.write(header)
         file.truncate(len(header) + max((end for *_, end in _cuts(header, ranks - 1, ranks)), default=0))
         for rank, content in cuts.items():
-            for (start, _), part in zip(_cuts(header, rank, ranks), content.parts, strict=True):
+            for (start, end), part in zip(_cuts(header, rank, ranks), content.parts, strict=True):
+                if part.nbytes != end - start:
+                    raise ValueError(f"{path.name}: a part of rank {rank} has {part.nbytes} bytes, where its header says {end - start}")
                 file.seek(len(header) + start)
                 file.write(part.data)
 

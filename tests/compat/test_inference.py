@@ -219,7 +219,7 @@ def test_the_same_command_again_keeps_rewards(tmp_path: Path, reward_model: Path
     part = tmp_path / "out.jsonl.part"
     part.write_bytes(part.read_bytes()[:-9])  # killed while it wrote the fourth
     again = run_batch(found).read_text()
-    assert asked == [2, 2, 1, 1, 1] and not part.exists()
+    assert asked == [2, 2, 1, 2, 1] and not part.exists(), "the torn batch is computed again as a whole"
     assert run_batch(found).read_text() == again and len(again.splitlines()) == 5
     assert asked[5:] == [2, 2, 1], "rewards of a command that came to its end were kept"
 

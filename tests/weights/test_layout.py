@@ -57,6 +57,9 @@ def test_a_missing_part_of_a_version_is_named_and_a_damaged_one_too() -> None:
     shards = [{"w": Part(array.shape, start, array.reshape(-1)[start : start + 4])} for start in (0, 4)]
     with pytest.raises(ValueError, match=r"^w: elements 4 to 8 are in no part"):
         Assembled(shards[:1])["w"]
+    turned = {"w": Part((4, 2), 4, shards[1]["w"].values)}
+    with pytest.raises(ValueError, match="w: one shard has a part of a tensor of shape"):
+        Assembled([shards[0], turned])["w"]
     published = {name: digest for shard in shards for name, digest in digests(shard).items()}
     assert list(published) == ["w[0:4]", "w[4:8]"] and digests_like({"w": array}, published) == published
     array[1, 0] = 7

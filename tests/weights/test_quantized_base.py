@@ -62,6 +62,13 @@ def test_other_settings_and_formats_are_refused(config: dict[str, Any], sections
         check_quantized(recipe(**sections), config)
 
 
+def test_a_critic_is_not_made_from_4_bits() -> None:
+    ppo = {"algorithm": {"advantage": {"estimator": "gae"}}, "lora": {"rank": 8}, "policy": {"dtype": "bfloat16"}}
+    with pytest.raises(UserError, match=r"^critic\.path: a critic cannot be made from a policy whose weights have 4 bits; set it"):
+        check_quantized(recipe(**ppo), of_compressed_tensors())
+    check_quantized(recipe(**ppo, critic={"path": "critic"}), of_compressed_tensors())
+
+
 def test_an_engine_needs_half_a_byte_for_each_weight_of_4_bits() -> None:
     config, run = of_compressed_tensors(), recipe(lora={"rank": 8}, policy={"dtype": "bfloat16"}, rollout={"kv_cache_mb": 80})
     sizes = [least_mb(run, {**section, **QWEN_05B}, 1_000_000_000, Lengths(8))["engines"] for section in (config, {})]

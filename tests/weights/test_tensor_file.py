@@ -124,3 +124,9 @@ def test_a_rank_s_parts_make_a_file_that_is_its_own_and_all_make_the_whole(named
                 size = found.element_size()
                 assert torch.equal(raw[start * size : end * size], wanted[start * size : end * size])
                 assert not raw[: start * size].any() and not raw[end * size :].any(), "a hole reads as zeros"
+
+
+def test_a_part_of_another_size_than_the_header_says_is_named(tmp_path: Path) -> None:
+    header = read_header_bytes(save_tensors({"w": torch.ones(8)}))
+    with pytest.raises(ValueError, match=r"^x\.safetensors: a part of rank 1 has 24 bytes, where its header says 16"):
+        write_cuts(tmp_path / "x.safetensors", header, {1: cut_file(save_tensors({"w": torch.ones(12)}), 1, 2)}, 2)

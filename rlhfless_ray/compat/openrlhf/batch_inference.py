@@ -171,7 +171,7 @@ def _rewarded(translation: InferenceTranslation, part: Path) -> list[dict[str, A
         trust_remote_code=True,
         setting="--pretrain",
     )
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.iterdir())]
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.iterdir()) if file.is_file()]
     decides = repr([settings["batch_inference.value_head"], settings["policy.dtype"], files])
     rewards = _rewards(scorer, [np.asarray(tokens[i]) for i in kept], part, decides)
     if not np.isfinite(rewards).all():
@@ -198,12 +198,17 @@ def _rewards(scorer: TextScorer, tokens: list[np.ndarray], part: Path, decides: 
         whole = part.read_bytes().rpartition(b"\n")[0]  # a kill may have cut off the last line
         os.truncate(part, len(whole) + 1 if whole else 0)
         known = dict(json.loads(line) for line in whole.splitlines())
-    if found := sum(key in known for key in keys):
-        print(f"[rlhfless] {found} of {len(keys)} rewards were computed before and are kept: {part}", flush=True)
-    for start in range(0, len(keys), REWARDS_AT_ONCE):  # in the same batches after a kill, because rounding depends on them
-        missing = [i for i in range(start, min(start + REWARDS_AT_ONCE, len(keys))) if keys[i] not in known]
-        new = scorer.rewards_of([tokens[i] for i in missing]) if missing else []
-        known |= {keys[i]: reward for i, reward in zip(missing, new, strict=True)}
-        if start + REWARDS_AT_ONCE < len(keys):
-            append(part, "".join(f"{json.dumps([keys[i], known[keys[i]]])}\n" for i in missing).encode())
+    first = {key: i for i, key in reversed(list(enumerate(keys)))}  # equal sequences are scored once
+    batches = [
+        [i for i in range(at, min(at + REWARDS_AT_ONCE, len(keys))) if first[keys[i]] == i] for at in range(0, len(keys), REWARDS_AT_ONCE)
+    ]
+    # rounding depends on the batch, so one of which a kill has left a part is computed again
+    missing = [batch for batch in batches if any(keys[i] not in known for i in batch)]
+    if found := len(first) - sum(map(len, missing)):
+        print(f"[rlhfless] {found} of {len(first)} rewards were computed before and are kept: {part}", flush=True)
+    for batch in missing:
+        rewards = scorer.rewards_of([tokens[i] for i in batch])
+        known |= {keys[i]: reward for i, reward in zip(batch, rewards, strict=True)}
+        if batch is not missing[-1]:
+            append(part, "".join(f"{json.dumps([keys[i], known[keys[i]]])}\n" for i in batch).encode())
     return [known[key] for key in keys]
