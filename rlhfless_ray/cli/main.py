@@ -50,8 +50,6 @@ def train(
     from rlhfless_ray.recipe.recipe_file import read_tree
 
     tree = read_tree(recipe, overrides or [])
-    if "stages" in tree:
-        raise UserError(f"recipe {recipe}: `stages` makes it a workflow; run it with `rlhfless workflow`")
     if "task" in tree:
         from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
         from rlhfless_ray.supervise.run_supervised import run_supervised

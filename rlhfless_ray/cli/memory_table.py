@@ -17,9 +17,11 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
 
     Prompts are not read: for predictions each counts as long as prompts.max_prompt_tokens allows.
     """
+    from rlhfless_ray.learn.model_checks import check_division
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.recipe.recipe_file import read_tree
-    from rlhfless_ray.run.memory_check import GPU, check, local_room
+    from rlhfless_ray.run.check_policy import check_policy
+    from rlhfless_ray.run.memory_check import GPU, check, check_slots, local_room
     from rlhfless_ray.run.memory_fit import AUTO_KEYS, fit
     from rlhfless_ray.run.memory_needs import Lengths, device_needs, gb, host_needs, models_of
     from rlhfless_ray.weights.load_policy import model_folder
@@ -36,6 +38,10 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
         read_folder(model_folder(recipe.policy.path, "policy.path"))  # says what is wrong with it
     if "policy" not in models:
         raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
+    check_policy(recipe, models["policy"].config)
+    of_reference, of_critic = (models[name].config if name in models else None for name in ("reference", "critic"))
+    check_division(recipe, models["policy"].config, of_reference, of_critic)
+    check_slots(recipe)
     room = local_room(recipe)
     least = device_needs(recipe, models) if room.resource == GPU else host_needs(recipe, models, room.has_driver)
     if not as_json:

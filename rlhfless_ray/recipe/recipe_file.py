@@ -14,6 +14,14 @@ from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.recipe.reading import apply_override, describe_mistake, drop_without_effect, read_yaml
 from rlhfless_ray.recipe.section import Section
 
+OTHER_KINDS = {
+    "task": ("supervised stage", "train"),
+    "stages": ("workflow", "workflow"),
+    "grid": ("sweep", "sweep"),
+    "runs": ("sweep", "sweep"),
+}
+"""Keys that only another kind of file has → that kind, and the command that runs it."""
+
 
 def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe", model: type[BaseModel] | None = None) -> dict[str, Any]:
     """Return a recipe's file as a nested dict with the overrides applied, see `apply_override`.
@@ -79,8 +87,9 @@ class RecipeFile(Section):
         """
         path = Path(path)
         tree = read_tree(path, overrides, cls.kind, cls)
-        if "task" in tree and "task" not in cls.model_fields:
-            raise UserError(f"{cls.kind} {path}: `task` makes it a supervised stage; run it with `rlhfless train`")
+        for key, (what, command) in OTHER_KINDS.items():
+            if key in tree and key not in cls.model_fields:
+                raise UserError(f"{cls.kind} {path}: `{key}` makes it a {what}; run it with `rlhfless {command}`")
         run = tree.get("run")
         if run is None or (isinstance(run, dict) and not run.get("name")):
             tree["run"] = {**(run or {}), "name": re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")}

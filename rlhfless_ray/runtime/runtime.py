@@ -33,7 +33,7 @@ from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.lease import Slot, most_instances, places
 from rlhfless_ray.functions.pool_client import PoolClient, join_pool
 from rlhfless_ray.learn.colocation import of_learner
-from rlhfless_ray.learn.model_checks import check_division, check_routers
+from rlhfless_ray.learn.model_checks import check_division
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
@@ -45,8 +45,9 @@ from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import check_references, dry_call
-from rlhfless_ray.rollout.engine_settings import check_heads, check_quantization
+from rlhfless_ray.rollout.engine_settings import check_quantization
 from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
+from rlhfless_ray.run.check_policy import check_policy
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
@@ -75,7 +76,7 @@ from rlhfless_ray.weights.load_policy import (
     text_config,
 )
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
-from rlhfless_ray.weights.quantized_base import check_quantized, refuse_quantized
+from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 from rlhfless_ray.weights.same_model import check_same_model
 
@@ -125,11 +126,9 @@ class Runtime(StepOperations):
         if recipe.policy.path and self.actor_classes().computes:
             check_family(self.files)
         check_engines(recipe, config_of(self.files), local_room(recipe).resource if starts_ray(recipe) else "")
-        check_quantized(recipe, config_of(self.files))
+        check_policy(recipe, config_of(self.files))
         check_adapter(recipe, self.files)
         check_kept_kv(recipe, self.files)
-        check_heads(recipe, config_of(self.files), "policy.path" if recipe.policy.path else "a policy made from scratch")
-        check_routers(recipe, config_of(self.files))
         self.critic_files = read_model(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
         if self.critic_files is not None:
             refuse_quantized(config_of(self.critic_files), "critic.path")
