@@ -287,6 +287,18 @@ def test_memory_of_a_recipe(tmp_path: Path, capsys) -> None:
         run(Path(__file__).parents[1] / "recipes" / "workflow.yaml", "--memory")
     with pytest.raises(UserError, match=r"policy\.path: nowhere is not a folder"):
         run(recipe, "--memory", "policy.path=nowhere")
+    for setting, word in (
+        ("rollout.tensor_parallel=3", "3 slots cannot share"),
+        ("rollout.quantization=fp8", "vLLM on CPU cannot quantise"),
+    ):
+        with pytest.raises(UserError, match=word):
+            run(recipe, "--memory", setting)
+    with pytest.raises(UserError, match="`grid` makes it a sweep; run it with `rlhfless sweep`"):
+        run(Path(__file__).parents[1] / "recipes" / "sweep.yaml", "--memory")
+    (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
+    with pytest.raises(UserError, match=r"^policy\.path: its config\.json describes no model: `num_attention_heads` must be a positive"):
+        run(recipe, "--memory")
+    (model / "config.json").write_text(json.dumps(config))
     run(recipe, "--memory", "rollout.kv_cache_mb=512")
     text = capsys.readouterr().out
     assert "494 M parameters in bfloat16" in text and "1.5 GB" in text and "every need fits this machine" in text
