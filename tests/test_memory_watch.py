@@ -70,4 +70,4 @@ def test_least_memory_is_that_of_the_plan() -> None:
     )
     found = least_mb(recipe, {"num_hidden_layers": 24, "hidden_size": 896}, 494_000_000, Lengths())
     assert found["learner"] == pytest.approx(494 * 18, rel=1e-3), "weights 2, float32 weights 4, moments 8, gradients 4 bytes"
-    assert found["engines"] == pytest.approx(494 * 2 + recipe.rollout.kv_cache_mb * 1.048576)
+    assert found["engines"] == pytest.approx(494 * 2 + recipe.rollout.engine_kv_mb * 1.048576)
