@@ -388,21 +388,24 @@ class PoolState:
 
         `above`: slots above its target. `waiting`: slots that each of them lacks. A learner waits for the node of its state, on GPU for its
         device, and engines may wait for a label. The run also gives back a device below its target, because it can use any other one
-        instead, unless its own learner returns to it.
+        instead, unless its own learner returns to it. Of other slots, those where engines of the waiting runs are parked are named alone if
+        they are enough.
         """
-        held, needed, usable, count = [slot for slot in self.slots.values() if slot.holder == run], set[str](), set[str](), 0
+        held, count = [slot for slot in self.slots.values() if slot.holder == run], 0
+        needed, usable, warm = set[str](), set[str](), set[str]()
         for name, missing in waiting.items():
             asked = {(one.node, one.device, *one.labels.items()): one for one in self._asked(name)}.values()
             fitting = [slot for slot in held if any(self._fits(one, slot) for one in asked)]
             count += min(missing, len(fitting))
             usable |= {slot.request for slot in fitting}
+            warm |= {slot.request for slot in fitting if _place(slot) in self.runs[name].warm}
             bound = [one for one in asked if one.device is not None]
             foreign = [slot for slot in fitting if (slot.node, slot.device) not in self.runs[run].homes]
             needed |= {slot.request for slot in foreign if any(self._fits(one, slot) for one in bound)}
         surplus = max(0, min(above, count))
         if len(needed) > surplus:
             return len(needed), tuple(sorted(needed))
-        return surplus, tuple(sorted(usable)) if surplus else ()
+        return surplus, tuple(sorted(warm if len(warm) >= surplus else usable)) if surplus else ()
 
     def _asked(self, run: str) -> list[SlotRequest]:
         """Return the requests of a run, or the one that it withdrew last."""

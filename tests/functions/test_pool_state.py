@@ -412,6 +412,22 @@ def test_a_run_gets_the_devices_of_its_parked_processes():
     assert state.view("x", 1.0).warm_free == 2 and state.view("y", 1.0).warm_free == 0
 
 
+def test_a_run_gives_back_the_devices_of_the_waiting_runs_processes():
+    state = pool(4)
+    for name in ("x", "y"):
+        state.join(RunInfo(name), 0.0)
+        state.bid(Bid(name, (1, 4), (0.0, 9.0)), 0.0)
+    held = ask(state, "x", 4, 0.0)
+    state.match(0.0)
+    ask(state, "y", 1, 1.0)
+    assert state.view("x", 1.0).surplus == 1 and state.view("x", 1.0).surplus_leases == tuple(held)
+    state.runs["y"].warm = frozenset({("a", "2")})
+    assert state.view("x", 1.0).surplus_leases == (held[2],)
+    ask(state, "y", 1, 1.0, start=1)
+    state.bid(Bid("y", (1, 2), (0.0, 99.0)), 1.0)
+    assert state.view("x", 1.0).surplus == 2 and state.view("x", 1.0).surplus_leases == tuple(held), "one device is not enough"
+
+
 def test_two_learners_with_one_device_do_not_ask_each_other_for_it_below_their_targets():
     state = pool(2)
     for name in ("x", "y"):
