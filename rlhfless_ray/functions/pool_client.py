@@ -194,8 +194,10 @@ class PoolClient:
             try:
                 refused, _ = ray.get(self.handle.join.remote(self.info, self.slots.session, [], messages=MESSAGES), timeout=START_S)
                 break
-            except TypeError:  # a pool of the first version has no such parameter
-                refused = OTHER_VERSION
+            except TypeError as error:
+                if "messages" not in str(error):
+                    raise
+                refused = OTHER_VERSION  # a pool of the first version has no such parameter
                 break
             except (RayActorError, GetTimeoutError) as error:  # it ended with the last run before
                 STOP.check()

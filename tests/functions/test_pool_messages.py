@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ray.exceptions import RayActorError
 
 from placement.market import Bid
-from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
@@ -424,3 +425,11 @@ def test_a_run_of_another_version_is_refused_in_a_sentence() -> None:
     pool = object.__new__(SlotPool)
     refused, _ = asyncio.run(pool.join(RunInfo("x"), "session", []))
     assert "another version of rlhfless-ray" in refused
+
+    def join(*_: Any, **messages: int) -> None:
+        raise TypeError(f"got an unexpected keyword argument {next(iter(messages))!r}")  # as Ray says of a pool of the first version
+
+    run = object.__new__(PoolClient)
+    run.info, run.slots, run.handle = RunInfo("x"), RunSlots("x"), SimpleNamespace(join=SimpleNamespace(remote=join))
+    with pytest.raises(UserError, match="another version of rlhfless-ray"):
+        run._join_first()
