@@ -32,6 +32,7 @@ from benchmarks.simulated.lag_bounds import BOUNDS, measure_lags
 from benchmarks.simulator_page import write_page
 from placement.simulate import POLICIES, Setting, SimulatedRun, named, names, simulate
 from placement.simulate.one_step_off import NOT_BUILT
+from placement.simulate.partial_policies import AHEAD
 
 CHEAPER = 0.5  # the second point: the settings' own `prefer`
 PREFER = 0.75  # where every policy that has a knob is run: the paper claims speed first, then cost
@@ -217,7 +218,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="some parts, in this order")
     parser.add_argument("--settings", nargs="*", choices=PAPER, default=None, help="some of the paper's settings")
-    some = [*POLICIES, "april", NOT_BUILT]
+    some = [*POLICIES, "april", AHEAD, NOT_BUILT]
     parser.add_argument("--policies", nargs="*", choices=some, default=[], help="these alone: the others' rows stay")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "cluster.png")
     options = parser.parse_args()

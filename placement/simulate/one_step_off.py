@@ -56,7 +56,7 @@ def ours_one_step_off(times: PhaseTimes, given: StepInput, planner: Planner) -> 
 
     Raises ValueError if the training state leaves no device for an engine.
     """
-    return _planned(times, given, planner, "ours", as_built, _candidates(times))
+    return _planned(times, given, planner, "ours", as_built, candidates_beside(times))
 
 
 def ours_beside(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
@@ -67,7 +67,7 @@ def ours_beside(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRu
 
     Raises ValueError if the training state leaves no device for an engine.
     """
-    tried = _candidates(times)
+    tried = candidates_beside(times)
     tried += [replace(k, awake=True) for k in tried if k.prefer == max(PREFERS)]
     return _planned(times, given, planner, NOT_BUILT, all_beside, tried)
 
@@ -81,17 +81,14 @@ def _planned(times: PhaseTimes, given: StepInput, planner: Planner, name: str, s
     def trial(rollout: str) -> Trial:
         return lambda view, plan: step(times, view, plan, rollout)
 
-    plan = planner.search(name, trial("ours"), trial(ROUGH_POLICY), tried, partial(_neighbours, times))
+    plan = planner.search(name, trial("ours"), trial(ROUGH_POLICY), tried, partial(neighbours_beside, times))
     return replace(step(times, given, plan, "ours"), policy=name, planned=planner.expected)
 
 
 def as_built(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollout: str) -> StepRun:
     times = times.at(plan.width).learner(hosted=plan.hosted)
-    m, tokens, w = plan.late, given.learned_tokens, times.width
-    update = times.learn_s(tokens, m) / times.models
-    before = times.prepare_s(tokens, m) + (times.models - 1) * update
-    if not times.ppo:  # the update itself computes the policy's log-probabilities, unless its rewards need them
-        before, update = before - times.trainer.forward_s(tokens, m), update + times.trainer.forward_s(tokens, m)
+    m, w = plan.late, times.width
+    before, update = learning_s(times, given.learned_tokens, m)
     begin = times.state_s(m) + before
     run = roll_out(times, given, rollout, engines=plan.engines, prefer=plan.prefer, transfer_s=times.broadcast_s)
     rollout_end = begin + run.end_s
@@ -107,6 +104,16 @@ def as_built(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollou
     return StepRun("ours", end, busy, rollout_end, run.result.moves, holds, _reason(plan), lag=LAG)
 
 
+def learning_s(times: PhaseTimes, tokens: float, m: int) -> tuple[float, float]:
+    """Return the seconds that the runtime's learner works before the rollout beside it begins, and those of the update beside it."""
+    update = times.learn_s(tokens, m) / times.models
+    before = times.prepare_s(tokens, m) + (times.models - 1) * update
+    if times.ppo:  # its rewards need the policy's log-probabilities
+        return before, update
+    forward = times.trainer.forward_s(tokens, m)  # which the update itself computes
+    return before - forward, update + forward
+
+
 def all_beside(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, rollout: str) -> StepRun:
     times = times.at(plan.width).learner(hosted=plan.hosted)
     m, tokens, w, sent = plan.late, given.learned_tokens, times.width, times.broadcast_s
@@ -120,10 +127,10 @@ def all_beside(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, roll
     return StepRun(NOT_BUILT, end, busy, run.end_s, run.result.moves, holds, f"not built: {_reason(plan)}", lag=LAG)
 
 
-def _candidates(times: PhaseTimes) -> list[StepPlanSettings]:
+def candidates_beside(times: PhaseTimes) -> list[StepPlanSettings]:
     """Return the plans where the search begins, at every width: learner sizes, shares of the engines left, and `prefer`."""
     if times.wider:
-        return [replace(k, width=t.width) for t in times.widths for k in _candidates(t)]
+        return [replace(k, width=t.width) for t in times.widths for k in candidates_beside(t)]
     d, w = times.devices, times.width
     found = [
         StepPlanSettings(max(1, round(share * ((d - m) // w))), prefer, 0, m)
@@ -135,7 +142,7 @@ def _candidates(times: PhaseTimes) -> list[StepPlanSettings]:
     return [k for k in dict.fromkeys(found) if times.learner(hosted=k.hosted).fits(k.late)]
 
 
-def _neighbours(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettings]:
+def neighbours_beside(times: PhaseTimes, plan: StepPlanSettings) -> list[StepPlanSettings]:
     """Return plans with one thing changed: the learner's size, the number of engines, `prefer`, or the optimizer's place."""
     t = times.at(plan.width)
     d, w = t.devices, t.width

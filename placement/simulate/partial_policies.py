@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from placement.simulate.ahead import ahead, candidates_ahead, neighbours_ahead, starts_ahead
 from placement.simulate.elastic_policy import ROUGH_POLICY, elastic
 from placement.simulate.one_step_off import NOT_BUILT, splits
 from placement.simulate.partial_rollout import Generation, InFlight
@@ -16,10 +17,26 @@ from placement.simulate.plan_search import Planner
 from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, all_phases, describe_split, separate_holds
 
 MORE = (0.125, 0.25, 0.375, 0.5)  # shares of a step's groups that are begun beyond those it trains
+AHEAD = "ours (ahead)"  # name of partial rollouts that begin beside the update
 TRIED = 3  # steps of the pipeline that such a share is tried on, once the pipeline is full
 
 Policy = Callable[[PhaseTimes, StepInput, Planner], StepRun]
 Steps = Callable[[PhaseTimes, StepInput, StepPlanSettings, Generation, float, str], StepRun]
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The plans of a search in each step. begin: where it begins. near: the plans next to one."""
+
+    begin: Callable[[PhaseTimes], list[StepPlanSettings]]
+    near: Callable[[PhaseTimes, StepPlanSettings], list[StepPlanSettings]]
+
+    @classmethod
+    def of(cls, allowed: Callable[[StepPlanSettings], bool]) -> SearchSpace:
+        """Return the plans in which a rollout and the learner take turns, and those with a learner beside the tail."""
+        return cls(
+            lambda times: list(filter(allowed, candidates(times))), lambda times, plan: list(filter(allowed, neighbours(times, plan)))
+        )
 
 
 class Partial:
@@ -35,14 +52,23 @@ class Partial:
         steps: Steps,
         plans: Callable[[PhaseTimes], list[StepPlanSettings]],
         ahead: int = 0,
-        searched: Callable[[StepPlanSettings], bool] | None = None,
+        space: SearchSpace | None = None,
+        versions_in_step: int = 1,
     ) -> None:
         """plans: candidates for the plan and for the share of groups begun beyond the quota. The best pair is used in every step.
 
-        ahead: 1 if a rollout works beside the update of the batch before it, which makes every token one version older.
-        searched: which plans a search in each step may take; it replaces the fixed plan. None: no search.
+        ahead: 1 if a rollout works beside the update of the batch before it, which makes its tokens one version older.
+        space: plans that a search in each step may take; it replaces the fixed plan. None: no search. versions_in_step: of
+        the weights that a step's rollout may use.
         """
-        self.name, self.steps, self.plans, self.ahead, self.searched = name, steps, plans, ahead, searched
+        self.name, self.steps, self.plans, self.ahead, self.space, self.versions_in_step = (
+            name,
+            steps,
+            plans,
+            ahead,
+            space,
+            versions_in_step,
+        )
         self.chosen: tuple[StepPlanSettings, float] | None = None
         self.state: InFlight | None = None
         self.learned = 0.0
@@ -55,8 +81,8 @@ class Partial:
         state = self.state.begin(given)
         view = state.step_input(given, times.setting.response_limit)
         plan, generation = self.chosen[0], Generation(state)
-        if self.searched:
-            plan = self._search(times, view, planner, Generation(state), self.searched)
+        if self.space is not None:
+            plan = self._search(times, view, planner, Generation(state), self.space)
         done = self.steps(times, view, plan, generation, self.learned, "ours")
         return self._commit(done, generation, planner)
 
@@ -64,25 +90,20 @@ class Partial:
         run = generation.last
         assert run is not None and run.trained is not None
         self.state, self.learned = run.after, float(run.trained.tokens.sum())
-        expected = planner.expected if self.searched else None
+        expected = planner.expected if self.space is not None else None
         more = f"{self.chosen[1]:.0%} more groups begun; " if self.chosen and self.chosen[1] else ""
         built = "not built: " * (self.name == NOT_BUILT)
-        lag = (*[0.0] * self.ahead, *run.lag)
+        lag = (*[0.0] * (self.ahead + 1 - self.versions_in_step), *run.lag)
         return replace(done, policy=self.name, lag=lag, reason=f"{built}partial rollouts: {more}{done.reason}", planned=expected)
 
-    def _search(
-        self, times: PhaseTimes, view: StepInput, planner: Planner, generation: Generation, allowed: Callable[[StepPlanSettings], bool]
-    ) -> StepPlanSettings:
+    def _search(self, times: PhaseTimes, view: StepInput, planner: Planner, generation: Generation, space: SearchSpace) -> StepPlanSettings:
         """Return the plan of a step, from scenarios of what is in flight."""
 
         def trial(rollout: str) -> Callable[[StepInput, StepPlanSettings], StepRun]:
-            return lambda seen, plan: self.steps(times, seen, plan, generation, 0.0, rollout)
-
-        def near(plan: StepPlanSettings) -> list[StepPlanSettings]:
-            return list(filter(allowed, neighbours(times, plan)))
+            return lambda seen, plan: self.steps(times, seen, plan, generation, self.learned, rollout)
 
         given, planner.given = planner.given, view
-        plan = planner.search(self.name, trial("ours"), trial(ROUGH_POLICY), list(filter(allowed, candidates(times))), near)
+        plan = planner.search(self.name, trial("ours"), trial(ROUGH_POLICY), space.begin(times), lambda plan: space.near(times, plan))
         planner.given = given
         return plan
 
@@ -94,7 +115,7 @@ class Partial:
         plans = self.plans(times)
         shares = MORE if self._rollouts(times) else (0.0,)
         base = planner.reference(planner.views()[0])
-        prefer = planner.prefer if self.searched else 1.0
+        prefer = planner.prefer if self.space is not None else 1.0
 
         def score(option: tuple[StepPlanSettings, float]) -> float:
             _, _, done = self._filled(times, given, *option, more_steps=TRIED)
@@ -110,7 +131,8 @@ class Partial:
 
         Returns what is in flight then, the tokens of the last batch, and the steps.
         """
-        state, done = InFlight.empty(given, self._rollouts(times)), []
+        outlives = self._rollouts(times)
+        state, done = InFlight.empty(given, outlives, outlives + self.versions_in_step), []
         learned = float(given.scenarios.mean(1).sum() + given.prompts.sum())
         for k in range(self._rollouts(times) + 1 + more_steps):
             drawn = replace(given, lengths=given.scenarios[:, k % given.scenarios.shape[1]], is_trial=True, cache={})
@@ -201,11 +223,14 @@ def partial_policies() -> dict[str, Policy]:
     (arXiv 2505.24298), ROLL Flash (arXiv 2510.11345) and verl's fully asynchronous trainer. `april` holds all devices
     for one phase after the other, and ends the rollout when a batch is complete (arXiv 2509.18521). Ours gives devices
     back, and lets a learner work on complete groups beside the tail. As the runtime does it, the learner keeps its size,
-    and its gradients wait for the last response with PPO. What is not built lifts both limits.
+    and its gradients wait for the last response with PPO. What is not built lifts both limits. `ours (ahead)` begins
+    rollouts beside the update instead, as the runtime does with `rollout.ahead`.
     """
+    beside = SearchSpace(candidates_ahead, neighbours_ahead)
     return {
         "fixed": Partial("fixed", _separate, splits, ahead=1),
         "april": Partial("april", _april, _whole),
-        "ours": Partial("ours", _as_built, _either, searched=_is_built),
-        NOT_BUILT: Partial(NOT_BUILT, _ours, lambda times: _whole(times) + _halves(times), searched=lambda plan: True),
+        "ours": Partial("ours", _as_built, _either, space=SearchSpace.of(_is_built)),
+        AHEAD: Partial(AHEAD, ahead, starts_ahead, ahead=1, space=beside, versions_in_step=2),
+        NOT_BUILT: Partial(NOT_BUILT, _ours, lambda times: _whole(times) + _halves(times), space=SearchSpace.of(lambda plan: True)),
     }

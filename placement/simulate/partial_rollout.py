@@ -23,8 +23,9 @@ class InFlight:
     """The responses of groups that are not trained yet, also those that have ended. Arrays have one row per response.
 
     lengths (n,): true tokens of the whole response. prompts (n,): prompt tokens. group (n,): number of the prompt.
-    scenarios (n, S): forecast before the first token. drawn (n, K): tokens by rollout, the latest first; K is one more
-    than the rollouts that a response may outlive. age (n,): rollouts since the group was begun. quota: groups to train.
+    scenarios (n, S): forecast before the first token. drawn (n, K): tokens by the weight version that drew them, the
+    latest first. age (n,): steps since the group was begun. quota: groups to train. outlives: steps that a response may
+    outlive.
     """
 
     lengths: np.ndarray
@@ -34,13 +35,14 @@ class InFlight:
     drawn: np.ndarray
     age: np.ndarray
     quota: int
+    outlives: int
 
     @classmethod
-    def empty(cls, given: StepInput, rollouts: int) -> InFlight:
-        """Return the state before the first group. rollouts: that a response may outlive."""
+    def empty(cls, given: StepInput, outlives: int, versions: int) -> InFlight:
+        """Return the state before the first group. versions: of the weights that may draw tokens of one response."""
         none, whole = np.zeros(0), np.zeros(0, int)
-        scenarios, drawn = np.zeros((0, given.scenarios.shape[1])), np.zeros((0, rollouts + 1))
-        return cls(none, none, whole, scenarios, drawn, whole, len(np.unique(given.group)))
+        scenarios, drawn = np.zeros((0, given.scenarios.shape[1])), np.zeros((0, versions))
+        return cls(none, none, whole, scenarios, drawn, whole, len(np.unique(given.group)), outlives)
 
     def begin(self, given: StepInput, groups: int | None = None) -> InFlight:
         """Add the groups of a step, or its first ones."""
@@ -78,9 +80,25 @@ class InFlight:
             cache={},
         )
 
+    def seen(self, given: StepInput) -> InFlight:
+        """Return the same with the lengths that `given` has for the live responses, which may be those of a scenario."""
+        lengths, live = self.lengths.copy(), self.live
+        lengths[live] = self.generated[live] + given.lengths
+        return replace(self, lengths=lengths)
+
+    def with_tokens(self, made: np.ndarray) -> InFlight:
+        """Return the same after the live responses got `made` more tokens from the newest version."""
+        drawn = self.drawn.copy()
+        drawn[self.live, 0] += made
+        return replace(self, drawn=drawn)
+
+    def with_version(self) -> InFlight:
+        """Return the same under a newer version, of which no token is drawn yet."""
+        return replace(self, drawn=np.c_[np.zeros(len(self.drawn)), self.drawn[:, :-1]])
+
     def must_end(self) -> np.ndarray:
-        """(groups,) numbers of the groups that may not outlive another rollout."""
-        return np.unique(self.group[self.age >= self.drawn.shape[1] - 1])
+        """(groups,) numbers of the groups that may not outlive another step."""
+        return np.unique(self.group[self.age >= self.outlives])
 
 
 def _remaining(scenarios: np.ndarray, made: np.ndarray, limit: int) -> np.ndarray:
@@ -96,11 +114,13 @@ def _remaining(scenarios: np.ndarray, made: np.ndarray, limit: int) -> np.ndarra
 class PartialRollout(SimulatedRollout):
     """A rollout that ended early. after: the responses in flight at its end.
 
-    lag: share of the batch's tokens by the rollout that drew them, the latest first.
+    lag: share of the batch's tokens by the version that drew them, the latest first. rest: what is left of its input if
+    it ended before the batch was complete; it has no batch then.
     """
 
     after: InFlight | None = None
     lag: tuple[float, ...] = (1.0,)
+    rest: StepInput | None = None
 
 
 class Generation:
@@ -123,26 +143,33 @@ class Generation:
         wake_s: float | None = None,
         narrowing: Narrowing | None = None,
         least_s: float = 0.0,
+        until_s: float = np.inf,
     ) -> PartialRollout:
-        """Simulate the rollout, as `roll_out` does. least_s: go on at least until then, if there is something to generate.
+        """Simulate the rollout, as `roll_out` does, under a new version of the weights.
 
-        given: the live responses, as `InFlight.step_input` makes them, or a scenario of them.
+        given: the live responses, as `InFlight.step_input` makes them, or a scenario of them. least_s: go on at least
+        until then, if there is something to generate. until_s: an update ends then. The rollout works beside it, so it
+        has the version of the rollout before it, and ends then even if the batch is not complete.
         """
         start = start_up_s(times, transfer_s, wake_s)
-        key = (policy, times.width, engines, prefer, capacity, start, narrowing, least_s)
+        key = (policy, times.width, engines, prefer, capacity, start, narrowing, least_s, until_s)
         if key not in given.cache:
             job = rollout_job(times, given, given.scenarios, engines, prefer, start, capacity)
-            given.cache[key] = self._made(times, given, job, Narrowed(policy, job, narrowing), start, least_s)
+            given.cache[key] = self._made(times, given, job, Narrowed(policy, job, narrowing), start, (least_s, until_s))
         found = given.cache[key]
         assert isinstance(found, PartialRollout)
         self.last = found
         return found
 
     def _made(
-        self, times: PhaseTimes, given: StepInput, job: RolloutJob, policy: Narrowed, start_s: float, least_s: float
+        self, times: PhaseTimes, given: StepInput, job: RolloutJob, policy: Narrowed, start_s: float, within_s: tuple[float, float]
     ) -> PartialRollout:
-        state, live = self.state, self.state.live
-        prefill = times.prefill_s(self._prefilled(given), job.max_actors)
+        least_s, until_s = within_s
+        beside = until_s < np.inf
+        state, live = self.state.seen(given), self.state.live
+        if not beside:
+            state = state.with_version()
+        prefill = min(times.prefill_s(self._prefilled(given), job.max_actors), until_s)
         numbers, at = np.unique(state.group, return_inverse=True)
         must = np.isin(numbers, state.must_end())
 
@@ -153,31 +180,39 @@ class Generation:
             np.maximum.at(all_s, at, each)
             return all_s
 
+        def batch_s(all_s: np.ndarray) -> float:
+            """When the batch is complete, from when each group is."""
+            return max(float(all_s[must].max(initial=0.0)), float(np.sort(all_s)[state.quota - 1]))
+
         def enough(finish_s: np.ndarray) -> float:
-            all_s = completed(finish_s)
-            return max(float(all_s[must].max(initial=0.0)), float(np.sort(all_s)[state.quota - 1]), least_s - prefill)
+            return min(max(batch_s(completed(finish_s)), least_s - prefill), until_s - prefill)
 
         result, generated = run_until(given.lengths, job, policy, enough)
         all_s = completed(np.where(generated >= given.lengths - 1e-6, result.finish_s, np.nan))
+        leases = after_prefill(result.leases, prefill)
+        state = state.with_tokens(generated)
+        if batch_s(all_s) == np.inf:
+            rest = _rest(given, generated, self.state.generated[live], times.setting.response_limit)
+            return PartialRollout(result, prefill, start_s, leases, None, state, (), rest)
+        if beside:  # it is trained under the update's version
+            state = state.with_version()
         order = np.lexsort((all_s, ~must))
         batch = np.isin(at, order[: state.quota])
-        new = np.zeros(len(state.lengths))
-        new[live] = generated
-        drawn = np.c_[new, state.drawn[:, :-1]]
-        whole = state.lengths.copy()
-        whole[live] = state.generated[live] + given.lengths  # a scenario's, if it is one
         finish = all_s[at]  # of its group: before that, it is not certain that the step trains the response
         trained = replace(
-            given, lengths=whole[batch], prompts=state.prompts[batch], group=np.unique(state.group[batch], return_inverse=True)[1], cache={}
+            given,
+            lengths=state.lengths[batch],
+            prompts=state.prompts[batch],
+            group=np.unique(state.group[batch], return_inverse=True)[1],
+            cache={},
         )
         kept = replace(
             state,
-            **{name: getattr(state, name)[~batch] for name in ("lengths", "prompts", "group", "scenarios")},
-            drawn=drawn[~batch],
+            **{name: getattr(state, name)[~batch] for name in ("prompts", "group", "scenarios", "drawn")},
+            lengths=self.state.lengths[~batch],
             age=state.age[~batch] + 1,
         )
-        by_lag = drawn[batch].sum(0) / drawn[batch].sum()
-        leases = after_prefill(result.leases, prefill)
+        by_lag = state.drawn[batch].sum(0) / state.drawn[batch].sum()
         return PartialRollout(
             replace(result, finish_s=finish[batch]), prefill, start_s, leases, trained, kept, tuple(float(share) for share in by_lag)
         )
@@ -190,6 +225,20 @@ class Generation:
         begun = self.state.generated[self.state.live] > 0
         first = np.unique(given.group[~begun], return_index=True)[1]
         return float(given.prompts[begun].sum() + given.prompts[~begun][first].sum())
+
+
+def _rest(given: StepInput, made: np.ndarray, before: np.ndarray, limit: int) -> StepInput:
+    """Return what is left of a rollout's input after `made` (n,) tokens. before: (n,) tokens from earlier rollouts."""
+    live = made < given.lengths - 1e-6
+    scenarios, total = (given.scenarios + before[:, None])[live], (before + made)[live]
+    return replace(
+        given,
+        lengths=(given.lengths - made)[live],
+        prompts=(given.prompts + made)[live],
+        group=given.group[live],
+        scenarios=_remaining(scenarios, total, limit),
+        cache={},
+    )
 
 
 def run_until(lengths: np.ndarray, job: RolloutJob, policy: Narrowed, enough: Callable[[np.ndarray], float]) -> tuple[Result, np.ndarray]:

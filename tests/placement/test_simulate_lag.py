@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from placement.simulate import POLICIES, PhaseTimes, Setting, StepPlanSettings, parse, policies_of, simulate
+from placement.simulate.ahead import ahead
 from placement.simulate.one_step_off import NOT_BUILT, all_beside, as_built, fixed_split
 from placement.simulate.partial_rollout import Generation, InFlight
 from placement.simulate.simulate_run import workload_of
@@ -141,11 +142,38 @@ def test_partial_rollouts_keep_the_bound_and_bill_what_they_hold(lag: int) -> No
             assert ("not built" in step.reason) == (name == NOT_BUILT), name
 
 
-def test_a_group_that_may_not_outlive_another_rollout_is_waited_for() -> None:
+def test_a_rollout_beside_the_update_continues_under_its_weights() -> None:
+    """One response: its first tokens are one version old, and its context is computed again when the update ends."""
+    times = PhaseTimes.from_setting(small())
+    given = StepInput(np.array([400.0]), np.array([10.0]), np.zeros(1, int), np.full((1, 4), 400.0))
+    state = InFlight.empty(given, 0, 2).begin(given)
+    generation = Generation(state)
+    done = ahead(times, given, StepPlanSettings(1, 1.0, 0, 4), generation, 40_000.0, "fixed")
+    update = times.trainer.forward_s(40_000, 4) + times.learn_s(40_000, 4)
+    begin = times.state_s(4) + times.trainer.forward_s(40_000, 4)
+    old = 400 * generation.last.lag[1]
+    assert 0 < old < 400 and generation.last.trained.lengths == pytest.approx([400.0])
+    beside = times.wake_s + times.broadcast_s + times.prefill_s(10, 1) + times.speed.rollout_s(np.array([old]), np.array([10.0]))
+    after = times.broadcast_s + times.prefill_s(10 + old, 1) + times.speed.rollout_s(np.array([400 - old]), np.array([10.0 + old]))
+    assert beside == pytest.approx(update) and done.time_s == pytest.approx(begin + update + after)
+    wide = ahead(times, given, StepPlanSettings(times.engines, 1.0, 0, times.devices - 1), Generation(state), 40_000.0, "fixed")
+    assert wide.most_devices <= times.devices, "engines on the learner's devices wait until its state has left"
+
+
+def test_a_rollout_that_ends_beside_the_update_waits_for_it() -> None:
+    times, given = one_response(small())
+    generation = Generation(InFlight.empty(given, 0, 2).begin(given))
+    done = ahead(times, generation.state.step_input(given, 2048), StepPlanSettings(1, 1.0, 0, 4), generation, 1e6, "fixed")
+    update = times.trainer.forward_s(1e6, 4) + times.learn_s(1e6, 4)
+    assert generation.last.lag == pytest.approx((0.0, 1.0)) and len(generation.last.after.lengths) == 0
+    assert done.time_s == pytest.approx(2 * times.state_s(4) + times.trainer.forward_s(1e6, 4) + update)
+
+
+def test_a_group_that_may_not_outlive_another_step_is_waited_for() -> None:
     """Two groups of one response: the batch is one of them. The long one, begun before, is trained though the short one ends first."""
     times = PhaseTimes.from_setting(small())
     long, short = (StepInput(np.array([x]), np.array([10.0]), np.zeros(1, int), np.full((1, 4), x)) for x in (400.0, 50.0))
-    state = InFlight.empty(short, 1).begin(long)
+    state = InFlight.empty(short, 1, 2).begin(long)
     state = replace(state, drawn=np.array([[100.0, 0.0]]), age=np.array([1])).begin(short)
     generation = Generation(state)
     run = generation(times, state.step_input(short, 2048), "fixed", engines=2, prefer=1.0, wake_s=0.0, transfer_s=0.0)
