@@ -33,12 +33,12 @@ class WeightTiming:
     """
 
     def __init__(
-        self, autoscaler: Autoscaler, update: Pending[Any], stale_cost: float, most_engines: int, learner_slots: int, can_wait: bool
+        self, autoscaler: Autoscaler, update: Pending[Any], stale_cost: float | None, most_engines: int, learner_slots: int, can_wait: bool
     ) -> None:
         """Configure the decisions.
 
         Args:
-            stale_cost: measured loss of learning value per version; 0 before the first measurement.
+            stale_cost: loss of learning value per version. None: it was not measured yet.
             most_engines: maximum number of engines after the update.
             learner_slots: slots that the learner holds until then.
             can_wait: whether engines may go on under the old weights. Otherwise they take the new ones as soon as the update is done.
@@ -71,7 +71,8 @@ class WeightTiming:
         autoscaler = self.autoscaler
         if not self.can_wait or STOP.number is not None or self.update.has_failed():
             return TakeWeights(0.0, False, "")
-        if not (autoscaler.terms.pause.records and autoscaler.engines.fit.records and self.stale_cost and autoscaler.step_s):
+        is_measured = autoscaler.terms.pause.records and autoscaler.engines.fit.records and autoscaler.step_s
+        if self.stale_cost is None or not is_measured:
             return TakeWeights(0.0, False, "new weights now: the price of a pause or of old tokens is not measured yet")
         recipe, width = autoscaler.recipe, autoscaler.engines.width
         costs = PauseCosts(

@@ -271,13 +271,14 @@ class StepOperations(CheckpointedRun):
 
     def _generate_ahead(self, step: Step, weights: WeightVersion) -> list[Sample]:
         """Generate the responses of a partial rollout beside the update, until its groups are complete or engines take the new weights."""
+        recipe = self.recipe  # the rest of an episode cannot be forecast, and without importance weights the price of age is unknown
         timing = WeightTiming(
             self.autoscaler,
             self.update,
-            self.partial_rollouts.stale_cost.per_version,
+            self.partial_rollouts.stale_cost.per_version if self.partial_rollouts.stale_cost.lags else None,
             self.context.most_engines(self.autoscaler.engines.width),
             sum(len(rank.leases) for rank in self.worker_group.by_rank),
-            can_wait=self.recipe.functions.elastic and not self.recipe.agent.path,  # the rest of an episode cannot be forecast
+            can_wait=recipe.functions.elastic and not recipe.agent.path and not recipe.algorithm.uncorrected_lag,
         )
         samples = self.rollout_stage.generate(step, weights, None, timing.ends)
         step.metrics |= timing.metrics()

@@ -15,6 +15,9 @@ from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.runtime import step_operations
+from rlhfless_ray.runtime.step_operations import StepOperations
+from rlhfless_ray.types import Step
 
 pytestmark = pytest.mark.pure
 
@@ -39,7 +42,9 @@ def rest(*left: float) -> Any:
     return found
 
 
-def timing(autoscaler: Autoscaler, stale_cost: float = 0.01, is_ready: bool = True, has_failed: bool = False, **more: Any) -> WeightTiming:
+def timing(
+    autoscaler: Autoscaler, stale_cost: float | None = 0.01, is_ready: bool = True, has_failed: bool = False, **more: Any
+) -> WeightTiming:
     update = Pending(lambda: None, lambda: is_ready, lambda: has_failed)
     return WeightTiming(autoscaler, update, stale_cost, **{"most_engines": 2, "learner_slots": 1, "can_wait": True, **more})
 
@@ -66,7 +71,7 @@ def test_what_ended_under_the_old_weights_waited_to_its_end() -> None:
 
 def test_engines_take_weights_at_once_where_waiting_is_unsafe_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     short, autoscaler = rest(10.0), measured()
-    assert timing(autoscaler, stale_cost=0.0).ends(short) and timing(autoscaler, can_wait=False).ends(short)
+    assert timing(autoscaler, stale_cost=None).ends(short) and timing(autoscaler, can_wait=False).ends(short)
     assert timing(autoscaler, has_failed=True).ends(short), "the learner must be replaced"
     waiting = timing(autoscaler)
     assert not waiting.ends(short)
@@ -78,3 +83,27 @@ def test_engines_take_weights_at_once_where_waiting_is_unsafe_or_unknown(monkeyp
     broken = rest(10.0)
     broken.remaining = lambda: (np.zeros(0), np.zeros(3))
     assert timing(autoscaler).ends(broken) and "when engines take new weights" in autoscaler.troubles[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "waits"),
+    [
+        ({}, True),
+        ({"functions": {"elastic": False}}, False),
+        ({"algorithm": {"importance_cap": 0.0, "uncorrected_lag": True}}, False),
+        ({"reward": {}, "agent": {"path": "agent.py"}}, False),
+    ],
+)
+def test_runs_whose_waiting_cannot_be_priced_take_weights_at_once(changed: dict, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(step_operations, "WeightTiming", lambda *arguments, can_wait: asked.append(can_wait) or timing(measured()))
+    tree = {"prompts": {"task": "chain", "batch_prompts": 8}, "reward": {"function": "task"}, "rollout": ROLLOUT}
+    run = StepOperations.__new__(StepOperations)
+    run.recipe, run.autoscaler, run.update = Recipe.parse(tree | changed), measured(), Pending(lambda: None)
+    run.partial_rollouts = SimpleNamespace(stale_cost=SimpleNamespace(lags=1.0, per_version=0.1))
+    run.context = SimpleNamespace(most_engines=lambda width: 2)
+    run.worker_group = SimpleNamespace(by_rank=[SimpleNamespace(leases=[1])])
+    run.rollout_stage = SimpleNamespace(generate=lambda *arguments: [])
+    step = Step(2)
+    run._generate_ahead(step, None)
+    assert asked == [waits] and set(step.metrics) == {"partial/weights_wait_s", "partial/weights_reason"}
