@@ -92,3 +92,48 @@ def test_many_responses_are_compared_at_a_few_times() -> None:
     left = np.random.default_rng(0).uniform(1, 1000, 2000)
     tokens, *_ = compare_points(left, np.full(2000, 100.0), 900.0, COSTS)
     assert len(tokens) == 66 and (np.diff(tokens) > 0).all() and tokens[-1] == 900
+
+
+def pipeline(costs: PauseCosts, update_s: float, waits: bool, steps: int = 40) -> tuple[float, float, float]:
+    """Seconds, slot-seconds and share of old tokens of a step whose rollout begins beside an update and goes on after it.
+
+    It has 16 groups of 8 responses, log-normal with median 300. Lengths are forecast with an error of 40 %. Engines go on as
+    `decide_weights` says, or take the weights of each update at once.
+    """
+    rng, speed, found = np.random.default_rng(0), costs.speed, []
+    for _ in range(steps):
+        log = np.sqrt(0.65) * rng.standard_normal((16, 1)) + np.sqrt(0.35) * rng.standard_normal((16, 8))
+        lengths = np.clip(np.exp(np.log(300) + 0.7 * log), 8, 1024).ravel()
+        forecast, made = lengths * np.exp(0.4 * rng.standard_normal(128)), np.zeros(128)
+
+        def decode(engines: int, seconds: float, lengths: np.ndarray = lengths, made: np.ndarray = made) -> float:
+            spent = 0.0
+            while (live := made < lengths).any() and spent < seconds:
+                made += np.minimum(lengths - made, 2.0)
+                spent += 2 * (speed.base_s + speed.per_seq_s * int(live.sum()) / engines)
+            return spent
+
+        seconds = decode(costs.engines, update_s)
+        cost, step_s = costs.engines * seconds + costs.learner_slots * max(seconds, update_s), max(seconds, update_s)
+        while (live := made < lengths).any():
+            left = np.maximum(forecast, 1.1 * made)[live] - made[live]
+            decided = decide_weights(left, 50 + made[live], left.max(), costs) if waits else None
+            if decided is None or not decided.wait_s:
+                break
+            spent = decode(costs.engines, max(0.05, decided.wait_s))
+            step_s, cost = step_s + spent, cost + (costs.engines + costs.learner_slots) * spent
+        old = made.sum() / lengths.sum()
+        if live.any():
+            again_s = costs.pause_s + speed.prefill_s * float((50 + made)[live].sum()) / costs.most_engines
+            spent = again_s + decode(costs.most_engines, np.inf)
+            step_s, cost = step_s + spent, cost + costs.most_engines * spent
+        found.append((step_s, cost, old))
+    return tuple(np.mean(found, axis=0))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("pause_s", "learner", "time", "cost"), [(1.0, 1, 0.92, 0.92), (0.3, 1, 0.998, 0.998), (1.0, 4, 0.99, 0.99)])
+def test_waiting_saves_most_with_long_pauses_and_a_small_learner(pause_s: float, learner: int, time: float, cost: float) -> None:
+    speed = Speed(8.5e-3, 3e-5, 0.0, 3.3e-5)
+    costs = PauseCosts(speed, 8 - learner, 8, 1, learner, pause_s, True, 8.0, 10.0, 46_000.0, 0.05)
+    always, decided = (pipeline(costs, 8.0, waits) for waits in (False, True))
+    assert decided[0] <= time * always[0] and decided[1] <= cost * always[1] and decided[2] >= always[2]
