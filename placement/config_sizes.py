@@ -1,4 +1,4 @@
-"""Find sizes in a Hugging Face configuration that no model can have."""
+"""Find sizes and names in a Hugging Face configuration that no model can have."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def wrong_size(config: Mapping[str, Any]) -> str:
     for key in OBJECTS:
         if not isinstance(config.get(key) or {}, Mapping):
             return f"`{key}` must be an object, not {_shown(config[key])}"
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return f"`architectures` must be a list of names, not {_shown(names)}"
     if not isinstance(config.get("model_type", ""), str):
         return f"`model_type` must be a name, not {_shown(config['model_type'])}"
     for part in (config, text_part(config)):

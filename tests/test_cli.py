@@ -155,6 +155,9 @@ def test_model_folders_that_cannot_be_loaded(tmp_path):
         ("config.json", b'{"model_type": "alien"}', "no models of the type `alien`, so it cannot be trained"),
         ("config.json", b"{", "is not valid JSON"), ("tokenizer.json", b"{", "its tokenizer cannot be loaded"),
         ("tokenizer.json", None, "encodes the prompt as no tokens"),
+        ("generation_config.json", b"[]", "generation_config.json is no JSON object with numbers as `eos_token_id`"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "generation_config.json is no JSON object with numbers"),
+        ("config.json", b'{"model_type": "qwen2", "architectures": 5}', "`architectures` must be a list of names, not 5"),
         ("model.safetensors", b"version https://git-lfs", "not a complete safetensors file"),
         ("model.safetensors", files["model.safetensors"][:-1], "not a complete safetensors file"),
     ]):  # fmt: skip

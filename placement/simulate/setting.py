@@ -129,6 +129,8 @@ def parse(tree: dict[str, Any], folder: Path = Path(), width: int | str = 1) -> 
         merged.update(shipped["settings"][like])
     merged.update(tree)
     fields = list(Setting.__dataclass_fields__)
+    if {"policy", "rollout"} & merged.keys():
+        raise ValueError(f"setting {merged.get('name', '')}: these are sections of a training recipe; write device, nodes and others")
     for key in merged:
         if key in ("objective", "deadline_s", "budget"):
             raise ValueError(f"`{key}`: steps are simulated at a `prefer` from 0 to 1; for a deadline or a budget use `rlhfless plan`")

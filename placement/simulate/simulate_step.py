@@ -17,6 +17,7 @@ from placement.simulate.rollout.view import RolloutJob
 
 # Rollout policies decide again after this share of the longest possible rollout, and a quarter as often in plan trials.
 DECISION_SHARE = 0.02
+MOST_AT_START = 10_000  # decisions before the first token, where a start takes far longer than the rollout of a tiny model
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def rollout_job(
         start_s,
         given.prompts,
         capacity or times.capacity,
-        DECISION_SHARE * (4 if given.is_trial else 1) * times.setting.response_limit * times.speed.base_s,
+        max(DECISION_SHARE * (4 if given.is_trial else 1) * times.setting.response_limit * times.speed.base_s, start_s / MOST_AT_START),
         given.seed,
         given.group,
     )

@@ -61,7 +61,7 @@ class Model:
         whole, body = (min((n for n in pair if n is not None), default=None) for pair in zip(counts, computed, strict=True))
         if whole is None or body is None:
             return None
-        return cls(key, config, whole, body, sum(file.stat().st_size for file in path.glob(f"*{WEIGHTS}")))
+        return cls(key, config, whole, body, sum(file.stat().st_size for file in path.glob(f"*{WEIGHTS}") if file.is_file()))
 
 
 def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:

@@ -26,6 +26,8 @@ from rlhfless_ray.weights.model_folder import (
     INDEX,
     KEPT_SUFFIXES,
     config_of,
+    has_valid_ends,
+    has_valid_index,
     is_safetensors,
     missing_files,
     read_folder,
@@ -116,6 +118,10 @@ def check_files(files: Files, setting: str = "policy.path") -> None:
     for name, content in files.items():
         if name.endswith(".safetensors") and not is_safetensors(content):
             raise UserError(f"{setting}: {name} is not a complete safetensors file ({len(content):,} bytes); copy it again")
+    if not has_valid_index(files):
+        raise UserError(f"{setting}: {INDEX} names no weights files; copy it again")
+    if not has_valid_ends(files):
+        raise UserError(f"{setting}: generation_config.json is no JSON object with numbers as `eos_token_id`; copy it again, or remove it")
     if missing := missing_files(files):
         raise UserError(f"{setting}: {missing[0]} is missing, which {INDEX} names; copy the whole model folder")
     _check_shapes(files, config, setting)

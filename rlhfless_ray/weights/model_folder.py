@@ -189,6 +189,19 @@ def _named_files(index: Content | None) -> set[str]:
         return set()
 
 
+def has_valid_index(files: Files) -> bool:
+    """Return whether the folder's index names files, if it has one that counts."""
+    return INDEX not in files or "model.safetensors" in files or bool(_named_files(files[INDEX]))
+
+
+def has_valid_ends(files: Files) -> bool:
+    """Return whether `stop_tokens` can read generation_config.json, if there is one."""
+    try:
+        return all(isinstance(token, int) for token in stop_tokens({**files, "config.json": b"{}"}, None))
+    except (ValueError, TypeError, AttributeError):
+        return False
+
+
 def missing_files(files: Files) -> list[str]:
     """Return the weights files that the folder's index names and the folder lacks."""
     return [] if "model.safetensors" in files else sorted(_named_files(files.get(INDEX)).difference(files))

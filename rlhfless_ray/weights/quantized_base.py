@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def has_4_bits(config: Mapping[str, Any]) -> bool:
     """Return whether config.json is that of a checkpoint of compressed-tensors with 4-bit integers (W4A16)."""
     section = config.get("quantization_config") or {}
-    weights = [group.get("weights") or {} for group in (section.get("config_groups") or {}).values()]
+    groups = section.get("config_groups")
+    weights = [(group or {}).get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
     is_packed = section.get("quant_method") == "compressed-tensors" and section.get("format") == "pack-quantized"
     return is_packed and bool(weights) and all((one.get("num_bits"), one.get("type")) == (4, "int") for one in weights)
 

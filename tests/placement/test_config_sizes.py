@@ -30,6 +30,8 @@ from tests.placement.test_memory import LLAMA_70B, MIXTRAL, QWEN_05B, QWEN_7B
         ({"hidden_size": 900}, "`num_attention_heads` 14 does not divide `hidden_size` 900"),
         ({"num_key_value_heads": 3}, "`num_key_value_heads` 3 does not divide `num_attention_heads` 14"),
         ({"model_type": ["qwen2"]}, "`model_type` must be a name, not ['qwen2']"),
+        ({"architectures": "Qwen2ForCausalLM"}, "`architectures` must be a list of names, not 'Qwen2ForCausalLM'"),
+        ({"architectures": [5]}, "`architectures` must be a list of names, not [5]"),
         ({"quantization_config": "int4"}, "`quantization_config` must be an object, not 'int4'"),
         ({"text_config": {"num_attention_heads": 0}}, "`num_attention_heads` must be a positive integer, not 0"),
     ],

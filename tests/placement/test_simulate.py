@@ -235,6 +235,7 @@ def test_every_shipped_setting_fits_its_cluster(name: str) -> None:
         ({"device": {"like": "H100", "decode_efficiency": 5}}, "`decode_efficiency` is a share of the bandwidth"),
         ({"device": {"like": "H100", "name": {"a": 1}}}, "`name` must be a word"),
         ({"sample": 4}, "unknown key `sample`; did you mean `samples`?"),
+        ({"rollout": {"max_tokens": 4}}, "these are sections of a training recipe; write device, nodes and others"),
         ({"algorithm": "gppo"}, "unknown algorithm"),
         ({"samples": 1}, "GRPO compares the responses of one prompt"),
         ({"prefer": 2}, "`prefer` must lie in 0"),
@@ -295,3 +296,9 @@ def test_an_unknown_policy_gets_the_nearest() -> None:
 
 def test_every_policy_says_what_it_is() -> None:
     assert all((policy.__doc__ or "").strip() for policy in POLICIES.values())
+
+
+def test_a_model_that_decodes_in_less_time_than_it_starts_is_simulated():
+    """Decisions followed one another so quickly that they were used up before the engines had started."""
+    tiny = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 100}
+    assert 0 < simulate(small(model=tiny), ["fixed"]).policies["fixed"].steps[0].time_s < 60

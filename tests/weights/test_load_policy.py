@@ -73,6 +73,22 @@ def test_a_missing_shard_is_named_before_ray(tmp_path):
             Runtime(Recipe.parse(tree))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("model.safetensors.index.json", b"{", "model.safetensors.index.json names no weights files; copy it again"),
+        ("model.safetensors.index.json", b'{"weight_map": {}}', "model.safetensors.index.json names no weights files"),
+        ("generation_config.json", b"[", "generation_config.json is no JSON object"),
+        ("generation_config.json", b'{"eos_token_id": ["x"]}', "generation_config.json is no JSON object with numbers as `eos_token_id`"),
+    ],
+)
+def test_files_that_only_a_worker_would_miss_are_named(name: str, content: bytes, said: str) -> None:
+    whole = {"config.json": b'{"model_type": "qwen2"}', "generation_config.json": b'{"eos_token_id": [1, 2]}'}
+    check_files(whole)
+    with pytest.raises(UserError, match=f"^policy.path: {said}"):
+        check_files({**whole, name: content})
+
+
 def test_quantised_weights_of_any_other_model_are_refused_before_ray(tmp_path: Path) -> None:
     """Critic, reference and reward model passed these checks before, and failed once Ray had started. A teacher is read as a reference."""
     files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))

@@ -62,6 +62,12 @@ def test_other_settings_and_formats_are_refused(config: dict[str, Any], sections
         check_quantized(recipe(**sections), config)
 
 
+@pytest.mark.parametrize("groups", [None, [], {}, {"group_0": None}, {"group_0": {"weights": None}}])
+def test_groups_that_name_no_weights_have_no_4_bits(groups: Any) -> None:
+    config = of_compressed_tensors()
+    assert not has_4_bits({**config, "quantization_config": {**config["quantization_config"], "config_groups": groups}})
+
+
 def test_a_critic_is_not_made_from_4_bits() -> None:
     ppo = {"algorithm": {"advantage": {"estimator": "gae"}}, "lora": {"rank": 8}, "policy": {"dtype": "bfloat16"}}
     with pytest.raises(UserError, match=r"^critic\.path: a critic cannot be made from a policy whose weights have 4 bits; set it"):
