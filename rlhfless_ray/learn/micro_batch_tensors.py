@@ -1,4 +1,4 @@
-"""The tensors of a micro-batch, and forward passes over micro-batches. Rows are padded to the longest."""
+"""The tensors of a micro-batch, and forward passes over micro-batches. Rows are padded to the longest, unless there is only one."""
 
 from __future__ import annotations
 
@@ -68,6 +68,27 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
     if experts is not None:
         arrays["experts"] = experts
     return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def packed(batch: Batch, row: np.ndarray, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of a micro-batch whose sequences lie end to end in one row, without padding.
+
+    `row`: indices of the sequences. The result is that of `padded` for one row, without `segments` and `experts`, and has the
+    lengths of the sequences: `lengths` (sequences,), on the host.
+    """
+    tensors = padded(batch, row, device)
+    seen, rows = tensors["seen"], tensors["rows"]
+    lengths = seen.sum(dim=1)
+    starts = lengths.cumsum(0) - lengths
+    positions = torch.arange(seen.shape[1], device=device).expand_as(seen)
+    return tensors | {
+        "ids": tensors["ids"][seen][None],
+        "seen": seen[seen][None],
+        "positions": positions[seen][None],
+        "rows": torch.zeros_like(rows),
+        "columns": starts[rows] + tensors["columns"],
+        "lengths": lengths.cpu(),
+    }
 
 
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:

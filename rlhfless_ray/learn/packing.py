@@ -1,7 +1,7 @@
 """Pack sequences into micro-batches within a token budget, with little padding. Pure functions on numpy arrays.
 
-A micro-batch has rows, each padded to the longest. A row holds one sequence, or a prompt and several responses to it. Collectives
-need the same number of micro-batches on every rank, so some may be empty.
+A micro-batch has rows, each padded to the longest. A row holds one sequence, or a prompt and several responses to it. Or a micro-batch is
+one row of sequences that lie end to end. Collectives need the same number of micro-batches on every rank, so some may be empty.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 OVERHEAD_TOKENS = 128  # cost of one more micro-batch in tokens: kernel launches, collectives
+CALL_WORK = 130_000  # tokens · width² of a layer that attention of one more sequence takes: calls and small products
 MOST_WORK = 0.9  # prompts are shared if that takes at most this share of the work of separate rows: masks take time too
 
 
@@ -87,6 +88,32 @@ def shared(
             work, best = work_of_cut, cut
         count *= 2
     return best
+
+
+def end_to_end(lengths: np.ndarray, max_tokens: int, width: int, ranks: int = 1) -> list[list[list[np.ndarray]]]:
+    """Pack sequences into micro-batches of at most `max_tokens` tokens, each of one row without padding.
+
+    There are as few micro-batches as fit, of about the same size. If the calls of attention for each sequence take longer than
+    the padding that they save, every sequence has a row of its own instead, see `padded`. Arguments and result are those of `shared`.
+    """
+    if not len(lengths):
+        return [[] for _ in range(ranks)]
+    rows = padded(lengths, max_tokens, ranks)
+    order, total, longest = np.argsort(-lengths, kind="stable"), int(lengths.sum()), int(lengths.max())
+    count = min(len(lengths), max(ranks, -(-total // max_tokens)))
+    while True:
+        bins = _spread(lengths, order, count)
+        loads = [int(lengths[part].sum()) for part in bins]
+        if max(loads) <= max(max_tokens, longest):
+            break
+        count += 1
+    work = (lengths * _work_per_token(lengths, True, width)).sum() + len(lengths) * CALL_WORK / width**2
+    of_padded = sum(_work(lengths[part], True, width) for mine in rows for part in mine)
+    batches = max(map(len, rows)) - -(-count // ranks)
+    if work >= of_padded + ranks * batches * OVERHEAD_TOKENS:
+        return [[list(part[:, None]) for part in mine] for mine in rows]
+    dealt = _deal([np.sort(np.array(part, np.int64)) for part in bins], loads, ranks)
+    return [[[part] if len(part) else [] for part in mine] for mine in dealt]
 
 
 class _Cut(NamedTuple):

@@ -98,9 +98,12 @@ def at_tokens(outputs: Any, tensors: dict[str, Tensor]) -> Tensor:
 def base_outputs(model: Any, tensors: dict[str, Tensor], **more: Any) -> Any:
     """Return the outputs of the model without its head for the rows of a micro-batch. `more`: further arguments.
 
-    Without segments there is no attention mask: a causal model never looks at the padding, on the right, from a real token.
+    Without segments there is no attention mask: a causal model never looks at the padding, on the right, from a real token. With
+    `lengths` its attention must be that of `packed_attention`.
     """
     segments = tensors.get("segments")
+    if "lengths" in tensors:
+        more["sequence_lengths"] = tensors["lengths"].tolist()
     mask = None if segments is None else attention_mask(segments, model.dtype)
     positions = tensors.get("positions")
     return without_head(model)(input_ids=tensors["ids"], attention_mask=mask, position_ids=positions, use_cache=False, **more)

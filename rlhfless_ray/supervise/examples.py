@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches
-from rlhfless_ray.learn.packing import MOST_WORK
+from rlhfless_ray.learn.packing import MOST_WORK, end_to_end
 from rlhfless_ray.learn.packing import padded as pack
 
 TITLES = {  # of what determines the rows of a step
@@ -136,12 +136,17 @@ class Examples:
         )
 
 
-def cut_rows(batch: Batch, per_row: int, max_tokens: int, sharing: PromptSharing, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
+def cut_rows(
+    batch: Batch, per_row: int, max_tokens: int, sharing: PromptSharing, rank: int = 0, ranks: int = 1, packs: bool = False
+) -> list[MicroBatch]:
     """Divide a batch into micro-batches of at most `max_tokens` padded tokens, and return those of one rank; see `micro_batches`.
 
-    The two sequences of a pair are always in the same micro-batch, and in the same row if they share enough of a prompt.
+    The two sequences of a pair are always in the same micro-batch, and in the same row if they share enough of a prompt. `packs`: rows of
+    one sequence may be packed, see `end_to_end`.
     """
     if per_row == 1:
+        if packs:
+            return end_to_end(batch.lengths, max_tokens, sharing.width, ranks)[rank]
         return micro_batches(batch, np.arange(len(batch)), max_tokens, None, rank, ranks)
     lengths, contexts = batch.lengths.reshape(-1, per_row), batch.prompt_lengths.reshape(-1, per_row)
     apart = per_row * lengths.max(axis=1)

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.learn import packed_attention
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.micro_batch_tensors import padded, passed
+from rlhfless_ray.learn.micro_batch_tensors import packed, padded, passed
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches
 from rlhfless_ray.learn.policy_model import (
     TokenDistillation,
@@ -45,6 +47,7 @@ METRICS = {
     "kd": ("loss", "nll", "distillation"),
     "prm": ("loss", "accuracy"),
 }
+CORE_TOKENS = 512  # of packed rows on cores, where larger micro-batches take more memory and save no time
 MIN_DEVIATION = 1e-8  # of rewards, which others are divided by; as in OpenRLHF
 
 
@@ -91,6 +94,7 @@ class SupervisedRank:
         )
         self.device = self.trainer.device
         self.sharing = PromptSharing(width=1, obstacle="not open")
+        self.packs_rows = False  # whether sequences may lie end to end
         self.references: dict[int, np.ndarray] = {}  # by data set: log-probabilities of its sequences under the reference
         self.scale: dict[str, float] = {}  # rm: mean and deviation of the rewards in the last evaluation
 
@@ -137,6 +141,8 @@ class SupervisedRank:
         with nullcontext() if self.task == "rm" else self.trainer.checking_head(wrapped.model, maps=maps):
             self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)
             self.trainer.slice_sequences(wrapped)
+            if self.task in BY_TOKEN:
+                self._prepare_packing([wrapped.model, *getattr(wrapped, "teachers", ())])
             if needs_reference and (second is not None or not maps):
                 base = wrapped
                 if second is not None:
@@ -151,6 +157,20 @@ class SupervisedRank:
             self.trainer.engine.train()
         self.references = dict(enumerate(known or []))
         return known or []
+
+    def _prepare_packing(self, models: list[Any]) -> None:
+        """Let sequences lie end to end if the recipe and the models allow it. Raises UserError if the recipe insists and they do not."""
+        wanted, dropout = self.recipe.learner.pack_rows, self.recipe.lora.dropout
+        if wanted is False or (wanted == "auto" and self.device.type != "cpu"):
+            return
+        obstacle = next(filter(None, (PromptSharing.of(model, dropout=dropout).obstacle for model in models)), "")
+        if obstacle and wanted is True:
+            raise UserError(f"learner.pack_rows: rows cannot be packed: {obstacle}; leave it out")
+        if obstacle or self.trainer.sequences is not None:
+            return
+        for model in models:
+            packed_attention.install(model)
+        self.packs_rows = True
 
     def _reference_sums(self, module: Any, examples: Examples) -> np.ndarray:
         """Return the summed log-probabilities of each sequence's trained tokens, (sequences,) float64, without gradient."""
@@ -173,11 +193,13 @@ class SupervisedRank:
         has a whole copy.
         """
         max_tokens = self.recipe.learner.max_micro_batch_tokens
+        if self.packs_rows and self.device.type == "cpu":
+            max_tokens = min(max_tokens, CORE_TOKENS)
         width = self.trainer.section.sequence_parallel if self.trainer.slices is None else self.trainer.slices.width
         place = self.rank // width, self.ranks // width
         if self.task == "kto":
             return micro_batches(batch, np.arange(int(mismatched), len(batch), 2), max_tokens, None, *place)
-        return cut_rows(batch, examples.per_row, max_tokens, self.sharing, *place)
+        return cut_rows(batch, examples.per_row, max_tokens, self.sharing, *place, packs=self.packs_rows)
 
     def _sequence_sums(self, module: Any, batch: Batch, cuts: list[MicroBatch]) -> Tensor:
         """Return log-probabilities summed over tokens, (sequences,), on the host and without gradient. Sequences of other ranks have 0."""
@@ -237,8 +259,9 @@ class SupervisedRank:
         for cut in cuts:
             # A rank without work still joins the collectives: the first row at weight 0.
             numbers = cut or list(np.arange(1 if self.task == "kto" else examples.per_row)[:, None])
-            tensors = padded(batch, numbers, self.device)
             sequences = np.concatenate(numbers)
+            is_packed = self.packs_rows and len(sequences) > len(numbers)
+            tensors = packed(batch, sequences, self.device) if is_packed else padded(batch, numbers, self.device)
             with self.trainer.dropping(batch, sequences) if learn else nullcontext(), torch.set_grad_enabled(learn):
                 loss, parts = self._loss(batch, tensors, np.unique(sequences // examples.per_row), lengths, reference, kl, extras)
                 if learn:

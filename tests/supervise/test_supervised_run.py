@@ -175,6 +175,8 @@ def test_a_stopped_run_goes_on_and_a_killed_rank_changes_nothing(folder: Path, w
         (["learner.ranks=2", "run.min_ranks=3"], "run.min_ranks: must not exceed learner.ranks"),
         (["learner.ranks=3", "learner.tensor_parallel=3"], "learner.tensor_parallel: 3 does not divide the model's"),
         (["learner.overlap=off"], "learner.overlap: a supervised stage has no rollout"),
+        (["learner.pack_rows=true", "lora.rank=4", "lora.dropout=0.1"], "learner.pack_rows: lora.dropout is drawn"),
+        (["learner.pack_rows=true", "learner.ranks=2", "learner.sequence_parallel=2"], "learner.pack_rows: with learner.sequence_parallel"),
         (["task=kd"], "teacher.path: name the teacher"),
         (["teacher.path=x"], "teacher.path: sft has no teacher; leave it out"),
         (["task=prm"], "data.placeholder_token: name the token that ends each step"),
