@@ -26,9 +26,12 @@ def write_sweep_report(folder: Path) -> Path:
     sweep = json.loads((folder / "sweep.json").read_text())
     runs = [RunState(**run) for run in sweep["runs"]]
     drawn = [(run, rows) for run in runs if (rows := RunRecord.read(folder / run.name).metrics)]
-    names = {sweep["metric"]: short_name(sweep["metric"])}
-    names |= OF_POLICIES if any("reward/mean" in row for _, rows in drawn for row in rows) else OF_STAGES
-    curves = [chart for key, name in names.items() for against in AGAINST for chart in [_curves(drawn, key, name, against)] if chart]
+    trains = [any("reward/mean" in row for row in rows) for _, rows in drawn]  # a policy; else the run is a supervised stage
+    curves = []
+    for names, is_policy in (({sweep["metric"]: short_name(sweep["metric"])}, None), (OF_POLICIES, True), (OF_STAGES, False)):
+        shown = [(run, rows if is_policy in (None, kind) else []) for (run, rows), kind in zip(drawn, trains, strict=True)]
+        keys = [key for key in names if is_policy is None or key != sweep["metric"]]
+        curves += [chart for key in keys for against in AGAINST for chart in [_curves(shown, key, names[key], against)] if chart]
     bars = [chart for chart in (_bars(drawn, "slot_s", "Slot-seconds of each run"), _bars(drawn, "seconds", "Time of each run")) if chart]
     return write_page(
         folder,

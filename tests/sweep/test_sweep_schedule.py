@@ -185,3 +185,16 @@ def test_table_and_report_show_the_best_first_every_state_and_why_a_run_failed(s
     assert charts["eval-accuracy_sampled-steps"]["data"][0]["x"] == [1.0, 2.0, 3.0, 4.0]
     assert charts["eval-accuracy_sampled-cost"]["data"][5]["x"] == [5.0, 10.0, 15.0, 20.0]
     assert charts["bars-slot_s"]["data"][1]["name"] == "alone"
+
+
+def test_a_sweep_over_policies_and_stages_draws_the_curves_of_both(sweep: Sweep) -> None:
+    folder = made(sweep)
+    kinds: list[dict[str, float]] = [{"reward/mean": 0.5, "learn/loss": 0.1}, {"learn/loss": 2.0, "eval/loss": 2.1}]
+    for state, row in zip(folder.states[:2], kinds, strict=True):
+        (folder.path / state.name).mkdir()
+        (folder.path / state.name / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in (1, 2)))
+    folder.write(sweep, "done")
+    charts = json.loads(write_sweep_report(folder.path).read_text().partition('id="charts">')[2].partition("</script>")[0])
+    drawn = {key: [curve["name"] for curve in chart["data"]] for key, chart in charts.items() if key.endswith("-steps")}
+    policy, stage = ([state.name] for state in folder.states[:2])
+    assert drawn == {"reward-mean-steps": policy, "eval-loss-steps": stage, "learn-loss-steps": stage}
