@@ -188,7 +188,8 @@ class Generation:
             return min(max(batch_s(completed(finish_s)), least_s - prefill), until_s - prefill)
 
         result, generated = run_until(given.lengths, job, policy, enough)
-        all_s = completed(np.where(generated >= given.lengths - 1e-6, result.finish_s, np.nan))
+        ended = generated >= given.lengths - 1e-6  # a rollout may end within the last token's rounding
+        all_s = completed(np.where(ended, np.fmin(result.finish_s, result.time_s), np.nan))
         leases = after_prefill(result.leases, prefill)
         state = state.with_tokens(generated)
         if batch_s(all_s) == np.inf:

@@ -169,6 +169,18 @@ def test_a_rollout_that_ends_beside_the_update_waits_for_it() -> None:
     assert done.time_s == pytest.approx(2 * times.state_s(4) + times.trainer.forward_s(1e6, 4) + update)
 
 
+def test_an_update_that_ends_within_the_rounding_of_the_last_token_leaves_no_rest() -> None:
+    times, given = one_response(small())
+    state = InFlight.empty(given, 0, 2).begin(given)
+    how = {"engines": 1, "prefer": 1.0, "wake_s": 0.0, "transfer_s": 0.0}
+    end_s = Generation(state)(times, given, "fixed", **how).end_s
+    cut, just = (Generation(state)(times, given, "fixed", **how, until_s=end_s * share) for share in (0.9, 1 - 1e-9))
+    assert cut.trained is None and cut.rest.lengths.tolist() == pytest.approx(
+        cut.after.lengths[cut.after.live] - cut.after.generated[cut.after.live]
+    )
+    assert just.rest is None and just.trained is not None and just.finish_s.max() == pytest.approx(end_s)
+
+
 def test_a_group_that_may_not_outlive_another_step_is_waited_for() -> None:
     """Two groups of one response: the batch is one of them. The long one, begun before, is trained though the short one ends first."""
     times = PhaseTimes.from_setting(small())
