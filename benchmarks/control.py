@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.ledger_anatomy import anatomy, gaps
-from benchmarks.common.replay import ReplayedRuntime
 from benchmarks.common.replay_setup import build, logical_gpus, recipe_for, synthetic_lengths
+from benchmarks.common.replayed_runtime import ReplayedRuntime
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_process import read_metrics
 from rlhfless_ray.functions.ledger import read_ledger

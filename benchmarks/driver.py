@@ -16,8 +16,9 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from benchmarks.common.replay import ReplayedRuntime, Script, finish_times
+from benchmarks.common.replay import Script, finish_times
 from benchmarks.common.replay_setup import build, logical_gpus, recipe_for, synthetic_lengths
+from benchmarks.common.replayed_runtime import ReplayedRuntime
 from benchmarks.common.results import make_console, save
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.recipe import Recipe

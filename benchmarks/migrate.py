@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.common.replay import ReplayedRuntime
 from benchmarks.common.replay_setup import build, logical_gpus, recipe_for, synthetic_lengths
+from benchmarks.common.replayed_runtime import ReplayedRuntime
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_process import read_metrics, train
 from benchmarks.elastic import Mode, check_same_work

@@ -127,7 +127,7 @@ def _paid(shared: dict[str, Any]) -> Target:
 
 def run_one(recipe: str, replayed: bool) -> None:
     """One run, as a process of its own. It writes down when its ledger began."""
-    from benchmarks.common.replay import ReplayedRuntime
+    from benchmarks.common.replayed_runtime import ReplayedRuntime
     from rlhfless_ray import Runtime
     from rlhfless_ray.cli.guarded import guarded
 

@@ -17,8 +17,9 @@ import pytest
 import ray
 
 from benchmarks.common.fault_injection import kill, pid_of
-from benchmarks.common.replay import ReplayedLearner, ReplayedRuntime
+from benchmarks.common.replay import ReplayedLearner
 from benchmarks.common.replay_setup import ReplaySetup, build, recipe_for, synthetic_lengths
+from benchmarks.common.replayed_runtime import ReplayedRuntime
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.worker_pools import ActorClasses

@@ -16,6 +16,7 @@ MAX_ADDRESS = 100  # characters; a socket's path has at most 107
 # What other processes of the tests import: of rewards, agents, drafters, slot pools, replayed runs, Ray Serve and Ray Train. 0.1 to 0.3 CPU
 # seconds in each, and 0.5 here. Modules that import Ray are not among them, see `fork_server`.
 MORE = (
+    "benchmarks.common.replay",
     "rlhfless_ray.agent.agent_actor",
     "rlhfless_ray.autoscaler.rollout_plan",
     "rlhfless_ray.cli.run_command",

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.common.replay import ReplayedRuntime
+from benchmarks.common.replayed_runtime import ReplayedRuntime
 from benchmarks.common.run_process import read_metrics
 from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe

@@ -22,13 +22,10 @@ from placement.speed.decode_speed import Speed
 from rlhfless_ray.learn.rank_actors import Source, read_source
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share
-from rlhfless_ray.reward.reward_actor import RewardActor
 from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
 from rlhfless_ray.rollout.engine_actor import fill_between
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, LENGTH, STOP, TokenDeltas
-from rlhfless_ray.runtime.runtime import Runtime
-from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.types import EngineStep, Request, Span, UpdateStats
 from rlhfless_ray.weights.remote_folder import Delivery, deliver, sees
 
@@ -263,10 +260,3 @@ class ReplayedLearner:
 
     def unpark(self) -> list[Span]:
         return []
-
-
-class ReplayedRuntime(Runtime):
-    """The runtime itself, with replayed engines and learner."""
-
-    def actor_classes(self) -> ActorClasses:
-        return ActorClasses(ReplayedEngine, RewardActor, ReplayedLearner, computes=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.common.replay import ReplayedRuntime
+from benchmarks.common.replayed_runtime import ReplayedRuntime
 from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.recipe import Recipe
 
