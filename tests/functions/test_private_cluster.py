@@ -102,7 +102,8 @@ for content in (b"", (5).to_bytes(4, "big") + b"{"):  # a client that is killed 
     client.close()
 said["after"] = psutil.Process(ray.get(Worker.remote().about.remote(), timeout=60)[0]).ppid() == server.pid
 os.environ["RLHFLESS_WORKER_PREFIX"] = worker_prefix(cluster.fork_server.address)
-told = "import os, sys; print(os.getppid(), 'deepspeed' in sys.modules, *sys.argv[1:], input())"
+told = "import os, sys, weakref; print(os.getppid(), 'deepspeed' in sys.modules, *sys.argv[1:], input())"
+told += "; print(any(one.atexit for one in weakref.finalize._registry))"
 open(sys.argv[1], "w").write(told)
 commands = ["-m", "base64", "-e"], [sys.argv[1], "argument"]
 encoded, script = (subprocess.check_output(local_ray.forked([sys.executable, *more]), input=b"word").decode().split() for more in commands)
@@ -130,7 +131,7 @@ def test_workers_are_forked_unless_a_variable_counts_when_a_program_is_loaded(tm
         "killed": True,
         "after": True,
         "module": ["d29yZA=="],
-        "script": [True, "True", "argument", "word"],
+        "script": [True, "True", "argument", "word", "False"],
         "not forked": ["python"],
         "left": [],
         "server": True,
