@@ -17,6 +17,7 @@ from benchmarks.common.run_metadata import ROOT
 from benchmarks.simulated.cluster_targets import of, over, room, targets
 from benchmarks.simulated.drafted import AS_BUILT
 from benchmarks.simulated.lag_bounds import BOUNDS, mean_over
+from placement.simulate.partial_policies import AHEAD
 
 PAGE = ROOT / "docs" / "simulator.md"
 NAMED = ("fixed+", "global-cut", "rlhfless-paper", "ours", "oracle")
@@ -156,13 +157,16 @@ def lag(content: dict[str, Any]) -> str:
 
 
 def lag_settings(content: dict[str, Any]) -> str:
-    """A column for each bound on the lag: ours and `fixed` in each setting, over synchronous `fixed` at its best width."""
-    rows = []
-    for name, entry in content["lag"].items():
-        for policy in ("ours", "fixed"):
-            over = [entry[bound][policy]["same"] for bound in BOUNDS]
-            rows.append([name if policy == "ours" else "", f"`{policy}`", *(_pair(row["speedup"], row["saving"]) for row in over)])
-    return _table(["setting", "policy", *BOUNDS], rows)
+    """A column for each bound on the lag: ours and the baselines in each setting, over synchronous `fixed` at its best width."""
+    entries, rows = content["lag"], []
+    for policy in ("ours", AHEAD, "fixed", "april"):
+        bounds = [bound for bound in BOUNDS if policy in next(iter(entries.values()))[bound]]
+        for name, entry in entries.items():
+            found = {bound: _pair(*(entry[bound][policy]["same"][key] for key in ("speedup", "saving"))) for bound in bounds}
+            rows.append([f"`{policy}`", name, *(found.get(bound, "") for bound in BOUNDS)])
+        means = {bound: _pair(*mean_over(entries, bound, policy, "same")) for bound in bounds}
+        rows.append([f"`{policy}`", "**average**", *(means.get(bound, "") for bound in BOUNDS)])
+    return f"{_table(['policy', 'setting', *BOUNDS], rows)}\n\n{_counted(entries, content, 'lag')}"
 
 
 def time_(content: dict[str, Any]) -> str:
