@@ -90,6 +90,9 @@ def test_partial_rollouts_begin_beside_the_update(flags, lag, begun):
     line = f"--pretrain m --prompt_data d.jsonl --remote_rm_url r.py --enable_vllm_is_correction {batch} --elastic.dialect 0.10.1"
     found = of(f"{line} --async_train --partial_rollout {flags}")
     assert not found.refused and any("prefilled again" in note for note in found.notes)
+    assert any("engines load new weights later" in note for note in found.notes)
+    uncorrected = of(f"{line} --async_train --partial_rollout {flags}".replace("--enable_vllm_is_correction ", ""))
+    assert not any("engines load new weights later" in note for note in uncorrected.notes)
     made = Recipe.parse(found.tree).rollout
     assert (made.partial, made.ahead, made.max_lag_steps, made.begun_share) == ("continue", True, lag, begun)
 

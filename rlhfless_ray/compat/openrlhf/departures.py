@@ -67,6 +67,8 @@ def _asynchronous(v: Values) -> list[str]:
     notes = [
         f"{partial}: a response that goes on under new weights is prefilled again under them; OpenRLHF keeps the KV of the old weights"
     ]
+    if v[LEVEL] != "off":
+        notes.append(f"{partial}: engines load new weights later than the end of the update if a pause costs more than it brings")
     bound = m.asynchronous(v)["rollout.max_lag_steps"]
     if bound > 1:
         notes.append(f"{partial}: groups are trained as they are complete, and none is older than {bound} steps")

@@ -129,9 +129,9 @@ RULES: tuple[Rule, ...] = (
     _row(GATING, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
     _row(THRESHOLD, "exact", CORRECTION_KEYS, m.correction, idle=m.no_correction),
     # staleness
-    _row("train.async_enable", "exact", ASYNCHRONOUS, lambda x, v: m.asynchronous(v) if x else {}),
+    _row("train.async_enable", "cond", ASYNCHRONOUS, lambda x, v: m.asynchronous(v) if x else {}),
     _row("train.async_queue_size", "cond", ASYNCHRONOUS, lambda x, v: m.asynchronous(v), idle=unless(ASYNC, "training is synchronous")),
-    _row("train.partial_rollout_enable", "exact", ASYNCHRONOUS, lambda x, v: m.asynchronous(v) if x else {}),
+    _row("train.partial_rollout_enable", "cond", ASYNCHRONOUS, lambda x, v: m.asynchronous(v) if x else {}),
     # evaluation, checkpoints, logs
     _row("eval.steps", "exact", "evaluate.every_steps evaluate.prompts", m.evaluation_steps, idle=unless("eval.dataset", m.NO_SET)),
     _row("ckpt.save_steps", "exact", "checkpoint.every_steps", lambda x, v: {"checkpoint.every_steps": x} if x > 0 else {}),
