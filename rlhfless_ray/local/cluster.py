@@ -114,7 +114,6 @@ class RayCluster:
         _set_auth_token()
         _bind_to_loopback(True)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ENABLE_METRICS_COLLECTION", "0")
         # OpenMP threads that spin while they wait slow two threads on two busy cores down dozens of times. A short spin
         # keeps the speed of an idle machine (measured: 16 ms a step instead of up to 650 ms).
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
