@@ -70,7 +70,9 @@ def test_smaller_micro_batches_come_before_recomputing(tmp_path):
     assert (
         step_mb["engines"] == 2 * found[1].predicted_mb["engines"] and step_mb["total"] == max(need.bytes for need in found[1].needs) / 1e6
     )
-    assert "learner 16.7 GB (at least 8.9), engines 2.8 GB; one engine; learner.micro_batch_tokens" in found[1].statement({"learner": 8900})
+    assert "learner 16.7 GB (at least 8.9), engines 2.8 GB; one engine; learner.micro_batch_tokens" in found[1].statement(
+        {"learner": 8900}, "cpu"
+    )
 
 
 def test_a_run_that_has_a_part_of_the_memory_chooses_its_settings_for_it(tmp_path):
@@ -247,7 +249,7 @@ def test_the_kv_cache_takes_what_the_rest_leaves(tmp_path):
         both = chosen.with_settings({"rollout.kv_cache_mb": mb, "rollout.min_actors": 2})
         return max(need.bytes for need in predicted_needs(both, models_of(wanted), LENGTHS, room)) / (room.bytes or 1)
 
-    room, plenty = node(22), fitted(node(64), wanted)
+    room, plenty = node(21), fitted(node(64), wanted)
     found = fitted(room, wanted)
     size = found.recipe.rollout.engine_kv_mb
     assert 256 < size < 1537 and peak(size, found.recipe, room) <= 0.85 < peak(size + 1, found.recipe, room)
@@ -257,6 +259,30 @@ def test_the_kv_cache_takes_what_the_rest_leaves(tmp_path):
     few = fitted(node(64), auto_kv(model, rollout={"max_tokens": 480, "max_running": 40}))
     assert few.recipe.rollout.kv_cache_mb == 241, "an engine decodes no more than max_running at once"
     assert fitted(node(64), wanted.with_settings({"rollout.kv_cache_mb": 99})).recipe.rollout.kv_cache_mb == 99
+
+
+def test_the_kv_cache_takes_no_more_than_a_tenth_by_itself(tmp_path):
+    """Engines keep it during the first update, and other runs of the machine may do the same."""
+    wanted = auto_kv(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 4000}, lora={"rank": 16})
+    for share, tenth in ((1.0, "5.4 GB of 64.0 GB"), (0.5, "2.7 GB of 64.0 GB (cluster.memory_share=0.5)")):
+        found = fitted(node(64), wanted.with_settings({"cluster.memory_share": share}))
+        grown = 2 * (found.recipe.rollout.engine_kv_mb - 256) * 2**20  # by both engines
+        assert grown == pytest.approx(0.1 * 0.85 * share * 64e9, rel=0.01)
+        assert f"because beyond 256 MB each, engines take at most {tenth})" in found.reason
+
+
+def test_the_kv_cache_is_no_matter_on_gpus(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: int(80e9))
+    path = tmp_path / "r.yaml"
+    small = auto_kv(folder(tmp_path / "small", config("qwen2", 128, 384, 3, 4, 4, 100)))
+    path.write_text(json.dumps(small.model_dump(mode="json", exclude_unset=True)))
+    for gpus in (0, 1):
+        monkeypatch.setattr(memory_check, "visible_gpus", lambda gpus=gpus: gpus)
+        for options in ((), ("--json",)):
+            run(path, "--memory", *options)
+            assert ("rollout.kv_cache_mb" in capsys.readouterr().out) is (gpus == 0)
+        line = fit(small, models_of(small), lambda: pytest.fail("asked"), LENGTHS).statement({}, ("cpu", "gpu")[gpus])
+        assert ("rollout.kv_cache_mb" in line) is (gpus == 0)
 
 
 def test_updates_are_chosen_before_kv_is_added(tmp_path):
@@ -276,3 +302,8 @@ def test_the_kv_cache_shrinks_where_nothing_else_fits(tmp_path):
     assert "2 of 256 sequences of 512 tokens at once, which is almost no KV cache, because" in least.reason
     with pytest.raises(DoesNotFit):
         fitted(node(7.5), beside.with_settings({"rollout.kv_cache_mb": 256}))
+    keys = {"learner.micro_batch_tokens": 512, "learner.gradient_checkpointing": True, "learner.optimizer_offload": False}
+    by_hand = beside.with_settings(keys)
+    least, more, too_little = (fitted(node(size), by_hand) for size in (7.5, 7.9, 7))
+    assert [one.recipe.rollout.kv_cache_mb for one in (least, more, too_little)] == [16, 256, 16]
+    assert least.note == more.note == "" and too_little.note.startswith("the memory may not be enough: policy.path: the learner's update")

@@ -50,6 +50,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     problem = check(recipe, models, lambda: room)
     prompt, response = recipe.prompts.max_prompt_tokens, recipe.rollout.max_tokens
     fitted = fit(recipe, models, lambda: room, Lengths(prompt, 1))
+    kv = fitted.kv_on(room.resource)
     if as_json:
         report = {
             "resource": room.resource,
@@ -60,12 +61,12 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
                 **{key: getattr(fitted.recipe.learner, key) for key in AUTO_KEYS},
                 **({} if room.resource == GPU else {"kv_cache_mb": fitted.recipe.rollout.engine_kv_mb}),
             },
-            "reason": "; ".join(filter(None, [fitted.kv, fitted.reason])),
+            "reason": "; ".join(filter(None, [kv, fitted.reason])),
         }
         print(json.dumps(report, indent=1))
         return
     _print_table(f"Predicted peaks, with prompts of {prompt} and responses of {response} tokens", "about", fitted.needs)
-    for line in filter(None, (problem, fitted.kv, fitted.reason, fitted.note)):
+    for line in filter(None, (problem, kv, fitted.reason, fitted.note)):
         print(line)
     if room.bytes is not None and not fitted.note:
         print(f"every need fits {'a GPU' if room.resource == GPU else 'this machine'} of {gb(room.bytes)}")

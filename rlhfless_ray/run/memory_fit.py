@@ -39,6 +39,7 @@ from rlhfless_ray.run.memory_needs import (
 )
 
 AnyRecipe = TypeVar("AnyRecipe", Recipe, SupervisedRecipe)
+GROWN_KV_SHARE = 0.1  # of the memory that settings may take: what all engines together may take for KV beyond 256 MB each
 AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
     "micro_batch_tokens": "micro_batch_tokens",
     "gradient_checkpointing": "checkpointing",
@@ -52,7 +53,7 @@ class Fit:
     """A recipe whose `auto` settings are decided.
 
     `needs`: predicted peaks. `reason`: why a setting that was `auto` is not its default; empty if all are. `note`: message for the user.
-    `kv`: what the KV cache of an engine holds; empty unless its size was `auto` and is known.
+    `kv`: what the KV cache of an engine on CPU holds; empty unless its size was `auto` and is known.
     """
 
     recipe: Recipe
@@ -75,11 +76,15 @@ class Fit:
         found = self.predicted_mb
         return {**found, "engines": engines * found["engines"], "total": max(together)} if together else {}
 
-    def statement(self, least_mb: Mapping[str, float]) -> str:
+    def kv_on(self, resource: str) -> str:
+        """Return `kv` if slots are of this resource. Everything small is fitted before it is known, and on GPUs the size has no effect."""
+        return "" if resource == GPU else self.kv
+
+    def statement(self, least_mb: Mapping[str, float], resource: str) -> str:
         """Describe the predicted memory of the working functions, and the settings chosen for it, in one line."""
         least = {name: f" (at least {mb / 1000:.1f})" for name, mb in least_mb.items()}
         each = ", ".join(f"{name} {mb / 1000:.1f} GB{least.get(name, '')}" for name, mb in self.predicted_mb.items())
-        return "; ".join(filter(None, [f"predicted memory at work: {each}; one engine", self.kv, self.reason]))
+        return "; ".join(filter(None, [f"predicted memory at work: {each}; one engine", self.kv_on(resource), self.reason]))
 
 
 def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
@@ -196,9 +201,12 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     find_room = functools.cache(find_room)
     try:
         found = _fit_update(_with_kv(recipe, first), models, find_room, lengths)
+        is_short = bool(found.note) and first != least and find_room().resource == CPU
     except DoesNotFit:
         if first == least:
             raise
+        is_short = True
+    if is_short:
         found = _fit_update(_with_kv(recipe, least), models, find_room, lengths)
     return _with_larger_kv(found, whole, models, find_room, lengths)
 
@@ -229,7 +237,11 @@ def _sequences_at_once(recipe: Recipe) -> int:
 
 
 def _with_larger_kv(found: Fit, whole: int, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
-    """Raise the KV cache of each engine to `whole` MB, or to as much as fits while all engines work and during an update."""
+    """Raise the KV cache of each engine to `whole` MB, or to as much as fits while all engines work and during an update.
+
+    It grows by GROWN_KV_SHARE of the memory at most: parked engines keep it during the first update, and other runs on the machine may
+    grow theirs. What a larger cache brings was not measured.
+    """
     recipe, policy, sequences = found.recipe, models["policy"], _sequences_at_once(found.recipe)
 
     def needs_with(mb: int, room: Room) -> list[Need]:
@@ -239,11 +251,17 @@ def _with_larger_kv(found: Fit, whole: int, models: dict[str, Model], find_room:
     def lacks_room(mb: int) -> bool:
         return room.first_without_room(needs_with(mb, room), used_memory_share(recipe, room)) is not None
 
-    room, chosen = _room_of_all(recipe), recipe.rollout.engine_kv_mb
+    room, chosen, share = _room_of_all(recipe), recipe.rollout.engine_kv_mb, recipe.cluster.memory_share_note
+    why = f"more does not fit beside the rest{share}"
     if all(need.bytes <= SMALL_BYTES for need in needs_with(whole, room)):
         chosen = whole
     elif (room := find_room()).resource == CPU and room.bytes is not None:
-        chosen += bisect.bisect_left(range(chosen + 1, whole + 1), True, key=lacks_room)
+        budget = used_memory_share(recipe, room) * room.bytes  # of the largest node: it may have all engines
+        grown_mb = int(GROWN_KV_SHARE * budget / _engines_at_once(recipe, room.slots)) >> 20
+        most = min(whole, max(chosen, DEFAULT_KV_MB) + grown_mb)
+        chosen += bisect.bisect_left(range(chosen + 1, most + 1), True, key=lacks_room)
+        if chosen == most:
+            why = f"beyond {DEFAULT_KV_MB} MB each, engines take at most {gb(GROWN_KV_SHARE * budget)} of {gb(room.bytes)}{share}"
     changed = _with_kv(recipe, chosen)
     found = replace(found, recipe=changed, needs=predicted_needs(changed, models, lengths, room))
     if room.resource == GPU or not kv_mb(recipe, policy, 1, lengths):
@@ -252,7 +270,7 @@ def _with_larger_kv(found: Fit, whole: int, models: dict[str, Model], find_room:
     tokens = f"sequences of {recipe.longest_tokens(lengths.longest_prompt)} tokens"
     if held == sequences:
         return replace(found, kv=f"rollout.kv_cache_mb={chosen} (auto: all {sequences} {tokens} at once)")
-    why = "the memory is not known here" if room.bytes is None else "more does not fit beside the rest"
+    why = "the memory is not known here" if room.bytes is None else why
     few = ", which is almost no KV cache" if held < FEW_SEQUENCES else ""
     limited = f"rollout.kv_cache_mb={chosen} (auto: {held} of {sequences} {tokens} at once{few}, because {why})"
     return replace(found, reason="; ".join(filter(None, [found.reason, limited])))

@@ -214,7 +214,7 @@ class Runtime(StepOperations):
             self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)
             stack.push(self._close_record)
             if sum(self.least_mb.values()) > SHOWN_MB or self.memory_fit.reason:
-                self.record.progress.message(self.memory_fit.statement(self.least_mb))
+                self.record.progress.message(self.memory_fit.statement(self.least_mb, resource))
             notes = [*self.prompts.notes, note, self.speculation_note, self.memory_fit.note, self.folder.deletion_note(self.recipe)]
             for message in filter(None, [self.recipe.untrained_note, *self.settings_without_effect(resource), *notes]):
                 self.record.progress.message(message)
