@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+LEAST_KV_MB = 16  # of the KV cache of an engine on CPU
 MAX_ROWS = 1_000_000  # rows that a built-in task generates, in half a minute
 NUMBERS = (int, float, int | None, float | None, Literal[0, 1, 2, 3])
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -75,6 +76,6 @@ def _one_or_several(value: Any) -> Any:
 
 Texts = Annotated[list[str], BeforeValidator(_one_or_several)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
-KvSizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(partial(_count_or_auto, least=16))]
+KvSizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(partial(_count_or_auto, least=LEAST_KV_MB))]
 NumberOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
 SwitchOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)]

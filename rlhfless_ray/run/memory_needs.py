@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from placement import memory, peak_memory
 from placement.drafting import MODEL_SEQUENCES
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.section import LEAST_KV_MB
 from rlhfless_ray.rollout.speculation import random_drafter_config
 from rlhfless_ray.weights.model_folder import WEIGHTS, check_sizes, stored_tensors
 from rlhfless_ray.weights.quantized_base import has_4_bits
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rlhfless_ray.types import Prompt
 
 TRAINED_BYTES = 4 + memory.GRADIENT_BYTES + memory.MOMENT_BYTES  # bytes per parameter of a trained drafter, in float32
-LEAST_KV_MB = 16  # of rollout.kv_cache_mb
 SURE_SEQUENCES = 2  # with KV for two of the longest sequences an engine holds one, whatever kinds of attention its layers have
 MIN_LISTED_BYTES = 5e7  # smaller parts of a need are not listed: they would read 0.0 GB
 

@@ -15,6 +15,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placement import peak_memory
 from placement.memory import VALUE_BYTES, stored_shapes
 from rlhfless_ray.common.disk_space import DiskFull, writing
 from rlhfless_ray.common.errors import UserError, one_line
@@ -324,11 +325,7 @@ def kv_cache_bytes(files: Files, tokens: int, block_size: int, dtype: str, width
     windows = config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}
     if config.get("model_type") not in PLAIN_ATTENTION or windows:
         return None
-    heads = config["num_attention_heads"]
-    head_width = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = max(config.get("num_key_value_heads") or heads, width)  # each slot holds one at least
-    values = 2 * config["num_hidden_layers"] * kv_heads * head_width
-    return (-(-tokens // block_size) + 1) * block_size * values * VALUE_BYTES[dtype]
+    return peak_memory.kv_cache_bytes(config, 1, tokens, block_size, VALUE_BYTES[dtype], width) or None
 
 
 def check_kv_cache(recipe: Recipe, files: Files, longest_prompt_tokens: int) -> None:

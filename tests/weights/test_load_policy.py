@@ -15,6 +15,7 @@ from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.weights.load_policy import (
+    PLAIN_ATTENTION,
     check_classifier,
     check_files,
     check_kv_cache,
@@ -164,6 +165,9 @@ def test_a_cache_too_small_for_the_longest_sequence_is_named_with_what_it_takes(
     with pytest.raises(UserError, match=r"rollout.kv_cache_mb: 16 MiB cannot hold one sequence of 417 tokens .* needs 23 MiB;"):
         check_kv_cache(recipe, files, 17)
     check_kv_cache(Recipe.parse({**tree, "rollout": {**tree["rollout"], "kv_cache_mb": 23}}), files, 17)
+    shape = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 12, "num_key_value_heads": 2, "head_dim": 64}
+    for family in PLAIN_ATTENTION:  # what is checked here, the planner can count
+        assert kv_cache_bytes(config(model_type=family, **shape), 417, 32, "float32", 4) == 12 * 2 * 4 * 64 * 4 * 15 * 32
     assert kv_cache_bytes(config(model_type="gemma3"), 417, 32, "float32") is None  # sliding windows: the engine decides
 
 
