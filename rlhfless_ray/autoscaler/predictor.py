@@ -139,11 +139,11 @@ class Predictor:
         (self.terms.transfer_away if away else self.terms.transfer).observe(float(weight_bytes), seconds)
 
     def observe_step(self, phases: dict[str, float], wall_s: float, samples: int) -> None:
-        """Record a finished step's wall time by phase, without evaluation.
+        """Record a finished step: its seconds by phase, and `wall_s` with all of them, evaluation included.
 
         `observe_update` and `observe_passes` record the worker groups' own times.
         """
-        self.step_s = wall_s
+        self.step_s = wall_s - phases.get("eval", 0.0)
         self.terms.score.observe(float(samples), phases.get("score", 0.0))
         if self.recipe.rollout.rolls_out_ahead:  # the learn phase includes the next step's prefill and rollout
             self.outside.observe(0.0, wall_s - sum(phases.get(name, 0.0) for name in ("rollout", "score", "learn", "eval")))

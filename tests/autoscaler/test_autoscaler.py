@@ -185,6 +185,12 @@ def test_what_learn_phases_take_before_the_policys_update_is_a_term_of_the_step_
         assert told - without > 0.9 * one.terms.passes.predict(tokens)
 
 
+def test_evaluation_is_no_part_of_a_steps_time() -> None:
+    auto = Autoscaler(recipe(), SPEED)
+    auto.observe_step({"rollout": 1.0, "learn": 0.5, "eval": 20.0}, 22.0, 64)
+    assert auto.step_s == pytest.approx(2.0)
+
+
 def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_learner():
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}, learner={"max_slots_per_rank": 4}), SPEED))
     plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
