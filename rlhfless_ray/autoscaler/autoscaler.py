@@ -199,12 +199,16 @@ class Autoscaler(Predictor):
         return self.safely("renewing the bid", renew, lambda: max_actors)
 
     def _rest(self, lengths: np.ndarray, prompts: list[Prompt], rest_actors: int) -> Rest | None:
-        """Return where a partial rollout of these lengths goes on once the update beside it has ended."""
+        """Return where a partial rollout of these lengths goes on once the update beside it has ended.
+
+        The pause includes the overhead besides decoding, so the rest does not.
+        """
         if not rest_actors:
             return None
-        width = self.engines.width
-        best = choose_nearest(self._with_overhead(self._frontier(lengths, prompts, rest_actors), width), self.objective).plan
-        return Rest(best.actors * width, best.time_s, best.cost, self.terms.pause.predict())
+        width, slowdown = self.engines.width, 1 + self.engines.fit.overhead
+        plans = self._frontier(lengths, prompts, rest_actors)
+        best = plans[choose_nearest(self._with_overhead(plans, width), self.objective).index]
+        return Rest(best.actors * width, best.time_s * slowdown, best.cost * slowdown, self.terms.pause.predict())
 
     def _size_together(
         self, lengths: np.ndarray, prompts: list[Prompt], rooms: Mapping[int, Mapping[int, int]], rest: Rest | None

@@ -443,6 +443,18 @@ def test_a_partial_rollout_counts_on_all_slots_after_the_update_beside_it() -> N
     assert alone.update is None and alone.predicted_step_s > alone.predicted_s + auto.expected_update_s
 
 
+def test_the_overhead_of_a_rollout_that_goes_on_after_the_update_is_in_its_pause_only() -> None:
+    auto = lagging(1.0, {1: 1.0, 2: 0.55, 4: 0.3})
+    auto.terms.pause.observe(0.0, [0.5] * 64)
+    found = []
+    for overhead_s in (0.0, 0.4):
+        auto.around = Term(overhead_s)
+        update = auto.plan(auto.forecast(prompts(), 7), prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8).update
+        assert update is not None
+        found.append(update.rest)
+    assert found[0] == found[1] is not None
+
+
 def test_a_run_bids_for_the_slots_that_its_step_needs_beside_an_update() -> None:
     wanted = {}
     for update_s in (0.01, 60.0):
