@@ -207,8 +207,16 @@ class Autoscaler(Predictor):
             return None
         width, slowdown = self.engines.width, 1 + self.engines.fit.overhead
         plans = self._frontier(lengths, prompts, rest_actors)
+        if self.bids is not None:
+            room = self.bids.room_for_rest([(plan.actors * width, plan) for plan in self._with_overhead(plans, width)])
+            most = max(min(plan.actors for plan in plans), room // width)
+            plans = [plan for plan in plans if plan.actors <= most]
         best = plans[choose_nearest(self._with_overhead(plans, width), self.objective).index]
         return Rest(best.actors * width, best.time_s * slowdown, best.cost * slowdown, self.terms.pause.predict())
+
+    def most_after_update(self, most: int) -> int:
+        """Return how many engines a rollout has slots for once the update beside it has ended, `most` at most."""
+        return most if self.bids is None else min(most, max(self.recipe.rollout.min_actors, self.bids.room // self.engines.width))
 
     def _size_together(
         self, lengths: np.ndarray, prompts: list[Prompt], rooms: Mapping[int, Mapping[int, int]], rest: Rest | None

@@ -64,7 +64,20 @@ class MarketBids:
             pairs, objective = [pair for pair in pairs if pair[1].cost <= objective.budget] or pairs, Objective(prefer=1.0)
         value_per_s = time_value(objective, [plan for _, plan in pairs])
         self.pair = self._bid(self._points(pairs, value_per_s), value_per_s, objective=objective)
-        return self.pool.view.slots if self.alone else self.pool.what_if(self.pair).slots[self.pair.run]
+        return self._slots_for(self.pair)
+
+    def room_for_rest(self, plans: Sequence[tuple[int, Plan]]) -> int:
+        """Return the slots that the pool would have for a rollout that goes on once its update has ended. `plans`: with their slots."""
+        value_per_s = time_value(self.objective, [plan for _, plan in plans])
+        return self._slots_for(self._bid(self._points(plans, value_per_s), value_per_s))
+
+    def _slots_for(self, bid: Bid) -> int:
+        return self.pool.view.slots if self.alone else self.pool.what_if(bid).slots[bid.run]
+
+    @property
+    def room(self) -> int:
+        """Slots that the run may hold by its standing bid: all of them if no other run is on the pool."""
+        return self.pool.view.slots if self.alone else self.pool.view.target
 
     @property
     def alone(self) -> bool:

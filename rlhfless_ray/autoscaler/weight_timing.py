@@ -39,7 +39,7 @@ class WeightTiming:
 
         Args:
             stale_cost: loss of learning value per version. None: it was not measured yet.
-            most_engines: maximum number of engines after the update.
+            most_engines: maximum number of engines after the update, if no other run takes slots.
             learner_slots: slots that the learner holds until then.
             can_wait: whether engines may go on under the old weights. Otherwise they take the new ones as soon as the update is done.
         """
@@ -78,7 +78,7 @@ class WeightTiming:
         costs = PauseCosts(
             autoscaler.engine_speed,
             max(1, len(rollout.pool.working)),
-            self.most_engines,
+            autoscaler.most_after_update(self.most_engines),
             width,
             self.learner_slots,
             autoscaler.terms.pause.predict(),

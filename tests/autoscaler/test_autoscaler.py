@@ -443,6 +443,28 @@ def test_a_partial_rollout_counts_on_all_slots_after_the_update_beside_it() -> N
     assert alone.update is None and alone.predicted_step_s > alone.predicted_s + auto.expected_update_s
 
 
+def test_the_rest_of_a_rollout_counts_on_no_slots_of_other_runs() -> None:
+    rollout = {"max_lag_steps": 1, "partial": "continue", "ahead": True}
+    auto = lagging(1.0, {1: 1.0, 2: 0.55, 4: 0.3})
+    auto.recipe = recipe(objective={"prefer": 1.0}, rollout=rollout, learner={"max_slots_per_rank": 4})
+    state = pool(8)
+    bids = auto.bids = MarketBids(Pool(state, "x"), auto.objective, 1)
+
+    def engines() -> tuple[int, int]:
+        bids.pool.view = state.view("x", 0.0)
+        plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8)
+        auto.begin_rollout(plan, True)
+        assert plan.update is not None and plan.update.rest is not None and not auto.troubles
+        return plan.update.rest.slots, auto.most_after_update(8)
+
+    alone, most = engines()
+    assert alone > 5 and most == 8
+    Pool(state, "y").bid(Bid("y", (1, 3), (0.0, 1e6)))
+    assert engines() == (5, 5), "the learner's slots are engines' by then"
+    auto.bids = None
+    assert auto.most_after_update(8) == 8
+
+
 def test_the_overhead_of_a_rollout_that_goes_on_after_the_update_is_in_its_pause_only() -> None:
     auto = lagging(1.0, {1: 1.0, 2: 0.55, 4: 0.3})
     auto.terms.pause.observe(0.0, [0.5] * 64)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from placement import Speed
+from rlhfless_ray.autoscaler import weight_timing
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
@@ -58,6 +59,16 @@ def test_a_short_rest_goes_on_under_the_old_weights_and_is_looked_at_again_when_
     one.look_at_s = 0.0
     assert one.ends(rest(*[5000.0] * 9)), "responses that go on far longer than forecast"
     assert one.waited_s is not None and one.metrics()["partial/weights_wait_s"] == one.waited_s
+
+
+def test_engines_gain_no_slots_by_a_pause_that_other_runs_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, decide = [], weight_timing.decide_weights
+    monkeypatch.setattr(weight_timing, "decide_weights", lambda *given: found.append(given[-1].most_engines) or decide(*given))
+    autoscaler = measured()
+    timing(autoscaler, most_engines=8).ends(rest(10.0))
+    autoscaler.bids = SimpleNamespace(room=3)
+    timing(autoscaler, most_engines=8).ends(rest(10.0))
+    assert found == [8, 3]
 
 
 def test_what_ended_under_the_old_weights_waited_to_its_end() -> None:
