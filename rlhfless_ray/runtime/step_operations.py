@@ -82,7 +82,7 @@ class StepOperations(CheckpointedRun):
     in_update = False  # whether the learner makes an update
     rest_follows = False  # whether the update has ended before the rollout beside it, which goes on under its weights
     rest_plan_s = 0.0  # time that planning the rest of such a rollout took; 0 if there was none
-    rollout_began_s = 0.0  # beginning of the last rollout's phase, on the clock of time.monotonic
+    rollout_began_s = 0.0  # beginning of the last rollout's phase, on the clock of `_working_s`
     unrecorded = False  # whether the learner has made an update that is not recorded yet
     has_old_tokens = False  # whether older weights drew some of the step's tokens
     finished = False
@@ -217,7 +217,7 @@ class StepOperations(CheckpointedRun):
 
     def rollout_phase(self, plan: RolloutPlan) -> AbstractContextManager[None]:
         assert self.weights is not None
-        name, self.rollout_began_s = "rollout_ahead" if self.in_update else "rollout", time.monotonic()
+        name, self.rollout_began_s = "rollout_ahead" if self.in_update else "rollout", self._working_s()
         plan, delay = self.autoscaler.begin_rollout(plan, self.rollout_stage.grows)
         if delay.seconds:
             self.step.metrics["pool/wait_reason"] = delay.reason
@@ -226,6 +226,10 @@ class StepOperations(CheckpointedRun):
         self.rest_follows = False
         phase = self.rollout_stage.phase(plan, self.weights, name, delay.seconds, ends, idle_s, lambda: self.rest_follows)
         return self._accounted(name, phase)
+
+    def _working_s(self) -> float:
+        """Return the time on a clock that stops while the step waits for slots. The length of a pause is measured without such waits."""
+        return time.monotonic() - self.leases.waited_s
 
     def _idle_beside_s(self, tail_s: float) -> float:
         """Return the seconds until the slot of an idle engine beside the update is needed again. `tail_s`: until the rollout ends.
@@ -258,7 +262,7 @@ class StepOperations(CheckpointedRun):
         elif self.in_update:
             samples = self._generate_ahead(step, self.weights)
         else:
-            began_s = time.monotonic()
+            began_s = self._working_s()
             samples = self.rollout_stage.generate(step, self.weights, overlap)
             if self.rest_plan_s and self.rollout_stage.restart_s is not None:
                 self.autoscaler.terms.pause.observe(0.0, self.rest_plan_s + began_s - self.rollout_began_s + self.rollout_stage.restart_s)

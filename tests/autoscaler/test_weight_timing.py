@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 from placement import Speed
+from placement.scaling.resize_policy import Hold
 from rlhfless_ray.autoscaler import weight_timing
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
+from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.learn.pending import Pending
@@ -69,6 +73,30 @@ def test_engines_gain_no_slots_by_a_pause_that_other_runs_have(monkeypatch: pyte
     autoscaler.bids = SimpleNamespace(room=3)
     timing(autoscaler, most_engines=8).ends(rest(10.0))
     assert found == [8, 3]
+
+
+def test_waits_for_slots_of_other_runs_are_no_part_of_a_pause() -> None:
+    run = StepOperations.__new__(StepOperations)
+    run.recipe, run.leases = measured().recipe, SimpleNamespace(waited_s=4.0)
+    run.autoscaler, run.weights, run.step = Autoscaler(run.recipe, Speed(0.01, 0.0)), object(), Step(2)
+    run.broker, run.stages = SimpleNamespace(check=lambda *where: None), SimpleNamespace(pools=list)
+    run._take_groups = lambda step, batch, samples: samples
+
+    @contextmanager
+    def phase(*how: Any) -> Iterator[None]:
+        began_s = time.monotonic()
+        time.sleep(0.3)  # for a slot of another run
+        run.leases.waited_s += time.monotonic() - began_s
+        time.sleep(0.01)  # an engine starts
+        yield
+
+    run.rollout_stage = SimpleNamespace(grows=True, phase=phase, generate=lambda *how: [], restart_s=0.02)
+    run.rest_plan_s, run.step.partial_batch = 0.03, object()
+    with run.rollout_phase(RolloutPlan(Hold(1, ""), 1)):
+        run.generate(run.step)
+    run.autoscaler.terms.pause.settle()
+    (seconds,) = run.autoscaler.terms.pause.seconds
+    assert 0.06 <= seconds < 0.3, "planning, an engine's start and the rollout's overhead"
 
 
 def test_what_ended_under_the_old_weights_waited_to_its_end() -> None:
