@@ -4,7 +4,8 @@ With a lag of one step, the next step's rollout works beside this step's update.
 slower one. A rollout that ends before the update needs no more engines, and an update that ends before the rollout no more slots.
 
 A partial rollout that outlasts the update may pause, and go on under the new weights on all slots (`Rest`). A part of it that is left then
-takes the same part of the time and cost of the whole rollout there. So the learner's slots count until the end of the update only.
+takes the same part of the time and cost of the whole rollout there. So the learner's slots count for the update and the step's other work,
+whose passes need them, but not for the rest of the rollout.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Sizes:
 def step_plan(plan: Plan, update: Update, objective: Objective) -> Plan:
     """Return a rollout's plan with the seconds and slot-seconds of a step in which it works beside the update.
 
-    The learner holds its slots throughout the step, or until a partial rollout goes on without it. An engine is billed until its own last
-    response, as in every plan. An objective's deadline or budget is one of the rollout alone: that axis keeps the rollout's own figure.
+    The learner holds its slots throughout the step, except while a partial rollout goes on without it. An engine is billed until its own
+    last response, as in every plan. An objective's deadline or budget is one of the rollout alone: that axis keeps the rollout's figure.
     """
     step_s = held_s = max(plan.time_s, update.seconds) + update.apart_s
     cost = plan.cost
