@@ -76,10 +76,9 @@ class PauseCosts:
 
 @dataclass(frozen=True)
 class TakeWeights:
-    """Take the weights after `wait_s` more seconds under the old ones: 0 means now. `to_end`: that is the end of the rollout."""
+    """Take the weights after `wait_s` more seconds under the old ones: 0 means now."""
 
     wait_s: float
-    to_end: bool
     reason: str
 
 
@@ -103,14 +102,14 @@ def decide_weights(left: np.ndarray, context: np.ndarray, horizon: float, costs:
     best = int(np.argmin(cost))
     at_once = f"new weights now: {new_s[0]:.2g} s to the end on {engines_in_words(int(engines[0]))} with the pause"
     if best == 0 or cost[0] - cost[best] < MIN_SAVING * costs.step_cost:
-        return TakeWeights(0.0, False, f"{at_once}, {old_s[-1]:.2g} s on {costs.engines} without")
+        return TakeWeights(0.0, f"{at_once}, {old_s[-1]:.2g} s on {costs.engines} without")
     saved = f"saves {(cost[0] - cost[best]) / costs.step_cost:.0%} of a step's cost"
     if best == len(points) - 1:
         reason = f"old weights to the end of the rollout in {old_s[-1]:.2g} s, which {saved}: with a pause {new_s[0]:.2g} s"
-        return TakeWeights(float(old_s[best]), True, reason)
+        return TakeWeights(float(old_s[best]), reason)
     ended = int((left <= points[best]).sum())
     reason = f"old weights for {old_s[best]:.2g} s, until {ended} of {len(left)} responses have ended, which {saved}"
-    return TakeWeights(float(old_s[best]), False, reason)
+    return TakeWeights(float(old_s[best]), reason)
 
 
 def compare_points(
@@ -118,14 +117,15 @@ def compare_points(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the points at which the weights may be taken, in tokens from now on, and the figures of each.
 
-    Arguments are those of `decide_weights`. The points are now, ends of responses, and last the end of the rollout.
+    Arguments are those of `decide_weights`. The points are now, ends of responses, and last the end of the rollout, which may be now.
 
     Returns:
         (k,) tokens, cost in slot-seconds, seconds before the pause, seconds from the pause on, and engines after it. At the last point
         there is no pause.
     """
     speed, ends = costs.speed, np.unique(left[(left > 0) & (left < horizon)])
-    points = np.r_[0.0, ends[np.unique(np.linspace(0, len(ends) - 1, min(len(ends), POINTS)).round().astype(int))], horizon]
+    chosen_ends = ends[np.unique(np.linspace(0, len(ends) - 1, min(len(ends), POINTS)).round().astype(int))]
+    points = np.unique(np.r_[0.0, chosen_ends, horizon])  # one if the rollout ends now
     drawn = np.minimum(left, points[:, None])  # (k, n)
     tokens, read = drawn.sum(1), (drawn * context + drawn**2 / 2).sum(1)
     work_s = speed.per_seq_s * tokens + speed.per_ctx_s * read  # of one engine, besides what a step takes whatever its size

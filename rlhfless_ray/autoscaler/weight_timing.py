@@ -70,10 +70,10 @@ class WeightTiming:
     def _decide(self, rollout: Rollout) -> TakeWeights:
         autoscaler = self.autoscaler
         if not self.can_wait or STOP.number is not None or self.update.has_failed():
-            return TakeWeights(0.0, False, "")
+            return TakeWeights(0.0, "")
         is_measured = autoscaler.terms.pause.records and autoscaler.engines.fit.records and autoscaler.step_s
         if self.stale_cost is None or not is_measured:
-            return TakeWeights(0.0, False, "new weights now: the price of a pause or of old tokens is not measured yet")
+            return TakeWeights(0.0, "new weights now: the price of a pause or of old tokens is not measured yet")
         recipe, width = autoscaler.recipe, autoscaler.engines.width
         costs = PauseCosts(
             autoscaler.engine_speed,
@@ -91,7 +91,7 @@ class WeightTiming:
         return autoscaler.safely(
             "deciding when engines take new weights",
             lambda: decide_weights(*rollout.remaining(), rollout.horizon(), costs),
-            lambda: TakeWeights(0.0, False, "new weights now: the decision failed"),
+            lambda: TakeWeights(0.0, "new weights now: the decision failed"),
         )
 
     def metrics(self) -> dict[str, Any]:
