@@ -16,7 +16,7 @@ from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSett
 LEARNERS = (0.25, 0.5, 0.75)  # shares of the devices that learn, among which a share of more groups is chosen
 
 
-def ahead(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+def step_ahead(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
     """Run a step as the runtime does with `rollout.ahead`.
 
     The learner takes its devices first, as one step off. Engines wake on those that are left, and work until the update

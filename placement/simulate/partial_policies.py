@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placement.simulate.ahead import ahead, candidates_ahead, neighbours_ahead, starts_ahead
+from placement.simulate.ahead import candidates_ahead, neighbours_ahead, starts_ahead, step_ahead
 from placement.simulate.elastic_policy import ROUGH_POLICY, elastic
 from placement.simulate.one_step_off import NOT_BUILT, splits
 from placement.simulate.partial_rollout import Generation, InFlight
@@ -51,21 +51,21 @@ class Partial:
         name: str,
         steps: Steps,
         plans: Callable[[PhaseTimes], list[StepPlanSettings]],
-        ahead: int = 0,
+        extra_lag: int = 0,
         space: SearchSpace | None = None,
         versions_in_step: int = 1,
     ) -> None:
         """plans: candidates for the plan and for the share of groups begun beyond the quota. The best pair is used in every step.
 
-        ahead: 1 if a rollout works beside the update of the batch before it, which makes its tokens one version older.
+        extra_lag: 1 if a rollout works beside the update of the batch before it, which makes its tokens one version older.
         space: plans that a search in each step may take; it replaces the fixed plan. None: no search. versions_in_step: of
         the weights that a step's rollout may use.
         """
-        self.name, self.steps, self.plans, self.ahead, self.space, self.versions_in_step = (
+        self.name, self.steps, self.plans, self.extra_lag, self.space, self.versions_in_step = (
             name,
             steps,
             plans,
-            ahead,
+            extra_lag,
             space,
             versions_in_step,
         )
@@ -93,7 +93,7 @@ class Partial:
         expected = planner.expected if self.space is not None else None
         more = f"{self.chosen[1]:.0%} more groups begun; " if self.chosen and self.chosen[1] else ""
         built = "not built: " * (self.name == NOT_BUILT)
-        lag = (*[0.0] * (self.ahead + 1 - self.versions_in_step), *run.lag)
+        lag = (*[0.0] * (self.extra_lag + 1 - self.versions_in_step), *run.lag)
         return replace(done, policy=self.name, lag=lag, reason=f"{built}partial rollouts: {more}{done.reason}", planned=expected)
 
     def _search(self, times: PhaseTimes, view: StepInput, planner: Planner, generation: Generation, space: SearchSpace) -> StepPlanSettings:
@@ -109,7 +109,7 @@ class Partial:
 
     def _rollouts(self, times: PhaseTimes) -> int:
         """Return how many rollouts a response may outlive."""
-        return times.setting.max_lag_steps - self.ahead
+        return times.setting.max_lag_steps - self.extra_lag
 
     def _choose(self, times: PhaseTimes, given: StepInput, planner: Planner) -> tuple[StepPlanSettings, float]:
         plans = self.plans(times)
@@ -228,9 +228,9 @@ def partial_policies() -> dict[str, Policy]:
     """
     beside = SearchSpace(candidates_ahead, neighbours_ahead)
     return {
-        "fixed": Partial("fixed", _separate, splits, ahead=1),
+        "fixed": Partial("fixed", _separate, splits, extra_lag=1),
         "april": Partial("april", _april, _whole),
         "ours": Partial("ours", _as_built, _either, space=SearchSpace.of(_is_built)),
-        AHEAD: Partial(AHEAD, ahead, starts_ahead, ahead=1, space=beside, versions_in_step=2),
+        AHEAD: Partial(AHEAD, step_ahead, starts_ahead, extra_lag=1, space=beside, versions_in_step=2),
         NOT_BUILT: Partial(NOT_BUILT, _ours, lambda times: _whole(times) + _halves(times), space=SearchSpace.of(lambda plan: True)),
     }

@@ -16,7 +16,7 @@ from rlhfless_ray.learn.pending import Pending
 LEAST_S = 0.05  # between two decisions
 
 
-class Rollout(Protocol):
+class RolloutForecast(Protocol):
     """The part of `RolloutDriver` that is used here."""
 
     pool: WorkerPool
@@ -50,7 +50,7 @@ class WeightTiming:
         self.waited_s: float | None = None  # until they took the weights; None: not yet
         self.reason = ""
 
-    def ends(self, rollout: Rollout) -> bool:
+    def ends(self, rollout: RolloutForecast) -> bool:
         """Return whether the engines take the new weights now."""
         if not self.update.is_ready():
             return False
@@ -67,7 +67,7 @@ class WeightTiming:
         self.waited_s = now - self.ready_s
         return True
 
-    def _decide(self, rollout: Rollout) -> TakeWeights:
+    def _decide(self, rollout: RolloutForecast) -> TakeWeights:
         autoscaler = self.autoscaler
         if not self.can_wait or STOP.number is not None or self.update.has_failed():
             return TakeWeights(0.0, "")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from placement.simulate import POLICIES, PhaseTimes, Setting, StepPlanSettings, parse, policies_of, simulate
-from placement.simulate.ahead import ahead
+from placement.simulate.ahead import step_ahead
 from placement.simulate.one_step_off import NOT_BUILT, all_beside, as_built, fixed_split
 from placement.simulate.partial_rollout import Generation, InFlight
 from placement.simulate.simulate_run import workload_of
@@ -148,7 +148,7 @@ def test_a_rollout_beside_the_update_continues_under_its_weights() -> None:
     given = StepInput(np.array([400.0]), np.array([10.0]), np.zeros(1, int), np.full((1, 4), 400.0))
     state = InFlight.empty(given, 0, 2).begin(given)
     generation = Generation(state)
-    done = ahead(times, given, StepPlanSettings(1, 1.0, 0, 4), generation, 40_000.0, "fixed")
+    done = step_ahead(times, given, StepPlanSettings(1, 1.0, 0, 4), generation, 40_000.0, "fixed")
     update = times.trainer.forward_s(40_000, 4) + times.learn_s(40_000, 4)
     begin = times.state_s(4) + times.trainer.forward_s(40_000, 4)
     old = 400 * generation.last.lag[1]
@@ -156,14 +156,14 @@ def test_a_rollout_beside_the_update_continues_under_its_weights() -> None:
     beside = times.wake_s + times.broadcast_s + times.prefill_s(10, 1) + times.speed.rollout_s(np.array([old]), np.array([10.0]))
     after = times.broadcast_s + times.prefill_s(10 + old, 1) + times.speed.rollout_s(np.array([400 - old]), np.array([10.0 + old]))
     assert beside == pytest.approx(update) and done.time_s == pytest.approx(begin + update + after)
-    wide = ahead(times, given, StepPlanSettings(times.engines, 1.0, 0, times.devices - 1), Generation(state), 40_000.0, "fixed")
+    wide = step_ahead(times, given, StepPlanSettings(times.engines, 1.0, 0, times.devices - 1), Generation(state), 40_000.0, "fixed")
     assert wide.most_devices <= times.devices, "engines on the learner's devices wait until its state has left"
 
 
 def test_a_rollout_that_ends_beside_the_update_waits_for_it() -> None:
     times, given = one_response(small())
     generation = Generation(InFlight.empty(given, 0, 2).begin(given))
-    done = ahead(times, generation.state.step_input(given, 2048), StepPlanSettings(1, 1.0, 0, 4), generation, 1e6, "fixed")
+    done = step_ahead(times, generation.state.step_input(given, 2048), StepPlanSettings(1, 1.0, 0, 4), generation, 1e6, "fixed")
     update = times.trainer.forward_s(1e6, 4) + times.learn_s(1e6, 4)
     assert generation.last.lag == pytest.approx((0.0, 1.0)) and len(generation.last.after.lengths) == 0
     assert done.time_s == pytest.approx(2 * times.state_s(4) + times.trainer.forward_s(1e6, 4) + update)
