@@ -25,16 +25,16 @@ def wrong_size(config: Mapping[str, Any]) -> str:
     for key in OBJECTS:
         if not isinstance(config.get(key) or {}, Mapping):
             return f"`{key}` must be an object, not {_shown(config[key])}"
-    names = config.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return f"`architectures` must be a list of names, not {_shown(names)}"
-    if not isinstance(config.get("model_type", ""), str):
-        return f"`model_type` must be a name, not {_shown(config['model_type'])}"
     for part in (config, text_part(config)):
+        names, kind = part.get("architectures") or [], part.get("model_type")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return f"`architectures` must be a list of names, not {_shown(names)}"
+        if not isinstance(kind, str | None):
+            return f"`model_type` must be a name, not {_shown(kind)}"
         wrong = (_wrong(part, key) for key in (*POSITIVE, *COUNTS))
         if found := next(filter(None, wrong), "") or _uneven(part):
             return found
-    family = FAMILIES.get(config.get("model_type", ""))
+    family = FAMILIES.get(config.get("model_type") or "")
     if family is None or config.get("text_config"):
         return ""
     needed = (*NEEDED, family.get("experts", "intermediate_size"))

@@ -30,6 +30,8 @@ from tests.placement.test_memory import LLAMA_70B, MIXTRAL, QWEN_05B, QWEN_7B
         ({"hidden_size": 900}, "`num_attention_heads` 14 does not divide `hidden_size` 900"),
         ({"num_key_value_heads": 3}, "`num_key_value_heads` 3 does not divide `num_attention_heads` 14"),
         ({"model_type": ["qwen2"]}, "`model_type` must be a name, not ['qwen2']"),
+        ({"model_type": []}, "`model_type` must be a name, not []"),
+        ({"text_config": {"model_type": ["x"], "hidden_size": 7, "num_attention_heads": 2}}, "`model_type` must be a name, not ['x']"),
         ({"architectures": "Qwen2ForCausalLM"}, "`architectures` must be a list of names, not 'Qwen2ForCausalLM'"),
         ({"architectures": [5]}, "`architectures` must be a list of names, not [5]"),
         ({"quantization_config": "int4"}, "`quantization_config` must be an object, not 'int4'"),
@@ -45,6 +47,7 @@ def test_sizes_that_no_model_has_are_named(changes: dict[str, Any], said: str) -
     [
         QWEN_05B, QWEN_7B, LLAMA_70B, MIXTRAL,
         {**QWEN_05B, "num_key_value_heads": None},
+        {**QWEN_05B, "model_type": None},
         {**QWEN_05B, "hidden_size": 900, "head_dim": 64},
         {**QWEN_05B, "model_type": "qwen3", "hidden_size": 1000},  # its heads are 128 wide whatever its width is
         {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_inner": None, "vocab_size": 50257},
