@@ -90,11 +90,14 @@ def shared(
     return best
 
 
-def end_to_end(lengths: np.ndarray, max_tokens: int, width: int, ranks: int = 1) -> list[list[list[np.ndarray]]]:
+def end_to_end(
+    lengths: np.ndarray, max_tokens: int, width: int, ranks: int = 1, padded_tokens: int | None = None
+) -> list[list[list[np.ndarray]]]:
     """Pack sequences into micro-batches of at most `max_tokens` tokens, each of one row without padding.
 
     There are as few micro-batches as fit, of about the same size. If the calls of attention for each sequence take longer than
-    the padding that they save, every sequence has a row of its own instead, see `padded`. Arguments and result are those of `shared`.
+    the padding that they save, every sequence has a row of its own instead, see `padded`, in micro-batches of at most `padded_tokens`
+    (None: `max_tokens`). Both are compared within `max_tokens`. Other arguments and the result are those of `shared`.
     """
     if not len(lengths):
         return [[] for _ in range(ranks)]
@@ -111,6 +114,8 @@ def end_to_end(lengths: np.ndarray, max_tokens: int, width: int, ranks: int = 1)
     of_padded = sum(_work(lengths[part], True, width) for mine in rows for part in mine)
     batches = max(map(len, rows)) - -(-count // ranks)
     if work >= of_padded + ranks * batches * OVERHEAD_TOKENS:
+        if padded_tokens is not None and padded_tokens != max_tokens:
+            rows = padded(lengths, padded_tokens, ranks)
         return [[list(part[:, None]) for part in mine] for mine in rows]
     dealt = _deal([np.sort(np.array(part, np.int64)) for part in bins], loads, ranks)
     return [[[part] if len(part) else [] for part in mine] for mine in dealt]

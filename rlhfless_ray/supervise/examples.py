@@ -137,16 +137,16 @@ class Examples:
 
 
 def cut_rows(
-    batch: Batch, per_row: int, max_tokens: int, sharing: PromptSharing, rank: int = 0, ranks: int = 1, packs: bool = False
+    batch: Batch, per_row: int, max_tokens: int, sharing: PromptSharing, rank: int = 0, ranks: int = 1, packed_tokens: int | None = None
 ) -> list[MicroBatch]:
     """Divide a batch into micro-batches of at most `max_tokens` padded tokens, and return those of one rank; see `micro_batches`.
 
-    The two sequences of a pair are always in the same micro-batch, and in the same row if they share enough of a prompt. `packs`: rows of
-    one sequence may be packed, see `end_to_end`.
+    The two sequences of a pair are always in the same micro-batch, and in the same row if they share enough of a prompt.
+    `packed_tokens`: most tokens of a micro-batch of packed rows, see `end_to_end`; None: rows are not packed.
     """
     if per_row == 1:
-        if packs:
-            return end_to_end(batch.lengths, max_tokens, sharing.width, ranks)[rank]
+        if packed_tokens is not None:
+            return end_to_end(batch.lengths, packed_tokens, sharing.width, ranks, max_tokens)[rank]
         return micro_batches(batch, np.arange(len(batch)), max_tokens, None, rank, ranks)
     lengths, contexts = batch.lengths.reshape(-1, per_row), batch.prompt_lengths.reshape(-1, per_row)
     apart = per_row * lengths.max(axis=1)

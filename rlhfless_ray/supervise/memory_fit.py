@@ -19,9 +19,12 @@ from rlhfless_ray.supervise.memory_check import models_of_stage, stage_training,
 
 def fit_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], row_tokens: int) -> tuple[SupervisedRecipe, str]:
     """Return the recipe without `auto` settings of updates, and why they are not the defaults. `find_room`, `row_tokens`: see
-    `check_stage`."""
+    `check_stage`.
+
+    Only `micro_batch_tokens` may stay `auto`, which is 8192, because ranks on cores then pack rows into smaller micro-batches.
+    """
     auto = [key for key in AUTO_KEYS if key != "overlap" and getattr(recipe.learner, key) == "auto"]
-    whole, models = with_choice(recipe, auto, Choice()), models_of_stage(recipe)
+    whole, models = _with_choice(recipe, auto, Choice()), models_of_stage(recipe)
     if not auto or "policy" not in models:
         return whole, ""
     if all(stage_peak(whole, models, row_tokens, Room(kind, 1, None)).bytes <= SMALL_BYTES for kind in (CPU, GPU)):
@@ -41,7 +44,12 @@ def fit_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], row_token
 
 def _tried(recipe: SupervisedRecipe, auto: list[str], room: Room) -> Iterator[SupervisedRecipe]:
     choices = peak_memory.choices(may_offload=room.resource == GPU and recipe.learner.zero_stage > 0)
-    return (with_choice(recipe, auto, choice) for choice in choices if choice.overlap == "auto")
+    return (_with_choice(recipe, auto, choice) for choice in choices if choice.overlap == "auto")
+
+
+def _with_choice(recipe: SupervisedRecipe, auto: list[str], choice: Choice) -> SupervisedRecipe:
+    is_default = choice.micro_batch_tokens == Choice().micro_batch_tokens
+    return with_choice(recipe, [key for key in auto if key != "micro_batch_tokens" or not is_default], choice)
 
 
 def stage_peak(recipe: SupervisedRecipe, models: dict[str, Model], row_tokens: int, room: Room) -> Need:

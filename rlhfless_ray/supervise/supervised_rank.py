@@ -193,13 +193,21 @@ class SupervisedRank:
         has a whole copy.
         """
         max_tokens = self.recipe.learner.max_micro_batch_tokens
-        if self.packs_rows and self.device.type == "cpu":
-            max_tokens = min(max_tokens, CORE_TOKENS)
         width = self.trainer.section.sequence_parallel if self.trainer.slices is None else self.trainer.slices.width
         place = self.rank // width, self.ranks // width
         if self.task == "kto":
             return micro_batches(batch, np.arange(int(mismatched), len(batch), 2), max_tokens, None, *place)
-        return cut_rows(batch, examples.per_row, max_tokens, self.sharing, *place, packs=self.packs_rows)
+        return cut_rows(batch, examples.per_row, max_tokens, self.sharing, *place, packed_tokens=self._packed_tokens())
+
+    def _packed_tokens(self) -> int | None:
+        """Return the most tokens of a micro-batch of packed rows; None: rows are not packed."""
+        learner = self.trainer.section
+        meets = self.ranks > 1 and (self.trainer.stage >= 2 or learner.tensor_parallel > 1)  # in every micro-batch, which takes time
+        if not self.packs_rows:
+            return None
+        if learner.micro_batch_tokens == "auto" and self.device.type == "cpu" and not meets:
+            return CORE_TOKENS
+        return learner.max_micro_batch_tokens
 
     def _sequence_sums(self, module: Any, batch: Batch, cuts: list[MicroBatch]) -> Tensor:
         """Return log-probabilities summed over tokens, (sequences,), on the host and without gradient. Sequences of other ranks have 0."""

@@ -134,3 +134,9 @@ def test_rows_are_packed_where_that_saves_more_than_calls_of_attention_cost() ->
     assert all(len(row) == 1 for rows in end_to_end(np.full(32, 32), 1024, 64)[0] for row in rows), "nothing to save"
     assert all(len(row) == 1 for rows in end_to_end(spread, 1024, 16)[0] for row in rows), "a narrow model computes padding quickly"
     assert len(pad_rows(spread, 1024)[0]) > len(packed_rows)
+
+
+def test_rows_that_are_not_packed_keep_their_larger_micro_batches() -> None:
+    lengths = np.full(32, 64)
+    assert [len(rows) for rows in end_to_end(lengths, 512, 64)[0]] == [8] * 4
+    assert [len(rows) for rows in end_to_end(lengths, 512, 64, padded_tokens=8192)[0]] == [32]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.prompts.cursor import check_unchanged
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import TITLES, Example, Examples, RowOrder, cut_rows
 
 
@@ -70,6 +72,33 @@ def test_pairs_stay_together_and_every_token_is_trained_once(seed: int, count: i
             seen += tensors["flat"].tolist()
             assert same_context or "segments" not in tensors
     assert sorted(seen) == list(range(int(batch.response_lengths.sum())))
+
+
+@pytest.mark.parametrize(
+    ("learner", "ranks", "most"),
+    [
+        ({}, 1, 512),
+        ({"zero_stage": 3}, 1, 512),
+        ({"micro_batch_tokens": 1024}, 1, 1024),
+        ({"micro_batch_tokens": 300}, 1, 300),
+        ({"zero_stage": 1}, 2, 512),
+        ({"zero_stage": 2}, 2, 8192),
+        ({"tensor_parallel": 2}, 2, 8192),
+    ],
+)
+def test_packed_micro_batches_are_small_where_nobody_chose_their_size(learner: dict[str, Any], ranks: int, most: int) -> None:
+    """On cores, and not of ranks that meet in every micro-batch."""
+    from rlhfless_ray.supervise.supervised_rank import SupervisedRank
+
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.0, 1.0, 64), 8, 300).astype(np.int64)
+    examples = Examples.of([[Example([1] * length, 5)] for length in lengths.tolist()], [0.0] * 64)
+    tree = {"task": "sft", "data": {"task": "chain"}, "learner": {"ranks": ranks, **learner}}
+    work = SupervisedRank(SupervisedRecipe.parse(tree), 1, ranks=ranks)
+    work.sharing, work.packs_rows = PromptSharing(width=896), True
+    assert work._packed_tokens() == most
+    if ranks == 1:
+        sizes = [int(lengths[row].sum()) for (row,) in work._cut(examples.batch(np.arange(64)), examples)]
+        assert most * 0.8 < max(sizes) <= most
 
 
 def test_a_shared_context_is_computed_once() -> None:
