@@ -192,12 +192,7 @@ class PoolClient:
         end = time.monotonic() + START_S
         while True:
             try:
-                refused, _ = ray.get(self.handle.join.remote(self.info, self.slots.session, [], messages=MESSAGES), timeout=START_S)
-                break
-            except TypeError as error:
-                if "messages" not in str(error):
-                    raise
-                refused = OTHER_VERSION  # a pool of the first version has no such parameter
+                refused, _ = self._join(START_S, self.slots.session, [])
                 break
             except (RayActorError, GetTimeoutError) as error:  # it ended with the last run before
                 STOP.check()
@@ -207,6 +202,16 @@ class PoolClient:
                 self.handle = self._find()
         if refused:
             raise UserError(f"{refused}; `rlhfless cluster` shows who is on it")
+
+    def _join(self, timeout_s: float, session: str, *mine: Any) -> tuple[str, list[str]]:
+        """Send `SlotPool.join`, and return its result. `mine`: what this run has, see there."""
+        try:
+            reply: tuple[str, list[str]] = ray.get(self.handle.join.remote(self.info, session, *mine, messages=MESSAGES), timeout=timeout_s)
+        except TypeError as error:
+            if "messages" not in str(error):
+                raise
+            return OTHER_VERSION, []  # a pool of the first version has no such parameter
+        return reply
 
     def _call(self, call: Callable[[], Any]) -> Any:
         """Call the pool, and return its reply. A pool that is lost is replaced, and learns again what this run holds."""
@@ -234,7 +239,7 @@ class PoolClient:
                 ray.get(self._send_statement(), timeout=ANSWER_S)
                 return  # another thread was quicker
             mine = self.slots.renew(), list(self.slots.held.values()), self.view, time.monotonic() - self.viewed_s
-            refused, gone = ray.get(self.handle.join.remote(self.info, *mine, MESSAGES), timeout=ANSWER_S)
+            refused, gone = self._join(ANSWER_S, *mine)
             if refused or gone:
                 self.lost = refused or (
                     f"this run did not answer for {SILENT_S:.0f} s, and its slots went to other runs of the cluster; --resume continues it"

@@ -257,13 +257,13 @@ class PoolState:
             granted.append(slot)
         return granted
 
-    def idle(self, now_s: float, idle_s: float = IDLE_S) -> list[PoolSlot]:
+    def idle(self, now_s: float, idle_s: float = IDLE_S, *, keeps_warm: bool = True) -> list[PoolSlot]:
         """Return the slots that `match` has left and that should go back to Ray: unused for `idle_s`, or on nodes that a run avoids.
 
-        While nobody waits in Ray's queue, those of devices with parked processes stay longer.
+        `keeps_warm`: those of devices with parked processes stay longer.
         """
         avoided = {node for run in self.runs.values() for node in run.avoids}
-        warm = {place for run in self.runs.values() for place in run.warm} if idle_s == IDLE_S else set()
+        warm = {place for run in self.runs.values() for place in run.warm} if keeps_warm else set()
         free = [slot for slot in self.slots.values() if not slot.holder]
         limits_s = [WARM_IDLE_S if _place(slot) in warm else idle_s for slot in free]
         return [one for one, limit_s in zip(free, limits_s, strict=True) if now_s - one.since_s > limit_s or one.node in avoided]
@@ -388,24 +388,29 @@ class PoolState:
 
         `above`: slots above its target. `waiting`: slots that each of them lacks. A learner waits for the node of its state, on GPU for its
         device, and engines may wait for a label. The run also gives back a device below its target, because it can use any other one
-        instead, unless its own learner returns to it. Of other slots, those where engines of the waiting runs are parked are named alone if
-        they are enough.
+        instead, unless its own learner returns to it. Of other slots, those where engines of a waiting run are parked are named alone if
+        they are all that it lacks; if several runs wait, no more than that.
         """
-        held, count = [slot for slot in self.slots.values() if slot.holder == run], 0
-        needed, usable, warm = set[str](), set[str](), set[str]()
+        homes, held, count = self.runs[run].homes, [slot for slot in self.slots.values() if slot.holder == run], 0
+        needed, usable, named = set[str](), set[str](), set[str]()
         for name, missing in waiting.items():
             asked = {(one.node, one.device, *one.labels.items()): one for one in self._asked(name)}.values()
             fitting = [slot for slot in held if any(self._fits(one, slot) for one in asked)]
             count += min(missing, len(fitting))
             usable |= {slot.request for slot in fitting}
-            warm |= {slot.request for slot in fitting if _place(slot) in self.runs[name].warm}
+            fitting.sort(key=lambda slot: (slot.node, slot.device) in homes)
+            warm = [slot.request for slot in fitting if _place(slot) in self.runs[name].warm and slot.request not in named]
+            if len(warm) < missing:
+                named |= {slot.request for slot in fitting}
+            else:
+                named |= set(warm if len(waiting) == 1 else warm[:missing])
             bound = [one for one in asked if one.device is not None]
-            foreign = [slot for slot in fitting if (slot.node, slot.device) not in self.runs[run].homes]
+            foreign = [slot for slot in fitting if (slot.node, slot.device) not in homes]
             needed |= {slot.request for slot in foreign if any(self._fits(one, slot) for one in bound)}
         surplus = max(0, min(above, count))
         if len(needed) > surplus:
             return len(needed), tuple(sorted(needed))
-        return surplus, tuple(sorted(warm if len(warm) >= surplus else usable)) if surplus else ()
+        return surplus, tuple(sorted(named if len(named) >= surplus else usable)) if surplus else ()
 
     def _asked(self, run: str) -> list[SlotRequest]:
         """Return the requests of a run, or the one that it withdrew last."""

@@ -90,6 +90,7 @@ class SlotPool:
         }
         self.orphans_until_s = now + SILENT_S
         self.idle_s, self.asked_s = IDLE_S, now  # how long free slots stay in the pool, and when to look again who waits for them
+        self.keeps_warm = True  # whether slots of devices with parked processes stay longer
         self.changed = asyncio.Event()  # set for a moment when slots or requests have changed
         self.tasks: set[asyncio.Task[None]] = set()  # asyncio keeps weak references only
         # Devices of a node are named in turn, by one process. Otherwise Ray starts a process for each: 8 took 0.6 to 3 s instead of 0.1 s.
@@ -244,7 +245,7 @@ class SlotPool:
         for slot in self.state.match(now):
             slot.granted_s = time.time()
         # after `match`: what one run does not take, or avoids, another may want
-        for slot in self.state.idle(now, self.idle_s):
+        for slot in self.state.idle(now, self.idle_s, keeps_warm=self.keeps_warm):
             self._remove(slot)
         for id in set(self.creating) - set(self.state.requests) - self.arriving:
             self.withdrawn.append(group := self.creating.pop(id))
@@ -322,10 +323,11 @@ class SlotPool:
         """Look whether other programs wait in Ray's queue. Slots that no run takes at once, or soon, are theirs then."""
         if (now := time.monotonic()) >= self.asked_s:
             if others_wait(self.resource, set()):
-                self.idle_s = -1.0
+                self.idle_s, self.keeps_warm = -1.0, False
             else:
                 has_free = any(not slot.holder for slot in self.state.slots.values())
-                self.idle_s = TASK_WAITS_S if has_free and tasks_wait(self.resource) else IDLE_S
+                self.keeps_warm = not (has_free and tasks_wait(self.resource))
+                self.idle_s = IDLE_S if self.keeps_warm else TASK_WAITS_S
             self.asked_s = now + max(LOOK_S, (time.monotonic() - now) / LOOKING_SHARE)
 
     async def _tick(self) -> None:

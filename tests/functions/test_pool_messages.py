@@ -295,7 +295,7 @@ def test_a_run_that_leaves_while_it_joins_again_is_not_in_the_pool(monkeypatch: 
     def lose(*_: object) -> None:
         raise UnknownRun
 
-    def join(*_: object) -> tuple[str, list[str]]:
+    def join(*_: object, messages: int) -> tuple[str, list[str]]:
         joining.set()
         time.sleep(0.2)  # for `close`, which does not wait
         calls.append("join")
@@ -364,7 +364,7 @@ def test_a_pool_that_stood_still_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_device_whose_name_takes_long_is_not_lost_to_a_request_that_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray answers no task of a removed group, so groups that were removed before their device was named kept all later ones waiting."""
     pool = object.__new__(SlotPool)
-    pool.resource, pool.state, pool.idle_s, pool.counter, pool.began_s = "gpu", PoolState(0.0), 30.0, 0, 0.0
+    pool.resource, pool.state, pool.idle_s, pool.keeps_warm, pool.counter, pool.began_s = "gpu", PoolState(0.0), 30.0, True, 0, 0.0
     pool.creating, pool.arriving, pool.withdrawn, pool.tasks, pool.saved = {}, set(), [], set(), pool.state.past
     pool.saved_s = time.monotonic()
     pool.state.set_nodes({"a": (1, {})}, 0.0)
@@ -411,6 +411,7 @@ def test_a_pool_stores_what_it_has_counted_before_a_run_ends(monkeypatch: pytest
     monkeypatch.setattr("rlhfless_ray.functions.slot_pool.save_costs", lambda resource, state, *_: saved.append(state.handovers))
     pool = object.__new__(SlotPool)
     pool.resource, pool.state, pool.idle_s, pool.changed, pool.creating = "cpu", PoolState(0.0), 30.0, asyncio.Event(), {}
+    pool.keeps_warm = True
     pool.arriving, pool.counted_from_s, pool.saved, pool.saved_s = set(), 0.0, pool.state.past, time.monotonic()
     pool.state.handovers = 3
     pool._settle()
@@ -433,3 +434,18 @@ def test_a_run_of_another_version_is_refused_in_a_sentence() -> None:
     run.info, run.slots, run.handle = RunInfo("x"), RunSlots("x"), SimpleNamespace(join=SimpleNamespace(remote=join))
     with pytest.raises(UserError, match="another version of rlhfless-ray"):
         run._join_first()
+
+
+def test_a_run_whose_pool_was_replaced_by_one_of_another_version_ends_with_that_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(*_: Any, **messages: int) -> None:
+        raise TypeError(f"got an unexpected keyword argument {next(iter(messages))!r}")
+
+    def unknown(*_: Any) -> None:
+        raise UnknownRun
+
+    pool = SimpleNamespace(join=SimpleNamespace(remote=join), tell=SimpleNamespace(remote=unknown))
+    client = client_of(pool)
+    monkeypatch.setattr(client, "_find", lambda: pool)
+    client._rejoin(UnknownRun())
+    with pytest.raises(RunError, match="another version of rlhfless-ray"):
+        client.bid(Bid("x", (1,), (0.0,)))

@@ -249,7 +249,8 @@ def test_a_free_slot_goes_back_to_ray_after_a_while():
     state.join(RunInfo("x"), 0.0)
     state.runs["x"].warm = frozenset({("a", "1")})
     assert [slot.device for slot in state.idle(IDLE_S + 0.1)] == [0], "a process waits on the other one"
-    assert len(state.idle(3.0, 2.0)) == 2, "somebody waits in Ray's queue"
+    assert len(state.idle(3.0, 2.0, keeps_warm=False)) == 2, "somebody waits in Ray's queue"
+    assert len(state.idle(IDLE_S + 0.1, IDLE_S, keeps_warm=False)) == 2 and len(state.idle(3.0, 2.0)) == 1
     assert len(state.idle(WARM_IDLE_S + 0.1)) == 2
 
 
@@ -426,6 +427,26 @@ def test_a_run_gives_back_the_devices_of_the_waiting_runs_processes():
     ask(state, "y", 1, 1.0, start=1)
     state.bid(Bid("y", (1, 2), (0.0, 99.0)), 1.0)
     assert state.view("x", 1.0).surplus == 2 and state.view("x", 1.0).surplus_leases == tuple(held), "one device is not enough"
+
+
+def test_what_a_run_gives_back_serves_every_waiting_run():
+    """One has processes on more of its devices than it lacks. Both of them would leave nothing for the other one."""
+    state = pool(4)
+    state.set_nodes({"a": (4, {}), "b": (1, {})}, 0.0)
+    state.put(PoolSlot("s4", "b", 0), 0.0)
+    for name in "xyz":
+        state.join(RunInfo(name), 0.0)
+    state.bid(Bid("x", (1, 2, 3, 4, 5), (0.0, 9.0, 18.0, 27.0, 36.0)), 0.0)
+    held = ask(state, "x", 5, 0.0)
+    assert len(state.match(0.0)) == 5
+    state.runs["y"].warm = frozenset({("a", "2"), ("a", "3")})
+    for name, node in (("y", "a"), ("z", "b")):
+        state.ask(SlotRequest(f"{name}/0", name, node), 1.0)
+    state.match(1.0)
+    view, on_b = state.view("x", 1.0), next(slot.request for slot in state.slots.values() if slot.node == "b")
+    on = {slot.request: slot.device for slot in state.slots.values() if slot.node == "a"}
+    assert view.surplus == 2 and len(view.surplus_leases) == 2 and on_b in view.surplus_leases and set(view.surplus_leases) <= set(held)
+    assert {on[request] for request in view.surplus_leases if request in on} <= {2, 3}
 
 
 def test_two_learners_with_one_device_do_not_ask_each_other_for_it_below_their_targets():
