@@ -328,16 +328,19 @@ def test_overrides_are_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["off", "no", "2024", "1e3", "2024-01-01", "0123"])
 def test_a_name_on_the_command_line_stays_what_it_is(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, YAML)
-    recipe = Recipe.load(path, [f"run.name={text}", f"watch.wandb_project={text}"])
-    assert (recipe.run.name, recipe.watch.wandb_project) == (text, text)
+    keys = ("wandb_project", "mlflow_experiment", "run_name")
+    recipe = Recipe.load(path, [f"run.name={text}", *(f"watch.{key}={text}" for key in keys)])
+    assert [recipe.run.name, *(getattr(recipe.watch, key) for key in keys)] == [text] * 4
+    assert SupervisedRecipe.load(write(tmp_path, "task: sft\ndata: {task: chain}\n"), [f"run.name={text}"]).run.name == text
+    path = write(tmp_path, YAML)
     assert GenerationRecipe.read(path, [f"run.name={text}"]).run.name == text
     assert GenerationRecipe.read(None, ["prompts.task=chain", f"run.name={text}"]).run.name == text
     assert Recipe.load(path, [f"run.name='{text}'"]).run.name == text
 
 
 def test_a_switch_word_is_no_path(tmp_path: Path) -> None:
-    """`off` would be taken for a folder of this name, which is not what its user wants."""
-    for key in ("watch.mlflow", "save.path", "critic.path"):
+    """`off` would be taken for a folder or a column of this name, which is not what its user wants."""
+    for key in ("watch.mlflow", "save.path", "critic.path", "run.root", "checkpoint.path", "prompts.answer_column", "checkpoint.best_metric"):
         with pytest.raises(UserError, match=rf"`{key}`: input should be a valid string \(got False\)"):
             Recipe.load(write(tmp_path, YAML), [f"{key}=off"])
     assert Recipe.load(write(tmp_path, YAML), ["watch.wandb_group=null"]).watch.wandb_group is None

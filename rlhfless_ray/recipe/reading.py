@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe.section import FreeWord
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -49,14 +50,14 @@ def apply_override(tree: dict[str, Any], override: str, model: type[BaseModel] |
 def _is_text(model: type[BaseModel], key: str, value: Any) -> bool:
     """Return whether a key takes texts only, so that YAML's boolean, number or date is one.
 
-    A boolean is none where an empty text switches something off, as in `watch.mlflow=off`: that is a mistake to report.
+    A boolean is one for names only. Elsewhere, as in `watch.mlflow=off` or `save.path=off`, it is a mistake to report.
     """
     *sections, name = key.split(".")
     section = section_at(model, sections)
     info = section.model_fields.get(name) if section is not None else None
     if info is None or info.annotation is not str:
         return False
-    return not isinstance(value, bool) or "name" in name or bool(info.default)
+    return not isinstance(value, bool) or any(isinstance(one, FreeWord) for one in info.metadata)
 
 
 def set_key(tree: dict[str, Any], key: str, value: Any, where: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless_ray.recipe.section import OffIsAWord, RunName, Section
+from rlhfless_ray.recipe.section import Name, OffIsAWord, RunName, Section
 
 
 class RunConfig(Section):
@@ -173,7 +173,7 @@ class WatchConfig(Section):
     """Also write the metrics for TensorBoard, into the run folder."""
     wandb: Annotated[Literal["auto", "online", "offline", "off"], OffIsAWord] = "auto"
     """Weights & Biases. `auto`: online with an API key, else offline (into the run folder)."""
-    wandb_project: str = "rlhfless-ray"
+    wandb_project: Name = "rlhfless-ray"
     """Project in Weights & Biases."""
     wandb_entity: str | None = None
     """Team or user in Weights & Biases. None: the account's own."""
@@ -181,13 +181,13 @@ class WatchConfig(Section):
     """Group of runs in Weights & Biases. None: the name of the run, which joins the parts of a resumed run."""
     mlflow: str = ""
     """MLflow's tracking address, or a folder. Empty: off. Needs the extra `mlflow`."""
-    mlflow_experiment: str = Field("rlhfless-ray", min_length=1)
+    mlflow_experiment: Name = Field("rlhfless-ray", min_length=1)
     """Experiment in MLflow."""
     trackio: str = ""
     """Project in trackio. Empty: off. Needs the extra `trackio`."""
     prometheus: bool = False
     """Export metrics through Ray's own, for Prometheus. The cluster must collect metrics; a private Ray does not."""
-    run_name: str = ""
+    run_name: Name = ""
     """Name of the run in Weights & Biases, and of its folder below `tensorboard_path`. Empty: the run folder's name."""
     tensorboard_path: str = ""
     """Folder for TensorBoard's files, below which each run has a folder of its name. Empty: the run folder's `tensorboard/`."""

@@ -13,11 +13,18 @@ LEAST_KV_MB = 16  # of the KV cache of an engine on CPU
 MAX_ROWS = 1_000_000  # rows that a built-in task generates, in half a minute
 NUMBERS = (int, float, int | None, float | None, Literal[0, 1, 2, 3])
 Decay = Annotated[float, Field(ge=0, lt=1)]
-RunName = Annotated[str, Field(pattern=r"^(\w[\w.-]*)?$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 ScheduleName = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
 ]
+
+
+class FreeWord:
+    """Marks a text that may be any word, also one that YAML reads as a boolean, such as `off`."""
+
+
+Name = Annotated[str, FreeWord()]
+RunName = Annotated[Name, Field(pattern=r"^(\w[\w.-]*)?$")]
 
 
 class Section(BaseModel):
