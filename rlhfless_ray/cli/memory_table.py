@@ -19,7 +19,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     """
     from rlhfless_ray.learn.model_checks import check_division
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.recipe.recipe_file import read_tree
+    from rlhfless_ray.recipe.recipe_file import OTHER_KINDS, read_tree
     from rlhfless_ray.run.check_policy import check_policy
     from rlhfless_ray.run.memory_check import GPU, check, check_slots, local_room
     from rlhfless_ray.run.memory_fit import AUTO_KEYS, fit
@@ -28,10 +28,9 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     from rlhfless_ray.weights.model_folder import read_folder
 
     tree = read_tree(path, overrides)
-    if "stages" in tree:
-        raise UserError(f"--memory {path}: `stages` makes it a workflow; give it the recipe of one of its stages")
-    if "task" in tree:
-        raise UserError(f"--memory {path}: `task` makes it a supervised stage, whose memory is checked when it starts")
+    for key, (what, command) in OTHER_KINDS.items():
+        if key in tree:
+            raise UserError(f"--memory {path}: `{key}` makes it a {what}, whose memory is checked when `rlhfless {command}` starts it")
     recipe = Recipe.load(path, overrides)
     models = models_of(recipe)
     if "policy" not in models and recipe.policy.path:
