@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import yaml
 
 from rlhfless_ray.functions.ledger import read_ledger
@@ -97,13 +99,16 @@ def working_dir(tmp_path_factory) -> Path:
 
 
 def submit_when_ready(client: Any, **job: Any) -> str:
-    """Submit a job once the node's agent has started, for which Ray's dashboard does not wait."""
-    end = time.monotonic() + 60.0
+    """Submit a job once the node's agent has started, for which Ray's dashboard does not wait. A busy one may also drop a connection."""
+    end, number = time.monotonic() + 60.0, f"raysubmit_{secrets.token_hex(8)}"
     while True:
         try:
-            return client.submit_job(**job)
-        except RuntimeError as error:
-            if "No available agent" not in str(error) or time.monotonic() > end:
+            return client.submit_job(submission_id=number, **job)
+        except (RuntimeError, requests.exceptions.ConnectionError) as error:
+            if f"{number} already exists" in str(error):
+                return number  # only the answer was lost
+            dropped = isinstance(error, requests.exceptions.ConnectionError)
+            if not (dropped or "No available agent" in str(error)) or time.monotonic() > end:
                 raise
             time.sleep(0.5)
 

@@ -176,7 +176,7 @@ def test_each_token_has_the_log_probability_of_its_version_across_updates(tmp_pa
 
 def test_a_rollout_may_go_on_under_the_old_weights_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update ends first, and engines do not take its weights. The bound holds, and no response has two versions."""
-    monkeypatch.setattr(WeightTiming, "_decide", lambda self, rollout: TakeWeights(0.02, True, "they wait"))
+    monkeypatch.setattr(WeightTiming, "_decide", lambda self, rollout: TakeWeights(0.02, "they wait"))
     recipe = Recipe.parse(small_recipe(tmp_path, **PARTIAL | AHEAD | {"rollout__max_lag_steps": 1, "rollout__oversample": 1}))
     with LongUpdate(recipe) as run:
         steps = list(run)
@@ -326,7 +326,7 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(tmp_path: Path, more: dic
     check_each_token(Recipe.parse(tree), folder, [step, *steps])
 
 
-@pytest.mark.parametrize("case", ["agents begin again", "filtered groups"])
+@pytest.mark.parametrize("case", ["agents begin again", "filtered groups", "critic and reference"])
 def test_other_features_work_with_partial_rollouts(tmp_path: Path, case: str) -> None:
     more = {
         "agents begin again": {"rollout__partial": "restart"},
@@ -336,6 +336,7 @@ def test_other_features_work_with_partial_rollouts(tmp_path: Path, case: str) ->
             "algorithm__filter_range": [-3.6, 0.0],
             "algorithm__filter_patience": 90,
         },
+        "critic and reference": {"algorithm__advantage": {"estimator": "gae"}, "algorithm__kl": {"coefficient": 0.01, "place": "reward"}},
     }[case]
     tree = small_recipe(tmp_path, **PARTIAL | more)
     with Runtime(Recipe.parse(with_agent(tree, tmp_path) if case == "agents begin again" else tree)) as run:
@@ -347,6 +348,10 @@ def test_other_features_work_with_partial_rollouts(tmp_path: Path, case: str) ->
         assert sum(row["filter/dropped_prompts"] for row in told) > 0
         assert told[0]["partial/oversample"] == 1.5 and "against a synchronous step" in told[-1]["partial/oversample_reason"]
         assert all(-3.6 < np.mean([s.reward for s in step.samples[at : at + 4]]) < 0 for step in steps for at in range(0, 32, 4))
+    elif case == "critic and reference":
+        check_each_token(Recipe.parse(tree), tmp_path / "runs" / "small", steps)
+        assert any(len(s.completion.versions) > 1 for step in steps for s in step.samples)
+        assert all(row["critic/loss"] > 0 for row in told)
     else:
         assert all(len(s.completion.versions) == 1 for step in steps for s in step.samples)
         assert sum(row["partial/restarted"] for row in told) > 0
