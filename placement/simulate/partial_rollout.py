@@ -193,7 +193,11 @@ class Generation:
         leases = after_prefill(result.leases, prefill)
         state = state.with_tokens(generated)
         if batch_s(all_s) == np.inf:
-            rest = _rest(given, generated, self.state.generated[live], times.setting.response_limit)
+            forecast = np.zeros((len(live), given.scenarios.shape[1]))
+            forecast[live] = (
+                given.scenarios + self.state.generated[live][:, None]
+            )  # a trial's input lacks the scenario that it takes for the truth
+            rest = replace(state, scenarios=forecast).step_input(given, times.setting.response_limit)
             return PartialRollout(result, prefill, start_s, leases, None, state, (), rest)
         if beside:  # it is trained under the update's version
             state = state.with_version()
@@ -226,20 +230,6 @@ class Generation:
         begun = self.state.generated[self.state.live] > 0
         first = np.unique(given.group[~begun], return_index=True)[1]
         return float(given.prompts[begun].sum() + given.prompts[~begun][first].sum())
-
-
-def _rest(given: StepInput, made: np.ndarray, before: np.ndarray, limit: int) -> StepInput:
-    """Return what is left of a rollout's input after `made` (n,) tokens. before: (n,) tokens from earlier rollouts."""
-    live = made < given.lengths - 1e-6
-    scenarios, total = (given.scenarios + before[:, None])[live], (before + made)[live]
-    return replace(
-        given,
-        lengths=(given.lengths - made)[live],
-        prompts=(given.prompts + made)[live],
-        group=given.group[live],
-        scenarios=_remaining(scenarios, total, limit),
-        cache={},
-    )
 
 
 def run_until(lengths: np.ndarray, job: RolloutJob, policy: Narrowed, enough: Callable[[np.ndarray], float]) -> tuple[Result, np.ndarray]:
