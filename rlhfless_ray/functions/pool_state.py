@@ -38,7 +38,7 @@ class PoolRun:
     waits_since_s: float | None = None  # time since which it has fewer slots than it can work with; reset RECENT_S after a withdrawal
     withdrew_s: float = -float("inf")  # time of its last withdrawal of a request that was not granted; a later grant resets it
     withdrew: SlotRequest | None = None  # that request
-    homes: set[tuple[str, int | str]] = field(default_factory=set)  # devices for which processes with state have asked
+    homes: set[tuple[str, str]] = field(default_factory=set)  # devices for which processes with state have asked
     slot_s: float = 0.0  # slot-seconds that it has paid for
     today_slot_s: float = 0.0  # those of the state's day
     lent_slot_s: float = 0.0
@@ -198,7 +198,7 @@ class PoolState:
         run = self.runs[request.run]
         self.requests.setdefault(request.id, request)
         if request.device is not None:
-            run.homes.add((request.node, request.device))
+            run.homes.add(_place(request))
         if self._lacks(run, self.held(request.run)) and run.waits_since_s is None:
             run.waits_since_s, self._cleared = now_s, None
 
@@ -398,14 +398,14 @@ class PoolState:
             fitting = [slot for slot in held if any(self._fits(one, slot) for one in asked)]
             count += min(missing, len(fitting))
             usable |= {slot.request for slot in fitting}
-            fitting.sort(key=lambda slot: (slot.node, slot.device) in homes)
+            fitting.sort(key=lambda slot: _place(slot) in homes)
             warm = [slot.request for slot in fitting if _place(slot) in self.runs[name].warm and slot.request not in named]
             if len(warm) < missing:
                 named |= {slot.request for slot in fitting}
             else:
                 named |= set(warm if len(waiting) == 1 else warm[:missing])
             bound = [one for one in asked if one.device is not None]
-            foreign = [slot for slot in fitting if (slot.node, slot.device) not in homes]
+            foreign = [slot for slot in fitting if _place(slot) not in homes]
             needed |= {slot.request for slot in foreign if any(self._fits(one, slot) for one in bound)}
         surplus = max(0, min(above, count))
         if len(needed) > surplus:
@@ -437,7 +437,7 @@ class PoolState:
 
     def _is_home(self, slot: PoolSlot, run: str) -> bool:
         """Return whether processes of another run return to this device."""
-        return any((slot.node, slot.device) in other.homes for name, other in self.runs.items() if name != run)
+        return any(_place(slot) in other.homes for name, other in self.runs.items() if name != run)
 
     def has_device(self, request: SlotRequest) -> bool:
         """Return whether the device that a request names is in the pool already, so that Ray need not be asked for it."""
@@ -485,7 +485,7 @@ class PoolState:
                     self._cleared = None
 
 
-def _place(slot: PoolSlot) -> tuple[str, str]:
+def _place(slot: PoolSlot | SlotRequest) -> tuple[str, str]:
     return slot.node, str(slot.device)
 
 
