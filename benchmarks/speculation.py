@@ -9,8 +9,9 @@ EAGLE-3 head of 0.3 M that has learned from the policy's states in the same resp
 `question` and `answer`: a policy of 2 M parameters learns 32 of them until the loss is 0.3 nats a token, and is made to compute as much as
 27 M. Its prompts return from round to round, as in epochs. The first rounds, in which drafts have nothing to go by, do not count. Rows of
 few short responses take more rounds. `tail` is the speed while at most four responses of a rollout were left. Intervals are those of
-rounds drawn again (95 %): a round is a pair of the same work, so what slows both engines of it does not count. Cases that are left out keep
-their rows of the last run.
+rounds drawn again (95 %): a round is a pair of the same work, so what slows both engines of it does not count. At temperature 1 `random`
+shows what `auto` costs where it gains nothing: many short rounds in random order, whose median ratio counts, and a second engine without
+drafts (`again`), which shows what the machine's noise alone does. Cases that are left out keep their rows of the last run.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ BATCHES = {"chain": (1, 4, 16, 64), "random": (1, 4, 16, 64), "27M": (1, 4, 16),
 TEMPERATURES = {"chain": (1.0, 0.5, 0.0), "random": (1.0, 0.0), "27M": (1.0, 0.5), "texts": (1.0, 0.5), "494M": (1.0, 0.0)}
 GROUP, WARM = 8, 2
 TAIL = 4  # responses that are left in the tail of a rollout
+COST = ("random", 1.0)  # case and temperature of the rows that show what drafting costs
+COST_ROUNDS, COST_TOKENS = 120, 32
 LEAST_RESPONSES = {"chain": 400, "random": 100, "27M": 48}  # of each engine in a row, which raise the number of rounds
 TOKENS = {"chain": 160, "random": 96, "27M": 160, "texts": 150, "494M": 32}
 LARGER = 512, 8  # hidden size and layers of 27 M parameters
@@ -50,7 +53,7 @@ def kinds_of(case: str) -> dict[str, str]:
     """Return the case's engines: name → `rollout.speculation`."""
     if case == "27M":
         return {"off": "off", "text": "auto", "own": "auto", "trained": "auto", "head": "auto"}
-    return {kind: kind for kind in ("off", "on", "auto")}
+    return {kind: kind for kind in ("off", "on", "auto")} | ({"again": "off"} if case == COST[0] else {})
 
 
 def files_of(case: str, scratch: Path) -> Files:
@@ -216,10 +219,12 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
     if weights is not None:
         engines["trained"].update_drafts(DraftNews({}, (), weights))
     names, drafting = list(kinds), list(kinds)[1:]
-    numbers = itertools.count()
+    numbers, order = itertools.count(), np.random.default_rng(0)
     for temperature, batch in itertools.product(TEMPERATURES[case], BATCHES[case]):
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        made, same, row_rounds = 0, 0, max(rounds, LEAST_RESPONSES.get(case, 0) // batch)
+        costs = (case, temperature) == COST
+        tokens = COST_TOKENS if costs else TOKENS[case]
+        made, same, row_rounds = 0, 0, max(rounds, COST_ROUNDS if costs else LEAST_RESPONSES.get(case, 0) // batch)
         first_steps: dict[str, int] = {}
         for one in engines.values():
             one.take_steps()
@@ -229,12 +234,10 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
                 first_steps = {name: len(one.steps) for name, one in engines.items()}
             prompts = prompts_of(case, files, max(1, batch // GROUP), next(numbers), pool)
             asked = [
-                Request(key, prompts[key // GROUP % len(prompts)], 1000 * round_number + key, TOKENS[case], temperature)
-                for key in range(batch)
+                Request(key, prompts[key // GROUP % len(prompts)], 1000 * round_number + key, tokens, temperature) for key in range(batch)
             ]
             found = {}
-            turn = round_number % len(names)
-            for name in names[turn:] + names[:turn]:
+            for name in order.permutation(names).tolist():
                 found[name], taken = answer(engines[name], asked)
                 if round_number >= WARM:
                     seconds[name].append(taken)
@@ -249,8 +252,8 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
                 "batch": batch,
                 "rounds": row_rounds,
                 "commit": commit().get("commit", ""),
-                "over_off": {name: sum(seconds["off"]) / sum(seconds[name]) for name in drafting},
-                "interval": {name: interval(seconds["off"], seconds[name]) for name in drafting},
+                "over_off": {name: faster(seconds["off"], seconds[name], by_round=costs) for name in drafting},
+                "interval": {name: interval(seconds["off"], seconds[name], by_round=costs) for name in drafting},
                 # at temperature 0 the equal responses of a group end together
                 "tail": {name: tails["off"] / tails[name] for name in drafting} if batch > TAIL and all(tails.values()) else {},
                 "drafted": {name: sum(step.drafted for step in steps[name]) for name in drafting},
@@ -267,10 +270,16 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
     return rows
 
 
-def interval(off_s: Sequence[float], drafting_s: Sequence[float]) -> list[float]:
-    """Return the 95 % interval of the ratio of two engines' total seconds, by drawing the rounds again. Both have the same rounds."""
-    drawn = np.random.default_rng(0).integers(0, len(off_s), (2000, len(off_s)))
-    ratios = np.array(off_s)[drawn].sum(1) / np.array(drafting_s)[drawn].sum(1)
+def faster(off_s: Sequence[float], drafting_s: Sequence[float], by_round: bool = False) -> float:
+    """Return the ratio of two engines' total seconds in the same rounds. `by_round`: the median of the rounds' ratios."""
+    return float(np.median(np.array(off_s) / np.array(drafting_s)) if by_round else sum(off_s) / sum(drafting_s))
+
+
+def interval(off_s: Sequence[float], drafting_s: Sequence[float], by_round: bool = False) -> list[float]:
+    """Return the 95 % interval of `faster`, by drawing the rounds again."""
+    off, drafting = np.array(off_s), np.array(drafting_s)
+    drawn = np.random.default_rng(0).integers(0, len(off), (2000, len(off)))
+    ratios = np.median(off[drawn] / drafting[drawn], 1) if by_round else off[drawn].sum(1) / drafting[drawn].sum(1)
     return np.quantile(ratios, (0.025, 0.975)).tolist()
 
 
