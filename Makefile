@@ -13,7 +13,7 @@ CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py
 # Compiled modules halve every process's start: Python must be allowed to keep them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-long lint types pure costly install wheel docs docs-check pictures
+.PHONY: demo check test test-long test-gpu lint types pure costly install wheel docs docs-check pictures
 
 install: $(VENV)/.installed
 
@@ -54,6 +54,10 @@ costly: install
 # What `test` leaves out: more members of matrices of which it runs each kind once.
 test-long: install
 	@$(call pytest,long,$(WORKERS))
+
+# What needs an accelerator, with whatever Python has vLLM for it: `make test-gpu PYTHON=…`. Under four minutes on one GPU.
+test-gpu:
+	@$(PYTHON) -m pytest tests/gpu -m gpu -n 0 -q
 
 lint: install
 	@$(BIN)/ruff check $(CODE)

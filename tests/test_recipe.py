@@ -463,16 +463,22 @@ def test_a_lag_needs_importance_weights_and_keeps_no_samples_for_longer() -> Non
 
 
 def test_engines_in_8_bits_need_importance_weights_and_a_device_that_has_them() -> None:
-    from rlhfless_ray.rollout.engine_settings import check_quantization
+    from rlhfless_ray.rollout.engine_settings import check_kernels
 
     int8 = ("rollout.quantization", "int8")
     assert "rollout.quantization: int8 changes what engines sample from" in refused(int8, ("algorithm.importance_cap", 0))
     band = Recipe.parse(merged(int8, ("algorithm.importance_cap", 0), ("algorithm.loss.correction_level", "token")))
-    check_quantization(band, "cpu")
+    check_kernels(band, "cpu")
     with pytest.raises(UserError, match=r"int8 on GPU needs policy\.dtype bfloat16"):
-        check_quantization(band, "gpu")
+        check_kernels(band, "gpu")
     with pytest.raises(UserError, match="vLLM on CPU cannot quantise weights to fp8"):
-        check_quantization(Recipe.parse(merged(("rollout.quantization", "fp8"))), "cpu")
+        check_kernels(Recipe.parse(merged(("rollout.quantization", "fp8"))), "cpu")
+    served = Recipe.parse(merged(("lora.rank", 4), ("lora.publish", "adapter")))
+    check_kernels(served, "cpu")
+    narrow = (("lora.rank", 4), ("lora.publish", "adapter"), ("policy.dtype", "bfloat16"), ("learner.zero_stage", 1))
+    check_kernels(Recipe.parse(merged(*narrow)), "gpu")
+    with pytest.raises(UserError, match=r"lora\.publish: engines on GPU hold adapters in bfloat16 only"):
+        check_kernels(served, "gpu")
     assert "`rollout.quantization`: input should be" in refused(("rollout.quantization", "int4"))
     assert Recipe.parse(merged(("rollout.quantization", False))).rollout.quantization == "off"
 

@@ -81,6 +81,8 @@ def put_adapter(worker: Any, weights: Mapping[str, np.ndarray], served: ServedAd
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
     )
+    # Parking on a GPU loses what vLLM derived from the last step's mapping. It would keep that for a first step with the same mapping.
+    manager._last_mapping = None
     known = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
     manager.remove_adapter(NUMBER)
     if unknown := sorted(adapter.loras.keys() - known):

@@ -83,10 +83,10 @@ class Drafter:
         runner.num_accepted_tokens_event = None  # only policies with recurrent layers read these numbers
         self.text, self.learned = TextSource(), Learned()
         self.attempts = Attempts(self.learned)
-        self.model: DraftSource | None = None
+        self.source: DraftSource | None = None  # not `model`: vLLM would take that for a module, and save its buffers when it parks
         if model is not None:
             with self._continuing_without_model():
-                self.model = self._load(model)
+                self.source = self._load(model)
         self.pass_s = 0.0  # seconds of a pass of the model, for one token of each sequence
         self.offered = NO_OFFER  # for the next step
         self.verified = NO_OFFER  # of the step that has just ended
@@ -114,7 +114,7 @@ class Drafter:
 
         def observed(**inputs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
             hidden, states = forward(**inputs)
-            if self.model is head:
+            if self.source is head:
                 with self._continuing_without_model():
                     self._read(self._show_states, head, states)
             return hidden, states
@@ -136,7 +136,7 @@ class Drafter:
         except Exception as error:
             self.failure = one_line_with_type(error, 300)
             print(f"the drafter failed, so this engine continues without it ({self.failure})", file=sys.stderr, flush=True)
-            self.model = None
+            self.source = None
 
     def count_by_model(self, tried: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
         """Return how many of a step's verified and accepted tokens the drafter model had drafted."""
@@ -165,9 +165,9 @@ class Drafter:
         self.learned.restore(news.learned)
         for name, tokens in news.texts:
             self._read(self.text.add, ("said", name), tokens)
-        if news.weights is not None and self.model is not None:
+        if news.weights is not None and self.source is not None:
             with self._continuing_without_model():
-                self.model.load(news.weights)
+                self.source.load(news.weights)
             self.attempts.forget(MODEL)
 
     def _read(self, read: Callable[..., None], *text: Any) -> None:
@@ -213,14 +213,14 @@ class Drafter:
                 self.attempts.pause_until_due(due.names)
             return
         self.text.forget_all_but(due.keys)
-        if self.model is not None:
-            self.model.forget_all_but(due.keys)
+        if self.source is not None:
+            self.source.forget_all_but(due.keys)
         if len(chosen) < self.running:
             due, lengths = due.take(chosen), lengths[chosen]
         left = np.minimum(np.maximum(due.limits - lengths, 0), MOST_TOKENS).tolist()
         drafts = self.text.propose(due.keys, due.prompts, batch.token_ids_cpu, due.rows, lengths, left)
-        if self.model is not None and (self.always or (len(left) <= MODEL_SEQUENCES and self.attempts.due([MODEL], 1))):
-            self._draft_by_model(self.model, due, lengths.tolist(), left, drafts)
+        if self.source is not None and (self.always or (len(left) <= MODEL_SEQUENCES and self.attempts.due([MODEL], 1))):
+            self._draft_by_model(self.source, due, lengths.tolist(), left, drafts)
         tokens, sources = drafts.tokens, drafts.sources
         if any(tokens):
             table = Acceptance.tabulate(drafts)
@@ -288,7 +288,7 @@ class Drafter:
 
         with self._continuing_without_model():
             by_model = model.propose(asks, goes_on)
-        if self.model is None:
+        if self.source is None:
             return
         seconds = time.thread_time() - begin
         self.pass_s += 0.1 * (seconds / passes - self.pass_s) if self.pass_s else seconds / passes

@@ -85,10 +85,12 @@ def check_heads(recipe: Recipe, config: Mapping[str, Any], key: str) -> None:
         raise UserError(f"rollout.tensor_parallel: {width} slots cannot share the heads and layers of {key} evenly; set it to {can}")
 
 
-def check_quantization(recipe: Recipe, device: str) -> None:
-    """Raise UserError if vLLM (0.32) has no kernel for `rollout.quantization` on the device, "cpu" or "gpu"."""
+def check_kernels(recipe: Recipe, device: str) -> None:
+    """Raise UserError if vLLM (0.32) has no kernel for the engines' weights on the device, "cpu" or "gpu"."""
     kind, dtype = recipe.rollout.quantization, recipe.policy.dtype
     if device == "cpu" and kind == "fp8":
         raise UserError("rollout.quantization: vLLM on CPU cannot quantise weights to fp8 when it loads them; set int8 or off")
     if device == "gpu" and kind != "off" and dtype == "float32":
         raise UserError(f"rollout.quantization: {kind} on GPU needs policy.dtype bfloat16 (it is {dtype}); set that, or set this to off")
+    if device == "gpu" and recipe.lora.publish == "adapter" and dtype == "float32":
+        raise UserError("lora.publish: engines on GPU hold adapters in bfloat16 only (policy.dtype is float32); set that, or merged")

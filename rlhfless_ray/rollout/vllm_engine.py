@@ -25,7 +25,14 @@ from rlhfless_ray.rollout.prepare_vllm import install_sampler, prepare
 from rlhfless_ray.rollout.running_requests import RunningRequests
 from rlhfless_ray.rollout.stop_strings import StopStrings
 from rlhfless_ray.rollout.token_deltas import CUT, ENDS, TokenDeltas
-from rlhfless_ray.rollout.worker_weights import drop_memory, fingerprint, fused_modules, reload_weights
+from rlhfless_ray.rollout.worker_weights import (
+    drop_memory,
+    fingerprint,
+    fused_modules,
+    reload_weights,
+    restore_unregistered,
+    save_unregistered,
+)
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.compare import differing
 from rlhfless_ray.weights.model_folder import stored_weights
@@ -395,11 +402,13 @@ class VllmEngine:
         if self.on_cpu:  # where vLLM ignores sleep
             self._call_workers(drop_memory)
         else:
+            self._call_workers(save_unregistered)
             self.engine.sleep(level=2)
 
     def unpark(self) -> None:
         if not self.on_cpu:
             self.engine.wake_up()
+            self._call_workers(restore_unregistered)
 
     def kept_on_device_mb(self) -> float:
         """Return the device memory of a parked engine in MB.

@@ -191,6 +191,42 @@ def drop_memory(worker: Any) -> None:
         release_pages(start, size)
 
 
+def save_unregistered(worker: Any) -> None:
+    """Copy to the host what parking on a GPU would lose: tensors of the model that are neither parameters nor buffers, nor caches.
+
+    vLLM (0.32) saves buffers, and a load brings parameters. Nothing brings the slopes of ALiBi attention, for example.
+    """
+    worker.unregistered = [
+        (tensor, tensor.to("cpu", copy=True)) for tensor in unregistered(worker.get_model(), worker.model_runner.kv_caches)
+    ]
+
+
+def restore_unregistered(worker: Any) -> None:
+    """Put back what `save_unregistered` saved, if the worker was parked."""
+    for tensor, values in getattr(worker, "unregistered", ()):
+        tensor.copy_(values)
+    worker.unregistered = []
+
+
+def unregistered(model: Any, caches: Iterable[Any]) -> list[Any]:
+    """Return the tensors on the model's device that its modules and their attention hold as plain attributes.
+
+    `caches`: tensors that are left out.
+    """
+    import torch
+
+    registered = [*model.parameters(), *model.buffers()]
+    devices = {tensor.device for tensor in registered}
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*registered, *caches) if isinstance(tensor, torch.Tensor)}
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        for owner in (module, getattr(module, "impl", None)):
+            for value in getattr(owner, "__dict__", {}).values():
+                if isinstance(value, torch.Tensor) and value.numel() and value.device in devices:
+                    found.setdefault(value.untyped_storage().data_ptr(), value)
+    return [tensor for start, tensor in found.items() if start not in known]
+
+
 def _without_weights(*_: Any) -> Any:
     raise RuntimeError("this engine was parked without its weights and has not loaded any since")
 

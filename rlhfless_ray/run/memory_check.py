@@ -18,7 +18,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.model_checks import refusal
 from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.engine_settings import check_quantization
+from rlhfless_ray.rollout.engine_settings import check_kernels
 from rlhfless_ray.run.memory_needs import SURE_SEQUENCES, UNREAD, Lengths, Model, Need, device_needs, gb, host_needs, kv_mb, models_of
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def check_slots(recipe: Recipe) -> None:
     """If the run starts a private cluster, raise UserError for settings that its slots cannot have."""
     if starts_ray(recipe):
         room = local_room(recipe)
-        check_quantization(recipe, room.resource)
+        check_kernels(recipe, room.resource)
         if max(recipe.rollout.least_width, recipe.reward.tensor_parallel) > 1:
             from rlhfless_ray.local.cluster import check_width
 

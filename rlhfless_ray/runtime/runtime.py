@@ -45,7 +45,7 @@ from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import check_references, dry_call
-from rlhfless_ray.rollout.engine_settings import check_quantization
+from rlhfless_ray.rollout.engine_settings import check_kernels
 from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
 from rlhfless_ray.run.check_policy import check_policy
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
@@ -194,7 +194,7 @@ class Runtime(StepOperations):
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
-            check_quantization(self.recipe, resource)
+            check_kernels(self.recipe, resource)
             check_engines(self.recipe, config_of(self.files), resource)
             note = check_on(self.cluster, resource, self.recipe, self.lengths)
             if resource == "cpu":

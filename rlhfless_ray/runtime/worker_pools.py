@@ -34,7 +34,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.reward_actor import RewardActor
 from rlhfless_ray.rollout.drafter_trainer import DrafterActor, DrafterSettings
 from rlhfless_ray.rollout.engine_actor import EngineActor
-from rlhfless_ray.rollout.engine_settings import EngineSettings, engine_settings
+from rlhfless_ray.rollout.engine_settings import EngineSettings, check_kernels, engine_settings
 from rlhfless_ray.weights.adapter import choose_publish, not_served
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, without_weights
@@ -204,6 +204,7 @@ def create_worker_pools(
         check_kv_cache(recipe, files, longest_prompt_tokens)
     if recipe.lora.rank:
         recipe = with_publish(recipe, files, resource)
+        check_kernels(recipe, resource)  # again: a base in 4 bits decides `lora.publish`
     prefill = actors.prefill if recipe.rollout.prefix_kv != "off" else None
     unshared = unsupported(config_of(files), recipe.rollout.least_width) if prefill is not None else None
     keeps_pages = (prefill is not None and unshared is None) or recipe.rollout.partial_kv == "keep"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.types import Request
 
 VOCABULARY, EOS = 96, 1
 ORDER = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "llama", "gemma3")  # a mixture first: vLLM makes the groups it needs only then
@@ -44,7 +48,7 @@ DENSE += tuple(MORE)
 ALWAYS = ("qwen3_moe", "qwen2_moe", "mixtral", "llama", "gemma3", "gpt2", "gpt_neox")
 
 
-def config(family: str, kv_heads: int = 1) -> Any:
+def config(family: str, kv_heads: int = 1, **wider: int) -> Any:
     import transformers as t
 
     shape = {
@@ -59,6 +63,7 @@ def config(family: str, kv_heads: int = 1) -> Any:
         "eos_token_id": EOS,
         "pad_token_id": EOS,
         "tie_word_embeddings": False,
+        **wider,
     }
     if family in MORE:
         return t.models.auto.configuration_auto.CONFIG_MAPPING[family](**shape, **MORE[family])
@@ -123,7 +128,7 @@ def config(family: str, kv_heads: int = 1) -> Any:
     return made[family]()
 
 
-def policy(family: str, seed: int = 0, dtype: str = "float32", kv_heads: int = 1) -> dict[str, bytes]:
+def policy(family: str, seed: int = 0, dtype: str = "float32", kv_heads: int = 1, **wider: int) -> dict[str, bytes]:
     """A model folder's files, as `save_pretrained` writes them. Matrices are four times as large as transformers draws them: nearly
     uniform policies would hide a wrong layer."""
     import torch
@@ -131,13 +136,59 @@ def policy(family: str, seed: int = 0, dtype: str = "float32", kv_heads: int = 1
 
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config(family, kv_heads))
+        model = AutoModelForCausalLM.from_config(config(family, kv_heads, **wider))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(4)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+
+
+def packed(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The policy with linear layers in 4 bits, as compressed-tensors writes them: a scale for each 32 inputs, no zero points."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from safetensors.torch import load, save
+
+    tensors = {}
+    for name, weight in load(files["model.safetensors"]).items():
+        layer = name.removesuffix(".weight")
+        if not layer.endswith("_proj"):
+            tensors[name] = weight
+            continue
+        groups = weight.float().view(len(weight), -1, 32)
+        scale = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
+        values = (groups / scale.float()[..., None]).round().clamp(-8, 7).view(weight.shape).to(torch.int8)
+        tensors[f"{layer}.weight_packed"], tensors[f"{layer}.weight_scale"] = pack_to_int32(values, 4), scale
+        tensors[f"{layer}.weight_shape"] = torch.tensor(weight.shape)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"]}
+    section["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = json.dumps({**json.loads(files["config.json"]), "quantization_config": section}).encode()
+    return {**files, "config.json": config, "model.safetensors": save(tensors, {"format": "pt"})}
+
+
+def requests(count: int = 16, seed: int = 0) -> list[Request]:
+    """Some prompts are longer than the sliding windows of these families."""
+    rng = np.random.default_rng(seed)
+    prompts = [tuple(rng.integers(2, VOCABULARY, rng.integers(1, 50)).tolist()) for _ in range(count)]
+    return [Request(k, prompt, 100 * seed + k, 40, 1.0) for k, prompt in enumerate(prompts)]
+
+
+def batch_of(asked: list[Request], answers: dict[int, Any], replays: bool = False) -> Batch:
+    """Of whole responses; short ones were good. `replays`: with the experts that the engine chose."""
+    lengths = [len(answers[one.key].token_ids) for one in asked]
+    good = (np.mean(lengths) - np.array(lengths)) / (np.std(lengths) + 1)
+    return Batch.of(
+        [(one.token_ids, answers[one.key].token_ids, answers[one.key].logprobs, float(good[one.key]) + 0.3, one.key // 4) for one in asked],
+        experts=[answers[one.key].experts for one in asked] if replays else (),
+    )
+
+
+def replaying(settings: RankSettings) -> RankSettings:
+    algorithm = settings.algorithm
+    return replace(settings, algorithm=algorithm.model_copy(update={"loss": algorithm.loss.model_copy(update={"router_replay": True})}))
 
 
 class LearnerHost:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 from asking import FILES, VERSIONS, answer, requests, weights_of
-from families import policy
+from families import packed, policy
 from learner_reference import load, logprobs
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from rlhfless_ray.learn.lora import LoraAdapters, saved_name
 from rlhfless_ray.learn.policy_model import load_model
@@ -117,28 +114,6 @@ def test_an_adapter_on_a_base_in_4_bits(new_engine: Callable[..., Any], tmp_path
     assert "CPUWNA16LinearKernel" in kernels
     asked = requests(8)
     assert trained.largest_mismatch(asked, answer(made, asked)) < 0.05
-
-
-def packed(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The policy with linear layers in 4 bits, as compressed-tensors writes them: a scale for each 32 inputs, no zero points."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    tensors = {}
-    for name, weight in load_tensors(files["model.safetensors"]).items():
-        layer = name.removesuffix(".weight")
-        if not layer.endswith("_proj"):
-            tensors[name] = weight
-            continue
-        groups = weight.float().view(len(weight), -1, 32)
-        scale = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
-        values = (groups / scale.float()[..., None]).round().clamp(-8, 7).view(weight.shape).to(torch.int8)
-        tensors[f"{layer}.weight_packed"], tensors[f"{layer}.weight_scale"] = pack_to_int32(values, 4), scale
-        tensors[f"{layer}.weight_shape"] = torch.tensor(weight.shape)
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"]}
-    section["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    config = json.dumps({**json.loads(files["config.json"]), "quantization_config": section}).encode()
-    return {**files, "config.json": config, "model.safetensors": save_tensors(tensors, {"format": "pt"})}
 
 
 ALWAYS = ("llama", "phi3")  # separate and fused matrices

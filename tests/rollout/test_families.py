@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from families import ALWAYS, DENSE, EOS, ORDER, VOCABULARY, EngineHost, LearnerHost, policy
+from families import ALWAYS, DENSE, EOS, ORDER, EngineHost, LearnerHost, batch_of, policy, replaying, requests
 from families_table import TOLERANCE, read_table, write_table
 
-from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch
+from rlhfless_ray.learn.batch import UNKNOWN_EXPERT
 from rlhfless_ray.learn.model_checks import WITH_ROUTERS
-from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.rollout.engine_settings import EngineSettings
-from rlhfless_ray.types import Request
 from rlhfless_ray.weights.checksum import digests
 from rlhfless_ray.weights.load_policy import check_files
 
@@ -49,23 +47,6 @@ def families(*names: str) -> list[Any]:
     return [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
-def requests(count: int = 16, seed: int = 0) -> list[Request]:
-    """Some prompts are longer than the sliding window of `gemma3`."""
-    rng = np.random.default_rng(seed)
-    prompts = [tuple(rng.integers(2, VOCABULARY, rng.integers(1, 50)).tolist()) for _ in range(count)]
-    return [Request(k, prompt, 100 * seed + k, 40, 1.0) for k, prompt in enumerate(prompts)]
-
-
-def batch_of(asked: list[Request], answers: dict[int, Any], replays: bool = False) -> Batch:
-    """Of whole responses; short ones were good. `replays`: with the experts that the engine chose."""
-    lengths = [len(answers[one.key].token_ids) for one in asked]
-    good = (np.mean(lengths) - np.array(lengths)) / (np.std(lengths) + 1)
-    return Batch.of(
-        [(one.token_ids, answers[one.key].token_ids, answers[one.key].logprobs, float(good[one.key]) + 0.3, one.key // 4) for one in asked],
-        experts=[answers[one.key].experts for one in asked] if replays else (),
-    )
-
-
 @pytest.fixture(scope="module")
 def hosts(ray_cluster: None) -> Iterator[tuple[Any, Any]]:
     paths = {"PYTHONPATH": ":".join([str(Path(__file__).parent), str(Path(__file__).parents[2])])}
@@ -73,11 +54,6 @@ def hosts(ray_cluster: None) -> Iterator[tuple[Any, Any]]:
     yield made[0], made[1]
     for actor in made:
         ray.kill(actor)
-
-
-def replaying(settings: RankSettings) -> RankSettings:
-    algorithm = settings.algorithm
-    return replace(settings, algorithm=algorithm.model_copy(update={"loss": algorithm.loss.model_copy(update={"router_replay": True})}))
 
 
 class Opened:

@@ -33,7 +33,7 @@ def test_head_drafts_the_same_tokens_as_vllm(new_engine: Callable[..., Any], tmp
     for one in (engine, engine_without_drafts):
         one.load(1, weights_of(FILES["A"]))
     found: dict[tuple[int, ...], list[int]] = {}
-    source = engine.drafter.model
+    source = engine.drafter.source
     propose = source.propose
 
     def propose_and_record(asks: Any, goes_on: Any) -> Any:

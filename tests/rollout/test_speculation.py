@@ -79,7 +79,7 @@ def test_a_drafter_with_the_policys_weights_draws_the_policys_tokens(engines: di
 def test_a_drafter_uses_newly_loaded_weights(engines: dict[str, Any]) -> None:
     """Its keys and values of the old ones are dropped. Weights that do not fit cost the drafter and no token."""
     asked, drafter = requests(8, temperature=0.7, seed=6), engines["model"].drafter
-    weights, model = weights_of(FILES["A"]), drafter.model
+    weights, model = weights_of(FILES["A"]), drafter.source
     before = {name: parameter.detach().numpy().copy() for name, parameter in model.module.named_parameters()}
     try:
         engines["model"].take_steps()
@@ -91,10 +91,10 @@ def test_a_drafter_uses_newly_loaded_weights(engines: dict[str, Any]) -> None:
         drafted, accepted = (sum(counts) for counts in zip(*(step.by_model for step in engines["model"].take_steps()), strict=True))
         assert drafted > 100 and accepted > 0.95 * drafted, "they are the policy's"
         engines["model"].update_drafts(DraftNews({}, (), {"other": np.zeros(1)}))
-        assert drafter.model is None
+        assert drafter.source is None
         assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
     finally:
-        drafter.model = model
+        drafter.source = model
         model.load(before)
 
 
@@ -124,13 +124,13 @@ def test_drafts_change_no_token_after_new_weights_and_a_time_without_a_lease(eng
 
 def test_a_failing_drafter_changes_no_token(engines: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     asked, drafter = requests(8, temperature=0.7, seed=4), engines["model"].drafter
-    model = drafter.model
-    drafter.model = type("Broken", (), {"__getattr__": lambda self, name: getattr(model, name), "propose": lambda self, *_: 1 / 0})()
+    model = drafter.source
+    drafter.source = type("Broken", (), {"__getattr__": lambda self, name: getattr(model, name), "propose": lambda self, *_: 1 / 0})()
     try:
         assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
-        assert drafter.model is None and "the drafter failed" in capfd.readouterr().err
+        assert drafter.source is None and "the drafter failed" in capfd.readouterr().err
     finally:
-        drafter.model = model
+        drafter.source = model
 
 
 def test_a_drafter_that_overflows_or_lacks_padding_of_the_vocabulary_drafts_on(engines: dict[str, Any]) -> None:
@@ -138,12 +138,12 @@ def test_a_drafter_that_overflows_or_lacks_padding_of_the_vocabulary_drafts_on(e
     from rlhfless_ray.rollout.model_drafts import Ask
 
     asked, drafter = requests(8, temperature=0.7, seed=7), engines["model"].drafter
-    model = drafter.model
+    model = drafter.source
     before = {name: parameter.detach().numpy().copy() for name, parameter in model.module.named_parameters()}
     try:
         model.load({name: np.full_like(array, np.nan) for name, array in before.items()})
         assert_same(answer(engines["model"], asked), answer(engines["off"], asked))
-        assert drafter.model is model
+        assert drafter.source is model
     finally:
         model.load(before)
     [draft] = model.propose([Ask(-1, np.array([1, 10**6, 2]), np.array([0.5]), 1, 1.0, 1.0)], lambda _: False)
@@ -219,6 +219,12 @@ def test_steps_without_drafts_take_the_way_of_an_engine_without_them(engines: di
         assert runner.cudagraph_dispatcher.uniform_decode_query_len == runner.uniform_decode_query_len
         assert runner._is_uniform_decode(1, runner.uniform_decode_query_len, 4, 4)
         assert not core.check_for_draft_tokens
+
+
+def test_vllm_does_not_take_a_drafter_for_its_own(engines: dict[str, Any]) -> None:
+    """On GPU it would save the buffers of what it takes for the drafter's module when it parks."""
+    for kind in ("model", "head", "on"):
+        assert engines[kind].core.model_executor.driver_worker.model_runner.get_draft_model() is None
 
 
 def test_text_drafts_come_from_the_newest_responses() -> None:
