@@ -3,7 +3,8 @@
 For policies of the shapes of Qwen2.5-0.5B and 1.5B with random weights in bfloat16: an engine's start, parking, waking and update; its
 tokens per second against bare vLLM; the learner's step against plain torch; how far their log-probabilities are apart; and steps of a
 whole run. `--cpu` makes the same measurements with toys in float32, which shows only that this command works. A part that fails leaves
-its cells empty, and the others are measured all the same.
+its cells empty, and the others are measured all the same. While a part is measured, the next one imports its libraries. `--parts` measures
+some of them, and keeps what was measured of the others before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.common.results import make_console, save
+from benchmarks.common.results import FOLDER, make_console, save
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.peers.run_ours import recipe, run_ours
 from benchmarks.peers.shared_work import BILLION_AND_A_HALF, HALF_BILLION, LARGE, SMALL, SharedWork
@@ -37,6 +38,7 @@ TOYS = [SMALL, LARGE]
 WORK = {work.name: work for work in (*DEVICE, *TOYS)}
 STEPS, UPDATES = 4, 3
 PART_S = 240.0  # timeout of one part
+PARTS = ("engine", "bare", "learner", "plain", "run")
 ROWS = (
     ("engine: start", "s", "start_s"),
     ("engine: first weights", "s", "load_s"),
@@ -54,9 +56,12 @@ ROWS = (
     ("learner: memory while parked", "MB", "learner_parked_mb"),
     ("log-probabilities: mean difference", "nats", "mean_apart"),
     ("log-probabilities: largest difference", "nats", "largest_apart"),
+    ("run: first step", "s", "run_first_step_s"),
     ("run: step", "s", "run_step_s"),
     ("run: generation of a step", "s", "run_generate_s"),
     ("run: learning of a step", "s", "run_learn_s"),
+    ("run: publishing of a step", "s", "run_publish_s"),
+    ("run: log-probabilities, mean difference", "nats", "run_mismatch"),
 )
 
 
@@ -67,7 +72,10 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class Part:
-    """One part's input, in a process of its own: a part must not find memory that another one left."""
+    """One part's input, in a process of its own: a part must not find memory that another one left.
+
+    Each part is a generator. It imports its libraries, yields nothing, and then yields what it measured.
+    """
 
     def __init__(self, name: str, scratch: Path, device: str) -> None:
         from transformers import AutoTokenizer
@@ -93,7 +101,7 @@ class Part:
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**20
 
-    def engine(self) -> dict[str, Any]:
+    def engine(self) -> Iterator[dict[str, Any]]:
         from rlhfless_ray.rollout.engine_actor import EngineActor
         from rlhfless_ray.rollout.engine_settings import engine_settings
         from rlhfless_ray.types import Request
@@ -105,6 +113,7 @@ class Part:
         weights = {name: as_numpy(tensor) for name, tensor in stored_weights(self.files)}
         told = digests(weights)
         actor = EngineActor(without_weights(self.files), settings)
+        yield {}
         start_s, _ = timed(lambda: actor.open(threads()))
         load_s, _ = timed(lambda: actor.load(1, weights, told))
         asked = [
@@ -126,7 +135,7 @@ class Part:
         wake_s, _ = timed(lambda: actor.load(9, weights, told))
         again = generate()
         np.savez(self.sampled, keys=deltas.keys, counts=deltas.counts, token_ids=deltas.token_ids, logprobs=deltas.logprobs)
-        return {
+        yield {
             "start_s": start_s + actor.imported.to_s - actor.imported.from_s,
             "load_s": load_s,
             "update_s": update_s,
@@ -138,7 +147,7 @@ class Part:
             "same_after_park": float(np.array_equal(again.token_ids, deltas.token_ids)),
         }
 
-    def bare(self) -> dict[str, Any]:
+    def bare(self) -> Iterator[dict[str, Any]]:
         """vLLM's own sampler, with the log-probabilities of the sampled tokens, which our engine gives too."""
         from rlhfless_ray.rollout.prepare_vllm import prepare
 
@@ -146,6 +155,7 @@ class Part:
         import torch
         from vllm import LLM, SamplingParams, TokensPrompt
 
+        yield {}
         rollout = self.recipe.rollout
         own = {"kv_cache_memory_bytes": rollout.engine_kv_mb * 2**20, "enforce_eager": True} if self.device == "cpu" else {}
         engine = LLM(
@@ -167,7 +177,7 @@ class Part:
         prompts = [TokensPrompt(prompt_token_ids=list(ids)) for ids in self.prompts for _ in range(self.work.group)]
         engine.generate(prompts, params, use_tqdm=False)
         seconds, outputs = timed(lambda: engine.generate(prompts, params, use_tqdm=False))
-        return {"bare_tokens_per_s": sum(len(output.outputs[0].token_ids) for output in outputs) / seconds}
+        yield {"bare_tokens_per_s": sum(len(output.outputs[0].token_ids) for output in outputs) / seconds}
 
     def batch(self) -> Any:
         """Return the engine's responses. If that part failed, random ones."""
@@ -188,14 +198,16 @@ class Part:
             [(self.prompts[g], t, p, float(a), int(g)) for g, t, p, a in zip(groups, tokens, logprobs, advantages, strict=True)]
         )
 
-    def learner(self) -> dict[str, Any]:
+    def learner(self) -> Iterator[dict[str, Any]]:
         import socket
 
         import torch
 
         from rlhfless_ray.learn.learner_rank import LearnerRank
         from rlhfless_ray.learn.rank_settings import learner_settings
+        from rlhfless_ray.learn.trainer_rank import TrainerRank  # noqa: F401
 
+        yield {}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -212,7 +224,7 @@ class Part:
         if self.device == "gpu":
             rank.return_to_device()
         rank.update(rank.cutter.of_update(batch)[0])
-        return {
+        yield {
             "step_s": median(times[1:]),
             "learner_mb": working_mb,
             "learner_parked_mb": parked_mb,
@@ -227,11 +239,12 @@ class Part:
             torch.cuda.synchronize()
         return result
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> Iterator[dict[str, Any]]:
         """The same sequences and micro-batches in plain torch, without float32 copies of bfloat16 weights."""
         import torch
         from transformers import AutoModelForCausalLM
 
+        yield {}
         torch.set_num_threads(threads())
         device = "cuda" if self.device == "gpu" else "cpu"
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=getattr(torch, self.recipe.policy.dtype)).to(device).train()
@@ -256,7 +269,7 @@ class Part:
             optimizer.zero_grad(set_to_none=True)
 
         times = [timed(lambda: self.done(update()))[0] for _ in range(UPDATES + 1)]
-        return {"plain_step_s": median(times[1:])}
+        yield {"plain_step_s": median(times[1:])}
 
 
 def threads() -> int:
@@ -278,47 +291,68 @@ def content(work: SharedWork, scratch: Path, device: str) -> dict[str, Any]:
     return found
 
 
-def measure(work: SharedWork, scratch: Path, device: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return what was measured, and the reasons of failures under "failed"."""
-    found: dict[str, Any] = {"failed": {}}
-    for part in ("engine", "bare", "learner", "plain", "run"):
-        start = time.perf_counter()
+def measure(work: SharedWork, parts: Sequence[str], scratch: Path, device: str, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Yield what each part measured, or the reason of its failure under "failed"."""
+    waiting = iter([WaitingPart(part, work, scratch, device) for part in parts if part != "run"])
+    following = next(waiting, None)
+    if following is not None:
+        following.start()
+    for part in parts:
+        start, current = time.perf_counter(), following
+        if part != "run" and (following := next(waiting, None)) is not None:
+            following.start()
+        found: dict[str, Any] = {}
         try:
-            found |= whole_run(work, scratch, device) if part == "run" else one_part(part, work, scratch, device)
+            found = whole_run(work, scratch, device) if part == "run" else current.result()  # type: ignore[union-attr]
         except RuntimeError as error:
-            found["failed"][part] = str(error)
-        say(f"{work.name}: {part}{', which failed' if part in found['failed'] else ''}, {time.perf_counter() - start:.0f} s")
-    return found
+            found = {"failed": {part: str(error)}}
+        say(f"{work.name}: {part}{', which failed' if 'failed' in found else ''}, {time.perf_counter() - start:.0f} s")
+        yield found
 
 
-def one_part(part: str, work: SharedWork, scratch: Path, device: str) -> dict[str, Any]:
-    """Measure in a process of its own. Raises RuntimeError with the end of its log if it fails or takes too long."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--part", part, work.name, str(scratch), device]
-    log = scratch / f"{part}.log"
-    with log.open("w") as errors:
+class WaitingPart:
+    """A part's process, which imports its libraries and then waits for its turn."""
+
+    def __init__(self, part: str, work: SharedWork, scratch: Path, device: str) -> None:
+        self.command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--part", part, work.name, str(scratch), device]
+        self.log = scratch / f"{part}.log"
+
+    def start(self) -> None:
+        with self.log.open("w") as errors:
+            self.process = subprocess.Popen(self.command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+
+    def result(self) -> dict[str, Any]:
+        """Let it measure. Raises RuntimeError with the end of its log if it fails or takes too long."""
         try:
-            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=PART_S)
+            output, _ = self.process.communicate("go\n", timeout=PART_S)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"took longer than {PART_S:.0f} s: {log.read_text()[-3000:]}") from None
-    if done.returncode:
-        raise RuntimeError(log.read_text()[-3000:])
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+            self.process.kill()
+            self.process.communicate()
+            raise RuntimeError(f"took longer than {PART_S:.0f} s: {self.log.read_text()[-3000:]}") from None
+        if self.process.returncode:
+            raise RuntimeError(self.log.read_text()[-3000:])
+        return dict(json.loads(output.splitlines()[-1]))
 
 
 def whole_run(work: SharedWork, scratch: Path, device: str) -> dict[str, Any]:
     run = run_ours(content(work, scratch, device), scratch, timeout_s=PART_S)
-    return {f"run_{name}": median(step[name] for step in run.steady(1)) for name in ("step_s", "generate_s", "learn_s")}
+    medians = {f"run_{name}": median(step[name] for step in run.steady(1)) for name in ("step_s", "generate_s", "learn_s", "publish_s")}
+    return {**medians, "run_first_step_s": run.steps[0]["step_s"], "run_mismatch": run.steps[-1].get("learn/mismatch_mean")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="toys on CPU: shows that this command works, not how fast a GPU is")
+    parser.add_argument("--parts", nargs="+", metavar="POLICY:PART", help="some of them, for example 494M:run 1.5B:engine")
     parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)  # part, policy, folder, device: measure and print
     options = parser.parse_args()
     if options.part:
         part, name, folder, device = options.part
         try:
-            print(json.dumps(getattr(Part(name, Path(folder), device), part)()), flush=True)
+            measured = getattr(Part(name, Path(folder), device), part)()
+            next(measured)
+            sys.stdin.readline()
+            print(json.dumps(next(measured)), flush=True)
         except Exception:
             traceback.print_exc()
             os._exit(1)
@@ -328,11 +362,25 @@ def main() -> None:
         raise SystemExit(2)
     console, start = make_console(), time.monotonic()
     device, works = ("cpu", TOYS) if options.cpu else ("gpu", DEVICE)
-    found = {}
+    chosen = {work.name: list(PARTS) for work in works}
+    if options.parts:
+        chosen = {name: [part for part in PARTS if f"{name}:{part}" in options.parts] for name in chosen}
+        if unknown := set(options.parts) - {f"{name}:{part}" for name, parts in chosen.items() for part in parts}:
+            parser.error(f"--parts: {', '.join(sorted(unknown))}: policies are {', '.join(chosen)}, parts are {', '.join(PARTS)}")
+    kept = FOLDER / "gpu.json"
+    before: dict[str, Any] = json.loads(kept.read_text()) if options.parts and kept.exists() else {"device": device, "policies": {}}
+    found: dict[str, dict[str, Any]] = {name: before["policies"].get(name, {}) for name in chosen} if before["device"] == device else {}
     for work in works:
+        row = found.setdefault(work.name, {})
+        row["failed"] = {part: why for part, why in row.get("failed", {}).items() if part not in chosen[work.name]}
+        if not chosen[work.name]:
+            continue
         with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as scratch:
             work.write(Path(scratch))
-            found[work.name] = measure(work, Path(scratch), device, lambda text: console.print(text, highlight=False))
+            for part in measure(work, chosen[work.name], Path(scratch), device, lambda text: console.print(text, highlight=False)):
+                row["failed"] |= part.pop("failed", {})
+                row |= part
+                print(json.dumps({work.name: row}), file=sys.stderr, flush=True)  # what there is if the machine is taken away
     title = "Toys on CPU, not a measurement of a GPU" if options.cpu else "One GPU"
     table = Table("", *found, title=title, title_justify="left")
     for label, unit, key in ROWS:
