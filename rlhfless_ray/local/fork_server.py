@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,9 +22,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request
 from rlhfless_ray.local.local_ray import FORK_CLIENT
 
+MAX_REASON_CHARS = 300  # of the sentence that says why a server could not start
 END_S = 5.0  # for a server to end, which has little to do but may still import
 # What workers of Ray 2.60 import beside Ray itself if it is installed, 0.1 CPU seconds in each
 IMPORTED_BY_RAY = (
@@ -64,9 +67,21 @@ class ForkServer:
                 env=server_environment(),
                 start_new_session=True,
             )
+        self.is_closed = False
+        self.watch = threading.Thread(target=self._watch, name="fork server watch", daemon=True)
+        self.watch.start()
+
+    def _watch(self) -> None:
+        """Say so if the server ends before it is closed: workers then start as slowly as without it."""
+        code = self.process.wait()
+        if code and not self.is_closed:
+            failed = Path(self.address + FAILED)
+            why = failed.read_text() if failed.exists() else f"it ended with exit code {code}"
+            print(f"note: workers cannot be forked, so each imports everything itself: {why}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the server and the workers that are left."""
+        self.is_closed = True
         try:
             self.process.communicate(timeout=END_S)
         except subprocess.TimeoutExpired:
@@ -99,8 +114,8 @@ def serve(address: str, architectures: Sequence[str], more: Sequence[str], engin
     """Fork a worker for each connection until standard input ends. Then its workers end."""
     try:
         _import_everything(architectures, more, engines)
-    except BaseException:
-        Path(address + FAILED).touch()
+    except BaseException as error:
+        Path(address + FAILED).write_text(one_line_with_type(error, MAX_REASON_CHARS))
         raise
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)

@@ -174,6 +174,37 @@ def test_a_worker_runs_by_itself_where_the_server_has_failed(tmp_path: Path, fai
     assert subprocess.run(command, capture_output=True, text=True, timeout=20).stdout == "by itself\n"
 
 
+BROKEN = """
+from rlhfless_ray.local import fork_server
+
+fork_server._import_everything = lambda *_: compile("1 +", "broken.py", "exec")
+fork_server.serve(ADDRESS, [], [], True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [(BROKEN, "SyntaxError: invalid syntax (broken.py, line 1)"), ("import os; os._exit(3)", "it ended with exit code 3")],
+)
+def test_a_server_that_fails_says_why_once(
+    program: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = program.replace("ADDRESS", repr(str(tmp_path / "fork")))
+    monkeypatch.setattr(fork_server, "server_command", lambda *_: [sys.executable, "-c", code])
+    server = fork_server.ForkServer(tmp_path, (), engines=True)
+    server.process.wait(60)
+    server.watch.join(60)
+    assert capfd.readouterr().err == f"note: workers cannot be forked, so each imports everything itself: {why}\n"
+
+
+def test_a_server_that_is_closed_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(fork_server, "server_command", lambda *_: [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(1)"])
+    server = fork_server.ForkServer(tmp_path, (), engines=True)
+    server.close()
+    server.watch.join(60)
+    assert server.process.returncode == 1 and capfd.readouterr().err == ""
+
+
 FORKS = """
 import collections, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
