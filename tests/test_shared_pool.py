@@ -18,7 +18,7 @@ from rlhfless_ray.cli.cluster_command import show
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger, read_ledger
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.functions.pool_messages import RunInfo
+from rlhfless_ray.functions.pool_messages import OTHER_VERSION, RunInfo
 from rlhfless_ray.local.local_ray import forked
 from tests.conftest import ROOT, command_here, environment
 from tests.run_files import rows
@@ -123,6 +123,19 @@ def test_a_run_that_the_pool_refuses_says_why_and_leaves_nothing(ray_cluster, tm
     assert refused.returncode == 2
     assert "error: cluster.share: 0.75 and the shares of other runs (watch: 0.5) add up to 1.25" in said.splitlines()[-1]
     assert not list((tmp_path / "greedy" / "runs").glob("*"))
+
+
+def test_a_run_of_another_version_than_the_pool_says_so_and_leaves_nothing(ray_cluster, tmp_path):
+    watch = PoolClient("gpu", RunInfo("watch", least=0))
+    try:
+        ray.get(watch.handle.__ray_call__.remote(lambda self: setattr(sys.modules[type(self).__module__], "MESSAGES", 99)))
+        refused = start(tmp_path, "newer", ray.get_runtime_context().gcs_address, 1)
+        said = refused.communicate(timeout=300)[0]
+    finally:
+        watch.close()
+    assert refused.returncode == 2
+    assert said.splitlines()[-1] == f"error: {OTHER_VERSION}; `rlhfless cluster` shows who is on it"
+    assert not list((tmp_path / "newer" / "runs").glob("*"))
 
 
 def test_without_a_pool_there_is_nothing_to_show(ray_cluster, monkeypatch):

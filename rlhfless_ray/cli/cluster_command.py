@@ -43,7 +43,11 @@ def cluster(
         print(json.dumps(pools, indent=1))
         return
     for pool in pools:
-        show(pool)
+        try:
+            show(pool)
+        except KeyError as error:
+            named = f"the runs on this cluster use another version of rlhfless-ray, whose slot pool does not tell {error}"
+            raise UserError(f"cluster: {named}; use the same version, or --json") from error
     if not running:
         print("no run shares the slots of this cluster now")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
@@ -37,16 +37,20 @@ def save_costs(resource: str, state: PoolState, began_s: float, now_s: float) ->
 
 
 def load_costs(resource: str) -> dict[str, Any] | None:
-    """Return the stored record, with `past` as `PastRun`s on the clock of this process. None: the cluster has had no pool."""
+    """Return the stored record, with `past` as `PastRun`s on the clock of this process. None: the cluster has had no pool.
+
+    A pool of another version may have stored it, whose runs have other fields.
+    """
     stored = _internal_kv_get(_key(resource), namespace=NAMESPACE)
     if stored is None:
         return None
     record, since_epoch_s = json.loads(stored), time.time() - time.monotonic()
-    past = []
+    past, known = [], {one.name for one in fields(RunInfo)}
     for one in record["past"]:
         joined_s, ended_s = one["joined_s"] - since_epoch_s, one["ended_s"] - since_epoch_s
-        today_slot_s = one["today_slot_s"] if record["day"] == today() else 0.0
-        past.append(PastRun(RunInfo(**one["info"]), joined_s, ended_s, one["slot_s"], today_slot_s))
+        today_slot_s = one.get("today_slot_s", 0.0) if record.get("day") == today() else 0.0
+        info = RunInfo(**{name: value for name, value in one["info"].items() if name in known})
+        past.append(PastRun(info, joined_s, ended_s, one["slot_s"], today_slot_s))
     return {**record, "past": past}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections import defaultdict
@@ -17,7 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ray.exceptions import RayActorError
 
 from placement.market import Bid
+from rlhfless_ray.cli.cluster_command import cluster
 from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.functions import cost_record
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
@@ -422,6 +425,25 @@ def test_a_pool_stores_what_it_has_counted_before_a_run_ends(monkeypatch: pytest
     assert saved == [3]
 
 
+def test_the_costs_that_a_pool_of_another_version_stored_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise no pool would start again on this cluster."""
+    stored: dict[bytes, bytes] = {}
+    monkeypatch.setattr(cost_record, "_internal_kv_put", lambda key, value, **_: stored.update({key: value}))
+    monkeypatch.setattr(cost_record, "_internal_kv_get", lambda key, **_: stored.get(key))
+    state = PoolState(0.0)
+    state.join(RunInfo("x", price=2.0), 0.0)
+    state.leave("x", 8.0)
+    cost_record.save_costs("cpu", state, 0.0, 8.0)
+    [(key, value)] = stored.items()
+    record = json.loads(value)
+    record["past"][0]["info"]["tenant"] = "new"
+    del record["past"][0]["today_slot_s"], record["day"]
+    stored[key] = json.dumps(record).encode()
+    known = cost_record.load_costs("cpu")
+    assert known is not None and known["past"][0].info == RunInfo("x", price=2.0) and known["past"][0].today_slot_s == 0.0
+    assert known["past"][0].ended_s - known["past"][0].joined_s == pytest.approx(8.0)
+
+
 def test_a_run_of_another_version_is_refused_in_a_sentence() -> None:
     pool = object.__new__(SlotPool)
     refused, _ = asyncio.run(pool.join(RunInfo("x"), "session", []))
@@ -434,6 +456,17 @@ def test_a_run_of_another_version_is_refused_in_a_sentence() -> None:
     run.info, run.slots, run.handle = RunInfo("x"), RunSlots("x"), SimpleNamespace(join=SimpleNamespace(remote=join))
     with pytest.raises(UserError, match="another version of rlhfless-ray"):
         run._join_first()
+
+
+def test_the_table_of_a_pool_of_another_version_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfless_ray.local.cluster.connect", lambda address, key: None)
+    monkeypatch.setattr("rlhfless_ray.common.deadlines.get", lambda status, seconds, what: status)
+    state = {"resource": "cpu", "slots": 1, "held": 0, "nodes": {}, "runs": [], "past": [{"name": "x", "ended_s_ago": 1.0}]}
+    pools = [SimpleNamespace(status=SimpleNamespace(remote=lambda: state))]
+    monkeypatch.setattr("rlhfless_ray.functions.slot_pool.find_pools", lambda: pools)
+    monkeypatch.setattr("rlhfless_ray.functions.slot_pool.ended_pools", list)
+    with pytest.raises(UserError, match="another version of rlhfless-ray, whose slot pool does not tell 'lasted_s'; use the same version"):
+        cluster("here", False)
 
 
 def test_a_run_whose_pool_was_replaced_by_one_of_another_version_ends_with_that_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
