@@ -30,6 +30,7 @@ from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.orphan_reaper import OrphanReaper
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.run.slot_check import check_slots
 
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: this Ray is on loopback only
 AUTH_MODE = "RAY_AUTH_MODE"  # Ray's variable; token: this process shows a cluster's token
@@ -215,29 +216,10 @@ class RayCluster:
 
         by_node, recipe = node_slots(resource), self.recipe
         assert isinstance(recipe, Recipe)
-        slots, width, unit = sum(by_node.values()), recipe.rollout.least_width, "GPUs" if resource == "gpu" else "CPU cores"
+        slots, width, labels = sum(by_node.values()), recipe.rollout.least_width, recipe.rollout.nodes
         check_width(recipe, max(by_node.values(), default=0), resource)
-        labels, worker_groups = (
-            recipe.rollout.nodes,
-            {"critic": recipe.algorithm.has_critic, "reference": recipe.has_reference, "learner": True},
-        )
-        wanted = {f"{name}.ranks": getattr(recipe, name).ranks for name, there in worker_groups.items() if there}
-        engines = recipe.rollout.min_actors * width
-        for name, needed in {**wanted, "rollout.min_actors": engines}.items():
-            if needed > slots:
-                raise UserError(f"{name}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
-        if recipe.rollout.rolls_out_ahead:
-            threads = recipe.learner.max_slots_per_rank if resource == "cpu" else 1
-            learner = recipe.learner.ranks * threads
-            if learner + engines > slots:
-                keys = "learner.ranks × learner.max_slots_per_rank" if resource == "cpu" else "learner.ranks"
-                own = "rollout.min_actors" + (" × rollout.tensor_parallel" if width > 1 else "")
-                raise UserError(
-                    f"rollout.max_lag_steps: the learner ({keys} = {learner}) and the engines ({own} = {engines}) "
-                    f"hold slots at once, but the cluster has {slots}; lower one of them, or set "
-                    "max_lag_steps to 0"
-                )
-        labelled = node_slots(resource, labels)
+        check_slots(recipe, slots, resource)
+        engines, labelled = recipe.rollout.min_actors * width, node_slots(resource, labels)
         if engines > sum(labelled.values()):
             raise UserError(
                 f"rollout.nodes: engines need {engines} slots on nodes labelled {labels}, but these have "

@@ -27,6 +27,7 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_model
 from rlhfless_ray.run.memory_check import Room, local_room, ray_room, starts_ray
+from rlhfless_ray.run.slot_check import check_slots
 from rlhfless_ray.supervise.examples import TITLES, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
 from rlhfless_ray.supervise.load_rows import check_vocabulary, end_note, load_rows
@@ -152,13 +153,15 @@ class SupervisedStage:
     def run(self) -> RunFolder:
         import ray
 
+        from rlhfless_ray.functions.cluster_nodes import cluster_slots
+
         with ExitStack() as stack:
             is_new = not self.resume or not self.folder.path.is_dir()
             if not is_new:
                 stack.enter_context(self.folder.locked())
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
-            slots = self._check_size(resource)
+            check_slots(self.recipe, slots := cluster_slots(resource), resource)
             if self.memory_notes is None:
                 private = self.cluster.private
                 self.memory_notes = self._fit_memory(lambda: local_room(self.recipe) if private else ray_room(resource, slots))
@@ -203,17 +206,6 @@ class SupervisedStage:
         """Folder of the checkpoints. Ray Train calls its two parts the storage path and the name."""
         path = self.recipe.checkpoint.path
         return Path(path).resolve() / self.folder.path.name if path else self.folder.path.resolve() / CHECKPOINTS
-
-    def _check_size(self, resource: str) -> int:
-        from rlhfless_ray.functions.cluster_nodes import cluster_slots
-
-        slots, threads = cluster_slots(resource), self._threads(resource)
-        needed = self.recipe.min_ranks * threads
-        if needed > slots:
-            unit = "GPUs" if resource == "gpu" else "CPU cores"
-            key = "run.min_ranks" if self.recipe.run.min_ranks else "learner.ranks"
-            raise UserError(f"{key}: {needed} slots at once, but the cluster has {slots} ({unit}); lower it or add nodes")
-        return slots
 
     def _join_pool(self, resource: str, stack: ExitStack) -> PoolClient | None:
         """Join the slots that the runs of the cluster share. None: Ray Train takes slots from Ray's queue."""

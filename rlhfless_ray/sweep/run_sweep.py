@@ -25,6 +25,7 @@ from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.memory_check import Room, cluster_room, local_room, starts_ray
+from rlhfless_ray.run.slot_check import check_slots
 from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep, check_shares
 from rlhfless_ray.sweep.sweep_folder import FINISHED, GrowingMetrics, RunState, State, SweepFolder
@@ -135,10 +136,15 @@ class SweepRunner:
         return self.sweep.runs[0].recipe.model_copy(update={"cluster": self.sweep.file.cluster})
 
     def _limit_runs(self, room: Room) -> None:
-        """Decide how many runs work at once. Raises UserError if so many have no slots or no memory."""
+        """Decide how many runs work at once. Raises UserError if so many, or one of the runs, have no slots or no memory."""
         wanted = self.sweep.file.at_most
         if wanted != "auto" and wanted > room.slots:
             raise UserError(f"at_most: {wanted} runs need at least a slot each, but there are {room.slots} ({room.resource}); lower it")
+        for run in self.waiting:
+            try:
+                check_slots(run.recipe, room.slots, room.resource)
+            except UserError as error:
+                raise UserError(f"run {run.name}: {error}") from None
         at_once = None if wanted == "auto" else max(1, min(wanted, len(self.waiting)))
         fitting, why = most_runs(self.waiting, room, at_once)
         self.at_most = at_once or fitting

@@ -114,6 +114,19 @@ def test_the_command_refuses_what_cannot_fit_before_it_makes_a_folder(tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("stage", [False, True])
+def test_a_run_that_needs_more_slots_than_there_are_is_refused_by_name(stage: bool, tmp_path: Path) -> None:
+    """Before, its sweep started, and ended with it as a failed run."""
+    tree: dict[str, Any] = {"grid": {"learner.ranks": [1, 4]}, "cluster": {"cpus": 3}, "root": str(tmp_path / "out")}
+    sweep = sweep_of(tmp_path, **tree, **({"recipe": str(ROOT / "recipes" / "sft.yaml")} if stage else {}))
+    with pytest.raises(UserError, match=r"^run ranks-4: learner.ranks: 4 slots at once, but the cluster has 3 \(CPU cores\); lower it"):
+        SweepRunner(sweep)
+    one_step_off = {"rollout.max_lag_steps": 1, "rollout.min_actors": 3, "rollout.max_actors": 3}
+    if not stage:
+        with pytest.raises(UserError, match=r"^run ranks-1: rollout.max_lag_steps: the learner .* and the engines .* hold slots at once"):
+            SweepRunner(sweep_of(tmp_path, **tree, set=one_step_off))
+
+
 def test_each_run_chooses_its_settings_for_an_equal_part_unless_it_names_one(tmp_path: Path) -> None:
     runs = seeds(tmp_path, QWEN_05B, runs=[{"name": "a"}, {"name": "b", "set": {"cluster.memory_share": 0.75}}]).runs
     assert {run.name[0]: with_part_of_memory(run.recipe, 4).cluster.memory_share for run in runs} == {"a": 0.25, "b": 0.75}
