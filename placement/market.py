@@ -239,8 +239,9 @@ def clear(
     `handover_s` seconds, and these count twice, so that a change pays back. Of equal divisions the one with the fewest such slots is
     taken.
 
-    A false bid cannot take from others what their shares give them. It can only win slots that the shares of others leave, and pays
-    for each second of them with credit.
+    A false worth cannot take from others what their shares give them. It can only win slots that the shares of others leave, and pays
+    for each second of them with credit. A run that names more slots than its share as the fewest that it can work with gets these from the
+    others' shares, and no more than these.
 
     Parameters
     ----------

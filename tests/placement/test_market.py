@@ -77,6 +77,16 @@ def test_a_false_bid_takes_no_share_of_another(case: tuple[int, list[Bid]], fact
         assert all(cleared.slots[bid.run] >= low[bid.run] for bid in found)
 
 
+@given(st.integers(2, 4), st.integers(4, 12), st.data())
+def test_a_run_that_overstates_its_need_takes_no_more_than_that_from_others(runs: int, pool: int, data: st.DataObject) -> None:
+    found = [Bid(f"run{k}", tuple(range(1, pool + 1)), tuple(float(n * (k + 1)) for n in range(pool))) for k in range(runs)]
+    need = data.draw(st.integers(1, pool - runs + 1))
+    liar = Bid("run0", tuple(range(need, pool + 1)), tuple(float(n) for n in range(pool - need + 1)))
+    low, cleared = floors(pool, found), clear(pool, [liar, *found[1:]])
+    lost = sum(max(0, low[bid.run] - cleared.slots[bid.run]) for bid in found[1:])
+    assert lost <= max(0, need - entitled_slots(pool, found)["run0"])
+
+
 @given(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=30))
 @settings(max_examples=40)
 def test_no_run_starves_and_credits_are_bounded(wanted: list[list[int]]) -> None:
