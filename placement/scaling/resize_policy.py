@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,14 +67,27 @@ class Park(Decision):
 class Transition:
     """One-time costs of changing the number of actors, in seconds per actor. Actors of one change start in parallel.
 
-    start_s: from lease to ready (cold, or warm where one is parked). overlapped_s: part of it during which other work
-    goes on. restart_s: start of an actor that is given up now and needed again later. price: of one actor-second.
+    start_s: from lease to ready, of a new actor. overlapped_s: part of a start during which other work goes on. restart_s: start of
+    a parked actor, also of one that is given up now and needed again later. price: of one actor-second. warm: number of actors that
+    are parked or work, so that only more than these start anew.
     """
 
     start_s: float
     overlapped_s: float = 0.0
     restart_s: float = 0.0
     price: float = 1.0
+    warm: int = 0
+
+    def starts(self, current: int, wanted: int) -> tuple[float, float]:
+        """Return the seconds by which a change to `wanted` actors delays the step, and what its starts cost.
+
+        >>> Transition(20.0, restart_s=0.5, warm=3).starts(2, 5)
+        (20.0, 40.5)
+        """
+        more = max(0, wanted - current)
+        cold = min(more, max(0, wanted - self.warm))
+        longest_s = self.start_s if cold else self.restart_s if more else 0.0
+        return max(0.0, longest_s - self.overlapped_s), self.price * (cold * self.start_s + (more - cold) * self.restart_s)
 
 
 @dataclass(frozen=True)
@@ -187,11 +200,48 @@ def decide(
     now = f"now {current}, {idle} of them idle" if idle else f"now {current}"
     figures = f"{chosen.actors} actors: {chosen.time_s:.3g} s for {chosen.cost:.3g} ({now}: {stay.time_s:.3g} s for {stay_cost:.3g})"
     if more > 0:
-        once = more * transition.price * transition.start_s + value_per_s * max(0.0, transition.start_s - transition.overlapped_s)
+        delay_s, starts = transition.starts(current, wanted)
+        once = starts + value_per_s * delay_s
     else:
         once = -more * transition.price * transition.restart_s
     pays, why = pays_back(saving, before, once, min(history.horizon(step), steps_left), gamma, min_saving)
     return _to(chosen, current, f"{figures} {why}") if pays else Hold(current, f"{figures} {why}", stay.time_s, stay.cost, stay)
+
+
+def with_starts(plan: Plan, current: int, transition: Transition, lasts: float, gamma: float = MAX_COST_SHARE) -> Plan:
+    """Return the plan with the starts that it needs beyond `current` actors in its time and cost.
+
+    lasts: steps that the change will last. Its one-time cost is spread over gamma times as many, within which `decide` wants it paid
+    back. So of plans with their starts the better one is better by more than that.
+
+    >>> few, many = (Plan(seconds, 40.0, (np.arange(1),) * actors) for actors, seconds in ((1, 40.0), (2, 20.0)))
+    >>> with_starts(few, 1, Transition(22.0), lasts=4) is few, with_starts(many, 1, Transition(22.0), lasts=4).time_s
+    (True, 31.0)
+    """
+    if plan.actors <= current:
+        return plan
+    delay_s, starts = transition.starts(current, plan.actors)
+    return replace(plan, time_s=plan.time_s + delay_s / (gamma * lasts), cost=plan.cost + starts / (gamma * lasts))
+
+
+def started_later(plan: Plan, now: Plan, transition: Transition) -> Plan:
+    """Return a plan for the rest of a running rollout with the time until its further actors have started.
+
+    now: the plan for the actors that work, which are alone until then. The part of the work that they do meanwhile takes the same part of
+    both plans' time and cost.
+
+    >>> now, more = (Plan(seconds, 40.0, (np.arange(1),) * actors) for actors, seconds in ((1, 40.0), (2, 20.0)))
+    >>> later = started_later(more, now, Transition(10.0))
+    >>> later.time_s, later.cost, started_later(more, now, Transition(60.0)).time_s
+    (25.0, 50.0, 40.0)
+    """
+    if plan.actors <= now.actors:
+        return plan
+    delay_s, _ = transition.starts(now.actors, plan.actors)
+    alone_s = min(delay_s, now.time_s)
+    after = 1 - alone_s / max(now.time_s, 1e-12)
+    held = transition.price * (plan.actors - now.actors) * alone_s
+    return replace(plan, time_s=alone_s + after * plan.time_s, cost=(1 - after) * now.cost + after * plan.cost + held)
 
 
 def pays_back(saving: float, before: float, once: float, lasts: float, gamma: float, min_saving: float) -> tuple[bool, str]:

@@ -37,7 +37,9 @@ from placement.scaling.resize_policy import (
     decide,
     failed,
     safe_decide,
+    started_later,
     time_value,
+    with_starts,
 )
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
@@ -116,7 +118,7 @@ class Autoscaler(Predictor):
 
         def make() -> Decision:
             frontiers = {width: self._frontier(scenarios.lengths, prompts, count, width) for width, (count, _) in limits.items()}
-            frontiers, note = self._shared(frontiers, update)
+            frontiers, note = self._shared(frontiers, update, {width: count for width, (_, count) in limits.items()}, step)
             if not others:
                 plans.extend(frontiers[self.engines.width])
                 decision = self._decide(plans, step, warm, update)
@@ -151,19 +153,30 @@ class Autoscaler(Predictor):
         width = self.engines.width if self.engines.expected else None
         return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=width, update=update)
 
-    def _shared(self, frontiers: dict[int, list[Plan]], update: Update | None) -> tuple[dict[int, list[Plan]], str]:
+    def _shared(
+        self, frontiers: dict[int, list[Plan]], update: Update | None, warm: Mapping[int, int], step: int
+    ) -> tuple[dict[int, list[Plan]], str]:
         """Return the plans that a pool shared with other runs has slots for, by width, and why others were left out.
 
-        Beside an update, slots are worth what they save of the step.
+        Beside an update, slots are worth what they save of the step. `warm`: processes of each width without a cold start.
         """
         if self.bids is None:
             return frontiers, ""
         learner = self.recipe.learner.ranks * self.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
+
+        def started(width: int, plan: Plan) -> Plan:
+            """Count engines' starts as in a decision alone: not before the first step, and not against a deadline, which is each step's."""
+            if not self.actors or self.objective.deadline_s is not None:
+                return plan
+            lasts = max(1.0, min(self.history.record(step, plan.actors).horizon(step), self.recipe.run.steps - step + 1))
+            held = self._held(warm[width]) if width == self.engines.width else 0
+            return with_starts(plan, held, self._transition(width, warm[width]), lasts, self.recipe.objective.payback)
+
         if update is None:
-            kept, note = self.bids.divide(frontiers, learner)
+            kept, note = self.bids.divide(frontiers, learner, started)
             return {width: pareto(plans) for width, plans in kept.items()}, note
         compared = {width: self._compared(plans, width, update) for width, plans in frontiers.items()}
-        kept, note = self.bids.divide(compared, learner)
+        kept, note = self.bids.divide(compared, learner, started)
         left = {id(plan) for plans in kept.values() for plan in plans}
         pairs = {width: zip(plans, compared[width], strict=True) for width, plans in frontiers.items()}
         return {width: pareto(plan for plan, figures in both if id(figures) in left) for width, both in pairs.items()}, note
@@ -180,10 +193,14 @@ class Autoscaler(Predictor):
         delay = self.bids.begin_rollout(plan.actors * width, plan.predicted_s, grows, self.value_per_s)
         return replace(plan, actors=max(self.recipe.rollout.min_actors, delay.slots // width)) if delay.seconds else plan, delay
 
-    def renew_rollout(self, left: np.ndarray, context: np.ndarray, max_actors: int) -> int:
+    def renew_rollout(self, left: np.ndarray, context: np.ndarray, working: int, warm: int, max_actors: int) -> int:
         """Bid for the rest of a rollout on a shared pool, and return how many engines have work by now, `max_actors` at most.
 
-        `left`: (n,) expected tokens that the unfinished responses still get. `context`: (n,) tokens that they have, prompts included.
+        Args:
+            left: (n,) expected tokens that the unfinished responses still get.
+            context: (n,) tokens that they have, prompts included.
+            working: engines that work. Further ones have to start first.
+            warm: parked engines that could work on slots that are free now.
         """
         if self.bids is None or not len(left):
             return max_actors
@@ -191,6 +208,9 @@ class Autoscaler(Predictor):
 
         def renew() -> int:
             plans = self._plans(tokens, context.astype(float), max_actors, 1, speed)
+            if there := [plan for plan in plans if plan.actors <= working]:
+                now, transition = min(there, key=lambda plan: plan.time_s), self._transition(1, working + warm)
+                plans = [started_later(plan, now, transition) for plan in plans]
             if self.running_update is not None:
                 left_s = max(0.0, self.update_ends_s - time.monotonic())
                 plans = self._compared(plans, 1, replace(self.running_update, seconds=left_s, rest=None))
@@ -404,6 +424,18 @@ class Autoscaler(Predictor):
         """Return (samples,) prompt tokens of every response."""
         return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
 
+    def _held(self, warm: int) -> int:
+        """Return how many of the last step's engines need no start. On a shared pool other runs may hold the devices of the others.
+
+        `warm`: see `plan`. One engine is always needed, so its start decides nothing.
+        """
+        return self.actors if self.bids is None or not self.actors else max(1, min(self.actors, warm))
+
+    def _transition(self, width: int, warm: int) -> Transition:
+        """Return what the starts of engines take, of which `warm` are parked or work."""
+        cold_s, warm_s = self.terms.cold_start.predict(), self.terms.warm_start.predict()
+        return Transition(cold_s, restart_s=warm_s, price=width, warm=warm)
+
     def _decide(self, plans: list[Plan], step: int, warm: int, update: Update | None, urgent: str = "") -> Decision:
         adjusted = self._compared(plans, self.engines.width, update)
         choice = choose_nearest(adjusted, self.objective)
@@ -411,17 +443,17 @@ class Autoscaler(Predictor):
         chosen = figures[choice.index]
         self.value_per_s = max(time_value(self.objective, adjusted), MIN_SECOND_VALUE)
         self.history = self.history.record(step, chosen.actors)
-        best = best_held_plan(adjusted, self.actors, self.objective) if self.actors else None
+        held = self._held(warm)
+        best = best_held_plan(adjusted, held, self.objective) if held else None
         stay = next((plan for plan, adjusted_plan in zip(figures, adjusted, strict=True) if adjusted_plan is best), None)
-        start = self.terms.warm_start if chosen.actors <= warm else self.terms.cold_start
         decision = decide(
-            self.actors,
+            held,
             chosen,
             stay,
             step=step,
             history=self.history,
             value_per_s=self.value_per_s,
-            transition=Transition(start.predict(), restart_s=self.terms.warm_start.predict(), price=self.engines.width),
+            transition=self._transition(self.engines.width, warm),
             least=self.recipe.rollout.min_actors,
             steps_left=self.recipe.run.steps - step + 1,
             gamma=self.recipe.objective.payback,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +35,17 @@ class MarketBids:
         self.pair: Bid | None = None  # for an update and the rollout beside it, where they are sized together
         self.besides = 0  # slots that the run holds beside its engines during that rollout
 
-    def divide(self, frontiers: Mapping[int, Sequence[Plan]], besides: int) -> tuple[dict[int, list[Plan]], str]:
+    def divide(
+        self, frontiers: Mapping[int, Sequence[Plan]], besides: int, started: Callable[[int, Plan], Plan] = lambda width, plan: plan
+    ) -> tuple[dict[int, list[Plan]], str]:
         """Return the plans that the pool would have slots for now, by the engines' width, and why others were left out.
 
-        The smallest plan of each width always stays. `besides`: slots that the run holds beside its engines.
+        The smallest plan of each width always stays. `besides`: slots that the run holds beside its engines. `started`: adds to a plan
+        of a width the time and cost of the starts that it needs, which the bid counts too.
         """
         every = [plan for plans in frontiers.values() for plan in plans]
         self.value_per_s, self.besides = time_value(self.objective, every), besides
-        sized = ((plan.actors * width, plan) for width, plans in frontiers.items() for plan in plans)
+        sized = ((plan.actors * width, started(width, plan)) for width, plans in frontiers.items() for plan in plans)
         self.points = self._points(sized, self.value_per_s)
         self.rollout = self._bid(self.points, self.value_per_s, besides)
         cleared = self.pool.what_if(self.rollout)

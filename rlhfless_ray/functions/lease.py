@@ -35,6 +35,11 @@ class Slot:
     node: str
     device: int | str
 
+    @property
+    def places(self) -> set[tuple[str, str]]:
+        """The node and device, one for each if the slot is of an instance with several devices."""
+        return {(self.node, device) for device in str(self.device).split(",")}
+
 
 @dataclass(eq=False)
 class Lease:
@@ -104,9 +109,17 @@ class LeaseManager:
         return requests
 
     def collect(
-        self, requests: list[LeaseRequest], kind: str, wait_s: float, need: int = 0, have: list[Lease] | None = None
+        self,
+        requests: list[LeaseRequest],
+        kind: str,
+        wait_s: float,
+        need: int = 0,
+        have: list[Lease] | None = None,
+        use: Callable[[Lease], object] = lambda lease: None,
     ) -> list[Lease]:
         """Return `have` and the granted ones of `requests`; those not granted in time are withdrawn.
+
+        `use`: called with each lease as soon as it is granted, while others may still be missing.
 
         It waits for the first `need` leases until the lease deadline, and for each other one for `wait_s` after the last grant: slots come
         one after the other, and on GPU Ray starts a process to name the first device. If there are fewer than `need`, all are released, and
@@ -114,7 +127,7 @@ class LeaseManager:
         only slot, which nothing would collect meanwhile.
         """
         start = granted_s = time.monotonic()
-        leases = list(have or [])
+        leases, used_s = list(have or []), 0.0
         for request in requests:
             if needed := len(leases) < need:
                 self.withdraw([one for one in self.pending.values() if one not in requests])
@@ -126,9 +139,12 @@ class LeaseManager:
                 self.withdraw([request])
             else:
                 leases.append(self._granted(request, grant, kind))
+                began_s = time.monotonic()
+                use(leases[-1])
                 granted_s = time.monotonic()
+                used_s += granted_s - began_s
         seconds = time.monotonic() - start
-        self.waited_s += seconds
+        self.waited_s += seconds - used_s
         if len(leases) < need:
             missing = f"{kind} needs {need} × {self.bundle} and got {len(leases)} within {seconds:.0f} s; {self.availability()}"
             self.release(leases)
@@ -144,6 +160,7 @@ class LeaseManager:
         wait_s: float = 0.0,
         labels: dict[str, str] | None = None,
         asked: list[LeaseRequest] | None = None,
+        use: Callable[[Lease], object] = lambda lease: None,
     ) -> list[Lease]:
         """Request and collect `count` slots, of which `need` (default: all) must be granted within the lease deadline.
 
@@ -152,15 +169,16 @@ class LeaseManager:
                 if `need` is 0). Missing slots are then requested on any node, for a cold start.
             labels: required of every slot's node.
             asked: earlier requests for preferred nodes, used instead of `prefer`; more than `count` are withdrawn.
+            use: see `collect`.
         """
         need = count if need is None else need
         first, surplus = (asked or [])[:count], (asked or [])[count:]
         self.withdraw(surplus)
         if count and not first and (nodes := self.with_room(prefer or [])[:count]):
             first = self.ask(len(nodes), nodes, labels)
-        leases = self.collect(first, kind, PREFERRED_S if need else wait_s / 2)
+        leases = self.collect(first, kind, PREFERRED_S if need else wait_s / 2, use=use)
         if len(leases) < count:
-            leases = self.collect(self.ask(count - len(leases), labels=labels), kind, wait_s / 2 if first else wait_s, need, leases)
+            leases = self.collect(self.ask(count - len(leases), labels=labels), kind, wait_s / 2 if first else wait_s, need, leases, use)
         return leases
 
     def take_together(
@@ -218,6 +236,15 @@ class LeaseManager:
                 room[node] -= 1
                 nodes_with_room.append(node)
         return nodes_with_room
+
+    def reachable(self) -> set[tuple[str, str]] | None:
+        """Return the nodes and devices on which parked processes of this run could work; None if Ray's queue does not tell.
+
+        These are devices that it holds, and of a shared pool those that are free or that other runs hold beyond their shares.
+        """
+        if (due := self.source.warm_due) is None:
+            return None
+        return set(due).union(*(lease.slot.places for lease in self.held.values()))
 
     def may_wait(self, count: int, labels: dict[str, str]) -> bool:
         """Return whether needed slots may come after their deadline: a node has `count` of them, and other runs may hold these."""

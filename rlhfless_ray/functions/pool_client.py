@@ -103,8 +103,12 @@ class PoolClient:
         return self.view.surplus
 
     @property
-    def warm_free(self) -> int:
+    def warm_free(self) -> tuple[tuple[str, str], ...]:
         return self.view.warm_free
+
+    @property
+    def warm_due(self) -> tuple[tuple[str, str], ...]:
+        return self.view.warm_free + self.view.warm_lent
 
     @property
     def surplus_leases(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from placement.market import Bid
 
-MESSAGES = 2  # version of these messages: the pool refuses runs with another one
+MESSAGES = 3  # version of these messages: the pool refuses runs with another one
 OTHER_VERSION = (
     "the runs on this cluster use another version of rlhfless-ray, whose slot pool does not understand this run; "
     "use the same version, wait until those runs have ended, or set cluster.pool to false"
@@ -87,7 +87,9 @@ class PoolView:
     surplus_leases: tuple[str, ...] = ()  # ids of the leases among which the surplus is
     today_slot_s: float = 0.0  # the part of `slot_s` that belongs to `day`
     day: int = 0  # UTC day, in days since the epoch
-    warm_free: int = 0  # free slots of devices to which parked processes of the run are bound
+    # nodes and devices to which parked processes of the run are bound: free ones, and those that other runs hold beyond their shares
+    warm_free: tuple[tuple[str, str], ...] = ()
+    warm_lent: tuple[tuple[str, str], ...] = ()
 
     @property
     def free(self) -> int:

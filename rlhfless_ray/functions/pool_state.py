@@ -380,8 +380,22 @@ class PoolState:
             wanted,
             known.today_slot_s,
             self.day,
-            sum(not slot.holder and _place(slot) in known.warm for slot in self.slots.values()),
+            tuple(sorted(_place(slot) for slot in self.slots.values() if not slot.holder and _place(slot) in known.warm)),
+            self._lent(run),
         )
+
+    def _lent(self, run: str) -> tuple[tuple[str, str], ...]:
+        """Return the devices of a run's parked processes that other runs hold beyond their shares. These are asked for them first."""
+        warm, by_holder = self.runs[run].warm, dict[str, list[tuple[str, str]]]()
+        for slot in self.slots.values():
+            if slot.holder not in ("", run) and _place(slot) in warm:
+                by_holder.setdefault(slot.holder, []).append(_place(slot))
+        if not by_holder:
+            return ()
+        held = self._held()
+        entitled = entitled_slots(self.size, [known.bid for known in self.runs.values()], held, self.credits)
+        beyond = {name: max(0, held[name] - entitled[name]) for name in by_holder}
+        return tuple(place for name, places in sorted(by_holder.items()) for place in sorted(places)[: beyond[name]])
 
     def _surplus(self, run: str, above: int, waiting: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
         """Return how many slots a run should give back to runs that wait, and the requests of its slots that these could use.

@@ -79,6 +79,11 @@ class SlotSource(Protocol):
         """Ids of the leases whose slots these runs could use."""
         ...
 
+    @property
+    def warm_due(self) -> Collection[tuple[str, str]] | None:
+        """Nodes and devices to which parked processes of this run are bound, if no other run is entitled to them; None if unknown."""
+        ...
+
     def may_wait(self) -> bool:
         """Return whether a needed slot may still be granted after its deadline."""
         ...
@@ -90,7 +95,7 @@ class RayGroups:
     """Slots as this run's own placement groups, from Ray's queue."""
 
     grants_devices = False
-    surplus, surplus_leases = None, ()
+    surplus, surplus_leases, warm_due = None, (), None
 
     def __init__(self, resource: str) -> None:
         self.resource = resource

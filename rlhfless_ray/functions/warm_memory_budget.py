@@ -77,9 +77,8 @@ class WarmMemoryBudget:
             self.others.parks({node: self._held_mb(node) for node in nodes}, self._devices())
 
     def _devices(self) -> frozenset[tuple[str, str]]:
-        """Return the nodes and devices to which parked processes are bound. A process of several devices names all of them."""
-        bound = [instance.slot for pool in self.pools if pool.is_bound for instance in pool.parked]
-        return frozenset((slot.node, device) for slot in bound for device in str(slot.device).split(","))
+        """Return the nodes and devices to which parked processes are bound."""
+        return frozenset().union(*(instance.slot.places for pool in self.pools if pool.is_bound for instance in pool.parked))
 
     def _held_mb(self, node: str) -> float:
         return sum(_of(pool, instance) for pool in self.pools for instance in pool.parked if instance.slot.node == node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -123,9 +123,8 @@ class WorkerPool:
                 begin(self.assign_leases(share))
             return spare
         prefer = [instance.slot.node for instance in self.parked]
-        got = self.leases.take(missing, self.kind, prefer, urgent, wait_s, self.labels, expected)
-        for lease in got:
-            begin(self.assign_leases([lease]))
+        start = lambda lease: begin(self.assign_leases([lease]))  # noqa: E731
+        self.leases.take(missing, self.kind, prefer, urgent, wait_s, self.labels, expected, start)
         return spare
 
     def _lease_together(self, need: int, spare: list[Lease], expected: list[LeaseRequest]) -> list[Lease]:
@@ -223,6 +222,16 @@ class WorkerPool:
     def fits(self, instance: Instance, slot: Slot) -> bool:
         """Return whether the instance can use the slot: its own device if it holds memory of one, otherwise any slot of its node."""
         return instance.slot == slot or (not self.is_bound and instance.slot.node == slot.node)
+
+    def count_warm(self, width: int, places: Collection[tuple[str, str]] | None) -> int:
+        """Return how many parked instances of this width have started before and can work on these nodes and devices.
+
+        `places`: None for any. It only matters to processes that are bound to their devices.
+        """
+        warm = [instance for instance in self.parked if instance.memory_mb > 0 and instance.width == width]
+        if places is None or not self.is_bound:
+            return len(warm)
+        return sum(instance.slot.places <= set(places) for instance in warm)
 
     @property
     def is_bound(self) -> bool:

@@ -79,8 +79,9 @@ class RolloutStage:
         self.migration = MigrationPolicy(rollout.migrate, rollout.migrate_tau, carries, context.autoscaler.safely) if can_move else None
 
     def warm(self, width: int) -> int:
-        """Return the number of engines of `width` slots that need no cold start."""
-        return sum(instance.memory_mb > 0 and instance.width == width for instance in (*self.pool.parked, *self.pool.working))
+        """Return the number of engines of `width` slots that need no cold start. Other runs may keep the devices of parked ones."""
+        working = sum(instance.memory_mb > 0 and instance.width == width for instance in self.pool.working)
+        return working + self.pool.count_warm(width, self.context.leases.reachable())
 
     def assign_prompts(self, step: Step) -> list[np.ndarray]:
         """Return the positions of the prompts that the plan assigns to each engine."""

@@ -54,7 +54,12 @@ class SharedSlots:
     """
 
     def __init__(
-        self, leases: LeaseManager, source: PoolClient, max_engines: int, start_s: float, renew: Callable[[np.ndarray, np.ndarray], int]
+        self,
+        leases: LeaseManager,
+        source: PoolClient,
+        max_engines: int,
+        start_s: float,
+        renew: Callable[[np.ndarray, np.ndarray, int, int], int],
     ) -> None:
         """Configure the exchange.
 
@@ -97,7 +102,7 @@ class SharedSlots:
 
     def _renew(self, driver: Rollout) -> None:
         began_s = time.monotonic()
-        self.max_engines = self.renew(*driver.remaining())
+        self.max_engines = self.renew(*driver.remaining(), len(driver.pool.working), self._warm(driver))
         now = time.monotonic()
         self.renew_at_s = now + max(RENEW_S, (now - began_s) / BIDDING_SHARE)
 
@@ -105,14 +110,12 @@ class SharedSlots:
         return not self.leaving and len(driver.pool.working) < self.max_engines and driver.tail_s() > self._wait_s(driver)
 
     def _wait_s(self, driver: Rollout) -> float:
-        """Return how long the rollout must go on for one more engine to pay.
+        """Return how long the rollout must go on for one more engine to pay."""
+        return 2 * (self.start_s if self._warm(driver) else driver.start_s)
 
-        A parked process wakes sooner than one starts, but on GPU only on its own device, which another run may hold.
-        """
-        can_wake = any(instance.memory_mb > 0 for instance in driver.pool.parked)
-        if driver.pool.is_bound:
-            can_wake = can_wake and self.source.warm_free > 0
-        return 2 * (self.start_s if can_wake else driver.start_s)
+    def _warm(self, driver: Rollout) -> int:
+        """Return the number of parked engines that could work on slots which no run holds. On GPU each has its own device."""
+        return driver.pool.count_warm(1, self.source.warm_free)
 
     def _take(self, driver: Rollout) -> None:
         request, self.request, self.answer = self.request, None, None

@@ -328,14 +328,60 @@ def test_bids_follow_an_objective_that_is_changed():
 
 def test_a_rollout_bids_for_as_many_engines_as_what_is_left_has_work_for():
     autoscaler = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.01, 1e-2))
-    assert autoscaler.renew_rollout(np.full(64, 100.0), np.full(64, 20), 4) == 4, "on no pool"
+    assert autoscaler.renew_rollout(np.full(64, 100.0), np.full(64, 20), 4, 0, 4) == 4, "on no pool"
     bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
     bids.divide({1: FRONTIER}, 0)
     bids.begin_rollout(4, 11.0, True, 4.0)
     left = np.linspace(50.0, 150.0, 64)  # engines may take different shares, so a number of them has several plans
-    engines = [autoscaler.renew_rollout(left[-count:], np.full(count, 20), 4) for count in (64, 4, 2, 1)]
+    engines = [autoscaler.renew_rollout(left[-count:], np.full(count, 20), 4, 0, 4) for count in (64, 4, 2, 1)]
     assert engines == [4, 4, 2, 1] and bids.running.slots == (1,)
-    assert autoscaler.renew_rollout(np.zeros(0), np.zeros(0, int), 4) == 4 and not autoscaler.troubles
+    assert autoscaler.renew_rollout(np.zeros(0), np.zeros(0, int), 4, 0, 4) == 4 and not autoscaler.troubles
+
+
+def test_a_running_rollout_bids_for_further_engines_by_what_is_left_once_they_have_started():
+    autoscaler = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.01, 1e-2))
+    bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
+    bids.divide({1: FRONTIER}, 0)
+    bids.begin_rollout(4, 11.0, True, 4.0)
+    left, context = np.linspace(50.0, 150.0, 64), np.full(64, 20)
+
+    def bid(working: int, warm: int, start_s: float) -> Bid:
+        autoscaler.terms.cold_start, bids.running = Term(start_s), None
+        assert autoscaler.renew_rollout(left, context, working, warm, 4) == bids.running.most and not autoscaler.troubles
+        return bids.running
+
+    whole = bid(4, 0, 22.0)
+    assert whole.slots[-1] == 4
+    assert bid(1, 3, 22.0).worth[-1] == pytest.approx(whole.worth[-1], rel=0.01), "parked engines wake at once"
+    cold = bid(1, 0, 22.0)
+    assert cold.most == 4 and 0.5 * whole.worth[-1] < cold.worth[-1] < 0.9 * whole.worth[-1]
+    assert bid(2, 0, 22.0).worth[-1] > cold.worth[-1], "two of the four are there"
+    assert bid(1, 0, 600.0).slots == (1,), "the rollout ends before they have started"
+    assert bid(4, 0, 600.0) == whole
+
+
+def planned(actors: int, warm: int, cold_s: float, shared: bool = True) -> tuple[int, int]:
+    """Plan a step after one with so many engines. Returns the engines of the plan and of the bid."""
+    auto = Autoscaler(recipe(objective={"prefer": 0.8}, run={"steps": 100}), Speed(0.01, 1e-2))
+    auto.terms.cold_start, auto.actors = Term(cold_s), actors
+    auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1) if shared else None
+    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 8, step=7, warm=warm)
+    assert not auto.troubles
+    return plan.actors, plan.actors if auto.bids is None else auto.bids.most
+
+
+@pytest.mark.parametrize(("cold_s", "engines"), [(0.1, 8), (8.0, 8), (22.0, 1), (60.0, 1)])
+def test_a_bid_counts_the_starts_of_engines_as_a_decision_alone_does(cold_s: float, engines: int):
+    """Before, a run bid for 8 engines, which it then did not start because a step of 11 instead of 56 s does not pay for that at once."""
+    assert planned(1, 1, cold_s) == planned(1, 1, cold_s, shared=False) == (engines, engines)
+    assert planned(1, 8, cold_s) == (8, 8), "no engine has to start"
+
+
+def test_engines_of_the_last_step_whose_devices_other_runs_hold_must_pay_back_their_starts_again():
+    assert planned(8, 8, 60.0) == planned(8, 2, 0.1) == (8, 8)
+    assert planned(8, 2, 60.0) == (2, 2)
+    assert planned(8, 0, 60.0) == (1, 1), "one has to start in any case"
+    assert planned(8, 2, 60.0, shared=False) == (8, 8)
 
 
 def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
@@ -349,7 +395,7 @@ def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
     plan = auto.plan(scenarios, prompts(), 2, step=1, warm=2)
     assert plan.actors == 1 and "its share is 1" in plan.reason and not auto.troubles
     auto.begin_rollout(plan, grows=True)
-    auto.renew_rollout(np.full(64, 100.0), np.full(64, 20), 2)
+    auto.renew_rollout(np.full(64, 100.0), np.full(64, 20), 2, 0, 2)
     assert auto.bids.running.slots == (1, 2) and state.clearing().slots == {"x": 1, "y": 1}
     state.set_nodes({"a": (8, {})}, 0.0)
     assert min(one.actors for one in auto.plan(scenarios, prompts(), 4, step=1, warm=2).frontier) > 1, "a dominated plan decides nothing"
@@ -529,11 +575,11 @@ def test_a_rollout_beside_an_update_bids_for_no_engine_that_the_step_would_not_g
     plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=7, learner_slots=1)
     auto.begin_rollout(plan, True)
     left, context = np.full(64, 150.0), np.full(64, 20)
-    assert (plan.actors, auto.renew_rollout(left, context, 7)) == (1, 1)
+    assert (plan.actors, auto.renew_rollout(left, context, 1, 6, 7)) == (1, 1)
     auto.update_ends_s = 0.0
-    assert auto.renew_rollout(left, context, 7) > 1, "the update should have ended"
+    assert auto.renew_rollout(left, context, 1, 6, 7) > 1, "the update should have ended"
     auto.begin_rollout(RolloutPlan(Hold(1, ""), 1), True)
-    assert auto.renew_rollout(left, context, 7) > 1 and bids.besides == 1 and not auto.troubles
+    assert auto.renew_rollout(left, context, 1, 6, 7) > 1 and bids.besides == 1 and not auto.troubles
 
 
 def test_counts_that_seem_worse_are_tried_again_beside_a_rollout_too_but_only_where_no_other_run_is() -> None:

@@ -13,7 +13,7 @@ from placement.market import Bid
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions import slot_source, worker_pool
 from rlhfless_ray.functions.instance import Instance
-from rlhfless_ray.functions.lease import LeaseManager, Slot
+from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_messages import RunSlots, SlotRequest
 from rlhfless_ray.functions.pool_state import PoolState
@@ -27,7 +27,7 @@ class Source:
     """A shared pool without Ray. Each call reaches it at once, and a wait ends at once."""
 
     grants_devices = True
-    surplus = None
+    surplus = warm_due = None
 
     def __init__(self, state: PoolState, slots: RunSlots) -> None:
         self.state, self.slots = state, slots
@@ -120,6 +120,46 @@ def test_slots_that_come_one_after_the_other_are_waited_for(pause_s, expected):
     source.wait = wait
     leases = LeaseManager("cpu", Ledger("cpu"), 5.0, "x", source)
     assert len(leases.take(6, "rollout", need=1, wait_s=0.2)) == expected and not leases.pending
+
+
+def test_each_engine_starts_as_soon_as_its_own_slot_is_granted():
+    """Before, the first of several engines waited for the slots of all others."""
+    [slots] = joined(state := pool(3), "x")
+    source: Any = Source(state, slots)
+    granted, events = source.wait, list[str]()
+
+    def wait(request: LeaseRequest, until_s: float) -> Grant | None:
+        events.append("wait")
+        return granted(request, until_s)
+
+    source.wait = wait
+    nodes: Any = SimpleNamespace(slots=lambda labels: {"a": 3}, present=list, find_lost=list, draining=set, known_going=set)
+    leases = LeaseManager("cpu", Ledger("cpu"), 5.0, "x", source, nodes)
+    engines = WorkerPool("rollout", lambda slot: SimpleNamespace(open=SimpleNamespace(remote=lambda threads: None)), leases, 60.0)
+
+    def begin(instance: Instance) -> None:
+        events.append("start")
+        time.sleep(0.05)
+
+    assert engines.resize(3, [], wait_s=0.2, begin=begin) == [] and len(engines.working) == 3
+    assert events == ["wait", "start"] * 3 and leases.waited_s < 0.05, "a start is no wait for a slot"
+
+
+def test_a_parked_engine_counts_as_warm_only_if_its_devices_can_be_had():
+    """Plans counted on engines whose devices another run held: they started anew, 22 s each on a GPU."""
+    leases: Any = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", SimpleNamespace(warm_due=(("a", "0"), ("a", "2"))), None)
+    leases.held = {"lease": Lease("lease", Slot("a", 3))}
+    engines = WorkerPool("rollout", lambda slot: None, leases, 60.0, on_device=True)
+    engines.parked = [Instance("rollout", Slot("a", device), None, memory_mb=7.0) for device in (0, 1, 2, 3)]
+    engines.parked.append(Instance("rollout", Slot("a", 2), None))  # started ahead: its engine is not built
+    assert engines.count_warm(1, leases.reachable()) == 3 and engines.count_warm(1, leases.source.warm_due) == 2
+    engines.parked = [Instance("rollout", Slot("a", devices), None, memory_mb=7.0, width=2) for devices in ("0,1", "2,3")]
+    assert engines.count_warm(2, leases.reachable()) == 1 and engines.count_warm(1, leases.reachable()) == 0
+    leases.source.warm_due = None
+    assert leases.reachable() is None and engines.count_warm(2, None) == 2
+    on_cores = WorkerPool("rollout", lambda slot: None, SimpleNamespace(resource="cpu", ledger=None), 60.0, on_device=True)  # type: ignore[arg-type]
+    on_cores.parked = [Instance("rollout", Slot("a", 0), None, memory_mb=7.0)]
+    assert on_cores.count_warm(1, set()) == 1, "it works on any slot of its node"
 
 
 @pytest.mark.parametrize(("resource", "on_device", "expected"), [("gpu", False, True), ("gpu", True, False), ("cpu", True, True)])

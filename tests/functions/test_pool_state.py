@@ -410,7 +410,22 @@ def test_a_run_gets_the_devices_of_its_parked_processes():
     state.release([f"x/{number}" for number in range(3)], 1.0)
     ask(state, "y", 2, 1.0)
     assert [slot.device for slot in state.match(1.0)] == [0, 1], "although another run was the last to hold it"
-    assert state.view("x", 1.0).warm_free == 2 and state.view("y", 1.0).warm_free == 0
+    assert state.view("x", 1.0).warm_free == (("a", "2"), ("a", "3")) and state.view("y", 1.0).warm_free == ()
+
+
+def test_a_device_that_another_run_borrows_comes_back_and_one_of_its_share_does_not():
+    """Plans counted engines on both as warm. Without the borrowed ones, a run would shrink whenever it has lent slots beside its update."""
+    state = pool(4)
+    for name in ("x", "y"):
+        state.join(RunInfo(name), 0.0)
+    state.runs["x"].warm = frozenset({("a", "0"), ("a", "1"), ("a", "3")})
+    ask(state, "y", 3, 0.0)
+    assert {slot.device for slot in state.match(0.0)} == {0, 1, 2}
+    view = state.view("x", 1.0)
+    assert view.warm_free == (("a", "3"),) and view.warm_lent == (("a", "0"),)
+    state.runs["y"].info = RunInfo("y", share=0.75)
+    state.bid(Bid("y", (1, 4), (0.0, 9.0)), 1.0)
+    assert state.view("x", 1.0).warm_lent == ()
 
 
 def test_a_run_gives_back_the_devices_of_the_waiting_runs_processes():

@@ -21,7 +21,9 @@ from placement.scaling.resize_policy import (
     decide,
     failed,
     safe_decide,
+    started_later,
     time_value,
+    with_starts,
 )
 from placement.speed.decode_speed import Speed
 
@@ -33,6 +35,35 @@ def plan(actors: int, time_s: float, cost: float) -> Plan:
 def go(current: int, chosen: Plan, stay: Plan | None, **more) -> Decision:
     named = {"transition": Transition(10.0, restart_s=1.0), "history": ResizeHistory(), "step": 1, "value_per_s": 1.0, **more}
     return decide(current, chosen, stay, **named)
+
+
+@given(st.floats(0.1, 50), st.floats(0.1, 50), st.floats(0, 20), st.integers(1, 8), st.integers(1, 8), st.integers(1, 50))
+@settings(max_examples=200, deadline=None)
+def test_a_plan_with_its_starts_is_better_exactly_where_the_change_pays_back(
+    before_s: float, after_s: float, start_s: float, current: int, more: int, lasts: int
+) -> None:
+    stay, larger = plan(current, before_s, current * before_s), plan(current + more, after_s, (current + more) * after_s)
+    move, value_per_s = Transition(start_s, restart_s=0.1, warm=current + 1), 3.0
+    history = ResizeHistory(current + more, 1, float(lasts))
+    found = go(current, larger, stay, transition=move, history=history, step=1, value_per_s=value_per_s, min_saving=0.0)
+    with_start = with_starts(larger, current, move, history.horizon(1))
+    gain = stay.cost + value_per_s * stay.time_s - with_start.cost - value_per_s * with_start.time_s
+    if abs(gain) > 1e-9:
+        assert (found.actors == larger.actors) == (gain > 0)
+    assert with_starts(stay, current, move, 1.0) is stay
+
+
+@given(st.floats(0.1, 50), st.floats(0.0, 1.0), st.floats(0, 100), st.integers(1, 8), st.integers(1, 8))
+@settings(max_examples=200, deadline=None)
+def test_engines_that_start_later_save_less_and_no_plan_takes_longer_than_without_them(
+    now_s: float, share: float, start_s: float, working: int, more: int
+) -> None:
+    now, larger = plan(working, now_s, working * now_s), plan(working + more, share * now_s, (working + more) * share * now_s)
+    later = started_later(larger, now, Transition(start_s))
+    assert larger.time_s - 1e-9 <= later.time_s <= now.time_s + 1e-9
+    assert later.time_s == pytest.approx(min(start_s, now_s) + max(0.0, 1 - start_s / now_s) * larger.time_s)
+    assert later.cost == pytest.approx(working * later.time_s + more * later.time_s), "all slots are held until it ends"
+    assert started_later(larger, now, Transition(start_s, warm=working + more)).time_s == pytest.approx(larger.time_s)
 
 
 @given(

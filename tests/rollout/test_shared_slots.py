@@ -52,8 +52,9 @@ class Driver:
     def __init__(self, owed: list[int]) -> None:
         self.stopping, self.owed, self.start_s, self.tail, self.weights = False, owed, 15.0, 100.0, None
         self.pool = SimpleNamespace(
-            kind="rollout", labels={}, working=[Engine(n) for n in range(len(owed))], parked=[], is_bound=False, assign_leases=self.join
+            kind="rollout", labels={}, working=[Engine(n) for n in range(len(owed))], assign_leases=self.join, count_warm=self.count_warm
         )
+        self.warm: set[str] = set()  # devices of parked engines
         self.calls = SimpleNamespace(number=lambda instance: instance, available=lambda: self.pool.working)
         self.token_log = SimpleNamespace(owed=lambda number: range(self.owed[number]))
         self.migrations = SimpleNamespace(leaving={})
@@ -63,6 +64,9 @@ class Driver:
     def join(self, leases: list[str]) -> None:
         self.pool.working.append(Engine(len(self.owed)))
         self.owed.append(0)
+
+    def count_warm(self, width: int, places: Any) -> int:
+        return len(self.warm if places is None else self.warm & set(places))
 
     def tail_s(self) -> float:
         return self.tail
@@ -79,8 +83,9 @@ def shared(monkeypatch) -> SharedSlots:
     ready: set[str] = set()
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([ref for ref in refs if ref in ready], []))
     monkeypatch.setattr(module, "fetch_weights", lambda pool, weights: None)
-    source = SimpleNamespace(surplus=0, surplus_leases=("lease-0", "lease-1", "lease-2"), arrival=lambda request: request.id, ready=ready)
-    return SharedSlots(Leases(), source, max_engines=3, start_s=0.1, renew=lambda left, context: 3)  # type: ignore[arg-type]
+    wanted = ("lease-0", "lease-1", "lease-2")
+    source = SimpleNamespace(surplus=0, surplus_leases=wanted, warm_free=(), arrival=lambda request: request.id, ready=ready)
+    return SharedSlots(Leases(), source, max_engines=3, start_s=0.1, renew=lambda *rest: 3)  # type: ignore[arg-type]
 
 
 def test_a_granted_slot_becomes_an_engine(shared):
@@ -100,14 +105,10 @@ def test_no_slot_is_requested_if_too_little_work_is_left(shared):
     driver.tail = 20.0  # a cold engine takes 15 s
     shared.poll(driver)
     assert shared.refs() == [] and shared.leases.withdrawn == 1
-    driver.pool.parked.append(SimpleNamespace(memory_mb=300.0))
-    driver.pool.is_bound, shared.source.warm_free = True, 0
+    driver.warm.add("a")
     shared.poll(driver)
     assert shared.refs() == [], "another run holds the device of the parked engine"
-    shared.source.warm_free = 1
-    shared.poll(driver)
-    assert len(shared.refs()) == 1
-    driver.pool.is_bound = False
+    shared.source.warm_free = ("a", "b")
     shared.poll(driver)
     assert len(shared.refs()) == 1
     driver.stopping = True
@@ -117,21 +118,22 @@ def test_no_slot_is_requested_if_too_little_work_is_left(shared):
 
 def test_a_slot_that_the_tail_has_no_work_for_is_not_requested_again(shared):
     driver = Driver([1])  # another engine has just given its slot back
-    shared.renew = lambda left, context: sum(left)
+    shared.renew = lambda left, *rest: sum(left)
     shared.poll(driver)
     assert shared.refs() == []
 
 
 def test_the_bid_is_renewed_every_second(shared, monkeypatch):
-    renewed: list[int] = []
-    monkeypatch.setattr(shared, "renew", lambda left, context: renewed.append(1) or 2)
+    renewed: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(shared, "renew", lambda *rest: renewed.append(rest) or 2)
     driver = Driver([4, 4, 4])
+    driver.warm, shared.source.warm_free = {"a", "b"}, ("b",)
     shared.poll(driver)
     assert not renewed
     shared.renew_at_s -= module.RENEW_S
     for _ in range(3):
         shared.poll(driver)
-    assert len(renewed) == 1 and shared.max_engines == 2
+    assert renewed == [([4, 4, 4], [4, 4, 4], 3, 1)] and shared.max_engines == 2
 
 
 def test_the_engine_with_the_least_work_leaves_for_another_run_and_one_always_stays(shared):
