@@ -298,7 +298,20 @@ def test_memory_of_a_recipe(tmp_path: Path, capsys) -> None:
     (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
     with pytest.raises(UserError, match=r"^policy\.path: its config\.json describes no model: `num_attention_heads` must be a positive"):
         run(recipe, "--memory")
+    for changes, word in (({"hidden_act": "banana"}, "no activation"), ({"architectures": ["BananaForCausalLM"]}, "vLLM has no model")):
+        (model / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(UserError, match=word):
+            run(recipe, "--memory")
     (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match=r"^rollout\.max_tokens: a prompt and a response of 40000 tokens exceed the policy's context of 32768"
+    ):
+        run(recipe, "--memory", "rollout.max_tokens=40000")
+    run(recipe, "--memory", "rollout.max_tokens=32500")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "with prompts of 268 and responses of 32500 tokens" in text and "a run refuses prompts of more than 268 tokens" in text
+    run(recipe, "--memory", "rollout.max_tokens=40000", "rollout.max_total_tokens=32768")
+    assert "a run refuses" not in capsys.readouterr().out
     run(recipe, "--memory", "rollout.kv_cache_mb=512")
     text = capsys.readouterr().out
     assert "494 M parameters in bfloat16" in text and "1.5 GB" in text and "every need fits this machine" in text

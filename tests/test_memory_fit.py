@@ -70,9 +70,7 @@ def test_smaller_micro_batches_come_before_recomputing(tmp_path):
     assert (
         step_mb["engines"] == 2 * found[1].predicted_mb["engines"] and step_mb["total"] == max(need.bytes for need in found[1].needs) / 1e6
     )
-    assert "learner 16.7 GB (at least 8.9), engines 2.8 GB; one engine; learner.micro_batch_tokens" in found[1].statement(
-        {"learner": 8900}, "cpu"
-    )
+    assert "learner 16.7 GB (at least 8.9), one engine 2.8 GB; learner.micro_batch_tokens" in found[1].statement({"learner": 8900}, "cpu")
 
 
 def test_a_run_that_has_a_part_of_the_memory_chooses_its_settings_for_it(tmp_path):
@@ -262,13 +260,28 @@ def test_the_kv_cache_takes_what_the_rest_leaves(tmp_path):
 
 
 def test_the_kv_cache_takes_no_more_than_a_tenth_by_itself(tmp_path):
-    """Engines keep it during the first update, and other runs of the machine may do the same."""
+    """Other runs of the machine may do the same."""
     wanted = auto_kv(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 4000}, lora={"rank": 16})
     for share, tenth in ((1.0, "5.4 GB of 64.0 GB"), (0.5, "2.7 GB of 64.0 GB (cluster.memory_share=0.5)")):
         found = fitted(node(64), wanted.with_settings({"cluster.memory_share": share}))
         grown = 2 * (found.recipe.rollout.engine_kv_mb - 256) * 2**20  # by both engines
         assert grown == pytest.approx(0.1 * 0.85 * share * 64e9, rel=0.01)
         assert f"because beyond 256 MB each, engines take at most {tenth})" in found.reason
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_parked_engines_keep_their_memory_only_where_an_update_fits_beside_it(tmp_path, fixed):
+    """They kept it through the first update, because only a gap told how long the next one is."""
+    wanted = auto_kv(folder(tmp_path / "05b", QWEN_05B))
+    for gigabytes, at_once in ((21, True), (64, False)):
+        room = node(gigabytes)
+        settings = {"rollout.kv_cache_mb": fitted(room, wanted).recipe.rollout.kv_cache_mb} if fixed else {}
+        found = fitted(room, wanted.with_settings(settings))
+        assert found.give_back_at_once is at_once
+        kept = predicted_needs(found.recipe, models_of(wanted), LENGTHS, room, engines_keep=True)
+        given = predicted_needs(found.recipe, models_of(wanted), LENGTHS, room)
+        assert room.first_without_room(given, 0.85) is None and (room.first_without_room(kept, 0.85) is not None) is at_once
+    assert not fitted(H100, wanted).give_back_at_once
 
 
 def test_the_kv_cache_is_no_matter_on_gpus(tmp_path: Path, capsys, monkeypatch):

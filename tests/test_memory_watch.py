@@ -24,11 +24,14 @@ pytestmark = pytest.mark.pure
         ("ray::EngineActor.rollout", "engines"),
         ("ray::RayTrainWorker.poll_status", "learner"),
         ("ray::IDLE", "other workers"),
+        ("ray::DrafterActor.train", "drafter"),
+        ("python -m rlhfless_ray.rollout.engine_member 1", "engines"),
+        ("python -m rlhfless_ray.reward.reward_model_member", "reward"),
         ("/somewhere/raylet", "Ray"),
     ],
 )
 def test_functions_are_known_by_the_titles_of_their_workers(title: str, function: str) -> None:
-    assert function_of(title) == function
+    assert function_of(*title.split()) == function
 
 
 def test_peaks_are_kept_until_they_are_taken() -> None:

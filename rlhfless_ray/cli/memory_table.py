@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
+    from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.run.memory_needs import Need
 
 
 def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     """Print tables of needs, per process and together. Raises UserError if a need does not fit this machine.
 
-    Prompts are not read: for predictions each counts as long as prompts.max_prompt_tokens allows.
+    Prompts are not read: for predictions each counts as long as prompts.max_prompt_tokens and the policy's context allow.
     """
     from rlhfless_ray.learn.model_checks import check_division
     from rlhfless_ray.recipe import Recipe
@@ -24,6 +25,8 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     from rlhfless_ray.run.memory_check import GPU, check, check_slots, local_room
     from rlhfless_ray.run.memory_fit import AUTO_KEYS, fit
     from rlhfless_ray.run.memory_needs import Lengths, device_needs, gb, host_needs, models_of
+    from rlhfless_ray.weights.check_config import check_config
+    from rlhfless_ray.weights.known_differences import check_engines
     from rlhfless_ray.weights.load_policy import model_folder
     from rlhfless_ray.weights.model_folder import read_folder
 
@@ -37,17 +40,19 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
         read_folder(model_folder(recipe.policy.path, "policy.path"))  # says what is wrong with it
     if "policy" not in models:
         raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
+    check_config(models["policy"].config, "policy.path")
     check_policy(recipe, models["policy"].config)
     of_reference, of_critic = (models[name].config if name in models else None for name in ("reference", "critic"))
     check_division(recipe, models["policy"].config, of_reference, of_critic)
+    prompt, response = _longest_prompt(recipe, models["policy"].config), recipe.rollout.max_tokens
     check_slots(recipe)
     room = local_room(recipe)
+    check_engines(recipe, models["policy"].config, room.resource)
     least = device_needs(recipe, models) if room.resource == GPU else host_needs(recipe, models, room.has_driver)
     if not as_json:
         policy = f"{models['policy'].parameters / 1e6:,.0f} M parameters in {recipe.policy.dtype}"
         _print_table(f"Least memory of {policy}", "at least", least)
     problem = check(recipe, models, lambda: room)
-    prompt, response = recipe.prompts.max_prompt_tokens, recipe.rollout.max_tokens
     fitted = fit(recipe, models, lambda: room, Lengths(prompt, 1))
     kv = fitted.kv_on(room.resource)
     if as_json:
@@ -65,10 +70,30 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
         print(json.dumps(report, indent=1))
         return
     _print_table(f"Predicted peaks, with prompts of {prompt} and responses of {response} tokens", "about", fitted.needs)
-    for line in filter(None, (problem, kv, fitted.reason, fitted.note)):
+    limit = recipe.prompts.max_prompt_tokens
+    context = f"a run refuses prompts of more than {prompt} tokens: the policy's context has no room for longer ones beside the response"
+    for line in filter(None, (problem, kv, fitted.reason, fitted.note, context if prompt < limit else "")):
         print(line)
     if room.bytes is not None and not fitted.note:
         print(f"every need fits {'a GPU' if room.resource == GPU else 'this machine'} of {gb(room.bytes)}")
+
+
+def _longest_prompt(recipe: Recipe, config: dict[str, Any]) -> int:
+    """Return the tokens of the longest prompt that a run takes. Raises UserError if the policy's context has no room for any."""
+    from rlhfless_ray.prompts.load_prompts import check_episodes
+    from rlhfless_ray.weights.load_policy import context_tokens
+
+    limit, rollout = recipe.prompts.max_prompt_tokens, recipe.rollout
+    context = context_tokens({"config.json": json.dumps(config).encode()})
+    check_episodes(recipe, context)
+    if context is None or rollout.longest_tokens(limit) <= context:
+        return limit
+    if rollout.max_tokens >= context:
+        raise UserError(
+            f"rollout.max_tokens: a prompt and a response of {rollout.max_tokens} tokens exceed the policy's context of {context} tokens; "
+            "lower it"
+        )
+    return context - rollout.max_tokens
 
 
 def _row(need: Need) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class WorkerPool:
         `waits_to_leave`: whether parking waits for this. Otherwise those that need the device next wait, see `Lease.leaving`.
         `labels`: node labels that slots must have.
         `give_back_after_s`: on CPU, instances that are parked for longer release memory in the background, by the same `park()`. If
-        earlier gaps were that long, they release it at once.
+        earlier gaps were that long, or this is 0, they release it at once.
         `faults`: the run's failure budget (default: a new one). `parked_memory`: limits what the run's idle processes hold.
         `width`: leases of an instance, all of one node. It gets all of them or none.
         """
@@ -275,7 +275,7 @@ class WorkerPool:
         if self.is_bound:
             self._leave_devices(instances)
         taken: list[Lease] = []
-        long = bool(self.gaps_s) and statistics.median(self.gaps_s) > self.give_back_after_s
+        long = self.give_back_after_s == 0 or (bool(self.gaps_s) and statistics.median(self.gaps_s) > self.give_back_after_s)
         for instance in instances:
             self.working.remove(instance)
             taken += instance.leases

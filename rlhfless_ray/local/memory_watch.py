@@ -15,9 +15,13 @@ FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
     "LearnerActor": "learner",
     "CriticActor": "critic",
     "ReferenceActor": "reference",
+    "DrafterActor": "drafter",
     "RayTrainWorker": "learner",  # a rank of a supervised stage
 }
-MEMBER = "rlhfless_ray.rollout.engine_member"  # the module that a further process of an engine runs
+MEMBERS = {  # by the module that a further process of an engine or a reward model runs
+    "rlhfless_ray.rollout.engine_member": "engines",
+    "rlhfless_ray.reward.reward_model_member": "reward",
+}
 LEAST_INTERVAL_S = 1.0
 REST = 100  # seconds of rest for each second of looking: the kernel walks every page of a process to measure it
 
@@ -70,17 +74,17 @@ class MemoryWatch:
         for process in driver.children(recursive=True) if self.private else psutil.process_iter():
             try:
                 command = process.cmdline() or [""]
-                is_worker = command[0].startswith("ray::") or MEMBER in command
+                is_worker = command[0].startswith("ray::") or not MEMBERS.keys().isdisjoint(command)
                 if self.private or (is_worker and process.environ().get("RAY_JOB_ID") == self.job):
-                    yield process, "engines" if MEMBER in command else function_of(command[0])
+                    yield process, function_of(*command)
             except (psutil.Error, OSError):
                 continue
 
 
-def function_of(title: str) -> str:
-    """Return the function of a process by its title, such as "ray::LearnerActor.update"."""
+def function_of(title: str, *arguments: str) -> str:
+    """Return the function of a process by its title, such as "ray::LearnerActor.update", and its other arguments."""
     if not title.startswith("ray::"):
-        return "Ray"
+        return next((MEMBERS[argument] for argument in arguments if argument in MEMBERS), "Ray")
     return FUNCTIONS.get(title.removeprefix("ray::").split(".")[0], "other workers")
 
 

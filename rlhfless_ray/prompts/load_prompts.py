@@ -56,6 +56,7 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     unless the recipe says to leave them out or to cut them.
     """
     section, held = recipe.prompts, recipe.evaluate.prompts
+    check_episodes(recipe, context_tokens)
     if section.task:
         source = task(section.task)
         # Held-out rows come from a stream of their own, and tasks keep their prompts out of the training split.
@@ -84,6 +85,13 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     )
     notes = unlimited + _overlong_notes(overlong + overlong_heldout, recipe) + _turn_notes([*train, *heldout], recipe, tokenizer)
     return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], notes)
+
+
+def check_episodes(recipe: Recipe, context_tokens: int | None) -> None:
+    """Raise UserError if an agent's episodes may be longer than the policy's context."""
+    tokens = recipe.agent.max_tokens or 0
+    if context_tokens is not None and tokens > context_tokens:
+        raise UserError(f"agent.max_tokens: {tokens} exceeds the policy's context of {context_tokens} tokens; lower it")
 
 
 def check_vocabulary(prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:

@@ -95,8 +95,8 @@ class RolloutConfig(Section):
     """Maximum number of sequences that one engine decodes at once."""
     kv_cache_mb: KvSizeOrAuto = "auto"
     """KV cache of one engine on CPU, MB. `auto`: what a step's sequences need at their longest if all are in one engine, or as much of
-    it as is predicted to fit the memory. Beyond 256 MB each, engines take no more than a tenth of the memory, because they keep it
-    during the first update and other runs may do the same."""
+    it as is predicted to fit the memory. Beyond 256 MB each, engines take no more than a tenth of the memory, because other runs may do
+    the same."""
     gpu_memory_share: float = Field(0.85, gt=0, le=1)
     """Share of a GPU's memory that one engine takes."""
     quantization: Annotated[Literal["off", "int8", "fp8"], OffIsAWord] = "off"

@@ -54,6 +54,8 @@ class Fit:
 
     `needs`: predicted peaks. `reason`: why a setting that was `auto` is not its default; empty if all are. `note`: message for the user.
     `kv`: what the KV cache of an engine on CPU holds; empty unless its size was `auto` and is known.
+    `give_back_at_once`: whether parked engines must release weights and KV cache at once, because an update does not fit beside them.
+    Otherwise they keep both until gaps are known to be long.
     """
 
     recipe: Recipe
@@ -61,6 +63,7 @@ class Fit:
     reason: str = ""
     note: str = ""
     kv: str = ""
+    give_back_at_once: bool = False
 
     @property
     def predicted_mb(self) -> dict[str, float]:
@@ -83,8 +86,10 @@ class Fit:
     def statement(self, least_mb: Mapping[str, float], resource: str) -> str:
         """Describe the predicted memory of the working functions, and the settings chosen for it, in one line."""
         least = {name: f" (at least {mb / 1000:.1f})" for name, mb in least_mb.items()}
-        each = ", ".join(f"{name} {mb / 1000:.1f} GB{least.get(name, '')}" for name, mb in self.predicted_mb.items())
-        return "; ".join(filter(None, [f"predicted memory at work: {each}; one engine", self.kv_on(resource), self.reason]))
+        called = {"engines": "one engine"}
+        each = [f"{called.get(name, name)} {mb / 1000:.1f} GB{least.get(name, '')}" for name, mb in self.predicted_mb.items()]
+        at_work = f"predicted memory at work: {', '.join(each)}" if each else ""
+        return "; ".join(filter(None, [at_work, self.kv_on(resource), self.reason]))
 
 
 def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
@@ -95,10 +100,11 @@ def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict
 # ---- predictions ------------------------------------------------------------------------------------------------
 
 
-def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room) -> list[Need]:
+def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room, *, engines_keep: bool = False) -> list[Need]:
     """Predict the peak of each function's process while it works, and on CPU slots the peaks of everything in memory at once.
 
-    Settings that are `auto` count as their defaults. Rewards are part of the driver's figure.
+    Settings that are `auto` count as their defaults. Rewards are part of the driver's figure. `engines_keep`: whether parked engines keep
+    weights and KV cache.
     """
     on_gpu, width, policy = room.resource == GPU, memory.VALUE_BYTES[recipe.policy.dtype], models["policy"]
     needs, idle, updates, parked = [], {}, {}, []
@@ -133,7 +139,8 @@ def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, 
         needs.append(Need("a reference rank", model.key, parts, True, predicted=True, function="reference", processes=ranks))
         others.append(("in the parked reference", ranks * peak_memory.PASS_BYTES))
     at_work = _engines_beside_update(recipe, engines, room.slots)
-    waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (engines - at_work) * members * peak_memory.ENGINE_BYTES))
+    parked_bytes = engine_bytes if engines_keep else members * peak_memory.ENGINE_BYTES
+    waiting = (("in engines", at_work * engine_bytes), ("in parked engines", (engines - at_work) * parked_bytes))
     for name, (rank, in_store) in updates.items():
         beside = [(f"in the {other}", kept) for other, kept in idle.items() if other != name]
         own = ((what, rank.processes * size - (in_store if what == "weights" else 0)) for what, size in rank.parts)
@@ -195,10 +202,21 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
 
     `find_room` is called unless everything is small. Raises DoesNotFit if a setting is `auto` and no value of it fits.
     """
-    if recipe.rollout.kv_cache_mb != "auto":
-        return _fit_update(recipe, models, find_room, lengths)
-    whole, first, least = _kv_sizes(recipe, models["policy"], lengths)
     find_room = functools.cache(find_room)
+    fixed = recipe.rollout.kv_cache_mb != "auto"
+    found = (_fit_update if fixed else _fit_with_kv)(recipe, models, find_room, lengths)
+    kept = predicted_needs(found.recipe, models, lengths, _room_of_all(found.recipe), engines_keep=True)
+    if all(need.bytes <= SMALL_BYTES for need in kept):
+        return found
+    room = find_room()
+    kept = predicted_needs(found.recipe, models, lengths, room, engines_keep=True)
+    too_much = room.first_without_room(_of_updates(kept), used_memory_share(recipe, room)) is not None
+    return replace(found, give_back_at_once=too_much and room.resource == CPU)
+
+
+def _fit_with_kv(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
+    """Choose the settings that are `auto`, where the size of the KV cache is one of them, see `fit`."""
+    whole, first, least = _kv_sizes(recipe, models["policy"], lengths)
     try:
         found = _fit_update(_with_kv(recipe, first), models, find_room, lengths)
         is_short = bool(found.note) and first != least and find_room().resource == CPU
@@ -239,8 +257,8 @@ def _sequences_at_once(recipe: Recipe) -> int:
 def _with_larger_kv(found: Fit, whole: int, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
     """Raise the KV cache of each engine to `whole` MB, or to as much as fits while all engines work and during an update.
 
-    It grows by GROWN_KV_SHARE of the memory at most: parked engines keep it during the first update, and other runs on the machine may
-    grow theirs. What a larger cache brings was not measured.
+    It grows by GROWN_KV_SHARE of the memory at most, because other runs on the machine may grow theirs. What a larger cache brings was
+    not measured.
     """
     recipe, policy, sequences = found.recipe, models["policy"], _sequences_at_once(found.recipe)
 

@@ -84,9 +84,6 @@ Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's file
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
 
 
-SHOWN_MB = 1000.0  # smaller needs are not worth a line at the start
-
-
 class Runtime(StepOperations):
     """A training run, as a context manager and an iterator over its steps.
 
@@ -213,9 +210,9 @@ class Runtime(StepOperations):
             self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
             self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)
             stack.push(self._close_record)
-            if sum(self.least_mb.values()) > SHOWN_MB or self.memory_fit.reason:
-                self.record.progress.message(self.memory_fit.statement(self.least_mb, resource))
-            notes = [*self.prompts.notes, note, self.speculation_note, self.memory_fit.note, self.folder.deletion_note(self.recipe)]
+            shows_memory = self.record.progress.mode != "off" or self.memory_fit.reason
+            memory = self.memory_fit.statement(self.least_mb, resource) if shows_memory else ""
+            notes = [memory, *self.prompts.notes, note, self.speculation_note, self.memory_fit.note, self.folder.deletion_note(self.recipe)]
             for message in filter(None, [self.recipe.untrained_note, *self.settings_without_effect(resource), *notes]):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
@@ -309,6 +306,7 @@ class Runtime(StepOperations):
             self.actor_classes(),
             self.record.progress.message,
             self.drafter_files,
+            give_back_at_once=self.memory_fit.give_back_at_once,
         )
         self.autoscaler.expect(engines, note)
         worker_pools.rollout.set_width(self.autoscaler.engines.width)

@@ -108,8 +108,12 @@ def prices(recipe: Recipe, resource: str, nodes: ClusterNodes) -> Prices:
 class PoolMaker:
     """Makes the pools of one run, which share its leases, its ledger and its budgets."""
 
-    def __init__(self, recipe: Recipe, leases: LeaseManager, files: Files, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, recipe: Recipe, leases: LeaseManager, files: Files, say: Callable[[str], None], *, give_back_at_once: bool = False
+    ) -> None:
+        """Create a maker. `give_back_at_once`: parked engines release their memory at once, see `memory_fit.Fit`."""
         self.recipe, self.leases, self.resource, self.say = recipe, leases, leases.resource, say
+        self.give_back_after_s = 0.0 if give_back_at_once else GIVE_BACK_AFTER_S
         self.broker = SlotBroker(leases)
         self.faults = FailureBudget(recipe.functions.max_replacements)
         other_runs = leases.source if isinstance(leases.source, PoolClient) else None
@@ -136,7 +140,7 @@ class PoolMaker:
         def start(slot: Any) -> Any:
             return start_actor(cls, slot, self.resource, {}, config, replace(engine, tensor_parallel=pool.width), *drafter)
 
-        options |= {"give_back_after_s": GIVE_BACK_AFTER_S, "waits_to_leave": False}
+        options |= {"give_back_after_s": self.give_back_after_s, "waits_to_leave": False}
         pool = self._pool(kind, start, width=engine.tensor_parallel, **options)
         return pool
 
@@ -189,6 +193,8 @@ def create_worker_pools(
     actors: ActorClasses,
     say: Callable[[str], None],
     drafter_files: Files | None = None,
+    *,
+    give_back_at_once: bool = False,
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
@@ -196,6 +202,7 @@ def create_worker_pools(
         files: of the initial policy's folder.
         say: callback for log messages.
         drafter_files: of the model that drafts.
+        give_back_at_once: whether parked engines release their memory at once, see `memory_fit.Fit`.
     """
     resource = leases.resource
     if resource == "cpu":
@@ -211,7 +218,7 @@ def create_worker_pools(
     engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages, tokenizer.eos_token_id)
     config = ray.put(without_weights(files))
     drafter = [ray.put(drafter_files)] if drafter_files else []
-    make = PoolMaker(recipe, leases, files, say)
+    make = PoolMaker(recipe, leases, files, say, give_back_at_once=give_back_at_once)
     return WorkerPools(
         make.broker,
         make.faults,

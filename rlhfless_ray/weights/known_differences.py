@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
 COHERE2_WINDOW = 4096  # the family's default
+# Families of which vLLM's feed-forward layers compare the activation's name with this one.
+ONLY_SILU = ("exaone4", "glm4", "granite", "llama", "mistral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 UNUSED_BIASES = {"ernie4_5": "use_bias", "qwen3": "attention_bias", "qwen3_moe": "attention_bias"}  # by the key that adds them
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # vLLM reads other names as these
 DIFFERING = {"cohere2_moe": 0.04, "deepseek_v2": 0.04, "deepseek_v3": 0.04, "hrm_text": 0.008}  # mean of random policies, nats
@@ -43,6 +45,8 @@ def find_obstacle(config: Mapping[str, Any], dtype: str, on_cpu: bool) -> str | 
         return f"vLLM's has other norms than transformers' with {key}"
     if kind == "qwen2" and len(set(text.get("layer_types") or ())) > 1:
         return "vLLM takes a sliding window in all layers or in none, and it is in some of them"
+    if kind in ONLY_SILU and (name := text.get("hidden_act") or "silu") != "silu":
+        return f"vLLM has only the activation silu for it, and config.json names {name}"
     if kind.startswith("qwen3_5") and find_spec("torchvision") is None:
         return "vLLM needs torchvision for it, which is not installed"
     if kind.startswith(("qwen3_5", "qwen3_next")) and on_cpu and dtype == "float32":
@@ -66,13 +70,15 @@ def lacks_model(config: Mapping[str, Any]) -> bool:
     if len(names) != 1 or not names[0].endswith(CAUSAL) or config.get("auto_map"):
         return False
     kind = str(config.get("model_type")).replace("-", "_")
-    known, code = _source("vllm", "model_executor/models/registry.py"), _source("transformers", f"models/{kind}/modeling_{kind}.py")
+    known = package_source("vllm", "model_executor/models/registry.py")
+    code = package_source("transformers", f"models/{kind}/modeling_{kind}.py")
     if not known or not code or f'"{names[0]}": (' in known:
         return False
-    return "_supports_attention_backend = True" not in code and "ALL_ATTENTION_FUNCTIONS.get_interface(" not in code
+    leaves_attention = "_supports_attention_backend = True" in code or "ALL_ATTENTION_FUNCTIONS.get_interface(" in code
+    return not leaves_attention or f"class {names[0]}(" not in code
 
 
-def _source(package: str, file: str) -> str:
+def package_source(package: str, file: str) -> str:
     """Return the text of an installed package's file, or "" if there is none."""
     spec = PathFinder.find_spec(package)
     paths = [Path(folder, file) for folder in (spec and spec.submodule_search_locations) or ()]

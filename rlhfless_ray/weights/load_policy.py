@@ -23,6 +23,7 @@ from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import TaskTokenizer
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.weights.check_config import check_config
 from rlhfless_ray.weights.model_folder import (
     INDEX,
     KEPT_SUFFIXES,
@@ -112,10 +113,11 @@ def read_model(folder: Path, setting: str = "policy.path") -> Files:
 
 
 def check_files(files: Files, setting: str = "policy.path") -> None:
-    """Raise UserError for a config without model type and for missing or truncated weights, as in partial copies and git-lfs pointers."""
+    """Raise UserError for a config that no model has, and for missing or truncated weights, as in partial copies and git-lfs pointers."""
     config = config_of(files)
     if not (config.get("model_type") or config.get("auto_map")):
         raise UserError(f"{setting}: its config.json names no model_type, so nothing can load it; copy the whole model folder")
+    check_config(config, setting)
     for name, content in files.items():
         if name.endswith(".safetensors") and not is_safetensors(content):
             raise UserError(f"{setting}: {name} is not a complete safetensors file ({len(content):,} bytes); copy it again")

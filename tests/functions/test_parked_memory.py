@@ -92,6 +92,17 @@ def test_long_gaps_give_back_at_once_and_are_billed_from_then_on_by_what_stays(p
     assert parks(instance) == 2 and parked_rows(pool) == [(25.0, 0.25)] * 2
 
 
+def test_without_time_to_wait_memory_is_given_back_before_any_gap_is_known(pool: WorkerPool) -> None:
+    instance = opened(pool)
+    pool.give_back_after_s = 0.0
+    spare = pool.park_all()
+    assert instance.giving_back is not None and instance.version is None
+    ray.get(instance.giving_back, timeout=WAIT_S)
+    pool.end_expired()
+    pool.resize(1, spare, need=1)
+    assert parks(instance) == 1 and parked_rows(pool) == [(25.0, 0.25)]
+
+
 def test_one_that_lay_for_long_gives_back_later(pool: WorkerPool) -> None:
     instance = opened(pool)
     pool.leases.release(pool.park_all())

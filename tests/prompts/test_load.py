@@ -277,6 +277,13 @@ def test_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
     assert len(load_prompts(recipe(tmp_path / "dict"), letters()).train) == 7
 
 
+def test_an_episode_longer_than_the_context_is_refused(tmp_path: Path) -> None:
+    """vLLM refused it in every engine."""
+    tree = {"policy": {"path": "model"}, "prompts": {"path": str(write(tmp_path, "r.jsonl", ROWS)), "batch_prompts": 2}}
+    long = Recipe.parse({**tree, "agent": {"path": "agent.py", "max_tokens": 999}, "evaluate": {"prompts": 3}})
+    assert refused(long, context_tokens=998) == "agent.max_tokens: 999 exceeds the policy's context of 998 tokens; lower it"
+
+
 def test_what_does_not_fit_is_refused_by_row_never_cut(tmp_path: Path) -> None:
     file = write(tmp_path, "r.jsonl", changed(4, question="x" * 50))
     sentence = refused(recipe(file, max_prompt_tokens=49))

@@ -62,11 +62,17 @@ def test_others_and_short_sequences_are_not(config: dict, tokens: int) -> None:
         ({"model_type": "gpt_oss"}, True, "on CPU"),
         ({"model_type": "lfm2_moe"}, True, "on CPU"),
         ({"model_type": "qwen3_next"}, True, "set policy.dtype"),
+        (LlamaConfig(hidden_act="gelu").to_dict(), False, "only the activation silu for it, and config.json names gelu"),
         ({"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4}, True, "has no attention for heads of 8 values"),
         ({"model_type": "llava", "text_config": {"model_type": "minimax_m2"}}, False, "cannot load new weights"),
         *(
             ({"model_type": kind, "architectures": [name]}, False, f"vLLM has no model {name}")
-            for kind, name in (("gpt_neo", "GPTNeoForCausalLM"), ("mpt", "MptForCausalLM"), ("codegen", "CodeGenForCausalLM"))
+            for kind, name in (
+                ("gpt_neo", "GPTNeoForCausalLM"),
+                ("mpt", "MptForCausalLM"),
+                ("codegen", "CodeGenForCausalLM"),
+                ("qwen2", "BananaForCausalLM"),
+            )
         ),
     ],
 )

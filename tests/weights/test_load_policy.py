@@ -110,7 +110,7 @@ def test_quantised_weights_of_any_other_model_are_refused_before_ray(tmp_path: P
         ({"vocab_size": 7}, r"(lm_head|embed_tokens)\.weight is \d+ × 64 instead of 7 × 64"),
         ({"num_key_value_heads": 1}, r"self_attn\.k_proj\.weight is \d+ × 64 instead of"),
         ({"intermediate_size": 100}, r"mlp\.\w+\.weight is .* instead of"),
-        ({"num_hidden_layers": 9}, "they have 2 layers instead of 9"),
+        ({"num_hidden_layers": 9, "layer_types": None}, "they have 2 layers instead of 9"),
     ],
 )
 def test_weights_of_another_model_are_named_before_ray(tmp_path: Path, changed: dict[str, int], wrong: str) -> None:
@@ -134,7 +134,7 @@ def test_names_of_experts_and_of_other_families_are_found_or_left_alone() -> Non
     for name, shape in (("mlp.experts.3.down_proj", (8, 5)), ("mlp.down_proj", (8, 12)), ("mlp.shared_expert.down_proj", (8, 7))):
         weights = split_files({f"model.layers.0.{name}.weight": torch.zeros(shape)})
         check_files({**config(**mixture), **weights})
-        check_files({**config(**{**mixture, "num_hidden_layers": None}), **weights})
+        check_files({**config(**{key: value for key, value in mixture.items() if key != "num_hidden_layers"}), **weights})
         for unknown in ({"model_type": "deepseek_v3"}, {"quantization_config": {"quant_method": "fp8"}}):
             check_files({**config(**{**mixture, "hidden_size": 4, **unknown}), **weights})
         other = {**config(**{**mixture, "hidden_size": 4}), **weights}

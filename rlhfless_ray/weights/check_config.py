@@ -1,0 +1,78 @@
+"""Check the values of a config.json by transformers, before a worker builds the model. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.local.fast_imports import transformers_without_torch
+from rlhfless_ray.weights.known_differences import package_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+DTYPE_NAMES = ("None", "auto", "float16", "bfloat16", "float32", "float64")
+
+
+def check_config(config: Mapping[str, Any], setting: str) -> None:
+    """Raise UserError, which names `setting`, if transformers has the family of a config.json, but cannot build a model from it.
+
+    Models with code of their own are not judged.
+    """
+    if config.get("auto_map"):
+        return
+    with transformers_without_torch(), _without_messages():
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+            return
+        try:
+            wrong = _unknown_part(AutoConfig.for_model(**config).get_text_config())
+        except Exception as error:  # of many types: a class of its own, KeyError, TypeError
+            wrong = one_line(error, 200)
+    if wrong:
+        raise UserError(f"{setting}: its config.json describes no model: {wrong}; copy the whole model folder")
+
+
+@contextmanager
+def _without_messages() -> Iterator[None]:
+    """Silence what transformers logs beside the errors that it raises."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _unknown_part(text: PreTrainedConfig) -> str:
+    """Return which dtype, activation or rotary embeddings torch or transformers does not have, or an empty string.
+
+    They are looked up when a worker builds the model. The family's code says by which keys. It is read as text, because it needs torch.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    dtype = str(getattr(text, "dtype", None)).removeprefix("torch.")
+    if dtype not in DTYPE_NAMES and not dtype.startswith("float8"):
+        return f"torch has no numbers of type {dtype!r} for weights (`dtype`)"
+    *_, family, module = type(text).__module__.split(".")
+    code = package_source("transformers", f"models/{family}/{module.replace('configuration', 'modeling', 1)}.py")
+    listed = package_source("transformers", "activations.py").partition("ACT2CLS = {")[2].partition("\n}")[0]
+    known = re.findall(r'^    "(\w+)":', listed, re.MULTILINE)
+    for key in re.findall(r"ACT2FN\[config\.(\w+)\]", code) if known else ():
+        if isinstance(name := getattr(text, key, None), str) and name not in known:
+            return f"transformers has no activation {name!r} (`{key}`)"
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()) if "ROPE_INIT_FUNCTIONS[" in code else ():
+        kind, theta = (part.get("rope_type"), part.get("rope_theta")) if isinstance(part, Mapping) else (None, None)
+        if kind not in (None, "default", *ROPE_INIT_FUNCTIONS):
+            return f"transformers has no rotary embeddings of type {kind!r}"
+        if not isinstance(theta, int | float | None):
+            return f"`rope_theta` must be a number, not {theta!r}"
+    return ""

@@ -1,0 +1,59 @@
+"""The driver holds no whole model, though it opens, publishes, checkpoints and exports one."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray.learn.tiny_model import scratch_policy
+from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.weights.model_folder import write_folder
+from tests.conftest import small_recipe
+
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.learner]
+
+
+def private_bytes() -> int:
+    """Return this process's memory without pages of files and of the object store."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def most_private_bytes(recipe: Recipe) -> int:
+    """Run the recipe, and return the most private memory that this process took."""
+    gc.collect()
+    before, most, done = private_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            most[0] = max(most[0], private_bytes() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with Runtime(recipe) as run:
+            for _ in run:
+                pass
+    finally:
+        done.set()
+        watcher.join()
+    return most[0]
+
+
+def test_the_driver_holds_no_model(private_ray: None, tmp_path: Path) -> None:
+    """The first run imports what the driver needs. The second one's weights have 100 MB, and its checkpoints three times as much."""
+    wide = {"policy__hidden_size": 512, "policy__layers": 8}
+    folder, runs = tmp_path / "policy", {"run__steps": 2, "checkpoint__every_steps": 1}
+    write_folder(folder, scratch_policy(Recipe.parse(small_recipe(tmp_path, **wide)), task("chain")))
+    size = (folder / "model.safetensors").stat().st_size
+    assert size > 100e6
+    most_private_bytes(Recipe.parse(small_recipe(tmp_path, **runs)))
+    taken = most_private_bytes(Recipe.parse(small_recipe(tmp_path, **runs, policy__path=str(folder))))
+    written = next((tmp_path / "runs").glob("small*/checkpoints/step_2"), None)
+    assert written is not None and taken < 0.3 * size, f"{taken / 1e6:.0f} MB beside weights of {size / 1e6:.0f} MB"
