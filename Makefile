@@ -55,7 +55,7 @@ costly: install
 test-long: install
 	@$(call pytest,long,$(WORKERS))
 
-# What needs an accelerator, with whatever Python has vLLM for it: `make test-gpu PYTHON=…`. Under four minutes on one GPU.
+# What needs an accelerator, with whatever Python has vLLM for it: `make test-gpu PYTHON=…`. Not run on one yet.
 test-gpu:
 	@$(PYTHON) -m pytest tests/gpu -m gpu -n 0 -q
 
