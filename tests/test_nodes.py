@@ -17,7 +17,7 @@ from ray.experimental.locations import get_local_object_locations
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmarks.common.fault_injection import pid_of
-from rlhfless_ray import Recipe, Runtime
+from rlhfless_ray import Recipe, Runtime, SupervisedRecipe, run_supervised
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes, node_slots
 from rlhfless_ray.functions.instance import start_actor
@@ -28,8 +28,10 @@ from rlhfless_ray.learn.rank_actors import RankActor, parts_in, read_source
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.learn.worker_group import WorkerGroup
+from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.runtime.worker_pools import prices
+from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.weights.checksum import checksum, digests
 from rlhfless_ray.weights.parts import Assembled
 from rlhfless_ray.weights.remote_folder import FolderInStore
@@ -131,6 +133,30 @@ def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_p
     assert_same(run, uninterrupted, last.number)
     nodes.add_node(num_cpus=1, object_store_memory=256 * 2**20)
     nodes.wait_for_nodes(timeout=120)
+
+
+def test_a_supervised_stage_records_the_memory_of_ranks_on_another_node(nodes, tmp_path, monkeypatch):
+    """Here both nodes are on one machine, where each sees the processes of both."""
+    told = []
+
+    def on_memory(recorder: RankRecorder, content: tuple[str, dict[str, float]]) -> None:
+        told.append(content)
+        recorder.peaks[content[0]] = content[1]
+
+    monkeypatch.setattr(RankRecorder, "_on_memory", on_memory)
+    tree = {
+        "task": "sft",
+        "run": {"root": str(tmp_path), "steps": 40, "min_ranks": 2},
+        "data": {"task": "chain", "rows": 640, "batch_rows": 16},
+        "learner": {"ranks": 2},
+        "watch": {"progress": "off", "tensorboard": False, "wandb": "off"},
+    }
+    folder = run_supervised(SupervisedRecipe.parse(tree))
+    [other] = {node.node_id for node in nodes.worker_nodes}
+    assert {node for node, _ in told} == {other}
+    theirs = max(peaks.get("learner", 0.0) for _, peaks in told)
+    recorded = [row["memory/learner_peak_mb"] for row in read_jsonl(folder.path / "metrics.jsonl")[0] if "memory/learner_peak_mb" in row]
+    assert theirs > 100 and max(recorded) > 1.5 * theirs
 
 
 def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nodes, tmp_path):

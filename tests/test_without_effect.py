@@ -66,7 +66,6 @@ def messages(tree: dict[str, Any], *settings: str, **where: Any) -> list[str]:
         (RUN, ["watch.wandb=off", "watch.wandb_group=g"], "watch.wandb_group has no effect: watch.wandb is off"),
         (RUN, ["watch.tensorboard=false", "watch.tensorboard_path=t"], "watch.tensorboard_path has no effect"),
         (STAGE, ["watch.samples_per_step=0"], "watch.samples_per_step has no effect: a supervised stage draws no samples"),
-        (STAGE, ["task=dpo", "learner.pack_rows=false"], "learner.pack_rows has no effect: only sft, kd and prm pack rows"),
         (STAGE, ["price.parked_share=0.5"], "price.parked_share has no effect: a supervised stage parks no processes"),
         (STAGE, ["price.rollout_slot_per_hour=9"], "price.rollout_slot_per_hour has no effect: a supervised stage has no rollout"),
         (STAGE, ["run.steps=9", "run.epochs=2"], "run.epochs has no effect: run.steps determines the steps"),

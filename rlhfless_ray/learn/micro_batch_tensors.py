@@ -70,23 +70,25 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
     return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
-def packed(batch: Batch, row: np.ndarray, device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors of a micro-batch whose sequences lie end to end in one row, without padding.
+def packed(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of a micro-batch whose rows lie end to end in one row, without padding.
 
-    `row`: indices of the sequences. The result is that of `padded` for one row, without `segments` and `experts`, and has the
-    lengths of the sequences: `lengths` (sequences,), on the host.
+    Arguments and result are those of `padded`, without `experts`. `positions` are always there, and so are the lengths of the rows:
+    `lengths` (rows,), on the host.
     """
-    tensors = padded(batch, row, device)
-    seen, rows = tensors["seen"], tensors["rows"]
+    tensors = padded(batch, rows, device)
+    seen, rows_of = tensors["seen"], tensors["rows"]
     lengths = seen.sum(dim=1)
     starts = lengths.cumsum(0) - lengths
-    positions = torch.arange(seen.shape[1], device=device).expand_as(seen)
+    positions = tensors.get("positions", torch.arange(seen.shape[1], device=device).expand_as(seen))
+    if "segments" in tensors:
+        tensors["segments"] = tensors["segments"][seen][None]
     return tensors | {
         "ids": tensors["ids"][seen][None],
         "seen": seen[seen][None],
         "positions": positions[seen][None],
-        "rows": torch.zeros_like(rows),
-        "columns": starts[rows] + tensors["columns"],
+        "rows": torch.zeros_like(rows_of),
+        "columns": starts[rows_of] + tensors["columns"],
         "lengths": lengths.cpu(),
     }
 
@@ -103,16 +105,23 @@ def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=segments.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
-def passed(forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[MicroBatch], device: torch.device) -> Tensor:
+def passed(
+    forward: Callable[[dict[str, Tensor]], Tensor],
+    batch: Batch,
+    cuts: Sequence[MicroBatch],
+    device: torch.device,
+    tensors_of: Callable[[Batch, MicroBatch, torch.device], dict[str, Tensor]] = padded,
+) -> Tensor:
     """Return the value of `forward` for each response token of these micro-batches, (Σ response length,) float32, 0 for other tokens.
 
-    `forward` is called once for each micro-batch, even an empty one, because other ranks wait for its collectives.
+    `forward` is called once for each micro-batch, even an empty one, because other ranks wait for its collectives. `tensors_of`: `padded`
+    or `packed`.
     """
     flat = torch.zeros(len(batch.logprobs), device=device)
     with torch.no_grad():
         for cut in cuts:
-            tensors = padded(batch, cut or [np.arange(1)], device)
+            tensors = tensors_of(batch, cut or [np.arange(1)], device)
             values = forward(tensors)
             if cut:
-                flat[tensors["flat"]] = values
+                flat[tensors["flat"]] = values.float()
     return flat

@@ -1,7 +1,8 @@
-"""Attention over sequences that lie end to end in one row, without padding. Each sequence sees itself only.
+"""Attention over rows that lie end to end in one, without padding. Each sees itself only.
 
-All other layers work on single tokens, and positions begin anew with each sequence. So a packed row computes what rows of their own do.
-Attention is called once for each sequence: a mask over the whole row would cost time for pairs that no token looks at.
+All other layers work on single tokens, and positions begin anew with each row. So a packed row computes what rows of their own do.
+Attention is called once for each of them: a mask over all would cost time for pairs that no token looks at. One that holds a prompt and
+several responses has a mask of its own.
 """
 
 from __future__ import annotations
@@ -48,20 +49,22 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    sequence_lengths: Sequence[int] | None = None,
+    row_lengths: Sequence[int] | None = None,
+    row_masks: Sequence[Tensor] | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of each sequence, (rows, length, heads, width), with the arguments of transformers' attention.
+    """Compute attention of each packed row, (rows, length, heads, width), with the arguments of transformers' attention.
 
     `attend`: transformers' attention. `mask_of`: makes its mask from queries and window. `attention_mask`: a whole mask, or see `_window`.
-    `sequence_lengths`: tokens of each sequence of the row; None: every row is one sequence.
+    `row_lengths`: tokens of each row that lies in this one; None: nothing is packed. `row_masks`: see `attention_mask`; no sequence of
+    theirs is longer than a window. None: every row is one sequence.
     """
     if attention_mask is not None and attention_mask.dim():
         return attend(module, query, key, value, attention_mask, **more)[0], None
     window = None if attention_mask is None else int(attention_mask)
-    lengths = list(sequence_lengths or (query.shape[2],))
-    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    found = [attend(module, q, k, v, mask_of(q, window), **more)[0] for q, k, v in parts]
+    lengths = list(row_lengths or (query.shape[2],))
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), row_masks or [None] * len(lengths), strict=True)
+    found = [attend(module, q, k, v, mask_of(q, window) if mask is None else mask, **more)[0] for q, k, v, mask in parts]
     return torch.cat(found, dim=1), None
 
 

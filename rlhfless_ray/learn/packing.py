@@ -91,17 +91,33 @@ def shared(
 
 
 def end_to_end(
-    lengths: np.ndarray, max_tokens: int, width: int, ranks: int = 1, padded_tokens: int | None = None
-) -> list[list[list[np.ndarray]]]:
-    """Pack sequences into micro-batches of at most `max_tokens` tokens, each of one row without padding.
+    lengths: np.ndarray,
+    max_tokens: int,
+    width: int,
+    ranks: int = 1,
+    row_lengths: np.ndarray | None = None,
+    sequences: int = 1,
+    masked: bool = False,
+) -> list[list[np.ndarray]] | None:
+    """Pack units into micro-batches of at most `max_tokens` tokens, each of one row without padding.
 
-    There are as few micro-batches as fit, of about the same size. If the calls of attention for each sequence take longer than
-    the padding that they save, every sequence has a row of its own instead, see `padded`, in micro-batches of at most `padded_tokens`
-    (None: `max_tokens`). Both are compared within `max_tokens`. Other arguments and the result are those of `shared`.
+    A unit is what stays together: a sequence, several of them, or a prompt with its responses. There are as few micro-batches as fit, of
+    about the same size. The alternative are padded rows within `max_tokens`.
+
+    Args:
+        lengths: (units,) int: tokens of each unit, end to end.
+        max_tokens, ranks: see `padded`.
+        width: see `shared`.
+        row_lengths: (units,) int: tokens that each unit would have in padded rows; None: as many.
+        sequences: sequences of a unit for each of which attention is called.
+        masked: whether a unit has a mask, see `shared`.
+
+    Returns:
+        Index arrays as those of `padded`, or None if the calls of attention take longer than the padding that they save.
     """
     if not len(lengths):
         return [[] for _ in range(ranks)]
-    rows = padded(lengths, max_tokens, ranks)
+    row_lengths = lengths if row_lengths is None else row_lengths
     order, total, longest = np.argsort(-lengths, kind="stable"), int(lengths.sum()), int(lengths.max())
     count = min(len(lengths), max(ranks, -(-total // max_tokens)))
     while True:
@@ -110,15 +126,17 @@ def end_to_end(
         if max(loads) <= max(max_tokens, longest):
             break
         count += 1
-    work = (lengths * _work_per_token(lengths, True, width)).sum() + len(lengths) * CALL_WORK / width**2
-    of_padded = sum(_work(lengths[part], True, width) for mine in rows for part in mine)
+    work = (lengths * _work_per_token(lengths / sequences, not masked, width)).sum()
+    work += sequences * len(lengths) * CALL_WORK / width**2
+    rows = padded(row_lengths, max_tokens, ranks)
+    of_padded = 0.0
+    for part in (part for mine in rows for part in mine):
+        size = int(row_lengths[part].max(initial=0))
+        of_padded += len(part) * size * _work_per_token(size / sequences, not masked, width)
     batches = max(map(len, rows)) - -(-count // ranks)
     if work >= of_padded + ranks * batches * OVERHEAD_TOKENS:
-        if padded_tokens is not None and padded_tokens != max_tokens:
-            rows = padded(lengths, padded_tokens, ranks)
-        return [[list(part[:, None]) for part in mine] for mine in rows]
-    dealt = _deal([np.sort(np.array(part, np.int64)) for part in bins], loads, ranks)
-    return [[[part] if len(part) else [] for part in mine] for mine in dealt]
+        return None
+    return _deal([np.sort(np.array(part, np.int64)) for part in bins], loads, ranks)
 
 
 class _Cut(NamedTuple):

@@ -18,6 +18,7 @@ from rlhfless_ray.learn.micro_batch_tensors import attention_mask
 from rlhfless_ray.learn.router_replay import RouterReplay
 from rlhfless_ray.weights.model_folder import DividedFiles, as_folder, stored_dtype, stored_tensors
 from rlhfless_ray.weights.quantized_base import has_4_bits
+from rlhfless_ray.weights.saved_names import unconverted_names
 from rlhfless_ray.weights.tensor_file import Files
 
 WANTED_DTYPE = "wanted_dtype"  # attribute of a parameter that is to be converted when it is copied
@@ -101,10 +102,13 @@ def base_outputs(model: Any, tensors: dict[str, Tensor], **more: Any) -> Any:
     Without segments there is no attention mask: a causal model never looks at the padding, on the right, from a real token. With
     `lengths` its attention must be that of `packed_attention`.
     """
-    segments = tensors.get("segments")
+    segments, mask = tensors.get("segments"), None
     if "lengths" in tensors:
-        more["sequence_lengths"] = tensors["lengths"].tolist()
-    mask = None if segments is None else attention_mask(segments, model.dtype)
+        lengths = more["row_lengths"] = tensors["lengths"].tolist()
+        if segments is not None:
+            more["row_masks"] = [attention_mask(part, model.dtype) for part in segments.split(lengths, dim=1)]
+    elif segments is not None:
+        mask = attention_mask(segments, model.dtype)
     positions = tensors.get("positions")
     return without_head(model)(input_ids=tensors["ids"], attention_mask=mask, position_ids=positions, use_cache=False, **more)
 
@@ -253,12 +257,13 @@ def _load(
 def load_divided(model: Files | Path | DividedFiles, load: Callable[[Path], Any]) -> Any:
     """Load a model from its folder or files, from this rank's parts of its tensors if it has them as the files do.
 
-    Experts, for example, are several tensors in a file and one in the model.
+    Experts, for example, are several tensors in a file and one in the model. Others have the same name there and are transposed.
     """
     if isinstance(model, DividedFiles):
         with model.folder() as folder:
             loaded, stored = load(folder), stored_tensors(folder)
-        found = {name: stored.get(name, {}).get("shape") == list(x.shape) for name, x in loaded.named_parameters()}
+        same = unconverted_names(loaded)
+        found = {name: name in same and stored.get(name, {}).get("shape") == list(x.shape) for name, x in loaded.named_parameters()}
         found["score.weight"] = True  # see `load_critic`
         if all(found.values()) and not stored.keys() & dict(loaded.named_buffers()):
             return loaded

@@ -42,7 +42,7 @@ from rlhfless_ray.types import Span
 from rlhfless_ray.weights.layout import whole_layers
 from rlhfless_ray.weights.model_folder import ADAPTER, AVERAGE, WEIGHTS, split_files
 from rlhfless_ray.weights.parts import Part
-from rlhfless_ray.weights.saved_names import saved_state
+from rlhfless_ray.weights.saved_names import saved_state, unconverted_names
 from rlhfless_ray.weights.shards import Shards, save_intervals, shard_name
 from rlhfless_ray.weights.tensor_file import Files, RemoteFile, as_numpy, as_tensor, load_tensors, save_tensors
 
@@ -365,20 +365,13 @@ class TrainerRank:
             return {} if place else {saved_name(k): as_numpy(v) for k, v in own.items()}
         parts: dict[str, np.ndarray | Part] = {}
         if self.stage == 3 and self.lora is None:
-            whole = self._unconverted()
+            whole = unconverted_names(self.engine.module.model)
             parts = {name: part for name, part in held_weights(self.engine).items() if name in whole}
         owner = whole_layers({name: size for name, size in self._sizes().items() if name not in parts}, count)
         found = self._merged({name: first + number for name, number in owner.items()})
         if self.reads_published:  # the other ranks' weights are the same
-            self.as_published = self._unconverted()
+            self.as_published = unconverted_names(self.engine.module.model)
         return {**parts, **{name: as_numpy(tensor) for name, tensor in found.items()}}
-
-    def _unconverted(self) -> set[str]:
-        """Return the names of the parameters that files have under the same name and in the same form."""
-        model = self.engine.module.model
-        parameters = {name: torch.empty(_whole_shape(p), dtype=p.dtype, device="meta") for name, p in model.named_parameters()}
-        found = saved_state(model, parameters)
-        return {name for name, tensor in parameters.items() if found.get(name) is tensor}
 
     @property
     def reads_published(self) -> bool:

@@ -1,11 +1,11 @@
-"""Measure the memory of a run's processes on the driver's machine while the run works."""
+"""Measure the memory of a run's processes on one machine while the run works."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import psutil
 
@@ -18,6 +18,7 @@ FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
     "DrafterActor": "drafter",
     "RayTrainWorker": "learner",  # a rank of a supervised stage
 }
+WORKER = "ray::"  # beginning of the title of Ray's workers
 MEMBERS = {  # by the module that a further process of an engine or a reward model runs
     "rlhfless_ray.rollout.engine_member": "engines",
     "rlhfless_ray.reward.reward_model_member": "reward",
@@ -29,11 +30,12 @@ REST = 100  # seconds of rest for each second of looking: the kernel walks every
 class MemoryWatch:
     """Samples proportional set sizes in a thread. A page that n processes share counts as 1/n, so sizes add up.
 
-    On a private cluster every process below the driver counts. On a joined one those workers of this job that are on the driver's node.
+    On a private cluster every process below the driver counts. On a joined one the process that watches, which may be a worker, and those
+    workers of its job that are on its node.
     """
 
     def __init__(self, *, private: bool, job: str) -> None:
-        """`job`: Ray's id of this driver's job, as hex."""
+        """`job`: Ray's id of the driver's job, as hex."""
         self.private, self.job = private, job
         self._peaks: dict[str, float] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -69,12 +71,15 @@ class MemoryWatch:
             self._peaks = {name: max(self._peaks.get(name, 0.0), sizes.get(name, 0.0)) for name in self._peaks.keys() | sizes.keys()}
 
     def _processes(self) -> Iterator[tuple[psutil.Process, str]]:
-        driver = psutil.Process()
-        yield driver, "driver"
-        for process in driver.children(recursive=True) if self.private else psutil.process_iter():
+        own = psutil.Process()
+        title = (own.cmdline() or [""])[0]
+        yield own, function_of(title) if title.startswith(WORKER) else "driver"
+        for process in own.children(recursive=True) if self.private else psutil.process_iter():
             try:
+                if process == own:
+                    continue
                 command = process.cmdline() or [""]
-                is_worker = command[0].startswith("ray::") or not MEMBERS.keys().isdisjoint(command)
+                is_worker = command[0].startswith(WORKER) or not MEMBERS.keys().isdisjoint(command)
                 if self.private or (is_worker and process.environ().get("RAY_JOB_ID") == self.job):
                     yield process, function_of(*command)
             except (psutil.Error, OSError):
@@ -83,9 +88,18 @@ class MemoryWatch:
 
 def function_of(title: str, *arguments: str) -> str:
     """Return the function of a process by its title, such as "ray::LearnerActor.update", and its other arguments."""
-    if not title.startswith("ray::"):
+    if not title.startswith(WORKER):
         return next((MEMBERS[argument] for argument in arguments if argument in MEMBERS), "Ray")
-    return FUNCTIONS.get(title.removeprefix("ray::").split(".")[0], "other workers")
+    return FUNCTIONS.get(title.removeprefix(WORKER).split(".")[0], "other workers")
+
+
+def summed_peaks(nodes: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the peaks of each function on several nodes together. They need not have been at the same time."""
+    sums: dict[str, float] = defaultdict(float)
+    for peaks in nodes:
+        for name, size in peaks.items():
+            sums[name] += size
+    return dict(sums)
 
 
 def memory_metrics(peaks: Mapping[str, float], least: Mapping[str, float], predicted: Mapping[str, float]) -> dict[str, float]:

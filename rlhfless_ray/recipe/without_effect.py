@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.recipe.supervised_sections import BY_TOKEN, PAIRED, SupervisedRecipe
+from rlhfless_ray.recipe.supervised_sections import PAIRED, SupervisedRecipe
 
 
 class Rule(NamedTuple):
@@ -121,7 +121,6 @@ OF_STAGES = (
     Rule("data.margin_column", "only `rm` with loss.kind=sigmoid has margins", lambda r: r.task != "rm" or r.loss.kind != "sigmoid"),
     Rule("data.label_column", "the task reads no labels", lambda r: r.task not in ("kto", "prm")),
     Rule("learner.share_prompts", "a row of the task is one sequence", lambda r: r.task not in PAIRED),
-    Rule("learner.pack_rows", "only sft, kd and prm pack rows", lambda r: r.task not in BY_TOKEN),
     Rule("price.rollout_slot_per_hour", "a supervised stage has no rollout", lambda _: True),
     Rule("price.parked_share", "a supervised stage parks no processes", lambda _: True),
     Rule("checkpoint.keep", "checkpoint.every_steps is 0, so there is one checkpoint", lambda r: not r.checkpoint.has_regular),

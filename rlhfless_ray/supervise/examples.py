@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing
 from rlhfless_ray.learn.packing import MOST_WORK, end_to_end
 from rlhfless_ray.learn.packing import padded as pack
 
@@ -136,42 +136,63 @@ class Examples:
         )
 
 
+class RankCut(NamedTuple):
+    """A rank's micro-batches of a batch. `is_packed`: whether the rows of each lie end to end, see `micro_batch_tensors.packed`."""
+
+    micro_batches: list[MicroBatch]
+    is_packed: bool = False
+
+
 def cut_rows(
-    batch: Batch, per_row: int, max_tokens: int, sharing: PromptSharing, rank: int = 0, ranks: int = 1, packed_tokens: int | None = None
-) -> list[MicroBatch]:
-    """Divide a batch into micro-batches of at most `max_tokens` padded tokens, and return those of one rank; see `micro_batches`.
+    batch: Batch,
+    together: np.ndarray,
+    max_tokens: int,
+    sharing: PromptSharing,
+    rank: int = 0,
+    ranks: int = 1,
+    packed_tokens: int | None = None,
+) -> RankCut:
+    """Divide sequences of a batch into micro-batches of at most `max_tokens` padded tokens. Returns those of one rank.
 
-    The two sequences of a pair are always in the same micro-batch, and in the same row if they share enough of a prompt.
-    `packed_tokens`: most tokens of a micro-batch of packed rows, see `end_to_end`; None: rows are not packed.
+    Args:
+        batch: The batch.
+        together: (units, sequences of each) indices of sequences. Those of a unit are always in the same micro-batch, and in the same
+            row if they share enough of a prompt.
+        max_tokens, sharing, rank, ranks: see `micro_batches`.
+        packed_tokens: most tokens of a micro-batch of packed rows, see `end_to_end`; None: rows are not packed.
     """
-    if per_row == 1:
-        if packed_tokens is not None:
-            return end_to_end(batch.lengths, packed_tokens, sharing.width, ranks, max_tokens)[rank]
-        return micro_batches(batch, np.arange(len(batch)), max_tokens, None, rank, ranks)
-    lengths, contexts = batch.lengths.reshape(-1, per_row), batch.prompt_lengths.reshape(-1, per_row)
-    apart = per_row * lengths.max(axis=1)
-    together = contexts[:, 0] + (lengths - contexts).sum(axis=1)
-    fits = sharing.window is None or lengths.max(initial=0) <= sharing.window
-    shared = (
-        fits
-        and not sharing.obstacle
-        and together.max(initial=0) <= max_tokens
-        and together.sum() <= MOST_WORK * apart.sum()
-        and all(_same_context(batch, contexts))
-    )
-    pairs = np.arange(len(batch)).reshape(-1, per_row)
-    parts = pack(together if shared else apart, max_tokens, ranks)[rank]
-    if shared:
-        return [[pairs[i] for i in part] for part in parts]
-    return [list(pairs[part].reshape(-1, 1)) for part in parts]
+    lengths, contexts = batch.lengths[together], batch.prompt_lengths[together]
+    shared = contexts[:, 0] + (lengths - contexts).sum(axis=1)
+    apart = lengths.shape[1] * lengths.max(axis=1)  # padded to the longest of the unit
+
+    def shares_instead_of(tokens: np.ndarray) -> bool:
+        """Return whether units share a row each, where separate rows would take these tokens for each."""
+        fits = sharing.window is None or lengths.max(initial=0) <= sharing.window
+        saves = shared.max(initial=0) <= max_tokens and shared.sum() <= MOST_WORK * tokens.sum()
+        return lengths.shape[1] > 1 and fits and not sharing.obstacle and saves and all(_same_context(batch, together))
+
+    is_packed = False
+    if packed_tokens is not None:
+        whole = lengths.sum(axis=1)
+        if shares := shares_instead_of(whole):
+            parts = end_to_end(shared, packed_tokens, sharing.width, ranks, masked=True)
+        else:
+            parts = end_to_end(whole, packed_tokens, sharing.width, ranks, apart, lengths.shape[1])
+        is_packed = parts is not None
+    if not is_packed:
+        shares = shares_instead_of(apart)
+        parts = pack(shared if shares else apart, max_tokens, ranks)
+    assert parts is not None
+    own = [together[part] if shares else together[part].reshape(-1, 1) for part in parts[rank]]
+    return RankCut([list(rows) for rows in own], is_packed)
 
 
-def _same_context(batch: Batch, contexts: np.ndarray) -> Iterator[bool]:
-    """Yield for each row whether its sequences begin with the same context."""
-    starts = (np.cumsum(batch.lengths) - batch.lengths).reshape(contexts.shape)
-    for row, counts in zip(starts, contexts, strict=True):
-        first = batch.tokens[row[0] : row[0] + counts[0]]
-        yield all(np.array_equal(first, batch.tokens[start : start + n]) for start, n in zip(row, counts, strict=True))
+def _same_context(batch: Batch, together: np.ndarray) -> Iterator[bool]:
+    """Yield for each unit whether its sequences begin with the same context."""
+    starts = np.cumsum(batch.lengths) - batch.lengths
+    for unit in together:
+        first, *others = (batch.tokens[starts[i] : starts[i] + batch.prompt_lengths[i]] for i in unit)
+        yield all(np.array_equal(first, other) for other in others)
 
 
 @dataclass(frozen=True)

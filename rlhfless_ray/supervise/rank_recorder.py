@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
+from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics, summed_peaks
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.progress_display import ProgressDisplay
@@ -32,7 +32,8 @@ class RankRecorder:
     ) -> None:
         """`slots`: leases of the pool; None: Ray Train takes slots from Ray's queue. `threads`: slots of a rank."""
         self.recipe, self.folder, self.progress, self.ledger, self.slots, self.threads = recipe, folder, progress, ledger, slots, threads
-        self.memory: MemoryWatch | None = None
+        self.memory: MemoryWatch | None = None  # of the driver's node
+        self.peaks: dict[str, dict[str, float]] = {}  # since the last row, of each other node with ranks
         self.steps = recipe.run.steps or 0
         self.leases_of: dict[int, list[str]] = {}  # ids of the leases of each rank that has started
         self.done = 0
@@ -118,6 +119,11 @@ class RankRecorder:
             self._begin_step(self.done + 1, spans[-1].to_s)
             self.counted = self.ledger.count
 
+    def _on_memory(self, content: tuple[str, dict[str, float]]) -> None:
+        """Peaks on a node where the driver is not, see `MemoryWatch.take`."""
+        node, peaks = content
+        self.peaks[node] = peaks
+
     def _on_step(self, content: tuple[int, dict[str, float], str, float]) -> None:
         done, measured, skipped, ended_s = content
         self._begin_step(done + 1, ended_s)
@@ -137,7 +143,8 @@ class RankRecorder:
             "time_left_s": measured["step_s"] * (self.steps - done),
         }
         if self.memory is not None:
-            row |= memory_metrics(self.memory.take(), {}, {})
+            row |= memory_metrics(summed_peaks([self.memory.take(), *self.peaks.values()]), {}, {})
+            self.peaks.clear()
         if self.slots is not None:
             self.slots.expect(row["time_left_s"])
             row |= self.slots.metrics()

@@ -33,6 +33,7 @@ class RankStart:
     reward_tokens: list[int] | None
     storage: Path  # folder of the checkpoints
     inbox: Any  # actor handle of an `Inbox`
+    driver_node: str  # id of the node whose memory the driver watches
     device: str
     threads: int
     devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # on GPU: names of those that the pool leased, by node id

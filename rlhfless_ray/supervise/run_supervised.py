@@ -250,6 +250,7 @@ class SupervisedStage:
             reward_tokens=self.rows.reward_tokens,
             storage=self.storage,
             inbox=None,
+            driver_node=ray.get_runtime_context().get_node_id(),
             device=resource,
             threads=self._threads(resource),
         )

@@ -17,7 +17,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn import packed_attention
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batch_tensors import packed, padded, passed
-from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing, micro_batches
+from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.policy_model import (
     TokenDistillation,
     TokenLogits,
@@ -32,7 +32,7 @@ from rlhfless_ray.learn.tensor_parallel import divided
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe import AlgorithmConfig
 from rlhfless_ray.recipe.supervised_sections import BY_TOKEN, WITH_NEXT, WITH_REFERENCE, SupervisedRecipe
-from rlhfless_ray.supervise.examples import Examples, cut_rows
+from rlhfless_ray.supervise.examples import Examples, RankCut, cut_rows
 from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss, step_loss
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
@@ -94,7 +94,7 @@ class SupervisedRank:
         )
         self.device = self.trainer.device
         self.sharing = PromptSharing(width=1, obstacle="not open")
-        self.packs_rows = False  # whether sequences may lie end to end
+        self.packs_rows = False  # whether rows may lie end to end
         self.references: dict[int, np.ndarray] = {}  # by data set: log-probabilities of its sequences under the reference
         self.scale: dict[str, float] = {}  # rm: mean and deviation of the rewards in the last evaluation
 
@@ -141,52 +141,58 @@ class SupervisedRank:
         with nullcontext() if self.task == "rm" else self.trainer.checking_head(wrapped.model, maps=maps):
             self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)
             self.trainer.slice_sequences(wrapped)
-            if self.task in BY_TOKEN:
-                self._prepare_packing([wrapped.model, *getattr(wrapped, "teachers", ())])
+            self.packs_rows = self._has_packing([wrapped.model, *getattr(wrapped, "teachers", ())])
             if needs_reference and (second is not None or not maps):
-                base = wrapped
+                base, packs = wrapped, self.packs_rows
                 if second is not None:
                     reference = load_model(second, policy.dtype, policy.trust_remote_code, "reference.path")
                     base = self.trainer.slice_sequences(TokenLogprobs(reference))
-                known = [self._reference_sums(base.to(self.device), examples) for examples in data]
+                    packs = packs and self._has_packing([reference])
+                known = [self._reference_sums(base.to(self.device), examples, packs) for examples in data]
                 del base
             self.trainer.open(wrapped, state)
         if needs_reference and known is None:  # as its own reference, divided among the ranks
             self.trainer.engine.eval()
-            known = [self._reference_sums(self.trainer.engine, examples) for examples in data]
+            known = [self._reference_sums(self.trainer.engine, examples, self.packs_rows) for examples in data]
             self.trainer.engine.train()
         self.references = dict(enumerate(known or []))
         return known or []
 
-    def _prepare_packing(self, models: list[Any]) -> None:
-        """Let sequences lie end to end if the recipe and the models allow it. Raises UserError if the recipe insists and they do not."""
+    def _has_packing(self, models: list[Any]) -> bool:
+        """Let rows lie end to end in these models if the recipe and all of them allow it. Returns whether they do.
+
+        Raises UserError if the recipe insists and a model does not allow it.
+        """
         wanted, dropout = self.recipe.learner.pack_rows, self.recipe.lora.dropout
         if wanted is False or (wanted == "auto" and self.device.type != "cpu"):
-            return
+            return False
         obstacle = next(filter(None, (PromptSharing.of(model, dropout=dropout).obstacle for model in models)), "")
         if obstacle and wanted is True:
             raise UserError(f"learner.pack_rows: rows cannot be packed: {obstacle}; leave it out")
         if obstacle or self.trainer.sequences is not None:
-            return
+            return False
         for model in models:
             packed_attention.install(model)
-        self.packs_rows = True
+        return True
 
-    def _reference_sums(self, module: Any, examples: Examples) -> np.ndarray:
-        """Return the summed log-probabilities of each sequence's trained tokens, (sequences,) float64, without gradient."""
+    def _reference_sums(self, module: Any, examples: Examples, packs: bool) -> np.ndarray:
+        """Return the summed log-probabilities of each sequence's trained tokens, (sequences,) float64, without gradient.
+
+        `packs`: whether rows may lie end to end in the module's model.
+        """
         sums = torch.zeros(len(examples.lengths), dtype=torch.float64)
         size = max(1, 8 * self.recipe.data.batch_rows)
         for start in range(0, len(examples), size):
             rows = np.arange(start, min(start + size, len(examples)))
             batch = examples.batch(rows)
-            part = self._sequence_sums(module, batch, self._cut(batch, examples))
+            part = self._sequence_sums(module, batch, self._cut(batch, examples, packs))
             if self.task == "kto":
-                part += self._sequence_sums(module, batch, self._cut(batch, examples, mismatched=True))
+                part += self._sequence_sums(module, batch, self._cut(batch, examples, packs, mismatched=True))
             sums[torch.from_numpy(examples.sequences_of(rows))] = part.double()
             self.alive()
         return self.trainer.over_ranks(sums).numpy()
 
-    def _cut(self, batch: Batch, examples: Examples, mismatched: bool = False) -> list[MicroBatch]:
+    def _cut(self, batch: Batch, examples: Examples, packs: bool, mismatched: bool = False) -> RankCut:
         """Return this rank's micro-batches. kto: of the rows' own responses, or of the `mismatched` responses.
 
         Ranks that share a copy of the model have the same ones, as have ranks that share sequences. Until the model is divided, each rank
@@ -195,23 +201,23 @@ class SupervisedRank:
         max_tokens = self.recipe.learner.max_micro_batch_tokens
         width = self.trainer.section.sequence_parallel if self.trainer.slices is None else self.trainer.slices.width
         place = self.rank // width, self.ranks // width
+        together = np.arange(len(batch)).reshape(-1, examples.per_row)
         if self.task == "kto":
-            return micro_batches(batch, np.arange(int(mismatched), len(batch), 2), max_tokens, None, *place)
-        return cut_rows(batch, examples.per_row, max_tokens, self.sharing, *place, packed_tokens=self._packed_tokens())
+            together = together[:, [int(mismatched)]]
+        return cut_rows(batch, together, max_tokens, self.sharing, *place, packed_tokens=self._packed_tokens() if packs else None)
 
-    def _packed_tokens(self) -> int | None:
-        """Return the most tokens of a micro-batch of packed rows; None: rows are not packed."""
+    def _packed_tokens(self) -> int:
+        """Return the most tokens of a micro-batch of packed rows."""
         learner = self.trainer.section
         meets = self.ranks > 1 and (self.trainer.stage >= 2 or learner.tensor_parallel > 1)  # in every micro-batch, which takes time
-        if not self.packs_rows:
-            return None
         if learner.micro_batch_tokens == "auto" and self.device.type == "cpu" and not meets:
             return CORE_TOKENS
         return learner.max_micro_batch_tokens
 
-    def _sequence_sums(self, module: Any, batch: Batch, cuts: list[MicroBatch]) -> Tensor:
+    def _sequence_sums(self, module: Any, batch: Batch, cut: RankCut) -> Tensor:
         """Return log-probabilities summed over tokens, (sequences,), on the host and without gradient. Sequences of other ranks have 0."""
-        flat = passed(lambda tensors: module(1.0, **tensors)[0], batch, cuts, self.device)
+        tensors_of = packed if cut.is_packed else padded
+        flat = passed(lambda tensors: module(1.0, **tensors)[0], batch, cut.micro_batches, self.device, tensors_of)
         owner = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.response_lengths))
         return torch.zeros(len(batch)).index_add_(0, owner, flat.cpu())
 
@@ -256,7 +262,7 @@ class SupervisedRank:
 
     def _passes(self, batch: Batch, examples: Examples, rows: np.ndarray, data: int, learn: bool) -> tuple[dict[str, float], int]:
         """Run the batch through the model, with gradients if `learn`. Returns means over the batch, and the number of trained tokens."""
-        cuts = self._cut(batch, examples)
+        cuts, is_packed = self._cut(batch, examples, self.packs_rows)
         lengths = batch.response_lengths
         reference = None
         if self.task in WITH_REFERENCE:
@@ -268,8 +274,7 @@ class SupervisedRank:
             # A rank without work still joins the collectives: the first row at weight 0.
             numbers = cut or list(np.arange(1 if self.task == "kto" else examples.per_row)[:, None])
             sequences = np.concatenate(numbers)
-            is_packed = self.packs_rows and len(sequences) > len(numbers)
-            tensors = packed(batch, sequences, self.device) if is_packed else padded(batch, numbers, self.device)
+            tensors = (packed if is_packed else padded)(batch, numbers, self.device)
             with self.trainer.dropping(batch, sequences) if learn else nullcontext(), torch.set_grad_enabled(learn):
                 loss, parts = self._loss(batch, tensors, np.unique(sequences // examples.per_row), lengths, reference, kl, extras)
                 if learn:
@@ -359,8 +364,8 @@ class SupervisedRank:
 
     def _kl(self, batch: Batch, examples: Examples, reference: Tensor) -> Tensor:
         """Estimate KTO's z on the mismatched sequences of the whole batch: the mean log-ratio, at least 0."""
-        cuts = self._cut(batch, examples, mismatched=True)
-        sums = self.trainer.over_ranks(self._sequence_sums(self.trainer.engine, batch, cuts).double())
+        cut = self._cut(batch, examples, self.packs_rows, mismatched=True)
+        sums = self.trainer.over_ranks(self._sequence_sums(self.trainer.engine, batch, cut).double())
         return (sums - reference.double()).reshape(-1, 2)[:, 1].mean().clamp(min=0).float()
 
 

@@ -23,6 +23,7 @@ from rlhfless_ray.common.deadlines import fetch
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
+from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.supervise.examples import Examples
@@ -56,6 +57,9 @@ class _Loop:
         device = os.environ[VISIBLE] if start.devices else str(context.get_local_rank())
         self.post("began", (self.rank, self.ranks, node, device, os.getpid(), psutil.Process().create_time()))
         torch.set_num_threads(start.threads)
+        job, is_first = ray.get_runtime_context().get_job_id(), context.get_local_rank() == 0
+        self.memory = MemoryWatch(private=False, job=job) if is_first and node != start.driver_node else None
+        self.node = node
         alive = partial(self.post, "alive", None)
         self.work = SupervisedRank(self.recipe, self.order.schedule_steps, self.rank, self.ranks, start.device, alive)
         self.saved = -1
@@ -129,7 +133,9 @@ class _Loop:
         end_s = time.time()
         seconds = end_s - begin_s
         posted = self._span("work", "update", begin_s, end_s)
-        if self.ranks > 1:  # the spans of all ranks reach the ledger before their step
+        if self.memory is not None:
+            self.post("memory", (self.node, self.memory.take()))
+        if self.ranks > 1:  # what all ranks tell of a step reaches the driver before it
             self._fetch(posted, INBOX)
             self._sum(0.0)
         stops = False

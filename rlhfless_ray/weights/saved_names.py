@@ -26,3 +26,13 @@ def saved_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return revert_weight_conversion(model, {name: tensor for name, tensor in state.items() if name not in ignored})
+
+
+def unconverted_names(model: Any) -> set[str]:
+    """Return the names of the parameters that files have under the same name and in the same form. Parameters may be divided by ZeRO 3."""
+    import torch
+
+    shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in model.named_parameters()}
+    parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    found = saved_state(model, parameters)
+    return {name for name, tensor in parameters.items() if found.get(name) is tensor}

@@ -158,9 +158,21 @@ def test_folders_without_the_weights_of_a_causal_lm_are_refused(tmp_path: Path) 
         load_model(folder, "float32", False)
 
 
-@pytest.mark.parametrize(("family", "parts"), [("llama", [1]), ("gpt2", [1]), ("mixtral", [1, 0, 1])])
+@pytest.mark.parametrize(("family", "parts"), [("llama", [1]), ("gpt2", [1]), ("mixtral", [1, 0, 1]), ("llama transposed", [1, 0, 1])])
 def test_a_rank_loads_its_part_unless_the_file_has_other_tensors(family: str, parts: list[int]) -> None:
-    """The experts of a mixture are one tensor in the model, of which this rank's part lies in the files of others."""
+    """The experts of a mixture are one tensor in the model, of which this rank's part lies in the files of others. So does that of a
+    transposed matrix, also of a square one."""
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    family, _, is_transposed = family.partition(" ")
+    name = "self_attn.q_proj.weight"
+
+    def load(folder: Path) -> Any:
+        model = load_model(folder, "float32", False, maps=True)
+        if is_transposed:
+            model._weight_conversions = [WeightConverter(name, name, operations=[Transpose(0, 1)])]
+        return model
+
     files, fetched = families.policy(family), []
     weights = files.pop("model.safetensors")
 
@@ -169,8 +181,7 @@ def test_a_rank_loads_its_part_unless_the_file_has_other_tensors(family: str, pa
         return {"model.safetensors": cut_file(weights, rank, 2)}
 
     divided = DividedFiles(files, {"model.safetensors": read_header_bytes(weights)}, fetch, 1, 2)
-    model = load_divided(divided, lambda folder: load_model(folder, "float32", False, maps=True))
-    whole = load_divided({**files, "model.safetensors": weights}, lambda folder: load_model(folder, "float32", False, maps=True))
+    model, whole = load_divided(divided, load), load_divided({**files, "model.safetensors": weights}, load)
     assert fetched == parts
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         own = slice(*padded_share(one.numel(), 2, 1))

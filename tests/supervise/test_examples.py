@@ -63,7 +63,7 @@ def test_pairs_stay_together_and_every_token_is_trained_once(seed: int, count: i
     batch = examples.batch(np.random.default_rng(seed).permutation(count))
     seen: list[int] = []
     for rank in range(ranks):
-        for cut in cut_rows(batch, 2, 200, PromptSharing(width=64), rank, ranks):
+        for cut in cut_rows(batch, np.arange(2 * count).reshape(-1, 2), 200, PromptSharing(width=64), rank, ranks).micro_batches:
             if not cut:
                 continue
             sequences = np.concatenate(cut)
@@ -94,17 +94,19 @@ def test_packed_micro_batches_are_small_where_nobody_chose_their_size(learner: d
     examples = Examples.of([[Example([1] * length, 5)] for length in lengths.tolist()], [0.0] * 64)
     tree = {"task": "sft", "data": {"task": "chain"}, "learner": {"ranks": ranks, **learner}}
     work = SupervisedRank(SupervisedRecipe.parse(tree), 1, ranks=ranks)
-    work.sharing, work.packs_rows = PromptSharing(width=896), True
+    work.sharing = PromptSharing(width=896)
     assert work._packed_tokens() == most
     if ranks == 1:
-        sizes = [int(lengths[row].sum()) for (row,) in work._cut(examples.batch(np.arange(64)), examples)]
+        cut = work._cut(examples.batch(np.arange(64)), examples, packs=True)
+        assert cut.is_packed
+        sizes = [int(lengths[np.concatenate(rows)].sum()) for rows in cut.micro_batches]
         assert most * 0.8 < max(sizes) <= most
 
 
 def test_a_shared_context_is_computed_once() -> None:
     context = list(range(60))
     examples = Examples.of([[Example([*context, 1, 2], 60), Example([*context, 3], 60)]] * 4, [0.0] * 4)
-    (cut,) = cut_rows(examples.batch(np.arange(4)), 2, 4096, PromptSharing(width=64))
+    (cut,) = cut_rows(examples.batch(np.arange(4)), np.arange(8).reshape(-1, 2), 4096, PromptSharing(width=64)).micro_batches
     assert sorted(len(row) for row in cut) == [2, 2, 2, 2]
 
 

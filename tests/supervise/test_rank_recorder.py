@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.report.progress_display import ProgressDisplay
@@ -35,3 +38,17 @@ def test_a_stage_ends_after_too_many_skipped_steps_in_a_row(tmp_path: Path) -> N
     ):
         recorder.record("step", (4, {"step_s": 1.0}, "the loss is not finite", time.time()))
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")[0]] == [1, 2, 3, 4]
+
+
+def test_a_row_has_the_memory_of_all_nodes_since_the_one_before(tmp_path: Path) -> None:
+    recipe = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}, "watch": {"tensorboard": False, "wandb": "off"}})
+    recorder = RankRecorder(recipe, RunFolder(tmp_path), ProgressDisplay("off", 9, title=""), Ledger("cpu"), None, 1)
+    recorder.memory = cast(MemoryWatch, SimpleNamespace(take=lambda: {"learner": 500.0, "driver": 100.0, "total": 600.0}))
+    recorder.open(None)
+    for node in ("b", "c"):
+        recorder.record("memory", (node, {"learner": 400.0, "total": 450.0}))
+    for step in (1, 2):
+        recorder.record("step", (step, {"step_s": 1.0}, "", time.time()))
+    first, second = read_jsonl(tmp_path / "metrics.jsonl")[0]
+    names = [f"memory/{name}_peak_mb" for name in ("learner", "driver", "total")]
+    assert [first[name] for name in names] == [1300, 100, 1500] and [second[name] for name in names] == [500, 100, 600]

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.learner
 BETA, ROWS = 0.4, 12
 DIVIDED = 3  # two ranks that share one copy of the model
 SLICED = " sliced"  # two ranks that share sequences
+PACKED = " packed"  # rows lie end to end
+PACKED_CASES = ("sft", "rm", "dpo", "dpo_apart", "kto")
 SLICED_CASES = ("sft", "sft_sequence", "rm", "dpo", "dpo_apart", "kto", "kd", "kd_lora", "prm_all", "lora", "stage_1")
 DIVIDED_CASES = ("sft", "rm", "dpo", "kto", "kd", "kd_lora", "prm", "lora", "stage_1")
 CASES: dict[str, dict[str, Any]] = {
@@ -54,6 +56,10 @@ CASES: dict[str, dict[str, Any]] = {
         "run": {"deterministic": True},
     },
 }
+
+
+for name in PACKED_CASES:
+    CASES[name + PACKED] = CASES[name]
 
 
 def parsed(name: str) -> SupervisedRecipe:
@@ -149,6 +155,18 @@ def test_sharing_a_prompt_and_zero_change_nothing(results: dict[int, Any]) -> No
         for a, b in zip(results[1]["dpo"]["steps"], results[1][other]["steps"], strict=True):
             same = ("loss", "margin", "nll")
             assert [a.metrics[key] for key in same] == pytest.approx([b.metrics[key] for key in same], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", PACKED_CASES)
+def test_packed_rows_learn_what_padded_ones_do(results: dict[int, Any], name: str) -> None:
+    apart, end_to_end = results[1][name], results[1][name + PACKED]
+    if apart["references"]:
+        assert not np.array_equal(apart["references"][0], end_to_end["references"][0]), "other sums, so they were packed"
+        assert np.allclose(apart["references"][0], end_to_end["references"][0], atol=1e-3)
+    for a, b in zip([apart["held"], *apart["steps"]], [end_to_end["held"], *end_to_end["steps"]], strict=True):
+        same = ("loss", "margin", "kl")
+        assert [a.metrics.get(key) for key in same] == pytest.approx([b.metrics.get(key) for key in same], rel=1e-3, abs=1e-5)
+        assert a.trained_tokens == b.trained_tokens and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-3)
 
 
 class Plain:
