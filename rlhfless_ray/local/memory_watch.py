@@ -30,8 +30,8 @@ REST = 100  # seconds of rest for each second of looking: the kernel walks every
 class MemoryWatch:
     """Samples proportional set sizes in a thread. A page that n processes share counts as 1/n, so sizes add up.
 
-    On a private cluster every process below the driver counts. On a joined one the process that watches, which may be a worker, and those
-    workers of its job that are on its node.
+    On a private cluster, and in a worker, every process below the one that watches counts. On a joined cluster those workers of the
+    driver's job that are on its node.
     """
 
     def __init__(self, *, private: bool, job: str) -> None:
@@ -76,8 +76,6 @@ class MemoryWatch:
         yield own, function_of(title) if title.startswith(WORKER) else "driver"
         for process in own.children(recursive=True) if self.private else psutil.process_iter():
             try:
-                if process == own:
-                    continue
                 command = process.cmdline() or [""]
                 is_worker = command[0].startswith(WORKER) or not MEMBERS.keys().isdisjoint(command)
                 if self.private or (is_worker and process.environ().get("RAY_JOB_ID") == self.job):
@@ -93,10 +91,10 @@ def function_of(title: str, *arguments: str) -> str:
     return FUNCTIONS.get(title.removeprefix(WORKER).split(".")[0], "other workers")
 
 
-def summed_peaks(nodes: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the peaks of each function on several nodes together. They need not have been at the same time."""
+def summed_peaks(watched: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the peaks of each function that several processes watched together. They need not have been at the same time."""
     sums: dict[str, float] = defaultdict(float)
-    for peaks in nodes:
+    for peaks in watched:
         for name, size in peaks.items():
             sums[name] += size
     return dict(sums)

@@ -31,7 +31,8 @@ class RunView(RunRecord):
     def _repr_html_(self) -> str:
         status = self.status
         head = f"<b>{escape(self.folder.name)}</b>: {status.get('status', 'unknown')}, step {status.get('steps_done', '?')} of "
-        parts = [f"<p>{head}{status.get('steps_total', '?')}{escape(': ' + status['reason'] if status.get('reason') else '')}</p>"]
+        reason = status.get("reason") if status else " ".join(self.problems)
+        parts = [f"<p>{head}{status.get('steps_total', '?')}{escape(f': {reason}' if reason else '')}</p>"]
         cards = [f"<td><small>{escape(card['label'])}</small><br>{escape(str(card['value']))}</td>" for card in summary.cards(self)]
         parts.append(f"<table><tr>{''.join(cards)}</tr></table>")
         parts += [curves({label: series(self.metrics, key) for key, label in names.items()}).text for names in SHOWN]

@@ -33,7 +33,7 @@ class RankRecorder:
         """`slots`: leases of the pool; None: Ray Train takes slots from Ray's queue. `threads`: slots of a rank."""
         self.recipe, self.folder, self.progress, self.ledger, self.slots, self.threads = recipe, folder, progress, ledger, slots, threads
         self.memory: MemoryWatch | None = None  # of the driver's node
-        self.peaks: dict[str, dict[str, float]] = {}  # since the last row, of each other node with ranks
+        self.peaks: dict[int, dict[str, float]] = {}  # since the last row, of each rank on another node
         self.steps = recipe.run.steps or 0
         self.leases_of: dict[int, list[str]] = {}  # ids of the leases of each rank that has started
         self.done = 0
@@ -119,10 +119,10 @@ class RankRecorder:
             self._begin_step(self.done + 1, spans[-1].to_s)
             self.counted = self.ledger.count
 
-    def _on_memory(self, content: tuple[str, dict[str, float]]) -> None:
-        """Peaks on a node where the driver is not, see `MemoryWatch.take`."""
-        node, peaks = content
-        self.peaks[node] = peaks
+    def _on_memory(self, content: tuple[int, dict[str, float]]) -> None:
+        """Peaks of a rank on a node where the driver is not, see `MemoryWatch.take`."""
+        rank, peaks = content
+        self.peaks[rank] = peaks
 
     def _on_step(self, content: tuple[int, dict[str, float], str, float]) -> None:
         done, measured, skipped, ended_s = content

@@ -57,9 +57,7 @@ class _Loop:
         device = os.environ[VISIBLE] if start.devices else str(context.get_local_rank())
         self.post("began", (self.rank, self.ranks, node, device, os.getpid(), psutil.Process().create_time()))
         torch.set_num_threads(start.threads)
-        job, is_first = ray.get_runtime_context().get_job_id(), context.get_local_rank() == 0
-        self.memory = MemoryWatch(private=False, job=job) if is_first and node != start.driver_node else None
-        self.node = node
+        self.memory = None if node == start.driver_node else MemoryWatch(private=True, job="")
         alive = partial(self.post, "alive", None)
         self.work = SupervisedRank(self.recipe, self.order.schedule_steps, self.rank, self.ranks, start.device, alive)
         self.saved = -1
@@ -133,8 +131,8 @@ class _Loop:
         end_s = time.time()
         seconds = end_s - begin_s
         posted = self._span("work", "update", begin_s, end_s)
-        if self.memory is not None:
-            self.post("memory", (self.node, self.memory.take()))
+        if self.memory is not None:  # the answer follows that to the span
+            posted = self.start.inbox.post.remote("memory", (self.rank, self.memory.take()))
         if self.ranks > 1:  # what all ranks tell of a step reaches the driver before it
             self._fetch(posted, INBOX)
             self._sum(0.0)

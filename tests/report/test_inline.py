@@ -52,4 +52,4 @@ def test_a_run_folder_is_shown_while_it_is_written(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"status": "running", "steps_done": 1, "steps_total": 9, "reason": ""}')
     shown = RunView.read(tmp_path)._repr_html_()
     assert "running, step 1 of 9" in shown and "<svg" in shown
-    assert "unknown" in RunView.read(tmp_path / "none")._repr_html_()
+    assert "unknown, step ? of ?: status.json is missing" in RunView.read(tmp_path / "none")._repr_html_()

@@ -45,8 +45,8 @@ def test_a_row_has_the_memory_of_all_nodes_since_the_one_before(tmp_path: Path) 
     recorder = RankRecorder(recipe, RunFolder(tmp_path), ProgressDisplay("off", 9, title=""), Ledger("cpu"), None, 1)
     recorder.memory = cast(MemoryWatch, SimpleNamespace(take=lambda: {"learner": 500.0, "driver": 100.0, "total": 600.0}))
     recorder.open(None)
-    for node in ("b", "c"):
-        recorder.record("memory", (node, {"learner": 400.0, "total": 450.0}))
+    for rank in (1, 2):
+        recorder.record("memory", (rank, {"learner": 400.0, "total": 450.0}))
     for step in (1, 2):
         recorder.record("step", (step, {"step_s": 1.0}, "", time.time()))
     first, second = read_jsonl(tmp_path / "metrics.jsonl")[0]

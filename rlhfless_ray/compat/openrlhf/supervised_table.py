@@ -201,7 +201,10 @@ RULES: tuple[FlagRule, ...] = (
     row("ds.ring_attn_head_stride", "hint", reading=DIVIDED),
     # optimizer
     row("optim", "absent", refuses=only("adam", "the optimizer muon " + NOT_HERE), reading="the default"),
-    *[row(f"muon.{name}", "noop", reading="the optimizer is adam") for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")],
+    *[
+        row(f"muon.{name}", "noop", reading="only muon has it, and the optimizer is adam")
+        for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")
+    ],
     row("adam.lr", "exact", "learner.learning_rate"),
     row("adam.betas", "exact", "learner.betas"),
     row("adam.eps", "exact", "learner.adam_eps"),
