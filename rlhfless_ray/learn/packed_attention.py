@@ -63,7 +63,8 @@ def _attend(
         return attend(module, query, key, value, attention_mask, **more)[0], None
     window = None if attention_mask is None else int(attention_mask)
     lengths = list(row_lengths or (query.shape[2],))
-    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), row_masks or [None] * len(lengths), strict=True)
+    masks: Sequence[Tensor | None] = row_masks or [None] * len(lengths)
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), masks, strict=True)
     found = [attend(module, q, k, v, mask_of(q, window) if mask is None else mask, **more)[0] for q, k, v, mask in parts]
     return torch.cat(found, dim=1), None
 

@@ -279,7 +279,7 @@ def test_the_spans_of_all_ranks_are_in_the_ledger_before_their_step(rank: int) -
 
     done: list[str] = []
     loop: Any = _Loop.__new__(_Loop)
-    loop.rank, loop.ranks = rank, 2
+    loop.rank, loop.ranks, loop.memory = rank, 2, None
     loop._span = lambda *_: "span"
     loop._fetch = lambda answer, _: done.append(answer)
     loop._sum = lambda number: done.append("all ranks") or number
