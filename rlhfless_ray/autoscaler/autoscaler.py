@@ -114,11 +114,12 @@ class Autoscaler(Predictor):
         rest = self.safely("predicting the rest", lambda: self._rest(scenarios.lengths, prompts, rest_actors), lambda: None)
         update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths, rest), lambda: None)
         min_actors, limits = self.recipe.rollout.min_actors, {self.engines.width: (max_actors, warm), **(others or {})}
+        warm_by_width = {width: count for width, (_, count) in limits.items()}
         plans: list[Plan] = []
 
         def make() -> Decision:
             frontiers = {width: self._frontier(scenarios.lengths, prompts, count, width) for width, (count, _) in limits.items()}
-            frontiers, note = self._shared(frontiers, update, {width: count for width, (_, count) in limits.items()}, step)
+            frontiers, note = self._shared(frontiers, update, warm_by_width, step)
             if not others:
                 plans.extend(frontiers[self.engines.width])
                 decision = self._decide(plans, step, warm, update)
@@ -147,9 +148,8 @@ class Autoscaler(Predictor):
             lambda: (0.0, 0.0, 0.0),
         )
         if rooms:
-            self.sizes = self.safely(
-                "sizing learner and engines", lambda: self._size_together(scenarios.lengths, prompts, rooms, rest), lambda: None
-            )
+            size = partial(self._size_together, scenarios.lengths, prompts, rooms, rest, warm_by_width, step)
+            self.sizes = self.safely("sizing learner and engines", size, lambda: None)
         width = self.engines.width if self.engines.expected else None
         return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=width, update=update)
 
@@ -165,12 +165,7 @@ class Autoscaler(Predictor):
         learner = self.recipe.learner.ranks * self.learner_slots if self.recipe.rollout.rolls_out_ahead else 0
 
         def started(width: int, plan: Plan) -> Plan:
-            """Count engines' starts as in a decision alone: not before the first step, and not against a deadline, which is each step's."""
-            if not self.actors or self.objective.deadline_s is not None:
-                return plan
-            lasts = max(1.0, min(self.history.record(step, plan.actors).horizon(step), self.recipe.run.steps - step + 1))
-            held = self._held(warm[width]) if width == self.engines.width else 0
-            return with_starts(plan, held, self._transition(width, warm[width]), lasts, self.recipe.objective.payback)
+            return self._with_starts(plan, width, warm[width], step)
 
         if update is None:
             kept, note = self.bids.divide(frontiers, learner, started)
@@ -180,6 +175,14 @@ class Autoscaler(Predictor):
         left = {id(plan) for plans in kept.values() for plan in plans}
         pairs = {width: zip(plans, compared[width], strict=True) for width, plans in frontiers.items()}
         return {width: pareto(plan for plan, figures in both if id(figures) in left) for width, both in pairs.items()}, note
+
+    def _with_starts(self, plan: Plan, width: int, warm: int, step: int) -> Plan:
+        """Count engines' starts in a plan as a decision alone does: not in the first step, and not against a deadline of each step."""
+        if not self.actors or self.objective.deadline_s is not None:
+            return plan
+        lasts = max(1.0, min(self.history.record(step, plan.actors).horizon(step), self.recipe.run.steps - step + 1))
+        held = self._held(warm) if width == self.engines.width else 0
+        return with_starts(plan, held, self._transition(width, warm), lasts, self.recipe.objective.payback)
 
     def begin_rollout(self, plan: RolloutPlan, grows: bool) -> tuple[RolloutPlan, Delay]:
         """Begin a rollout on a pool that the run shares with others. `grows`: whether it takes and gives slots while it runs.
@@ -239,7 +242,13 @@ class Autoscaler(Predictor):
         return most if self.bids is None else min(most, max(self.recipe.rollout.min_actors, self.bids.room // self.engines.width))
 
     def _size_together(
-        self, lengths: np.ndarray, prompts: list[Prompt], rooms: Mapping[int, Mapping[int, int]], rest: Rest | None
+        self,
+        lengths: np.ndarray,
+        prompts: list[Prompt],
+        rooms: Mapping[int, Mapping[int, int]],
+        rest: Rest | None,
+        warm: Mapping[int, int],
+        step: int,
     ) -> Sizes | None:
         """Choose the learner's slots for the update on the planned step's responses, and the engines beside it.
 
@@ -249,16 +258,19 @@ class Autoscaler(Predictor):
         if len(rooms) < 2 or self.learner.trial(self.learner_slots, 0.0) is not None:
             return None
         tokens, ranks = float(lengths.mean(1).sum()), self.recipe.learner.ranks
-        pairs: list[tuple[Update, int, Plan]] = []  # with the slots of both
+        pairs: list[tuple[Update, int, Plan]] = []  # the update, the engines' width and their plan
         for per_rank, by_width in rooms.items():
             update = self._update(per_rank, per_rank * ranks, tokens, lengths, rest)
             for width, most in by_width.items():
                 if most >= self.recipe.rollout.min_actors:
                     found = self._with_overhead(self._frontier(lengths, prompts, most, width), width)
-                    pairs += [(update, update.slots + plan.actors * width, plan) for plan in found]
+                    pairs += [(update, width, plan) for plan in found]
         if self.bids is not None and pairs:
-            room = self.bids.room_for_pairs([(count, step_plan(plan, update, self.objective)) for update, count, plan in pairs])
-            pairs = [pair for pair in pairs if pair[1] <= room]
+            figures = [(update.slots + plan.actors * width, step_plan(plan, update, self.objective)) for update, width, plan in pairs]
+            with_widths = zip(figures, pairs, strict=True)
+            started = [self._with_starts(one, width, warm.get(width, 0), step) for (_, one), (_, width, _) in with_widths]
+            room = self.bids.room_for_pairs(figures, started)
+            pairs = [pair for pair, (count, _) in zip(pairs, figures, strict=True) if count <= room]
         plans: dict[Update, list[Plan]] = {}
         for update, _, plan in pairs:
             plans.setdefault(update, []).append(plan)

@@ -57,16 +57,18 @@ class MarketBids:
         fewer = any(len(kept[width]) < len(plans) for width, plans in frontiers.items())
         return kept, cleared.reasons[self.rollout.run] if fewer else ""
 
-    def room_for_pairs(self, pairs: Sequence[tuple[int, Plan]]) -> int:
+    def room_for_pairs(self, pairs: Sequence[tuple[int, Plan]], started: Sequence[Plan]) -> int:
         """Return the slots that the pool would have for an update and the rollout beside it.
 
-        `pairs`: slots of both together, and the time and cost by which the objective compares them.
+        `pairs`: slots of both together, and the time and cost by which the objective compares them. `started`: the same with the starts of
+        engines, which the bid counts too.
         """
-        objective = self.objective
+        objective, both = self.objective, list(zip(pairs, started, strict=True))
         if objective.budget is not None:  # of the rollout alone, as its costs are
-            pairs, objective = [pair for pair in pairs if pair[1].cost <= objective.budget] or pairs, Objective(prefer=1.0)
-        value_per_s = time_value(objective, [plan for _, plan in pairs])
-        self.pair = self._bid(self._points(pairs, value_per_s), value_per_s, objective=objective)
+            both, objective = [one for one in both if one[0][1].cost <= objective.budget] or both, Objective(prefer=1.0)
+        value_per_s = time_value(objective, [plan for (_, plan), _ in both])
+        points = self._points(((slots, plan) for (slots, _), plan in both), value_per_s)
+        self.pair = self._bid(points, value_per_s, objective=objective)
         return self._slots_for(self.pair)
 
     def room_for_rest(self, plans: Sequence[tuple[int, Plan]]) -> int:

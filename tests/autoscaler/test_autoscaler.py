@@ -558,6 +558,18 @@ def test_the_learner_grows_on_a_shared_pool_if_the_step_waits_for_its_update() -
     assert sized(auto).actors == 4
 
 
+@pytest.mark.parametrize(("warm", "most"), [(7, 8), (1, 2)])
+def test_the_bid_for_an_update_and_the_rollout_beside_it_counts_starts(warm: int, most: int) -> None:
+    many = recipe(objective={"prefer": 0.8}, run={"steps": 100}, rollout={"max_lag_steps": 1}, learner={"max_slots_per_rank": 4})
+    auto = Autoscaler(many, Speed(0.01, 1e-2))
+    for slots in (1, 2, 4) * 2:
+        auto.observe_update(slots, answers(prompts()), 1.0)
+    auto.terms.cold_start, auto.actors = Term(60.0), 1
+    bids = auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
+    auto.plan(auto.forecast(prompts(), 7), prompts(), 7, step=7, warm=warm, learner_slots=1, rooms=ROOMS)
+    assert bids.pair is not None and bids.pair.most == most and not auto.troubles
+
+
 def test_a_budget_of_the_rollout_does_not_keep_the_learner_small() -> None:
     auto = lagging(0.9, {1: 20.0, 2: 10.0, 4: 5.0})
     auto.set_objective(recipe(objective={"budget": 15.0}).objective)
