@@ -27,7 +27,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     from rlhfless_ray.run.memory_needs import Lengths, device_needs, gb, host_needs, models_of
     from rlhfless_ray.weights.check_config import check_config
     from rlhfless_ray.weights.known_differences import check_engines
-    from rlhfless_ray.weights.load_policy import model_folder
+    from rlhfless_ray.weights.load_policy import check_family, model_folder
     from rlhfless_ray.weights.model_folder import read_folder
 
     tree = read_tree(path, overrides)
@@ -41,6 +41,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     if "policy" not in models:
         raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
     check_config(models["policy"].config, "policy.path")
+    check_family({"config.json": json.dumps(models["policy"].config).encode()})
     check_policy(recipe, models["policy"].config)
     of_reference, of_critic = (models[name].config if name in models else None for name in ("reference", "critic"))
     check_division(recipe, models["policy"].config, of_reference, of_critic)

@@ -23,7 +23,7 @@ from rlhfless_ray.local.member_process import MemberProcess
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.reward.values import to_finite_float
 from rlhfless_ray.types import Sample
-from rlhfless_ray.weights.load_policy import check_files, load_tokenizer
+from rlhfless_ray.weights.load_policy import check_family, check_files, load_tokenizer
 from rlhfless_ray.weights.model_folder import WEIGHTS, config_of, read_folder, write_folder
 from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.tensor_file import Files, read_header
@@ -198,6 +198,7 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     config = config_of(files)
     name = config.get("value_head_prefix") or name
     check_files(files, setting)
+    check_family(files, setting)
     refuse_quantized(config, setting)
     # Of all files, also of a head beside the base that no index names: `ScalarModel.load` finds it.
     headers = [read_header(content) or {} for file, content in files.items() if file.endswith(WEIGHTS)]

@@ -25,14 +25,15 @@ def check_config(config: Mapping[str, Any], setting: str) -> None:
     """
     if config.get("auto_map"):
         return
-    with transformers_without_torch(), _without_messages():
+    with transformers_without_torch():
         from transformers import AutoConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
         if config.get("model_type") not in CONFIG_MAPPING_NAMES:
             return
         try:
-            wrong = _unknown_part(AutoConfig.for_model(**config).get_text_config())
+            with _without_messages():
+                wrong = _unknown_part(AutoConfig.for_model(**config).get_text_config())
         except Exception as error:  # of many types: a class of its own, KeyError, TypeError
             wrong = one_line(error, 200)
     if wrong:

@@ -146,12 +146,12 @@ def _check_shapes(files: Files, config: Mapping[str, Any], setting: str) -> None
         raise UserError(f"{setting}: its weights do not fit its config.json: they have {layers} layers instead of {least}; {advice}")
 
 
-def check_family(files: Files) -> None:
+def check_family(files: Files, setting: str = "policy.path") -> None:
     """Raise UserError for a model type that neither transformers nor the folder's own code has."""
     with transformers_without_torch():
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    consequence = "so it cannot be trained; take another model, or a version that has it"
-    _check_type(files, CONFIG_MAPPING_NAMES, "policy.path", "models of the type", consequence)
+    consequence = f"so it cannot be {'trained' if setting == 'policy.path' else 'loaded'}; take another model, or a version that has it"
+    _check_type(files, CONFIG_MAPPING_NAMES, setting, "models of the type", consequence)
 
 
 def check_classifier(files: Files, setting: str = "policy.path") -> None:
@@ -269,6 +269,7 @@ def other_model(path: str, setting: str, tokenizer: Any) -> Path:
     """
     folder = model_folder(path, setting).resolve()
     files = read_model(folder, setting)
+    check_family(files, setting)
     refuse_quantized(config_of(files), setting)
     with transformers_without_torch():
         theirs = load_tokenizer(files, False, setting).get_vocab()

@@ -104,6 +104,19 @@ def test_quantised_weights_of_any_other_model_are_refused_before_ray(tmp_path: P
             Runtime(Recipe.parse(small_recipe(tmp_path, **more)))
 
 
+def test_types_of_any_other_model_that_transformers_lacks_are_refused_before_ray(tmp_path: Path) -> None:
+    """The processes of the reference and the reward model told it, once Ray had started."""
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    files["config.json"] = json.dumps({**json.loads(files["config.json"]), "model_type": "alien"}).encode()
+    folder = str(write_folder(tmp_path / "model", files))
+    for key, more in (
+        ("reference.path", {"reference__path": folder, "algorithm__kl": {"coefficient": 0.1}}),
+        ("reward.model_path", {"reward__function": "", "reward__model_path": folder}),
+    ):
+        with pytest.raises(UserError, match=rf"^{key}: transformers .* has no models of the type `alien`, so it cannot be loaded"):
+            Runtime(Recipe.parse(small_recipe(tmp_path, **more)))
+
+
 @pytest.mark.parametrize(
     ("changed", "wrong"),
     [
