@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.weights.known_differences import package_source
+from rlhfless_ray.weights.model_folder import as_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,8 +34,8 @@ def check_config(config: Mapping[str, Any], setting: str) -> None:
         if config.get("model_type") not in CONFIG_MAPPING_NAMES:
             return
         try:
-            with _without_messages():
-                wrong = _unknown_part(AutoConfig.for_model(**config).get_text_config())
+            with as_folder({"config.json": json.dumps(config).encode()}) as folder, _without_messages():
+                wrong = _unknown_part(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config())
         except Exception as error:  # of many types: a class of its own, KeyError, TypeError
             wrong = one_line(error, 200)
     if wrong:

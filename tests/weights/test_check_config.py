@@ -58,6 +58,7 @@ def test_values_that_no_model_has_are_named(config: dict[str, Any], said: str) -
         {**QWEN, "hidden_act": "banana", "auto_map": {"AutoConfig": "mine.Config"}},
         {"model_type": "of-my-own", "hidden_act": "banana"},
         {"model_type": "mamba", "hidden_act": "silu"},
+        {"model_type": "mamba2", "time_step_limit": [0.0, {"__float__": "Infinity"}]},
         {"model_type": "bloom"},
     ],
 )
