@@ -15,12 +15,14 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request
@@ -28,6 +30,8 @@ from rlhfless_ray.local.local_ray import FORK_CLIENT
 
 MAX_REASON_CHARS = 300  # of the sentence that says why a server could not start
 END_S = 5.0  # for a server to end, which has little to do but may still import
+SETUP_WORKER = "ray/_private/workers/setup_worker.py"  # the program of Ray's workers
+OF_RAY = ("ray._private.workers.default_worker", "ray.util.placement_group", "ray.util.scheduling_strategies")
 # What workers of Ray 2.60 import beside Ray itself if it is installed, 0.1 CPU seconds in each
 IMPORTED_BY_RAY = (
     "google.protobuf.json_format",
@@ -120,27 +124,13 @@ def serve(address: str, architectures: Sequence[str], more: Sequence[str], engin
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen(64)
-    watched = selectors.DefaultSelector()
-    watched.register(listening, selectors.EVENT_READ)
-    watched.register(sys.stdin, selectors.EVENT_READ)
-    while True:
-        for key, _ in watched.select():
-            if key.fileobj is sys.stdin:
-                for other in watched.get_map().values():
-                    if other.data is not None:
-                        with suppress(ProcessLookupError):
-                            os.kill(other.data[2], signal.SIGKILL)
-                return
-            if key.fileobj is listening:
-                _fork(listening, watched)
-            elif (now := watched.get_map().get(key.fd)) is not None and now.data is key.data:
-                _end(key, watched)  # otherwise its other event, of the same round, has ended it, and its number may be another's by now
+    _Server(listening, more).run(sys.stdin)
 
 
 def _import_everything(architectures: Sequence[str], more: Sequence[str], engines: bool) -> None:
     from rlhfless_ray.local.fast_imports import fast_imports
 
-    with fast_imports(["ray"]):  # reads its settings from the environment when it is imported
+    with fast_imports(["ray"]):  # see `_Server`
         if engines:
             from rlhfless_ray.rollout.prepare_vllm import prepare
 
@@ -152,9 +142,7 @@ def _import_everything(architectures: Sequence[str], more: Sequence[str], engine
         import peft  # noqa: F401
         import transformers
 
-        for module in (*IMPORTED_BY_RAY, *more):
-            with suppress(ImportError):
-                import_module(module)
+        _import_those_there((*IMPORTED_BY_RAY, *more))
         for name in architectures:
             getattr(transformers, name, None)  # the learner's class, which transformers imports when it is named
         import rlhfless_ray.learn.critic_rank
@@ -164,50 +152,190 @@ def _import_everything(architectures: Sequence[str], more: Sequence[str], engine
         import rlhfless_ray.recipe  # noqa: F401
     for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's: a forked process would first take all operators apart, 35 ms
+    _check_threads()
+
+
+def _receive(source: socket.socket, count: int) -> tuple[list[int], bytes]:
+    """Return the file descriptors, `count` at most, and the content of a message of `_send`. Raises ValueError if it is not complete."""
+    head, received, *_ = socket.recv_fds(source, 4, count)
+    content = source.recv(size, socket.MSG_WAITALL) if (size := int.from_bytes(head, "big")) else b""
+    if len(content) < size or len(received) < count:
+        for one in received:
+            os.close(one)
+        raise ValueError("the client has ended")
+    return received, content
+
+
+@dataclass(frozen=True)
+class _RayServer:
+    """A server for workers of Ray. It ends with its last worker once `clients` is closed, and kills its workers when `lifeline` is."""
+
+    process: int
+    clients: socket.socket
+    lifeline: int
+
+    def close(self) -> None:
+        self.clients.close()
+        os.close(self.lifeline)
+
+
+class _Server:
+    """Forks a process for each client, and passes its exit status on.
+
+    Workers of Ray are forked from a further server for each environment, which has imported Ray. When Ray is imported, it reads settings
+    from the environment, and the worker's job is one of them.
+    """
+
+    def __init__(self, source: socket.socket, more: Sequence[str], of_ray: bool = False) -> None:
+        """`source`: of clients, or in a server `of_ray`, of clients that this server passes on. `more`: see `server_command`."""
+        self.source, self.more, self.of_ray = source, more, of_ray
+        self.watched = selectors.DefaultSelector()
+        self.children: dict[int, tuple[socket.socket, int]] = {}  # client and file descriptor of each process
+        self.ray_servers: dict[tuple[tuple[str, str], ...], _RayServer | None] = {}  # by environment; None for one that has ended
+        self.is_open = True  # for clients
+
+    def run(self, end: Any) -> None:
+        """Serve clients until `end` can be read from, and kill their processes then."""
+        self.watched.register(end, selectors.EVENT_READ, self._kill)
+        self.watched.register(self.source, selectors.EVENT_READ, self._take)
+        while self.is_open or self.children:
+            for key, _ in self.watched.select():
+                if self.watched.get_map().get(key.fd) == key:  # else another event of the same round has removed it
+                    key.data()
+
+    def _kill(self) -> None:
+        """Kill all processes, those of the other servers included."""
+        for process in self.children:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for other in filter(None, self.ray_servers.values()):
+            other.close()
+            os.waitpid(other.process, 0)
+        self.children.clear()
+        self.is_open = False
+
+    def _take(self) -> None:
+        """Fork a process for the next client. None for a client that is gone, or if the fork fails."""
+        received: list[int] = []
+        client = None if self.of_ray else self.source.accept()[0]
+        try:
+            if client is None:
+                received, content = _receive(self.source, 1 + len(STREAMS))
+                client = socket.socket(fileno=received.pop(0))
+            else:
+                received, content = _receive(client, len(STREAMS))
+            command, environment, folder = read_request(content)
+            if (server := self._ray_server(command, environment)) is not None:
+                socket.send_fds(server.clients, [len(content).to_bytes(4, "big")], [client.fileno(), *received])
+                server.clients.sendall(content)
+            else:
+                self._fork(client, received, command, environment, folder)
+                client = None
+        except (OSError, ValueError):
+            if self.of_ray and client is None:  # the other server has no more
+                self.is_open = False
+                self.watched.unregister(self.source)
+        finally:
+            if client is not None:
+                client.close()
+            for stream in received:
+                os.close(stream)
+
+    def _fork(self, client: socket.socket, streams: list[int], command: list[str], environment: dict[str, str], folder: str) -> None:
+        if (process := os.fork()) == 0:
+            self._leave()
+            client.close()
+            _become_worker(command, environment, folder, streams)
+        ended = os.pidfd_open(process)
+        self.children[process] = client, ended
+        self.watched.register(client, selectors.EVENT_READ, lambda: self._end(process, killed=True))
+        self.watched.register(ended, selectors.EVENT_READ, lambda: self._end(process))
+
+    def _end(self, process: int, killed: bool = False) -> None:
+        """Pass a process's exit status on to its client, or kill the process of a client that was killed."""
+        client, ended = self.children.pop(process)
+        if killed:
+            os.kill(process, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        for event in (client, ended):
+            self.watched.unregister(event)
+        with suppress(OSError):  # killed
+            client.sendall(bytes([status % 256]))
+        client.close()
+        os.close(ended)
+
+    def _leave(self) -> None:
+        """Close in a forked process what is this server's."""
+        self.watched.close()
+        self.source.close()
+        for other in filter(None, self.ray_servers.values()):
+            other.close()
+        for client, ended in self.children.values():
+            client.close()
+            os.close(ended)
+
+    def _ray_server(self, command: list[str], environment: dict[str, str]) -> _RayServer | None:
+        """Return the server for this worker of Ray. None for other processes, and if the server has ended."""
+        if self.of_ray or not "".join(command[1:2]).endswith(SETUP_WORKER) or "RAY_RAYLET_PID" not in environment:
+            return None
+        key = tuple(sorted(environment.items()))
+        if key not in self.ray_servers:
+            raylet = os.pidfd_open(int(environment["RAY_RAYLET_PID"]))
+            clients, theirs = socket.socketpair()
+            end, lifeline = os.pipe()
+            if (process := os.fork()) == 0:
+                self._leave()
+                clients.close()
+                os.close(lifeline)
+                _serve_ray(theirs, end, self.more, environment)
+            theirs.close()
+            os.close(end)
+            self.ray_servers[key] = made = _RayServer(process, clients, lifeline)
+            ended = os.pidfd_open(process)
+            self.watched.register(raylet, selectors.EVENT_READ, lambda: self._forget(raylet, made.clients.close))
+            self.watched.register(ended, selectors.EVENT_READ, lambda: self._forget(ended, lambda: self._reap(key)))
+        return self.ray_servers[key]
+
+    def _forget(self, event: int, then: Callable[[], None]) -> None:
+        self.watched.unregister(event)
+        os.close(event)
+        then()
+
+    def _reap(self, key: tuple[tuple[str, str], ...]) -> None:
+        """Look after a server whose raylet and workers have ended, or that has failed."""
+        if (ended := self.ray_servers[key]) is not None:
+            ended.close()
+            os.waitpid(ended.process, 0)
+        self.ray_servers[key] = None
+
+
+def _serve_ray(source: socket.socket, end: int, more: Sequence[str], environment: dict[str, str]) -> NoReturn:
+    """Import Ray with the environment of workers, and fork them. `source`, `end`: see `_Server`."""
+    from rlhfless_ray.local.fast_imports import fast_imports
+
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        with fast_imports():
+            _import_those_there(OF_RAY)
+            _import_those_there(more)
+        _check_threads()
+        _Server(source, more, of_ray=True).run(end)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _import_those_there(modules: Iterable[str]) -> None:
+    for module in modules:
+        with suppress(ImportError):
+            import_module(module)
+
+
+def _check_threads() -> None:
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(f"a process must not fork that has {threads} threads")
-
-
-def _fork(listening: socket.socket, watched: selectors.BaseSelector) -> None:
-    """Fork a worker for the next connection, and watch both. None for a client that is gone, or if the fork fails."""
-    client, _ = listening.accept()
-    streams: list[int] = []
-    try:
-        head, streams, *_ = socket.recv_fds(client, 4, len(STREAMS))
-        with client.makefile("rb") as received:
-            wanted = received.read(size := int.from_bytes(head, "big"))
-        if len(wanted) < size:
-            raise ValueError("the client has ended")
-        command, environment, folder = read_request(wanted)
-        process = os.fork()
-    except (OSError, ValueError):
-        client.close()
-        for stream in streams:
-            os.close(stream)
-        return
-    if process == 0:
-        for inherited in (watched, listening, client):
-            inherited.close()
-        _become_worker(command, environment, folder, streams)
-    for stream in streams:
-        os.close(stream)
-    ended = os.pidfd_open(process)
-    for event in (client, ended):
-        watched.register(event, selectors.EVENT_READ, (client, ended, process))
-
-
-def _end(key: selectors.SelectorKey, watched: selectors.BaseSelector) -> None:
-    """Pass a worker's exit status on to its client, or kill the worker of a client that was killed."""
-    client, ended, process = key.data
-    if key.fileobj is client:
-        os.kill(process, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    for event in (client, ended):
-        watched.unregister(event)
-    with suppress(OSError):  # killed
-        client.sendall(bytes([status % 256]))
-    client.close()
-    os.close(ended)
 
 
 def _become_worker(command: list[str], environment: dict[str, str], folder: str, streams: list[int]) -> NoReturn:
@@ -215,7 +343,6 @@ def _become_worker(command: list[str], environment: dict[str, str], folder: str,
     import atexit
     import runpy
     import tempfile
-    import traceback
 
     import numpy as np
 

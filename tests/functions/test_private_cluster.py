@@ -85,11 +85,17 @@ class Worker:
     def about(self):
         return os.getpid(), "deepspeed" in sys.modules, os.environ.get("NAME"), len(os.listdir("/proc/self/task"))
 
+    def drawn(self):
+        return os.getppid(), ray.get_runtime_context().get_job_id(), ray._raylet.ActorClassID.from_random().hex()
+
+def by_server(worker):  # from a process of its own that has imported Ray
+    return psutil.Process(worker).parent().ppid() == server.pid
+
 environments = {"NAME": "a"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 workers = [Worker.options(runtime_env={"env_vars": variables}).remote() for variables in environments]
-(forked, *rest), (own, *others) = ray.get([worker.about.remote() for worker in workers], timeout=150)
 server = cluster.fork_server.process
-said = {"forked": rest[:2], "own": others[:2], "child": psutil.Process(forked).ppid() == server.pid}
+(forked, *rest), (own, *others) = ray.get([worker.about.remote() for worker in workers], timeout=150)
+said = {"forked": rest[:2], "own": others[:2], "child": by_server(forked)}
 os.kill(forked, signal.SIGKILL)
 try:
     ray.get(workers[0].about.remote(), timeout=60)
@@ -100,7 +106,10 @@ for content in (b"", (5).to_bytes(4, "big") + b"{"):  # a client that is killed 
     client.connect(cluster.fork_server.address)
     client.send(content)
     client.close()
-said["after"] = psutil.Process(ray.get(Worker.remote().about.remote(), timeout=60)[0]).ppid() == server.pid
+said["after"] = by_server(ray.get(Worker.remote().about.remote(), timeout=60)[0])
+more = [Worker.remote() for _ in range(2)]
+parents, jobs, ids = map(set, zip(*ray.get([worker.drawn.remote() for worker in more], timeout=60)))
+said["together"] = [len(parents), jobs == {ray.get_runtime_context().get_job_id()}, len(ids)]
 os.environ["RLHFLESS_WORKER_PREFIX"] = worker_prefix(cluster.fork_server.address)
 told = "import os, sys, weakref; print(os.getppid(), 'deepspeed' in sys.modules, *sys.argv[1:], input())"
 told += "; print(any(one.atexit for one in weakref.finalize._registry))"
@@ -130,6 +139,7 @@ def test_workers_are_forked_unless_a_variable_counts_when_a_program_is_loaded(tm
         "child": True,
         "killed": True,
         "after": True,
+        "together": [1, True, 2],
         "module": ["d29yZA=="],
         "script": [True, "True", "argument", "word", "False"],
         "not forked": ["python"],
@@ -148,11 +158,12 @@ def test_a_fork_that_fails_ends_one_worker_and_not_the_server_with_all(tmp_path:
         listening.bind(str(tmp_path / "fork"))
         listening.listen(1)
         client.connect(str(tmp_path / "fork"))
-        wanted = write_request(["python"], {}, ".")
+        wanted = write_request(["python", "script.py"], {}, ".")
         socket.send_fds(client, [len(wanted).to_bytes(4, "big")], STREAMS)
         client.sendall(wanted)
+        server = fork_server._Server(listening, ())
         before = len(os.listdir("/proc/self/fd"))
-        fork_server._fork(listening, None)  # type: ignore[arg-type]  # it watches nothing
+        server._take()
         assert client.recv(1) == b"" and len(os.listdir("/proc/self/fd")) == before
 
 
@@ -203,6 +214,31 @@ def test_a_server_that_is_closed_says_nothing(tmp_path: Path, monkeypatch: pytes
     server.close()
     server.watch.join(60)
     assert server.process.returncode == 1 and capfd.readouterr().err == ""
+
+
+IDS = """
+import os, sys
+from importlib import import_module
+from tests.warm_workers import MORE
+from rlhfless_ray.local.fork_server import OF_RAY
+
+for module in (*OF_RAY, *MORE):
+    import_module(module)
+from ray._raylet import ActorClassID
+
+for _ in range(2):
+    if os.fork() == 0:
+        print(ActorClassID.from_random().hex(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.slow
+def test_no_module_that_is_imported_before_a_fork_has_drawn_an_id_of_rays() -> None:
+    """All forked processes would draw the same ones afterwards. A module that defines an actor class draws one."""
+    drawn = subprocess.run([sys.executable, "-c", IDS], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200).stdout
+    assert len(set(drawn.split())) == 2, drawn
 
 
 FORKS = """
