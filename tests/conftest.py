@@ -202,13 +202,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Fork xdist's processes from the tests' server, which has imported what most of their tests need, unless all tests are pure."""
+    """Fork xdist's processes from the tests' server, which has imported what most of their tests need: vLLM, too, unless all are pure."""
     from execnet import XSpec
 
-    if config.option.markexpr != "pure":
-        warm_workers.start(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
-        python = shlex.join(forked([sys.executable, "-m", "tests.forked_worker"]))
-        specs[:] = [XSpec(f"popen//python={python}") for _ in specs]
+    warm_workers.start(config._tmp_path_factory.getbasetemp(), engines=config.option.markexpr != "pure")  # type: ignore[attr-defined]
+    python = shlex.join(forked([sys.executable, "-m", "tests.forked_worker"]))
+    specs[:] = [XSpec(f"popen//python={python}") for _ in specs]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,8 +13,8 @@ from rlhfless_ray.local.fork_server import OF_RAY_TRAIN, server_command, server_
 from rlhfless_ray.local.local_ray import WORKER_PREFIX
 
 MAX_ADDRESS = 100  # characters; a socket's path has at most 107
-# What other processes of the tests import: of rewards, agents, drafters, slot pools, replayed runs, Ray Serve and Ray Train. 0.1 to 0.3 CPU
-# seconds in each, and 0.5 here. Modules that import Ray are not among them, see `fork_server`.
+# What other processes of the tests import: of rewards, agents, drafters, slot pools, replayed runs, Ray Serve, Ray Train, and of actor
+# classes that tests define. 0.1 to 0.3 CPU seconds in each, and 0.5 here. The last one imports Ray, see `fork_server`.
 MORE = (
     "benchmarks.common.replay",
     "rlhfless_ray.agent.agent_actor",
@@ -26,12 +26,24 @@ MORE = (
     "rlhfless_ray.rollout.partial_batch",
     "rlhfless_ray.run.memory_fit",
     "rlhfless_ray.run.recorder",
+    "tests.conftest",
+    "rlhfless_ray.runtime.runtime",
+)
+OF_PURE_TESTS = (
+    "datasets",
+    "jupyter_client",
+    "nbclient",
+    "scipy.optimize",
+    "scipy.stats",
+    "transformers.models.auto.modeling_auto",
+    "transformers.trainer_utils",
 )
 keep: list[Any] = []
 
 
-def start(folder: Path) -> None:
-    """Have a server in `folder`, shared with others that call this. It ends with the last of them."""
+def start(folder: Path, engines: bool = True) -> None:
+    """Have a server in `folder`, shared with others that call this. It ends with the last of them. `engines`: whether it imports vLLM,
+    or what pure tests import."""
     address = str(folder / "warm")
     if WORKER_PREFIX in os.environ or len(address) > MAX_ADDRESS:
         return
@@ -43,7 +55,8 @@ def start(folder: Path) -> None:
             os.mkfifo(users)
             reads = os.open(users, os.O_RDONLY | os.O_NONBLOCK)
             keep.append(os.open(users, os.O_WRONLY))
-            command = server_command(address, ["Qwen2ForCausalLM"], (*OF_RAY_TRAIN, *MORE))
+            more = (*OF_RAY_TRAIN, *MORE, *(() if engines else OF_PURE_TESTS))
+            command = server_command(address, ["Qwen2ForCausalLM"], more, engines)
             with Path(address + ".log").open("wb") as log:
                 keep.append(
                     subprocess.Popen(command, stdin=reads, stdout=log, stderr=log, env=server_environment(), start_new_session=True)
