@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -162,45 +161,44 @@ def test_of_a_command_only_settings_of_this_project_are_named() -> None:
 # ---- every key ----------------------------------------------------------------------------------------------------
 
 
-def imported(module: str) -> set[str]:
-    """Return the modules of this project that a module uses, directly or through others, except those of recipes."""
-    seen, waiting = set[str](), [module]
+@cache
+def looked_at(file: Path) -> tuple[list[str], set[str]]:
+    """Return the modules that a file may import, and the names of attributes and the texts that may be some. Without what stands under
+    `if TYPE_CHECKING` and in the recipe's own checks."""
+    modules, names, waiting = list[str](), set[str](), [*ast.iter_child_nodes(ast.parse(file.read_text()))]
     while waiting:
-        name = waiting.pop()
-        file = ROOT / (name.replace(".", "/") + ".py")
-        if name in seen or not file.is_file() or name.startswith("rlhfless_ray.recipe"):
-            continue
-        seen.add(name)
-        for node in _run_time(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return seen
-
-
-def _run_time(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes outside of `if TYPE_CHECKING`, and of the recipe's own checks."""
-    for node in ast.iter_child_nodes(tree):
+        node = waiting.pop()
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.FunctionDef) and node.name.startswith(("_check", "_mistakes")):
             continue
-        yield node
-        yield from _run_time(node)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+        waiting += ast.iter_child_nodes(node)
+    return modules, names
+
+
+def imported(module: str) -> set[Path]:
+    """Return the files of this project that a module uses, directly or through others, except those of recipes."""
+    seen, waiting = set[Path](), [module]
+    while waiting:
+        name = waiting.pop()
+        file = ROOT / (name.replace(".", "/") + ".py")
+        if file not in seen and not name.startswith("rlhfless_ray.recipe") and file.is_file():
+            seen.add(file)
+            waiting += looked_at(file)[0]
+    return seen
 
 
 @cache
 def read_names(module: str) -> set[str]:
-    """Return the names of attributes, and the texts that may be some, in everything that a module uses and in properties of recipes."""
-    files = [ROOT / (name.replace(".", "/") + ".py") for name in imported(module)]
-    files += [file for file in (ROOT / "rlhfless_ray/recipe").glob("*.py") if file.stem not in ("without_effect", "reading")]
-    names = set[str]()
-    for file in files:
-        for node in _run_time(ast.parse(file.read_text())):
-            if isinstance(node, ast.Attribute):
-                names.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                names.add(node.value)
-    return names
+    """Return the names that `looked_at` finds in everything that a module uses and in properties of recipes."""
+    files = {file for file in (ROOT / "rlhfless_ray/recipe").glob("*.py") if file.stem not in ("without_effect", "reading")}
+    return {name for file in files | imported(module) for name in looked_at(file)[1]}
 
 
 def leaves(kind: type[BaseModel]) -> list[str]:

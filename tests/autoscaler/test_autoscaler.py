@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from placement import frontier
 from placement.market import Bid
 from placement.planning.objective import Objective
 from placement.scaling.resize_policy import Decision, Hold
@@ -27,6 +31,22 @@ from tests.autoscaler.test_market_bids import FRONTIER, Pool
 from tests.functions.test_pool_state import pool
 
 SPEED = Speed(0.01, 1e-4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_frontiers() -> Iterator[None]:
+    """Search each frontier once. Most tests begin with the same six steps, and so with the same forecast and speed."""
+    known: dict[bytes, list[Any]] = {}
+
+    def once(*arguments: Any, **options: Any) -> list[Any]:
+        key = pickle.dumps((arguments, options))
+        if key not in known:
+            known[key] = frontier(*arguments, **options)
+        return [*known[key]]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", once)
+        yield
 
 
 def recipe(**sections) -> Recipe:

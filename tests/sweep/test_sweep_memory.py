@@ -85,9 +85,9 @@ def test_auto_takes_as_many_as_slots_runs_and_predicted_memory_allow(tmp_path: P
     assert most_runs(runs, room(1000))[0] == 4 == most_runs(runs, room(1000, slots=8))[0]
     assert most_runs(runs, room(1000, slots=3)) == (3, "as many as there are slots")
     assert most_runs(runs, room(1))[0] == 1  # one starts in any case, and checks its own memory
-    fitting = [most_runs(runs, room(size))[0] for size in range(8, 120, 4)]
+    fitting = [most_runs(runs, room(size))[0] for size in range(8, 120, 14)]
     assert fitting == sorted(fitting) and set(fitting) == {1, 2, 3, 4}
-    size = 8 + 4 * fitting.index(2)
+    size = 8 + 14 * fitting.index(2)
     assert 0.85 * size > 2 * peak_gb(runs[0])  # the prediction is above the lower bound
     assert most_runs(runs, room(size))[1].startswith("3 would take about ")
 
