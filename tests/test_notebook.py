@@ -60,6 +60,7 @@ def test_every_notebook_is_executed_here() -> None:
     }
 
 
+@pytest.mark.slow  # imports in a process of its own
 def test_the_planner_plans_and_draws(scratch: Path) -> None:
     outputs = execute("planner_notebook.ipynb", scratch)
     said, plots = printed(outputs), shown(outputs)

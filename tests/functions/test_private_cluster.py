@@ -258,6 +258,7 @@ server.stop(None)
 """
 
 
+@pytest.mark.slow  # imports in a process of its own
 def test_processes_that_ray_starts_outlive_grpcs_fork_handlers() -> None:
     """These, which a run with the prefix service leaves in a notebook, crash few children only, but tell of every one."""
     kept = {k: v for k, v in environment().items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
@@ -280,6 +281,7 @@ guarded(cluster.start)
 """
 
 
+@pytest.mark.slow  # imports in a process of its own
 def test_a_ray_that_does_not_come_up_in_time_is_a_sentence_and_no_traceback() -> None:
     ended = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
     said = "run failed: a private Ray did not start on this machine: The current node timed out during startup."

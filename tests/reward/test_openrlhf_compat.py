@@ -36,6 +36,7 @@ def run(code: str, *paths: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow  # imports in a process of its own
 def test_a_file_that_imports_them_loads_and_scores() -> None:
     assert run(USE) == "[1.0, 0.0]"
 
