@@ -106,8 +106,9 @@ for content in (b"", (5).to_bytes(4, "big") + b"{"):  # a client that is killed 
     client.connect(cluster.fork_server.address)
     client.send(content)
     client.close()
-said["after"] = by_server(ray.get(Worker.remote().about.remote(), timeout=60)[0])
-more = [Worker.remote() for _ in range(2)]
+later = Worker.options(runtime_env={"env_vars": {"NAME": "b"}})  # a new process, not one that was started before the server was there
+said["after"] = by_server(ray.get(later.remote().about.remote(), timeout=60)[0])
+more = [later.remote() for _ in range(2)]
 parents, jobs, ids = map(set, zip(*ray.get([worker.drawn.remote() for worker in more], timeout=60)))
 said["together"] = [len(parents), jobs == {ray.get_runtime_context().get_job_id()}, len(ids)]
 os.environ["RLHFLESS_WORKER_PREFIX"] = worker_prefix(cluster.fork_server.address)
