@@ -49,21 +49,21 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Part:
+class StartPart:
     what: str
     wall_s: float
     cpu_s: float
     memory_mb: float
 
 
-def parts(marks: Sequence[Mark]) -> list[Part]:
+def parts(marks: Sequence[Mark]) -> list[StartPart]:
     """What lies between a mark and the one before it; the first says where the start began."""
-    return [Part(b.what, b.at_s - a.at_s, b.cpu_s - a.cpu_s, b.memory_mb) for a, b in pairwise(marks)]
+    return [StartPart(b.what, b.at_s - a.at_s, b.cpu_s - a.cpu_s, b.memory_mb) for a, b in pairwise(marks)]
 
 
-def spreads(rounds: Sequence[Sequence[Part]]) -> dict[str, dict[str, Spread]]:
+def spreads(rounds: Sequence[Sequence[StartPart]]) -> dict[str, dict[str, Spread]]:
     """{part: {"wall_s", "cpu_s", "memory_mb": Spread}} over rounds of the same parts, and their "total" (memory: at the end)."""
-    totals = [Part("total", sum(p.wall_s for p in r), sum(p.cpu_s for p in r), r[-1].memory_mb) for r in rounds]
+    totals = [StartPart("total", sum(p.wall_s for p in r), sum(p.cpu_s for p in r), r[-1].memory_mb) for r in rounds]
     columns = [*zip(*rounds, strict=True), tuple(totals)]
     return {
         column[0].what: {name: Spread.of(getattr(part, name) for part in column) for name in ("wall_s", "cpu_s", "memory_mb")}
@@ -165,7 +165,7 @@ class Starts:
             raise RuntimeError(f"the engine worked under version {got} of the weights, not under {version}")
         return [loaded, told(actor.first_token.remote())]
 
-    def cold(self) -> list[Part]:
+    def cold(self) -> list[StartPart]:
         import ray
 
         asked_s = time.time()
@@ -175,7 +175,7 @@ class Starts:
         ray.kill(actor)
         return parts(marks)
 
-    def warm(self) -> tuple[list[Part], list[Part], dict[str, float]]:
+    def warm(self) -> tuple[list[StartPart], list[StartPart], dict[str, float]]:
         """A prewarmed start, then one from parked, and the memory (MB) before the first, at work and parked."""
         import ray
 

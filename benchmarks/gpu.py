@@ -71,7 +71,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-class Part:
+class GpuPart:
     """One part's input, in a process of its own: a part must not find memory that another one left.
 
     Each part is a generator. It imports its libraries, yields nothing, and then yields what it measured.
@@ -349,7 +349,7 @@ def main() -> None:
     if options.part:
         part, name, folder, device = options.part
         try:
-            measured = getattr(Part(name, Path(folder), device), part)()
+            measured = getattr(GpuPart(name, Path(folder), device), part)()
             next(measured)
             sys.stdin.readline()
             print(json.dumps(next(measured)), flush=True)

@@ -17,7 +17,7 @@ NODE = 8
 
 
 @dataclass(frozen=True)
-class Row:
+class Layout:
     """One layout. update_bytes: what all engines receive together. The two seconds: on the learner's devices, and on others."""
 
     model: str
@@ -34,7 +34,7 @@ class Row:
     broadcast_s: float
 
 
-def rows() -> list[Row]:
+def rows() -> list[Layout]:
     found = []
     for model, counts in MODELS.items():
         for devices in counts:
@@ -56,7 +56,7 @@ def rows() -> list[Row]:
             for times in PhaseTimes.from_setting(setting).widths:
                 run = simulate(setting.but(tensor_parallel=times.width), ["fixed"]).policies["fixed"]
                 found.append(
-                    Row(
+                    Layout(
                         model,
                         devices,
                         times.width,

@@ -31,7 +31,7 @@ EDGE = 5  # steps pooled for the lengths at the start and at the end
 
 
 @dataclass(frozen=True)
-class Lengths:
+class ResponseLengths:
     p50: float
     p99: float
     r2: float  # of log response length on log prompt length, linear: what the prompt's length alone predicts
@@ -50,8 +50,8 @@ class Seed:
     before: dict[str, float]  # "sampled" and "greedy" accuracy
     after: dict[str, float]
     rewards: list[float]  # mean of each step
-    start: Lengths
-    end: Lengths
+    start: ResponseLengths
+    end: ResponseLengths
     final: FinalModel | None
 
     def rise(self, how: str) -> float:
@@ -95,7 +95,7 @@ def run_seed(recipe: Path, overrides: list[str], seed: int, root: Path, *, check
     )
 
 
-def lengths(run: Path, steps: list[int]) -> Lengths:
+def lengths(run: Path, steps: list[int]) -> ResponseLengths:
     """Response and prompt lengths, in tokens, of all samples of some steps."""
     from rlhfless_ray.weights.load_policy import load_tokenizer
     from rlhfless_ray.weights.model_folder import read_folder
@@ -105,7 +105,7 @@ def lengths(run: Path, steps: list[int]) -> Lengths:
     tokens = np.array([row["tokens"] for row in rows], float)
     prompts = np.array([len(ids) for ids in tokenizer([row["prompt"] for row in rows])["input_ids"]], float)
     p50, p99 = np.quantile(tokens, [0.5, 0.99])
-    return Lengths(float(p50), float(p99), r_squared(np.log(prompts), np.log(tokens)))
+    return ResponseLengths(float(p50), float(p99), r_squared(np.log(prompts), np.log(tokens)))
 
 
 def r_squared(x: np.ndarray, y: np.ndarray) -> float:

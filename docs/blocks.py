@@ -32,7 +32,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Command:
+class BlockCommand:
     """A command of a bash block, and how `python -m docs.check` treats it."""
 
     where: str
@@ -60,20 +60,20 @@ def rules() -> list[dict[str, Any]]:
     return yaml.safe_load((ROOT / "docs" / "commands.yaml").read_text(encoding="utf-8"))
 
 
-def commands() -> list[Command]:
+def commands() -> list[BlockCommand]:
     """Return every command of every bash block, in order.
 
     Raises ValueError for a command that bash would not read.
     """
     known = rules()
-    found: list[Command] = []
+    found: list[BlockCommand] = []
     for block in blocks():
         if block.language not in ("bash", "console", "sh"):
             continue
         for text in _logical_lines(block):
             rule = next((rule for rule in known if re.search(rule["match"], text)), {})
             run = "" if "not_run" in rule else rule.get("run", text)
-            found.append(Command(block.where, text, run, rule.get("not_run", rule.get("reason", "")), bool(rule.get("fast"))))
+            found.append(BlockCommand(block.where, text, run, rule.get("not_run", rule.get("reason", "")), bool(rule.get("fast"))))
     return found
 
 

@@ -48,7 +48,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Choice:
+class UpdateSettings:
     """Settings of an update that trade time for memory."""
 
     micro_batch_tokens: int = DEFAULT_TOKENS
@@ -57,12 +57,12 @@ class Choice:
     offload: bool = False
 
 
-def choices(*, may_offload: bool) -> Iterator[Choice]:
+def choices(*, may_offload: bool) -> Iterator[UpdateSettings]:
     """Yield settings in order of the time they cost, least first."""
     sizes = [DEFAULT_TOKENS >> k for k in range(DEFAULT_TOKENS.bit_length()) if DEFAULT_TOKENS >> k >= LEAST_TOKENS]
     for offload, overlap, checkpointing in itertools.product((False, True), ("auto", "off"), (False, True)):
         if may_offload or not offload:
-            yield from (Choice(n, checkpointing, overlap, offload) for n in sizes if checkpointing or n >= LEAST_WHOLE_TOKENS)
+            yield from (UpdateSettings(n, checkpointing, overlap, offload) for n in sizes if checkpointing or n >= LEAST_WHOLE_TOKENS)
 
 
 # ---- an update --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local import machine_memory as machine
 from rlhfless_ray.run import memory_check as sizes
 from rlhfless_ray.run.memory_check import DoesNotFit, Room, check, check_ahead
-from rlhfless_ray.run.memory_needs import Lengths, Model, device_needs, host_needs, models_of
+from rlhfless_ray.run.memory_needs import Lengths, ModelSize, device_needs, host_needs, models_of
 from rlhfless_ray.weights import load_policy as policy_files
 from tests.conftest import command, command_here, small_recipe
 from tests.placement.test_memory import LLAMA_70B, MIXTRAL, QWEN_05B, QWEN_7B, config
@@ -109,26 +109,26 @@ def test_every_family_counts_as_transformers_builds_it():
 
 def test_a_folder_s_size_is_in_its_headers_and_configuration(tmp_path):
     path = folder(tmp_path / "own", {"model_type": "of-my-own"})
-    assert Model.of(path, "policy.path") is None  # neither says
+    assert ModelSize.of(path, "policy.path") is None  # neither says
     shards = {"a.weight": [1000, 500], "lm_head.weight": [1000, 100]}
     stored = sum(sparse_weights(path / f"model-{i}.safetensors", {name: shape}) for i, (name, shape) in enumerate(shards.items()))
-    assert Model.of(path, "policy.path") == Model("policy.path", {"model_type": "of-my-own"}, 600_000, 500_000, stored)
+    assert ModelSize.of(path, "policy.path") == ModelSize("policy.path", {"model_type": "of-my-own"}, 600_000, 500_000, stored)
     sparse_weights(path / "consolidated.safetensors", shards)  # another library's copy of the same
     index = {"weight_map": {name: f"model-{i}.safetensors" for i, name in enumerate(shards)}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert Model.of(path, "policy.path").parameters == 600_000
+    assert ModelSize.of(path, "policy.path").parameters == 600_000
     for torn in (b"", b"\x00" * 5, struct.pack("<Q", 10**15) + b"{", struct.pack("<Q", 2) + b"[]"):
         (path / "model.safetensors").write_bytes(torn)
-        assert Model.of(path, "policy.path") is None  # whoever reads it says that it is torn
+        assert ModelSize.of(path, "policy.path") is None  # whoever reads it says that it is torn
 
 
 def test_of_headers_and_configuration_the_smaller_count_is_believed(tmp_path):
     """A folder may hold more than the causal LM that is loaded from it."""
     path = folder(tmp_path / "model", QWEN_05B)
     sparse_weights(path / "model.safetensors", {"model.embed_tokens.weight": [151_936, 896], "extra.weight": [500_000, 1000]})
-    assert Model.of(path, "policy.path").parameters == 494_032_768
+    assert ModelSize.of(path, "policy.path").parameters == 494_032_768
     sparse_weights(path / "model.safetensors", {"model.embed_tokens.weight": [151_936, 896]})
-    assert Model.of(path, "policy.path").parameters == 151_936 * 896
+    assert ModelSize.of(path, "policy.path").parameters == 151_936 * 896
 
 
 # ---- GPUs -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """What the modules may import: no circles, no stage that holds another one, and no simulator in what trains. Read from the
-sources, so imports inside functions and under TYPE_CHECKING count."""
+sources, so imports inside functions and under TYPE_CHECKING count. And class names, of which each is defined once."""
 
 from __future__ import annotations
 
@@ -157,3 +157,13 @@ def test_every_name_that_the_planner_exports_is_there() -> None:
     import placement
 
     assert all(getattr(placement, name) is not None for name in placement.__all__)
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    places: dict[str, list[str]] = {}
+    for package in ("rlhfless_ray", "placement", "benchmarks", "docs"):
+        for path in modules(package).values():
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

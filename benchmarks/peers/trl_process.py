@@ -112,7 +112,7 @@ def main(settings: dict[str, Any]) -> None:
     steps: list[dict[str, Any]] = []
     last_step: dict[str, Any] = {}
 
-    class Times(TrainerCallback):
+    class GRPOTimes(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             self.began_s = self.last = time.perf_counter()
             self.ready_s = time.time()
@@ -134,7 +134,7 @@ def main(settings: dict[str, Any]) -> None:
                 }
             )
 
-    times = Times()
+    times = GRPOTimes()
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward_function(settings),

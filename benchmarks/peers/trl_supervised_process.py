@@ -53,7 +53,7 @@ def main(settings: dict[str, Any]) -> None:
     tokens = [0]
     times: dict[str, float] = {}
 
-    class Times(TrainerCallback):
+    class SupervisedTimes(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             times.setdefault("ready_s", time.time())
             times["began"] = time.perf_counter()
@@ -67,7 +67,7 @@ def main(settings: dict[str, Any]) -> None:
                 steps[-1]["loss"] = logs["loss"]
 
     data = Dataset.from_list(rows)
-    shared = {"model": model, "train_dataset": data, "processing_class": tokenizer, "callbacks": [Times()]}
+    shared = {"model": model, "train_dataset": data, "processing_class": tokenizer, "callbacks": [SupervisedTimes()]}
     if settings["task"] == "sft":
         trainer: Any = SFTTrainer(args=SFTConfig(**common, completion_only_loss=True), **shared)
     else:

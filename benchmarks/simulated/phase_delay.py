@@ -31,7 +31,7 @@ STEPS = 12
 
 
 @dataclass(frozen=True)
-class Case:
+class DelayCase:
     """Runs on a pool. `update_s`: of an update on one slot. `serial`: share of it that more slots do not shorten. `value`: of a second."""
 
     runs: int
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass
 class Run:
-    case: Case
+    case: DelayCase
     rng: np.random.Generator
     kind: str = ""
     held: int = 0
@@ -102,7 +102,7 @@ class Run:
         return found
 
 
-def divide(runs: Sequence[Run], case: Case, now_s: float) -> None:
+def divide(runs: Sequence[Run], case: DelayCase, now_s: float) -> None:
     """Hand slots from rollouts to runs below their share, and free slots to all who want some."""
     for run in runs:
         if run.kind == "rollout":
@@ -145,7 +145,7 @@ def begin_update(run: Run, runs: Sequence[Run], rule: str, now_s: float) -> None
     run.held = min(run.held, run.aim)
 
 
-def simulate(case: Case, rule: str, seed: int) -> dict[str, float]:
+def simulate(case: DelayCase, rule: str, seed: int) -> dict[str, float]:
     """Return seconds and slot-seconds of a step, and the share of updates that were put off."""
     runs = [Run(case, np.random.default_rng([seed, number])) for number in range(case.runs)]
     for number, run in enumerate(runs):
@@ -184,7 +184,7 @@ def main() -> None:
     console, rows = make_console(), []
     heads = ("runs", "slots", "update on one slot, s", "serial", "value", "step at once, s")
     table = Table(*heads, *(f"{rule}: step, put off" for rule in RULES[1:]))
-    cases = [Case(*one) for one in itertools.product((2, 4), (8, 16), (20.0, 80.0), (0.05, 0.2), (1.0, 9.0))]
+    cases = [DelayCase(*one) for one in itertools.product((2, 4), (8, 16), (20.0, 80.0), (0.05, 0.2), (1.0, 9.0))]
     for case in cases[:1] if options.quick else cases:
         found: dict[str, Any] = {}
         for rule in RULES:

@@ -53,7 +53,7 @@ Step = tuple[Stage, ...]
 
 
 @dataclass(frozen=True)
-class PoolRun:
+class ArrivingRun:
     """A run that arrives at the pool. forecast: for each step the one before it, which is all that the run knows of the next."""
 
     name: str
@@ -72,7 +72,7 @@ class PoolRun:
         return sum(stage.least_slot_s for step in self.steps for stage in step)
 
 
-def pool_run(name: str, setting: Setting, steps: int, sizes: Sequence[int], arrival_s: float = 0.0, seed: int = 0) -> PoolRun:
+def pool_run(name: str, setting: Setting, steps: int, sizes: Sequence[int], arrival_s: float = 0.0, seed: int = 0) -> ArrivingRun:
     """Return a run of a setting with synthetic lengths. sizes: numbers of devices that its stages may work on."""
     workload = workload_of(setting.but(steps_per_epoch=1, epochs=steps + 1), seed)
     times = PhaseTimes.from_setting(setting)
@@ -81,7 +81,7 @@ def pool_run(name: str, setting: Setting, steps: int, sizes: Sequence[int], arri
         step_of(times, workload.lengths[i].ravel(), np.repeat(workload.prompt_tokens[i], samples), sizes)
         for i in range(len(workload.epoch))
     ]
-    return PoolRun(name, arrival_s, tuple(found[1:]), tuple(found[:-1]))
+    return ArrivingRun(name, arrival_s, tuple(found[1:]), tuple(found[:-1]))
 
 
 def step_of(times: PhaseTimes, lengths: np.ndarray, prompts: np.ndarray, sizes: Sequence[int]) -> Step:

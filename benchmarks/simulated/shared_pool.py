@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.common.results import Target, make_console, result_folder, save, show_targets
 from benchmarks.common.run_metadata import provenance
 from benchmarks.simulated.pool_policies import Interleaved, Market, Partitions
-from benchmarks.simulated.pool_work import PoolRun, pool_run
+from benchmarks.simulated.pool_work import ArrivingRun, pool_run
 from benchmarks.simulated.simulate_pool import PoolOutcome, PoolPolicy, simulate_pool
 from benchmarks.simulator_page import write_page
 from placement.simulate import named, names
@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-def runs_of(case: Case, seed: int) -> list[PoolRun]:
+def runs_of(case: Case, seed: int) -> list[ArrivingRun]:
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(case.between_s, case.runs))
     chosen = [case.settings[k] for k in rng.permutation(np.resize(np.arange(len(case.settings)), case.runs))]
@@ -85,7 +85,7 @@ def policies(case: Case) -> dict[str, Iterable[PoolPolicy]]:
     }
 
 
-def best(runs: list[PoolRun], devices: int, tried: Iterable[PoolPolicy]) -> tuple[PoolOutcome, str]:
+def best(runs: list[ArrivingRun], devices: int, tried: Iterable[PoolPolicy]) -> tuple[PoolOutcome, str]:
     """Return the outcome with the most work per slot-second, and its settings. Partitions that cannot hold a run drop out."""
     found: list[tuple[PoolOutcome, str]] = []
     for policy in tried:
@@ -136,7 +136,7 @@ def measure(case: Case, seeds: range) -> dict[str, Any]:
     return {**asdict(case), "seeds": len(seeds), "most_per_slot_s": float(np.mean(most)), "policies": found, "over": over}
 
 
-def most_per_slot_s(runs: list[PoolRun], devices: int) -> float:
+def most_per_slot_s(runs: list[ArrivingRun], devices: int) -> float:
     """Return a bound on the work per slot-second: no run ends before its stages can, one after another, each at its fastest."""
     ends = [run.arrival_s + sum(stage.seconds[-1] for step in run.steps for stage in step) for run in runs]
     work = sum(run.work for run in runs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from benchmarks.simulated.pool_work import PoolRun, Stage
+from benchmarks.simulated.pool_work import ArrivingRun, Stage
 
 CLOSE = 1e-9  # seconds, or share of a stage, that count as none
 
@@ -17,7 +17,7 @@ class Progress:
     """A run at work. left: share of the current stage that is left. slots: devices it holds, of which `working` work, all of them from
     `ready_s` on."""
 
-    run: PoolRun
+    run: ArrivingRun
     step: int = 0
     part: int = 0
     left: float = 1.0
@@ -70,7 +70,7 @@ class PoolOutcome:
     """Outcome of a policy. end_s, begun_s, cost: of each run; cost in device-seconds that it paid for."""
 
     devices: int
-    runs: tuple[PoolRun, ...]
+    runs: tuple[ArrivingRun, ...]
     end_s: dict[str, float] = field(default_factory=dict)
     begun_s: dict[str, float] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class PoolOutcome:
         return [self.end_s[run.name] - run.arrival_s for run in self.runs]
 
 
-def simulate_pool(runs: Sequence[PoolRun], devices: int, policy: PoolPolicy) -> PoolOutcome:
+def simulate_pool(runs: Sequence[ArrivingRun], devices: int, policy: PoolPolicy) -> PoolOutcome:
     """Run all runs under a policy. Raises RuntimeError if it leaves all runs without devices for ever or gives more than there are, and
     ValueError for a stage with fewer devices than it needs."""
     arriving = sorted(runs, key=lambda run: (run.arrival_s, run.name))

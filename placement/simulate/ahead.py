@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from placement.simulate.one_step_off import candidates_beside, check_split, learning_s, neighbours_beside
-from placement.simulate.partial_rollout import Generation, PartialRollout
+from placement.simulate.partial_rollout import PartialGeneration, PartialRollout
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import PREFERS
 from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSettings, StepRun
@@ -16,7 +16,9 @@ from placement.simulate.simulate_step import DeviceHold, StepInput, StepPlanSett
 LEARNERS = (0.25, 0.5, 0.75)  # shares of the devices that learn, among which a share of more groups is chosen
 
 
-def step_ahead(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+def step_ahead(
+    times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: PartialGeneration, learned: float, rollout: str
+) -> StepRun:
     """Run a step as the runtime does with `rollout.ahead`.
 
     The learner takes its devices first, as one step off. Engines wake on those that are left, and work until the update
@@ -34,7 +36,9 @@ def step_ahead(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, gene
     if first.rest is not None:
         assert first.after is not None
         wake = state + times.wake_s if plan.engines > beside else 0.0 if _all_work(first) else times.wake_s
-        rest = Generation(first.after)(times, first.rest, rollout, engines=plan.engines, prefer=plan.prefer, transfer_s=sent, wake_s=wake)
+        rest = PartialGeneration(first.after)(
+            times, first.rest, rollout, engines=plan.engines, prefer=plan.prefer, transfer_s=sent, wake_s=wake
+        )
         parts.append((rest, updated))
         generate.last = rest
     last, began = parts[-1]

@@ -10,7 +10,7 @@ import numpy as np
 from placement.simulate.ahead import candidates_ahead, neighbours_ahead, starts_ahead, step_ahead
 from placement.simulate.elastic_policy import ROUGH_POLICY, elastic
 from placement.simulate.one_step_off import NOT_BUILT, splits
-from placement.simulate.partial_rollout import Generation, InFlight
+from placement.simulate.partial_rollout import InFlight, PartialGeneration
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.plan_candidates import PREFERS, SHARES, candidates, fits, neighbours
 from placement.simulate.plan_search import Planner
@@ -21,7 +21,7 @@ AHEAD = "ours (ahead)"  # name of partial rollouts that begin beside the update
 TRIED = 3  # steps of the pipeline that such a share is tried on, once the pipeline is full
 
 Policy = Callable[[PhaseTimes, StepInput, Planner], StepRun]
-Steps = Callable[[PhaseTimes, StepInput, StepPlanSettings, Generation, float, str], StepRun]
+Steps = Callable[[PhaseTimes, StepInput, StepPlanSettings, PartialGeneration, float, str], StepRun]
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Partial:
         assert self.state is not None
         state = self.state.begin(given)
         view = state.step_input(given, times.setting.response_limit)
-        plan, generation = self.chosen[0], Generation(state)
+        plan, generation = self.chosen[0], PartialGeneration(state)
         if self.space is not None:
-            plan = self._search(times, view, planner, Generation(state), self.space)
+            plan = self._search(times, view, planner, PartialGeneration(state), self.space)
         done = self.steps(times, view, plan, generation, self.learned, "ours")
         return self._commit(done, generation, planner)
 
-    def _commit(self, done: StepRun, generation: Generation, planner: Planner) -> StepRun:
+    def _commit(self, done: StepRun, generation: PartialGeneration, planner: Planner) -> StepRun:
         run = generation.last
         assert run is not None and run.trained is not None
         self.state, self.learned = run.after, float(run.trained.tokens.sum())
@@ -96,7 +96,9 @@ class Partial:
         lag = (*[0.0] * (self.extra_lag + 1 - self.versions_in_step), *run.lag)
         return replace(done, policy=self.name, lag=lag, reason=f"{built}partial rollouts: {more}{done.reason}", planned=expected)
 
-    def _search(self, times: PhaseTimes, view: StepInput, planner: Planner, generation: Generation, space: SearchSpace) -> StepPlanSettings:
+    def _search(
+        self, times: PhaseTimes, view: StepInput, planner: Planner, generation: PartialGeneration, space: SearchSpace
+    ) -> StepPlanSettings:
         """Return the plan of a step, from scenarios of what is in flight."""
 
         def trial(rollout: str) -> Callable[[StepInput, StepPlanSettings], StepRun]:
@@ -139,7 +141,7 @@ class Partial:
             state = state.begin(drawn)
             if k == 0 and share:
                 state = state.begin(replace(drawn, lengths=given.scenarios[:, -1]), round(share * state.quota))
-            generation = Generation(state)
+            generation = PartialGeneration(state)
             done.append(self.steps(times, state.step_input(drawn, times.setting.response_limit), plan, generation, learned, ROUGH_POLICY))
             run = generation.last
             assert run is not None and run.after is not None and run.trained is not None
@@ -147,7 +149,9 @@ class Partial:
         return state, learned, done
 
 
-def _april(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+def _april(
+    times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: PartialGeneration, learned: float, rollout: str
+) -> StepRun:
     d, times = times.devices, times.at(plan.width)
     run = generate(times, given, "fixed", engines=plan.engines, prefer=1.0, wake_s=times.warm_s)
     assert run.trained is not None
@@ -159,7 +163,9 @@ def _april(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate
     return StepRun("april", end, busy, run.end_s, 0, all_phases(d, end), f"{d} devices for everything{wide}")
 
 
-def _separate(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+def _separate(
+    times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: PartialGeneration, learned: float, rollout: str
+) -> StepRun:
     d, m, times = times.devices, plan.late, times.at(plan.width)
     sent, learn = times.broadcast_s, times.prepare_s(learned, m) + times.learn_s(learned, m)
     run = generate(
@@ -178,11 +184,15 @@ def _separate(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, gener
     return StepRun("fixed", end, busy, run.end_s, 0, separate_holds(d - m, m, end), describe_split(plan))
 
 
-def _ours(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+def _ours(
+    times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: PartialGeneration, learned: float, rollout: str
+) -> StepRun:
     return elastic(times, given, plan, rollout=rollout, generate=generate)
 
 
-def _as_built(times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: Generation, learned: float, rollout: str) -> StepRun:
+def _as_built(
+    times: PhaseTimes, given: StepInput, plan: StepPlanSettings, generate: PartialGeneration, learned: float, rollout: str
+) -> StepRun:
     """Simulate a step as the runtime does it: early gradients with GRPO, and only early forward passes with PPO."""
     return elastic(times, given, plan, rollout=rollout, generate=generate, gradients=not times.ppo)
 

@@ -123,7 +123,7 @@ class PartialRollout(SimulatedRollout):
     rest: StepInput | None = None
 
 
-class Generation:
+class PartialGeneration:
     """Generates until the quota of groups is complete, and all that must be. Keeps its last rollout."""
 
     def __init__(self, state: InFlight) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.load_agent import AgentSource, Player
 from rlhfless_ray.agent.messages import AgentHung, CpuTime, EpisodeEnd, EpisodePort, EpisodeStart, TurnReply, TurnRequest
@@ -150,7 +150,7 @@ class AgentActor:
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
 
-                async def generate(token_ids: list[int], params: Any) -> Reply:
+                async def generate(token_ids: list[int], params: Any) -> PolicyReply:
                     return await self._generate(episode_port, limit, given, token_ids, params)
 
                 result = await self.player.play(start.prompt, start.label, given, generate)
@@ -165,7 +165,9 @@ class AgentActor:
         episode_port.agent_since_s, episode_port.is_over = None, True
         episode_port.out.put(self._end_of(episode_port, result))
 
-    async def _generate(self, episode_port: EpisodePort, limit: asyncio.Timeout, given: Any, token_ids: list[int], params: Any) -> Reply:
+    async def _generate(
+        self, episode_port: EpisodePort, limit: asyncio.Timeout, given: Any, token_ids: list[int], params: Any
+    ) -> PolicyReply:
         """Request a policy turn. The agent's time limit is paused meanwhile."""
         if limit.expired():
             raise TimeoutError("this episode's time is over")
@@ -195,11 +197,11 @@ class AgentActor:
             if not episode_port.waiting and not episode_port.is_over and not limit.expired():
                 episode_port.agent_since_s = time.monotonic()
                 limit.reschedule(self.loop.time() + self.timeout_s)
-        reply = Reply(reply.token_ids, self._reply_text(reply, params, stop), reply.logprobs, reply.finish_reason)
+        reply = PolicyReply(reply.token_ids, self._reply_text(reply, params, stop), reply.logprobs, reply.finish_reason)
         episode_port.replies.append((context, reply))
         return reply
 
-    def _reply_text(self, reply: Reply, params: Any, stop: tuple[str, ...]) -> str:
+    def _reply_text(self, reply: PolicyReply, params: Any, stop: tuple[str, ...]) -> str:
         """Return the text that vLLM would return for these sampling parameters."""
         ids, ended = list(reply.token_ids), reply.finish_reason == "stop"
         skip, shown = getattr(params, "skip_special_tokens", True), getattr(params, "include_stop_str_in_output", False)
@@ -242,7 +244,7 @@ def _deliver(episodes: dict[int, EpisodePort], answers: list[TurnReply]) -> None
             future.set_result(one.reply)
 
 
-def add_logprobs(episode: Episode, replies: list[tuple[tuple[int, ...], Reply]]) -> Episode | str:
+def add_logprobs(episode: Episode, replies: list[tuple[tuple[int, ...], PolicyReply]]) -> Episode | str:
     """Add log-probabilities to an episode whose executor returned none, from the policy's replies at the same positions.
 
     Returns an error message if an action token was not generated at its position.

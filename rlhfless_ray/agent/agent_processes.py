@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.load_agent import KEY
 from rlhfless_ray.agent.messages import AgentHung, CpuTime, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.common.deadlines import get
@@ -61,7 +61,7 @@ class AgentProcesses:
         self.ledger = ledger
         self._start, self.count, self.timeout_s, self.faults, self.deadline_s = start, count, timeout_s, faults, deadline_s
         self.processes: list[_AgentProcess] = []
-        self.replies: dict[int, list[tuple[tuple[int, ...], Reply]]] = {}
+        self.replies: dict[int, list[tuple[tuple[int, ...], PolicyReply]]] = {}
         self.replaced = 0
 
     # ---- life -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Reply:
+class PolicyReply:
     """The policy's reply to a context."""
 
     token_ids: list[int]
@@ -18,7 +18,7 @@ class Reply:
     finish_reason: str  # "stop" or "length"
 
 
-Generate = Callable[[list[int], Any], Awaitable[Reply]]  # context, sampling parameters
+Generate = Callable[[list[int], Any], Awaitable[PolicyReply]]  # context, sampling parameters
 
 
 class AgentEngine:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import Episode
 
-Drawn = tuple[tuple[tuple[int, ...], Reply, int], ...]  # context, reply and weight version of each turn of the policy
+Drawn = tuple[tuple[tuple[int, ...], PolicyReply, int], ...]  # context, reply and weight version of each turn of the policy
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class EpisodeStart:
     temperature: float
     top_p: float = 1.0
     min_tokens: int = 0  # of a policy turn, unless the agent requests another number
-    earlier_replies: tuple[tuple[tuple[int, ...], Reply], ...] = ()
+    earlier_replies: tuple[tuple[tuple[int, ...], PolicyReply], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TurnReply:
 
     key: int
     turn: int
-    reply: Reply
+    reply: PolicyReply
 
 
 @dataclass
@@ -89,4 +89,4 @@ class EpisodePort:
     agent_s: float = 0.0
     is_over: bool = False  # a server that an agent started may still send requests
     waiting: dict[int, Any] = field(default_factory=dict)  # turn → future of the reply
-    replies: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
+    replies: list[tuple[tuple[int, ...], PolicyReply]] = field(default_factory=list)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.load_agent import KEY, AgentSource
 from rlhfless_ray.agent.messages import AgentHung, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.common.errors import UserError
@@ -58,7 +58,7 @@ def _error(actor: Any, number: int, prompt: str, label: Any, end: list[int]) -> 
             if event.turn == TURNS:
                 return None
             tokens = ([*words, *end] or [event.token_ids[-1]])[: event.max_tokens]
-            reply = Reply(tokens, "", [-1.0] * len(tokens), "stop")
+            reply = PolicyReply(tokens, "", [-1.0] * len(tokens), "stop")
             actor.answer(number + 1, [TurnReply(number, event.turn, reply)])
     return None
 

@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 
 import numpy as np
 
-from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.messages import Drawn
 from rlhfless_ray.types import UNFINISHED, Completion
@@ -25,12 +25,12 @@ def unfinished_episode(key: int, drawn: Drawn, newest: int) -> Completion:
     return Completion(key, np.array(tokens, np.int32), np.array(logprobs, np.float32), UNFINISHED, version, versions, turns)
 
 
-def replies_of(completion: Completion) -> tuple[tuple[tuple[int, ...], Reply], ...]:
+def replies_of(completion: Completion) -> tuple[tuple[tuple[int, ...], PolicyReply], ...]:
     """Return (context, reply) of each turn of an unfinished episode."""
     ends = accumulate(tokens for _, tokens, _ in completion.turns)
     parts = [(context, slice(end - tokens, end), reason) for (context, tokens, reason), end in zip(completion.turns, ends, strict=True)]
     ids, logprobs = completion.token_ids, completion.logprobs
-    return tuple((context, Reply(ids[part].tolist(), "", logprobs[part].tolist(), reason)) for context, part, reason in parts)
+    return tuple((context, PolicyReply(ids[part].tolist(), "", logprobs[part].tolist(), reason)) for context, part, reason in parts)
 
 
 def versions_of_turns(completion: Completion) -> list[int]:

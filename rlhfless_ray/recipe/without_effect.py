@@ -12,7 +12,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import PAIRED, SupervisedRecipe
 
 
-class Rule(NamedTuple):
+class UnusedKeys(NamedTuple):
     """Keys, separated by spaces, that have no effect in a recipe for which `holds` is true. `why` completes a sentence about them."""
 
     keys: str
@@ -27,82 +27,86 @@ def _has_sink(recipe: Any) -> bool:
 
 SCORING = "reward.contract reward.workers reward.timeout_s"
 COMMON = (
-    Rule(
+    UnusedKeys(
         "policy.hidden_size policy.layers policy.context_tokens warm_start.steps warm_start.batch_size warm_start.learning_rate",
         "only a policy made from scratch has them, and policy.path names a model",
         lambda r: bool(r.policy.path),
     ),
-    Rule("evaluate.split", "evaluate.path names no data set", lambda r: not r.evaluate.path),
-    Rule("watch.tensorboard_path", "watch.tensorboard is off", lambda r: not r.watch.tensorboard),
-    Rule("watch.wandb_project watch.wandb_entity watch.wandb_group", "watch.wandb is off", lambda r: r.watch.wandb == "off"),
-    Rule("watch.mlflow_experiment", "watch.mlflow names no address", lambda r: not r.watch.mlflow),
-    Rule("watch.every_steps", "metrics.jsonl has every step, and nothing else logs them", lambda r: not _has_sink(r)),
+    UnusedKeys("evaluate.split", "evaluate.path names no data set", lambda r: not r.evaluate.path),
+    UnusedKeys("watch.tensorboard_path", "watch.tensorboard is off", lambda r: not r.watch.tensorboard),
+    UnusedKeys("watch.wandb_project watch.wandb_entity watch.wandb_group", "watch.wandb is off", lambda r: r.watch.wandb == "off"),
+    UnusedKeys("watch.mlflow_experiment", "watch.mlflow names no address", lambda r: not r.watch.mlflow),
+    UnusedKeys("watch.every_steps", "metrics.jsonl has every step, and nothing else logs them", lambda r: not _has_sink(r)),
 )
 
 OF_RUNS = (
-    Rule("run.steps", "run.episodes determines the steps", lambda r: r.run.episodes is not None),
-    Rule(
+    UnusedKeys("run.steps", "run.episodes determines the steps", lambda r: r.run.episodes is not None),
+    UnusedKeys(
         "prompts.prompt_column prompts.split",
         "the built-in task of prompts.task has columns of its own, and no splits",
         lambda r: bool(r.prompts.task),
     ),
-    Rule("prompts.answer_column", "the built-in task of prompts.task has its own", lambda r: r.prompts.task and r.prompts.answer_column),
-    Rule("prompts.tools_column", "only prompts.template=chat reads tools", lambda r: r.prompts.template == "none"),
-    Rule("prompts.add_bos", "the chat template decides it", lambda r: r.prompts.template == "chat"),
-    Rule(
+    UnusedKeys(
+        "prompts.answer_column", "the built-in task of prompts.task has its own", lambda r: r.prompts.task and r.prompts.answer_column
+    ),
+    UnusedKeys("prompts.tools_column", "only prompts.template=chat reads tools", lambda r: r.prompts.template == "none"),
+    UnusedKeys("prompts.add_bos", "the chat template decides it", lambda r: r.prompts.template == "chat"),
+    UnusedKeys(
         "evaluate.path evaluate.every_steps evaluate.greedy evaluate.temperature evaluate.samples_per_prompt evaluate.source_column",
         "evaluate.prompts is 0, so nothing is evaluated",
         lambda r: r.learns and not r.evaluate.prompts,
     ),
-    Rule("rollout.migrate_tau", "rollout.migrate is not `tau`", lambda r: r.rollout.migrate != "tau"),
-    Rule("rollout.drafter_learning_rate", "rollout.drafter_train is off", lambda r: r.rollout.drafter_train == "off"),
-    Rule(
+    UnusedKeys("rollout.migrate_tau", "rollout.migrate is not `tau`", lambda r: r.rollout.migrate != "tau"),
+    UnusedKeys("rollout.drafter_learning_rate", "rollout.drafter_train is off", lambda r: r.rollout.drafter_train == "off"),
+    UnusedKeys(
         "rollout.drafter_hidden_size rollout.drafter_layers",
         "only a drafter with random weights has them: rollout.drafter_train is on and rollout.drafter names none",
         lambda r: r.rollout.drafter_train == "off" or bool(r.rollout.drafter),
     ),
-    Rule(
+    UnusedKeys(
         "reward.value_head reward.ranks reward.micro_batch_tokens",
         "reward.model_path names no reward model",
         lambda r: not r.reward.model_path,
     ),
-    Rule(
+    UnusedKeys(
         SCORING,
         "the reward model of reward.model_path scores in reward.ranks processes, within reward.deadline_s",
         lambda r: bool(r.reward.model_path),
     ),
-    Rule("reward.contract", "reward.url names servers", lambda r: bool(r.reward.url)),
-    Rule(
+    UnusedKeys("reward.contract", "reward.url names servers", lambda r: bool(r.reward.url)),
+    UnusedKeys(
         "reward.deadline_s",
         "only reward.url and reward.model_path use it, and neither is set",
         lambda r: not r.reward.url and not r.reward.model_path,
     ),
-    Rule(SCORING, "the agent of agent.path gives the rewards", lambda r: bool(r.agent.path)),
-    Rule("reward.overlong_feedback", "agent.path names no agent", lambda r: not r.agent.path),
-    Rule(
+    UnusedKeys(SCORING, "the agent of agent.path gives the rewards", lambda r: bool(r.agent.path)),
+    UnusedKeys("reward.overlong_feedback", "agent.path names no agent", lambda r: not r.agent.path),
+    UnusedKeys(
         "algorithm.kl.estimator algorithm.kl.place algorithm.kl.limit algorithm.kl.unbiased_gradient",
         "algorithm.kl.coefficient is 0",
         lambda r: not r.algorithm.kl.coefficient,
     ),
-    Rule("algorithm.kl.horizon", "algorithm.kl.target is not set", lambda r: r.algorithm.kl.target is None),
-    Rule("algorithm.uncorrected_lag", "rollout.max_lag_steps is 0", lambda r: not r.rollout.max_lag_steps),
-    Rule("critic.warmup_share", "the schedule `constant` of critic.schedule has no warm-up", lambda r: r.critic.schedule == "constant"),
-    Rule(
+    UnusedKeys("algorithm.kl.horizon", "algorithm.kl.target is not set", lambda r: r.algorithm.kl.target is None),
+    UnusedKeys("algorithm.uncorrected_lag", "rollout.max_lag_steps is 0", lambda r: not r.rollout.max_lag_steps),
+    UnusedKeys(
+        "critic.warmup_share", "the schedule `constant` of critic.schedule has no warm-up", lambda r: r.critic.schedule == "constant"
+    ),
+    UnusedKeys(
         "critic.min_rate_share",
         "it applies to the schedule `cosine_with_min_lr`, and critic.schedule is another",
         lambda r: r.critic.schedule != "cosine_with_min_lr",
     ),
-    Rule(
+    UnusedKeys(
         "objective.prefer",
         "objective.deadline_s, budget or knee takes precedence",
         lambda r: bool(r.objective.deadline_s or r.objective.budget or r.objective.knee),
     ),
-    Rule(
+    UnusedKeys(
         "reward.clip_range reward.overlong_buffer_tokens reward.overlong_limit_tokens reward.overlong_penalty reward.stop_properly_penalty",
         "only learning uses this, and nothing is learned",
         lambda r: not r.learns,
     ),
-    Rule(
+    UnusedKeys(
         f"reward.max_failed_share {SCORING}",
         "nothing is scored: set reward.function, reward.url or reward.model_path",
         lambda r: not r.learns and not r.scores,
@@ -110,21 +114,21 @@ OF_RUNS = (
 )
 
 OF_STAGES = (
-    Rule("run.epochs", "run.steps determines the steps", lambda r: r.run.steps is not None and r.run.schedule_end == "last_step"),
-    Rule("run.schedule_end", "only data.remainder=carry adds steps to an epoch's batches", lambda r: r.data.remainder != "carry"),
-    Rule("data.split", "the built-in task of data.task has no splits", lambda r: bool(r.data.task)),
-    Rule("data.tools_column", "only data.template=chat reads tools", lambda r: r.data.template == "none"),
-    Rule("data.add_bos", "the chat template decides it", lambda r: r.data.template == "chat"),
-    Rule("data.input_template", "data.prompt_column is empty, so there are no prompts", lambda r: not r.data.prompt_column),
-    Rule("data.response_column", "the task reads other columns", lambda r: r.task in (*PAIRED, "prm")),
-    Rule("data.chosen_column data.rejected_column", "the task reads no pairs", lambda r: r.task not in PAIRED),
-    Rule("data.margin_column", "only `rm` with loss.kind=sigmoid has margins", lambda r: r.task != "rm" or r.loss.kind != "sigmoid"),
-    Rule("data.label_column", "the task reads no labels", lambda r: r.task not in ("kto", "prm")),
-    Rule("learner.share_prompts", "a row of the task is one sequence", lambda r: r.task not in PAIRED),
-    Rule("price.rollout_slot_per_hour", "a supervised stage has no rollout", lambda _: True),
-    Rule("price.parked_share", "a supervised stage parks no processes", lambda _: True),
-    Rule("checkpoint.keep", "checkpoint.every_steps is 0, so there is one checkpoint", lambda r: not r.checkpoint.has_regular),
-    Rule("watch.samples_per_step", "a supervised stage draws no samples", lambda _: True),
+    UnusedKeys("run.epochs", "run.steps determines the steps", lambda r: r.run.steps is not None and r.run.schedule_end == "last_step"),
+    UnusedKeys("run.schedule_end", "only data.remainder=carry adds steps to an epoch's batches", lambda r: r.data.remainder != "carry"),
+    UnusedKeys("data.split", "the built-in task of data.task has no splits", lambda r: bool(r.data.task)),
+    UnusedKeys("data.tools_column", "only data.template=chat reads tools", lambda r: r.data.template == "none"),
+    UnusedKeys("data.add_bos", "the chat template decides it", lambda r: r.data.template == "chat"),
+    UnusedKeys("data.input_template", "data.prompt_column is empty, so there are no prompts", lambda r: not r.data.prompt_column),
+    UnusedKeys("data.response_column", "the task reads other columns", lambda r: r.task in (*PAIRED, "prm")),
+    UnusedKeys("data.chosen_column data.rejected_column", "the task reads no pairs", lambda r: r.task not in PAIRED),
+    UnusedKeys("data.margin_column", "only `rm` with loss.kind=sigmoid has margins", lambda r: r.task != "rm" or r.loss.kind != "sigmoid"),
+    UnusedKeys("data.label_column", "the task reads no labels", lambda r: r.task not in ("kto", "prm")),
+    UnusedKeys("learner.share_prompts", "a row of the task is one sequence", lambda r: r.task not in PAIRED),
+    UnusedKeys("price.rollout_slot_per_hour", "a supervised stage has no rollout", lambda _: True),
+    UnusedKeys("price.parked_share", "a supervised stage parks no processes", lambda _: True),
+    UnusedKeys("checkpoint.keep", "checkpoint.every_steps is 0, so there is one checkpoint", lambda r: not r.checkpoint.has_regular),
+    UnusedKeys("watch.samples_per_step", "a supervised stage draws no samples", lambda _: True),
 )
 
 ON_CPU = "rollout.gpu_memory_share", "slots are CPU cores"

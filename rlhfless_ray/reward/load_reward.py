@@ -32,9 +32,9 @@ def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
 
         return HttpSource.load(reward.url, column, reward.deadline_s, reward.batch_samples)
     if reward.model_path:
-        from rlhfless_ray.reward.reward_model import ModelSource
+        from rlhfless_ray.reward.reward_model import RewardModelSource
 
-        return ModelSource.load(recipe, tokenizer)
+        return RewardModelSource.load(recipe, tokenizer)
     function = reward.function
     if not function and not recipe.learns:
         return Source()  # nothing is scored

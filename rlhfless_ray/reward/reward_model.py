@@ -45,7 +45,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class ModelSource(Source):
+class RewardModelSource(Source):
     pool_kind: ClassVar[str] = "reward"
     on_device: ClassVar[bool] = True
 
@@ -59,7 +59,7 @@ class ModelSource(Source):
     deterministic: bool = False  # see `run.deterministic`
 
     @classmethod
-    def load(cls, recipe: Recipe, tokenizer: Any) -> ModelSource:
+    def load(cls, recipe: Recipe, tokenizer: Any) -> RewardModelSource:
         """Read the folder. Raises UserError if it is not a reward model or its tokens are not the policy `tokenizer`'s."""
         reward = recipe.reward
         files = read_folder(Path(reward.model_path), KEY)
@@ -95,7 +95,7 @@ class ModelWorker(Worker):
     A divided model has further members, processes that take part in every pass. Under the first lease each keeps its slices.
     """
 
-    def __init__(self, source: ModelSource, device: str = "cpu") -> None:
+    def __init__(self, source: RewardModelSource, device: str = "cpu") -> None:
         from rlhfless_ray.reward.scalar_model import ScalarModel
 
         self.source = source

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.agent.agent_processes import AgentProcesses
-from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.messages import Drawn, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.agent.unfinished_episode import replies_of, unfinished_episode, versions_of_turns
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -171,7 +171,7 @@ class MultiTurnRollout(RolloutDriver):
             epoch, event = self.waiting.pop(key)
             completion = self.token_log.completions[key]
             self.written[event.key] += len(completion.token_ids)
-            reply = Reply(completion.token_ids.tolist(), "", completion.logprobs.tolist(), completion.finish_reason)
+            reply = PolicyReply(completion.token_ids.tolist(), "", completion.logprobs.tolist(), completion.finish_reason)
             answers.setdefault(epoch, []).append((event.token_ids, TurnReply(event.key, event.turn, reply)))
         for epoch, replies in answers.items():
             self.agents.answer(epoch, replies)

@@ -19,7 +19,7 @@ from rlhfless_ray.learn.model_checks import refusal
 from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import check_kernels
-from rlhfless_ray.run.memory_needs import SURE_SEQUENCES, UNREAD, Lengths, Model, Need, device_needs, gb, host_needs, kv_mb, models_of
+from rlhfless_ray.run.memory_needs import SURE_SEQUENCES, UNREAD, Lengths, ModelSize, Need, device_needs, gb, host_needs, kv_mb, models_of
 
 if TYPE_CHECKING:
     from rlhfless_ray.local.cluster import RayCluster
@@ -67,13 +67,13 @@ class Room:
 # ---- whether it fits --------------------------------------------------------------------------------------------
 
 
-def shortage(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths = UNREAD) -> Need | None:
+def shortage(recipe: Recipe, models: dict[str, ModelSize], room: Room, lengths: Lengths = UNREAD) -> Need | None:
     """Return the first need that does not fit, or None."""
     needs = device_needs(recipe, models, lengths) if room.resource == GPU else host_needs(recipe, models, room.has_driver, lengths)
     return room.first_without_room(needs)
 
 
-def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths = UNREAD) -> str:
+def check(recipe: Recipe, models: dict[str, ModelSize], find_room: Callable[[], Room], lengths: Lengths = UNREAD) -> str:
     """Raise DoesNotFit if the least memory of the recipe's functions is not available.
 
     Returns a note if the available memory is unknown, else an empty text. `find_room` is called unless all needs are small.
@@ -95,7 +95,7 @@ def check(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room
     return ""
 
 
-def _with_fitting_width(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> Recipe:
+def _with_fitting_width(recipe: Recipe, models: dict[str, ModelSize], room: Room, lengths: Lengths) -> Recipe:
     """Return the recipe with the narrowest engines that fit, if their width is automatic."""
     if recipe.rollout.tensor_parallel != "auto" or room.resource != GPU or "policy" not in models:
         return recipe
@@ -121,7 +121,7 @@ def sentence(need: Need, room: Room) -> str:
 
 def advice(
     recipe: Recipe,
-    models: dict[str, Model],
+    models: dict[str, ModelSize],
     room: Room,
     lengths: Lengths,
     fits: Callable[[Recipe], bool],
@@ -138,7 +138,7 @@ def advice(
     return f"no setting makes it fit: take a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
 
 
-def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> Iterator[dict[str, Any]]:
+def _changes(recipe: Recipe, models: dict[str, ModelSize], room: Room, lengths: Lengths) -> Iterator[dict[str, Any]]:
     """Yield settings that save memory: first those that change the training result only by rounding."""
     learner, rollout = recipe.learner, recipe.rollout
     counts = sorted({*(2**k for k in range(room.slots.bit_length()) if 2**k <= room.slots), room.slots})
@@ -185,7 +185,7 @@ def _changes(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Leng
         yield {"rollout.max_lag_steps": 0}
 
 
-def _divides(width: int, model: Model | None) -> bool:
+def _divides(width: int, model: ModelSize | None) -> bool:
     """Return whether several processes can share a copy of the model."""
     return width > 1 and model is not None and refusal(model.config, width) is None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from placement import memory, peak_memory
-from placement.peak_memory import Choice, MicroBatch
+from placement.peak_memory import MicroBatch, UpdateSettings
 from placement.speed.roofline import FEW_SEQUENCES
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
@@ -27,7 +27,7 @@ from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Roo
 from rlhfless_ray.run.memory_needs import (
     SURE_SEQUENCES,
     Lengths,
-    Model,
+    ModelSize,
     Need,
     TrainingGroup,
     gb,
@@ -40,7 +40,7 @@ from rlhfless_ray.run.memory_needs import (
 
 AnyRecipe = TypeVar("AnyRecipe", Recipe, SupervisedRecipe)
 GROWN_KV_SHARE = 0.1  # of the memory that settings may take: what all engines together may take for KV beyond 256 MB each
-AUTO_KEYS = {  # of section `learner`, with the field of `Choice` that each takes
+AUTO_KEYS = {  # of section `learner`, with the field of `UpdateSettings` that each takes
     "micro_batch_tokens": "micro_batch_tokens",
     "gradient_checkpointing": "checkpointing",
     "overlap": "overlap",
@@ -92,7 +92,7 @@ class Fit:
         return "; ".join(filter(None, [at_work, self.kv_on(resource), self.reason]))
 
 
-def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
+def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, ModelSize]:
     """Return the models. `config`, `parameters`: the policy's, used if it has no folder."""
     return policy_models(recipe, config, parameters) | models_of(recipe)
 
@@ -100,7 +100,9 @@ def models_with(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict
 # ---- predictions ------------------------------------------------------------------------------------------------
 
 
-def predicted_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room, *, engines_keep: bool = False) -> list[Need]:
+def predicted_needs(
+    recipe: Recipe, models: dict[str, ModelSize], lengths: Lengths, room: Room, *, engines_keep: bool = False
+) -> list[Need]:
     """Predict the peak of each function's process while it works, and on CPU slots the peaks of everything in memory at once.
 
     Settings that are `auto` count as their defaults. Rewards are part of the driver's figure. `engines_keep`: whether parked engines keep
@@ -186,7 +188,7 @@ def micro_batch(recipe: Recipe, lengths: Lengths, ranks: int, *, has_logits: boo
     return MicroBatch(tokens, max(longest, row), tokens if has_logits else 0, is_only=tokens == samples * longest)
 
 
-def _kept_bytes(recipe: Recipe, policy: Model) -> int:
+def _kept_bytes(recipe: Recipe, policy: ModelSize) -> int:
     """Return the bytes of the learner's state that the driver's node keeps in memory."""
     average = memory.AVERAGE_BYTES * policy.parameters if recipe.ema.beta is not None else 0
     if recipe.lora.rank or not snapshot_every_steps(recipe, policy.parameters):
@@ -197,7 +199,7 @@ def _kept_bytes(recipe: Recipe, policy: Model) -> int:
 # ---- settings ---------------------------------------------------------------------------------------------------
 
 
-def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
+def fit(recipe: Recipe, models: dict[str, ModelSize], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
     """Choose the settings that are `auto`: of all values that fit, those that cost the least time.
 
     `find_room` is called unless everything is small. Raises DoesNotFit if a setting is `auto` and no value of it fits.
@@ -214,7 +216,7 @@ def fit(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room],
     return replace(found, give_back_at_once=too_much and room.resource == CPU)
 
 
-def _fit_with_kv(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
+def _fit_with_kv(recipe: Recipe, models: dict[str, ModelSize], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
     """Choose the settings that are `auto`, where the size of the KV cache is one of them, see `fit`."""
     whole, first, least = _kv_sizes(recipe, models["policy"], lengths)
     try:
@@ -233,7 +235,7 @@ def _with_kv(recipe: Recipe, mb: int) -> Recipe:
     return recipe.with_settings({"rollout.kv_cache_mb": mb})
 
 
-def _kv_sizes(recipe: Recipe, policy: Model, lengths: Lengths) -> tuple[int, int, int]:
+def _kv_sizes(recipe: Recipe, policy: ModelSize, lengths: Lengths) -> tuple[int, int, int]:
     """Return sizes of an engine's KV cache in MB: for a whole step, for the choice of the other settings, and the least."""
     evaluate = recipe.evaluate
     evaluated = min(evaluate.prompts * evaluate.samples_per_prompt, recipe.rollout.max_running)
@@ -254,7 +256,7 @@ def _sequences_at_once(recipe: Recipe) -> int:
     return samples if recipe.agent.path else min(samples, rollout.max_running)
 
 
-def _with_larger_kv(found: Fit, whole: int, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
+def _with_larger_kv(found: Fit, whole: int, models: dict[str, ModelSize], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
     """Raise the KV cache of each engine to `whole` MB, or to as much as fits while all engines work and during an update.
 
     It grows by GROWN_KV_SHARE of the memory at most, because other runs on the machine may grow theirs. What a larger cache brings was
@@ -299,10 +301,10 @@ def _room_of_all(recipe: Recipe) -> Room:
     return Room(CPU, recipe.rollout.max_actors * recipe.rollout.least_width + recipe.learner.ranks, None)
 
 
-def _fit_update(recipe: Recipe, models: dict[str, Model], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
+def _fit_update(recipe: Recipe, models: dict[str, ModelSize], find_room: Callable[[], Room], lengths: Lengths) -> Fit:
     """Choose the settings of section `learner` that are `auto`, see `fit`."""
     auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
-    whole = with_choice(recipe, auto, Choice())
+    whole = with_choice(recipe, auto, UpdateSettings())
     needs = predicted_needs(whole, models, lengths, _room_of_all(recipe))
     if all(need.bytes <= SMALL_BYTES for need in needs):
         return Fit(whole, needs)
@@ -347,12 +349,14 @@ def _host_note(needs: list[Need], room: Room) -> str:
     return f"the memory may not be enough: {short.key}: {sentence(short, room)}" if short else ""
 
 
-def _fits(recipe: Recipe, models: dict[str, Model], room: Room, lengths: Lengths) -> bool:
+def _fits(recipe: Recipe, models: dict[str, ModelSize], room: Room, lengths: Lengths) -> bool:
     auto = [key for key in AUTO_KEYS if getattr(recipe.learner, key) == "auto"]
     return any(room.first_without_room(_of_updates(needs)) is None for _, needs in _tried(recipe, models, lengths, room, auto))
 
 
-def _tried(recipe: Recipe, models: dict[str, Model], lengths: Lengths, room: Room, auto: list[str]) -> Iterator[tuple[Recipe, list[Need]]]:
+def _tried(
+    recipe: Recipe, models: dict[str, ModelSize], lengths: Lengths, room: Room, auto: list[str]
+) -> Iterator[tuple[Recipe, list[Need]]]:
     """Yield the recipe with each choice of the settings that are `auto`, and its predicted needs."""
     for choice in peak_memory.choices(may_offload=room.resource == GPU and recipe.learner.zero_stage > 0):
         changed = with_choice(recipe, auto, choice)
@@ -364,7 +368,7 @@ def _of_updates(needs: list[Need]) -> list[Need]:
     return [need for need in needs if need.of_update]
 
 
-def with_choice(recipe: AnyRecipe, auto: list[str], choice: Choice) -> AnyRecipe:
+def with_choice(recipe: AnyRecipe, auto: list[str], choice: UpdateSettings) -> AnyRecipe:
     """Return the recipe with a choice of the settings of section `learner` that are `auto`."""
     return recipe.with_settings({f"learner.{key}": getattr(choice, AUTO_KEYS[key]) for key in auto})
 

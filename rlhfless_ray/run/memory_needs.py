@@ -26,7 +26,7 @@ MIN_LISTED_BYTES = 5e7  # smaller parts of a need are not listed: they would rea
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSize:
     """A model folder's size.
 
     `key`: the recipe's key that names it. `body`: parameters without the output head. `stored`: bytes of its weights on disk,
@@ -40,7 +40,7 @@ class Model:
     stored: int
 
     @classmethod
-    def of(cls, path: Path, key: str) -> Model | None:
+    def of(cls, path: Path, key: str) -> ModelSize | None:
         """Read a folder's sizes. Returns None if they are unknown; loading the model reports what is wrong.
 
         Raises UserError if config.json has sizes that no model can have.
@@ -64,7 +64,7 @@ class Model:
         return cls(key, config, whole, body, sum(file.stat().st_size for file in path.glob(f"*{WEIGHTS}") if file.is_file()))
 
 
-def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
+def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, ModelSize]:
     """Return the models by name ("policy", "critic", "reference", "reward", "drafter"), without unreadable folders and policies made from
     scratch.
 
@@ -79,14 +79,14 @@ def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
         "reward": "reward.model_path",
         "drafter": "rollout.drafter",
     }
-    models: dict[str, Model] = {}
+    models: dict[str, ModelSize] = {}
     for who, key in named.items():
         section, _, field = key.partition(".")
         text = getattr(getattr(recipe, section), field)
         path = Path(text)
         if who == "policy" and text:
             path = small_files(text, key) if fetch else cached_folder(text)
-        model = Model.of(path, key) if text and path.is_dir() else None
+        model = ModelSize.of(path, key) if text and path.is_dir() else None
         if model is not None:
             models[who] = model
     if recipe.algorithm.has_critic and not recipe.critic.path and "policy" in models:
@@ -95,7 +95,7 @@ def models_of(recipe: Recipe, fetch: bool = True) -> dict[str, Model]:
         config = random_drafter_config(recipe, models["policy"].config)
         size = memory.parameter_count(config)
         assert size is not None
-        models["drafter"] = Model("rollout.drafter_train", config, size, size, 0)
+        models["drafter"] = ModelSize("rollout.drafter_train", config, size, size, 0)
     return models
 
 
@@ -159,7 +159,7 @@ def gb(size: float) -> str:
     return f"{size / 1e9:,.1f} GB"
 
 
-def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = UNREAD) -> list[Need]:
+def device_needs(recipe: Recipe, models: dict[str, ModelSize], lengths: Lengths = UNREAD) -> list[Need]:
     """Return each function's need on one GPU while it works; functions take turns on a device."""
     width, needs = memory.VALUE_BYTES[recipe.policy.dtype], []
     if policy := models.get("policy"):
@@ -185,7 +185,7 @@ def device_needs(recipe: Recipe, models: dict[str, Model], lengths: Lengths = UN
     return needs
 
 
-def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengths: Lengths = UNREAD) -> list[Need]:
+def host_needs(recipe: Recipe, models: dict[str, ModelSize], has_driver: bool, lengths: Lengths = UNREAD) -> list[Need]:
     """Return the needs of nodes whose slots are cores: of each kind of work at once, and of single processes.
 
     The learner and the critic keep their state in memory for the whole run. Parked engines, references and reward processes are
@@ -249,21 +249,21 @@ def host_needs(recipe: Recipe, models: dict[str, Model], has_driver: bool, lengt
     return needs
 
 
-def kv_mb(recipe: Recipe, policy: Model, sequences: int, lengths: Lengths) -> int:
+def kv_mb(recipe: Recipe, policy: ModelSize, sequences: int, lengths: Lengths) -> int:
     """Return the MB of KV cache in which an engine holds `sequences` of the longest sequences at once, 0 if that is not known."""
     longest, rollout, width = recipe.longest_tokens(lengths.longest_prompt), recipe.rollout, memory.VALUE_BYTES[recipe.policy.dtype]
     size = peak_memory.kv_cache_bytes(policy.config, sequences, longest, rollout.block_size, width, rollout.least_width)
     return max(LEAST_KV_MB, -(-size // 2**20)) if size else 0
 
 
-def least_kv_mb(recipe: Recipe, policy: Model, lengths: Lengths) -> int:
+def least_kv_mb(recipe: Recipe, policy: ModelSize, lengths: Lengths) -> int:
     """Return the MB of the smallest KV cache that an engine may have: its own if it is set, else that of one sequence."""
     if recipe.rollout.kv_cache_mb != "auto":
         return recipe.rollout.kv_cache_mb
     return kv_mb(recipe, policy, 1, lengths) or recipe.rollout.engine_kv_mb
 
 
-def reference_parameters(recipe: Recipe, model: Model) -> int:
+def reference_parameters(recipe: Recipe, model: ModelSize) -> int:
     """Return the parameters of the reference that each of its ranks holds."""
     ends = memory.end_parameters(model.config)
     return memory.Training(tensor_parallel=recipe.reference.tensor_parallel, undivided=ends).own(model.parameters)
@@ -276,9 +276,9 @@ def _engine_weights(recipe: Recipe, config: Mapping[str, Any], parameters: int) 
     return parameters * (memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1)
 
 
-def policy_models(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, Model]:
+def policy_models(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, ModelSize]:
     """Return the policy, and the critic if there is one, where both are a model of this size."""
-    policy = Model("policy.path", config, parameters, parameters, 0)
+    policy = ModelSize("policy.path", config, parameters, parameters, 0)
     return {"policy": policy, **({"critic": policy} if recipe.algorithm.has_critic else {})}
 
 
@@ -293,7 +293,7 @@ def least_mb(recipe: Recipe, config: dict[str, Any], parameters: int, lengths: L
     weights = parameters * memory.VALUE_BYTES[recipe.policy.dtype] / 1e6
     least["engines"] = (_engine_weights(recipe, config, parameters) + recipe.rollout.engine_kv_mb * 2**20) / 1e6
     if recipe.has_reference:
-        other = Model.of(Path(recipe.reference.path), "reference.path") if recipe.reference.path else None
+        other = ModelSize.of(Path(recipe.reference.path), "reference.path") if recipe.reference.path else None
         least["reference"] = recipe.reference.ranks * (weights if other is None else weights / parameters * other.parameters)
     return least
 
@@ -303,7 +303,7 @@ class TrainingGroup:
     """A worker group that trains `model`, of which `parameters` are its own."""
 
     name: str
-    model: Model
+    model: ModelSize
     parameters: int
     training: memory.Training
     rank: memory.RankMemory
@@ -313,7 +313,7 @@ class TrainingGroup:
         return self.training.ranks
 
 
-def training_groups(recipe: Recipe, models: dict[str, Model], lengths: Lengths) -> list[TrainingGroup]:
+def training_groups(recipe: Recipe, models: dict[str, ModelSize], lengths: Lengths) -> list[TrainingGroup]:
     width, section = memory.VALUE_BYTES[recipe.policy.dtype], recipe.learner
     groups = []
     for name, model in (("learner", models.get("policy")), ("critic", models.get("critic"))):

@@ -19,7 +19,7 @@ from rlhfless_ray.learn.model_checks import slicing_refusal
 from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, sentence
-from rlhfless_ray.run.memory_needs import Model, Need, gb
+from rlhfless_ray.run.memory_needs import ModelSize, Need, gb
 
 
 def check_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], fetch: bool = True, row_tokens: int = 0) -> str:
@@ -49,7 +49,7 @@ def check_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], fetch: 
     return ""
 
 
-def stage_training(recipe: SupervisedRecipe, policy: Model, resource: str, slots: int) -> tuple[int, memory.Training]:
+def stage_training(recipe: SupervisedRecipe, policy: ModelSize, resource: str, slots: int) -> tuple[int, memory.Training]:
     """Return the number of the model's parameters, and how the ranks train it.
 
     The number of ranks is the one that needs least: on GPUs the most that share copies evenly, and the fewest on cores.
@@ -64,12 +64,12 @@ def stage_training(recipe: SupervisedRecipe, policy: Model, resource: str, slots
     return parameters, memory.Training(ranks, learner.zero_stage, width, learner.offloads_optimizer, recipe.lora.rank > 0, *division)
 
 
-def teacher_bytes(teacher: Model, training: memory.Training) -> int:
+def teacher_bytes(teacher: ModelSize, training: memory.Training) -> int:
     """Return the bytes of a teacher's weights on one rank."""
     return replace(training, undivided=memory.end_parameters(teacher.config)).own(teacher.parameters) * training.value_bytes
 
 
-def stage_needs(recipe: SupervisedRecipe, models: dict[str, Model], resource: str, slots: int = 1, row_tokens: int = 0) -> list[Need]:
+def stage_needs(recipe: SupervisedRecipe, models: dict[str, ModelSize], resource: str, slots: int = 1, row_tokens: int = 0) -> list[Need]:
     """Return the needs of one rank, and where slots are cores also of all ranks. `row_tokens`: see `check_stage`."""
     policy = models["policy"]
     parameters, training = stage_training(recipe, policy, resource, slots)
@@ -92,7 +92,7 @@ def stage_needs(recipe: SupervisedRecipe, models: dict[str, Model], resource: st
     return needs
 
 
-def models_of_stage(recipe: SupervisedRecipe, fetch: bool = True) -> dict[str, Model]:
+def models_of_stage(recipe: SupervisedRecipe, fetch: bool = True) -> dict[str, ModelSize]:
     """Return the models whose sizes are known: the policy, and another reference or the teacher."""
     from rlhfless_ray.weights.load_policy import cached_folder, small_files
 
@@ -100,17 +100,17 @@ def models_of_stage(recipe: SupervisedRecipe, fetch: bool = True) -> dict[str, M
     for who in ("policy", "reference", "teacher"):
         text, key = getattr(recipe, who).path, f"{who}.path"
         path = Path() if not text else small_files(text, key) if fetch else cached_folder(text)
-        model = Model.of(path, key) if text and path.is_dir() else None
+        model = ModelSize.of(path, key) if text and path.is_dir() else None
         if model is not None:
             models[who] = model
     return models
 
 
-def _shortage(recipe: SupervisedRecipe, models: dict[str, Model], room: Room, row_tokens: int) -> Need | None:
+def _shortage(recipe: SupervisedRecipe, models: dict[str, ModelSize], room: Room, row_tokens: int) -> Need | None:
     return room.first_without_room(stage_needs(recipe, models, room.resource, room.slots, row_tokens))
 
 
-def _advice(recipe: SupervisedRecipe, models: dict[str, Model], room: Room, row_tokens: int) -> str:
+def _advice(recipe: SupervisedRecipe, models: dict[str, ModelSize], room: Room, row_tokens: int) -> str:
     """Return the fewest changes of settings with which everything fits."""
     changes = list(_changes(recipe, models, room))
     for count in (1, 2, 3):
@@ -126,7 +126,7 @@ def _advice(recipe: SupervisedRecipe, models: dict[str, Model], room: Room, row_
     return f"no setting makes it fit: take {shorter}a smaller model, or {'GPUs' if room.resource == GPU else 'nodes'} with more memory"
 
 
-def _changes(recipe: SupervisedRecipe, models: dict[str, Model], room: Room) -> Iterator[dict[str, Any]]:
+def _changes(recipe: SupervisedRecipe, models: dict[str, ModelSize], room: Room) -> Iterator[dict[str, Any]]:
     """Yield settings that save memory: first those that change the result only by rounding."""
     learner = recipe.learner
     if room.resource == GPU:

@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable, Iterator
 
 from placement import peak_memory
-from placement.peak_memory import Choice, MicroBatch
+from placement.peak_memory import MicroBatch, UpdateSettings
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, Room, sentence
 from rlhfless_ray.run.memory_fit import AUTO_KEYS, used_memory_share, with_choice
-from rlhfless_ray.run.memory_needs import Model, Need
+from rlhfless_ray.run.memory_needs import ModelSize, Need
 from rlhfless_ray.supervise.memory_check import models_of_stage, stage_training, teacher_bytes
 
 
@@ -24,7 +24,7 @@ def fit_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], row_token
     Only `micro_batch_tokens` may stay `auto`, which is 8192, because ranks on cores then pack rows into smaller micro-batches.
     """
     auto = [key for key in AUTO_KEYS if key != "overlap" and getattr(recipe.learner, key) == "auto"]
-    whole, models = _with_choice(recipe, auto, Choice()), models_of_stage(recipe)
+    whole, models = _with_choice(recipe, auto, UpdateSettings()), models_of_stage(recipe)
     if not auto or "policy" not in models:
         return whole, ""
     if all(stage_peak(whole, models, row_tokens, Room(kind, 1, None)).bytes <= SMALL_BYTES for kind in (CPU, GPU)):
@@ -47,12 +47,12 @@ def _tried(recipe: SupervisedRecipe, auto: list[str], room: Room) -> Iterator[Su
     return (_with_choice(recipe, auto, choice) for choice in choices if choice.overlap == "auto")
 
 
-def _with_choice(recipe: SupervisedRecipe, auto: list[str], choice: Choice) -> SupervisedRecipe:
-    is_default = choice.micro_batch_tokens == Choice().micro_batch_tokens
+def _with_choice(recipe: SupervisedRecipe, auto: list[str], choice: UpdateSettings) -> SupervisedRecipe:
+    is_default = choice.micro_batch_tokens == UpdateSettings().micro_batch_tokens
     return with_choice(recipe, [key for key in auto if key != "micro_batch_tokens" or not is_default], choice)
 
 
-def stage_peak(recipe: SupervisedRecipe, models: dict[str, Model], row_tokens: int, room: Room) -> Need:
+def stage_peak(recipe: SupervisedRecipe, models: dict[str, ModelSize], row_tokens: int, room: Room) -> Need:
     """Predict the memory of a rank's update, where slots are cores that of all ranks."""
     policy, on_gpu = models["policy"], room.resource == GPU
     parameters, training = stage_training(recipe, policy, room.resource, room.slots)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhfless_ray.agent.agent_actor import AgentActor
-from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.messages import AgentHung, CpuTime, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.agent.multi_turn_loop import AgentError, min_tokens_of
@@ -113,7 +113,7 @@ def play(actor: AgentActor, openings: list[EpisodeStart]) -> tuple[dict[int, Epi
             elif isinstance(event, TurnRequest):
                 asked.append(event)
                 tokens = [*actor.tokenizer(f"{len(event.token_ids):02}", add_special_tokens=False)["input_ids"], 1][: event.max_tokens]
-                reply = Reply(tokens, "", [-0.5] * len(tokens), "stop" if len(tokens) == 3 else "length")
+                reply = PolicyReply(tokens, "", [-0.5] * len(tokens), "stop" if len(tokens) == 3 else "length")
                 threading.Thread(target=actor.answer, args=(1, [TurnReply(event.key, event.turn, reply)])).start()  # as in Ray
         if stuck:
             break
@@ -158,7 +158,7 @@ def test_an_agent_that_blocks_the_event_loop_is_identified(made: Callable[..., A
 def test_an_episode_is_not_blamed_for_one_of_an_abandoned_call(made: Callable[..., AgentActor]) -> None:
     actor = made(timeout_s=1.0)
     for _, request in actor.play(1, [EpisodeStart(0, "12=", "hold", 1.0)]):
-        actor.answer(1, [TurnReply(0, request.turn, Reply([1], "", [-0.5], "stop"))])
+        actor.answer(1, [TurnReply(0, request.turn, PolicyReply([1], "", [-0.5], "stop"))])
         if request.turn == 1:  # the agent blocks in the next step
             threading.Timer(0.3, actor.abandon, (1,)).start()
     _, stuck = next(actor.play(2, [EpisodeStart(0, "12=", "a", 1.0)]))
@@ -167,7 +167,7 @@ def test_an_episode_is_not_blamed_for_one_of_an_abandoned_call(made: Callable[..
 
 def test_replies_of_the_policy_are_reused_in_a_replay(made: Callable[..., AgentActor]) -> None:
     first, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0)])
-    replies = tuple((one.token_ids, Reply([5, 1], "", [-1.0, -2.0], "stop")) for one in asked[:1])
+    replies = tuple((one.token_ids, PolicyReply([5, 1], "", [-1.0, -2.0], "stop")) for one in asked[:1])
     again, asked, _ = play(made(), [EpisodeStart(0, "12=", "a", 1.0, earlier_replies=replies)])
     assert [one.turn for one in asked] == [1] and again[0].texts[0] != first[0].texts[0] and len(asked[0].token_ids) == 7
 
@@ -176,14 +176,14 @@ def test_stop_words_are_requested_and_removed_from_the_text(made: Callable[..., 
     actor = made()
     _, asked, _ = play(actor, [EpisodeStart(0, "12=", "words", 1.0)])
     assert [one.stop for one in asked] == [(), ("3",)]
-    reply, plain = Reply(actor.tokenizer("173", add_special_tokens=False)["input_ids"], "", [], "stop"), SamplingParams(stop=["7"])
+    reply, plain = PolicyReply(actor.tokenizer("173", add_special_tokens=False)["input_ids"], "", [], "stop"), SamplingParams(stop=["7"])
     assert actor._reply_text(reply, plain, ("7",)) == "1"
     assert actor._reply_text(reply, SamplingParams(stop=["7"], include_stop_str_in_output=True), ("7",)) == "17"
-    assert actor._reply_text(Reply([*reply.token_ids, 1], "", [], "stop"), SamplingParams(), ()) == "173"
+    assert actor._reply_text(PolicyReply([*reply.token_ids, 1], "", [], "stop"), SamplingParams(), ()) == "173"
     shown = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
-    assert actor._reply_text(Reply([*reply.token_ids, 1], "", [], "stop"), shown, ()) == "173<eos>"
-    assert actor._reply_text(Reply(reply.token_ids, "", [], "length"), plain, ("7",)) == "173", "it was not what ended it"
-    again = Reply(actor.tokenizer("1717", add_special_tokens=False)["input_ids"], "", [], "stop")
+    assert actor._reply_text(PolicyReply([*reply.token_ids, 1], "", [], "stop"), shown, ()) == "173<eos>"
+    assert actor._reply_text(PolicyReply(reply.token_ids, "", [], "length"), plain, ("7",)) == "173", "it was not what ended it"
+    again = PolicyReply(actor.tokenizer("1717", add_special_tokens=False)["input_ids"], "", [], "stop")
     assert [actor._reply_text(again, SamplingParams(stop=["7"], min_tokens=n), ("7",)) for n in (0, 1, 2, 3)] == ["1", "1", "171", "171"]
 
 

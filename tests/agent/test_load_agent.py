@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import BadEpisode, Episode
 from rlhfless_ray.agent.load_agent import AgentSource, Player
 from rlhfless_ray.agent.multi_turn_loop import SAMPLING_DEFAULTS, UNSUPPORTED, AgentError, check_sampling
@@ -113,13 +113,13 @@ class Policy:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
-    async def __call__(self, token_ids: list[int], params: Any) -> Reply:
+    async def __call__(self, token_ids: list[int], params: Any) -> PolicyReply:
         self.asked.append(("".join(map(chr, token_ids)), params.max_tokens))
         await asyncio.sleep(0)
         whole = f"<{len(token_ids)}>"
         text = whole[: params.max_tokens]
         ids = [ord(c) for c in text]
-        return Reply(ids, text, [-i / 10 - len(token_ids) for i in range(len(ids))], "stop" if text == whole else "length")
+        return PolicyReply(ids, text, [-i / 10 - len(token_ids) for i in range(len(ids))], "stop" if text == whole else "length")
 
 
 def source(folder: Path, text: str) -> AgentSource:
@@ -218,7 +218,7 @@ def test_limits_and_stop_words_may_change_from_turn_to_turn(tmp_path: Path) -> N
     stops: list[Any] = []
 
     class Watching(Policy):
-        async def __call__(self, token_ids: list[int], given: Any) -> Reply:
+        async def __call__(self, token_ids: list[int], given: Any) -> PolicyReply:
             stops.append(given.stop)
             return await super().__call__(token_ids, given)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.agent.agent_processes import AgentProcesses
-from rlhfless_ray.agent.engine_api import Reply
+from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.unfinished_episode import replies_of, token_versions, unfinished_episode, versions_of_turns
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
@@ -20,8 +20,8 @@ from rlhfless_ray.types import UNFINISHED, Completion, Prompt, Request, Sample, 
 
 pytestmark = pytest.mark.pure
 
-FIRST = ((1, 2), Reply([5, 6], "", [-0.5, -0.25], "stop"), 3)
-SECOND = ((1, 2, 5, 6, 9), Reply([7], "", [-1.0], "length"), 4)  # the agent wrote token 9 between them
+FIRST = ((1, 2), PolicyReply([5, 6], "", [-0.5, -0.25], "stop"), 3)
+SECOND = ((1, 2, 5, 6, 9), PolicyReply([7], "", [-1.0], "length"), 4)  # the agent wrote token 9 between them
 
 
 def test_turns_survive_a_checkpoint_and_give_the_same_replies() -> None:
@@ -47,7 +47,7 @@ def test_each_token_has_the_version_of_its_turn() -> None:
     action = np.array([True, True, False, True])
     episode = Episode(np.array([1, 2, 5, 6, 9, 7], np.int32), 2, action, None, 2, False, 1.0)
     assert token_versions(episode, (FIRST, SECOND)) == ((3, 3), (4, 1)), "what the agent wrote counts with the turn before it"
-    other = (SECOND[0], Reply([8], "", [-1.0], "stop"), 4)
+    other = (SECOND[0], PolicyReply([8], "", [-1.0], "stop"), 4)
     assert token_versions(episode, (FIRST, other)) == ((3, 4),), "a turn that is not in the episode counts as the one before it"
     assert token_versions(episode, ()) == ()
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.coldstart import Mark, Part, import_shares, parts, spreads, targets_of
+from benchmarks.coldstart import Mark, StartPart, import_shares, parts, spreads, targets_of
 from benchmarks.common.results import Spread
 
 
 def test_parts_lie_between_marks() -> None:
     marks = [Mark("asked", 10.0, 1.0), Mark("import", 14.0, 3.5, 400.0), Mark("build engine", 14.5, 4.0, 700.0)]
-    assert parts(marks) == [Part("import", 4.0, 2.5, 400.0), Part("build engine", 0.5, 0.5, 700.0)]
+    assert parts(marks) == [StartPart("import", 4.0, 2.5, 400.0), StartPart("build engine", 0.5, 0.5, 700.0)]
     assert parts(marks[:1]) == []
 
 
 def test_the_total_is_of_each_round() -> None:
     """The median of sums, not the sum of medians."""
-    rounds = [[Part("a", wall, wall / 2, 1.0), Part("b", 4.0 - wall, 1.0, 2.0)] for wall in (1.0, 2.0, 3.0)]
-    rounds[0][1] = Part("b", 30.0, 1.0, 5.0)
+    rounds = [[StartPart("a", wall, wall / 2, 1.0), StartPart("b", 4.0 - wall, 1.0, 2.0)] for wall in (1.0, 2.0, 3.0)]
+    rounds[0][1] = StartPart("b", 30.0, 1.0, 5.0)
     found = spreads(rounds)
     assert list(found) == ["a", "b", "total"]
     assert found["a"]["wall_s"].median == 2.0 and found["b"]["wall_s"].median == 2.0
@@ -27,7 +27,7 @@ def test_the_total_is_of_each_round() -> None:
 
 def test_rounds_must_have_the_same_parts() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        spreads([[Part("a", 1.0, 1.0, 0.0), Part("b", 1.0, 1.0, 0.0)], [Part("a", 1.0, 1.0, 0.0)]])
+        spreads([[StartPart("a", 1.0, 1.0, 0.0), StartPart("b", 1.0, 1.0, 0.0)], [StartPart("a", 1.0, 1.0, 0.0)]])
 
 
 TOLD = """\

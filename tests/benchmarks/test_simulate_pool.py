@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.simulated.pool_policies import Interleaved, Market, Partitions
-from benchmarks.simulated.pool_work import PoolRun, Stage, pool_run, rollout_stages
+from benchmarks.simulated.pool_work import ArrivingRun, Stage, pool_run, rollout_stages
 from benchmarks.simulated.simulate_pool import PoolOutcome, PoolPolicy, Progress, simulate_pool
 from placement.simulate.phase_times import PhaseTimes
 from placement.simulate.setting import named
@@ -25,8 +25,8 @@ def stage(kind: str, seconds: Sequence[float], setup_s: float = 0.0, least: int 
     return Stage(kind, slots, tuple(seconds), (setup_s,) * len(seconds))
 
 
-def run_of(name: str, *stages: Stage, steps: int = 1, arrival_s: float = 0.0) -> PoolRun:
-    return PoolRun(name, arrival_s, (stages,) * steps, (stages,) * steps)
+def run_of(name: str, *stages: Stage, steps: int = 1, arrival_s: float = 0.0) -> ArrivingRun:
+    return ArrivingRun(name, arrival_s, (stages,) * steps, (stages,) * steps)
 
 
 def held_at(outcome: PoolOutcome, at_s: float) -> dict[str, int]:
@@ -141,7 +141,7 @@ def test_too_few_devices_and_a_policy_that_gives_none_are_errors() -> None:
 
 
 @st.composite
-def pools(draw: st.DrawFn) -> tuple[list[PoolRun], int]:
+def pools(draw: st.DrawFn) -> tuple[list[ArrivingRun], int]:
     devices = draw(st.integers(2, 6))
     runs = []
     for i in range(draw(st.integers(1, 4))):
@@ -163,7 +163,7 @@ def policies(devices: int) -> list[PoolPolicy]:
 
 
 @given(pools())
-def test_no_device_has_two_holders_every_run_ends_and_the_bill_adds_up(pool: tuple[list[PoolRun], int]) -> None:
+def test_no_device_has_two_holders_every_run_ends_and_the_bill_adds_up(pool: tuple[list[ArrivingRun], int]) -> None:
     runs, devices = pool
     for policy in policies(devices):
         outcome = simulate_pool(runs, devices, policy)
@@ -181,7 +181,7 @@ def test_no_device_has_two_holders_every_run_ends_and_the_bill_adds_up(pool: tup
 
 
 @given(pools())
-def test_the_market_leaves_no_device_idle_that_somebody_wants_and_starves_nobody(pool: tuple[list[PoolRun], int]) -> None:
+def test_the_market_leaves_no_device_idle_that_somebody_wants_and_starves_nobody(pool: tuple[list[ArrivingRun], int]) -> None:
     """Whoever is let in has its share, or all that it wants. A device is idle only if nobody's bid would rise by it."""
     runs, devices = pool
     seen: list[tuple[dict[str, int], list[Progress], list[str]]] = []
@@ -215,12 +215,12 @@ def _forced(there: dict[str, Progress], let_in: list[str], devices: int) -> bool
     return any(there[name].stage.slots[0] > devices // len(let_in) for name in let_in)
 
 
-def step_s(run: PoolRun, slots: int) -> float:
+def step_s(run: ArrivingRun, slots: int) -> float:
     return sum(part.seconds_on(slots) + part.setup_on(slots) for step in run.steps for part in step)
 
 
 @given(pools(), st.sampled_from([0, 1, 2]))
-def test_events_agree_with_small_steps_of_time(pool: tuple[list[PoolRun], int], which: int) -> None:
+def test_events_agree_with_small_steps_of_time(pool: tuple[list[ArrivingRun], int], which: int) -> None:
     """The queue and two sets of partitions, against each run integrated by itself in steps of 1/200 s."""
     runs, devices = pool
     policy = [Partitions(devices, 1), Partitions(devices, 2), Partitions(devices, devices // 2)][which]

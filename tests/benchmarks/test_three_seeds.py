@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.three_seeds import Lengths, Seed, r_squared, targets
+from benchmarks.three_seeds import ResponseLengths, Seed, r_squared, targets
 
 
 def seed(number: int, sampled: tuple[float, float], greedy: tuple[float, float], rewards: list[float]) -> Seed:
-    lengths = Lengths(p50=20.0, p99=90.0, r2=0.4)
+    lengths = ResponseLengths(p50=20.0, p99=90.0, r2=0.4)
     before, after = ({"sampled": sampled[i], "greedy": greedy[i]} for i in (0, 1))
     return Seed(number, 100.0, 90.0, 5000.0, before, after, rewards, lengths, lengths, None)
 

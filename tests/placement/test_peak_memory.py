@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.memory import FAMILIES, Training
-from placement.peak_memory import Choice, MicroBatch, adapter_parameters, choices, layer_bytes, trainer_parts, update_bytes
+from placement.peak_memory import MicroBatch, UpdateSettings, adapter_parameters, choices, layer_bytes, trainer_parts, update_bytes
 from tests.placement.test_memory import LLAMA_70B, MIXTRAL, QWEN_05B, QWEN_7B, QWEN_30B_A3B, config
 
 PARAMETERS = 494_032_768
@@ -92,7 +92,9 @@ def test_adapters_and_offload_take_less_than_all_weights_on_the_device():
 
 def test_choices_begin_with_the_default_and_end_with_the_least_memory():
     found = list(choices(may_offload=True))
-    assert found[0] == Choice() == Choice(8192, False, "auto", False) and found[-1] == Choice(512, True, "off", True)
+    assert found[0] == UpdateSettings() == UpdateSettings(8192, False, "auto", False) and found[-1] == UpdateSettings(
+        512, True, "off", True
+    )
     assert len(set(found)) == len(found) and not any(choice.offload for choice in choices(may_offload=False))
 
 

@@ -12,7 +12,7 @@ import pytest
 from placement.simulate import POLICIES, PhaseTimes, Setting, StepPlanSettings, parse, policies_of, simulate
 from placement.simulate.ahead import step_ahead
 from placement.simulate.one_step_off import NOT_BUILT, all_beside, as_built, fixed_split
-from placement.simulate.partial_rollout import Generation, InFlight
+from placement.simulate.partial_rollout import InFlight, PartialGeneration
 from placement.simulate.simulate_run import workload_of
 from placement.simulate.simulate_step import StepInput
 
@@ -147,7 +147,7 @@ def test_a_rollout_beside_the_update_continues_under_its_weights() -> None:
     times = PhaseTimes.from_setting(small())
     given = StepInput(np.array([400.0]), np.array([10.0]), np.zeros(1, int), np.full((1, 4), 400.0))
     state = InFlight.empty(given, 0, 2).begin(given)
-    generation = Generation(state)
+    generation = PartialGeneration(state)
     done = step_ahead(times, given, StepPlanSettings(1, 1.0, 0, 4), generation, 40_000.0, "fixed")
     update = times.trainer.forward_s(40_000, 4) + times.learn_s(40_000, 4)
     begin = times.state_s(4) + times.trainer.forward_s(40_000, 4)
@@ -156,13 +156,13 @@ def test_a_rollout_beside_the_update_continues_under_its_weights() -> None:
     beside = times.wake_s + times.broadcast_s + times.prefill_s(10, 1) + times.speed.rollout_s(np.array([old]), np.array([10.0]))
     after = times.broadcast_s + times.prefill_s(10 + old, 1) + times.speed.rollout_s(np.array([400 - old]), np.array([10.0 + old]))
     assert beside == pytest.approx(update) and done.time_s == pytest.approx(begin + update + after)
-    wide = step_ahead(times, given, StepPlanSettings(times.engines, 1.0, 0, times.devices - 1), Generation(state), 40_000.0, "fixed")
+    wide = step_ahead(times, given, StepPlanSettings(times.engines, 1.0, 0, times.devices - 1), PartialGeneration(state), 40_000.0, "fixed")
     assert wide.most_devices <= times.devices, "engines on the learner's devices wait until its state has left"
 
 
 def test_a_rollout_that_ends_beside_the_update_waits_for_it() -> None:
     times, given = one_response(small())
-    generation = Generation(InFlight.empty(given, 0, 2).begin(given))
+    generation = PartialGeneration(InFlight.empty(given, 0, 2).begin(given))
     done = step_ahead(times, generation.state.step_input(given, 2048), StepPlanSettings(1, 1.0, 0, 4), generation, 1e6, "fixed")
     update = times.trainer.forward_s(1e6, 4) + times.learn_s(1e6, 4)
     assert generation.last.lag == pytest.approx((0.0, 1.0)) and len(generation.last.after.lengths) == 0
@@ -173,8 +173,8 @@ def test_an_update_that_ends_within_the_rounding_of_the_last_token_leaves_no_res
     times, given = one_response(small())
     state = InFlight.empty(given, 0, 2).begin(given)
     how = {"engines": 1, "prefer": 1.0, "wake_s": 0.0, "transfer_s": 0.0}
-    end_s = Generation(state)(times, given, "fixed", **how).end_s
-    cut, just = (Generation(state)(times, given, "fixed", **how, until_s=end_s * share) for share in (0.9, 1 - 1e-9))
+    end_s = PartialGeneration(state)(times, given, "fixed", **how).end_s
+    cut, just = (PartialGeneration(state)(times, given, "fixed", **how, until_s=end_s * share) for share in (0.9, 1 - 1e-9))
     assert cut.trained is None and cut.rest.lengths.tolist() == pytest.approx(
         cut.after.lengths[cut.after.live] - cut.after.generated[cut.after.live]
     )
@@ -187,7 +187,7 @@ def test_a_group_that_may_not_outlive_another_step_is_waited_for() -> None:
     long, short = (StepInput(np.array([x]), np.array([10.0]), np.zeros(1, int), np.full((1, 4), x)) for x in (400.0, 50.0))
     state = InFlight.empty(short, 1, 2).begin(long)
     state = replace(state, drawn=np.array([[100.0, 0.0]]), age=np.array([1])).begin(short)
-    generation = Generation(state)
+    generation = PartialGeneration(state)
     run = generation(times, state.step_input(short, 2048), "fixed", engines=2, prefer=1.0, wake_s=0.0, transfer_s=0.0)
     alone = times.speed.rollout_s(np.array([300.0]), np.array([110.0]))
     assert run.end_s == pytest.approx(times.prefill_s(120, 2) + alone), "300 tokens are left, and 110 of context are computed again"

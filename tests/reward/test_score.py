@@ -220,7 +220,7 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
 
     from rlhfless_ray.functions.instance import start_actor
     from rlhfless_ray.reward.openrlhf_reward import QuerySource
-    from rlhfless_ray.reward.reward_model import ModelSource, find_head
+    from rlhfless_ray.reward.reward_model import RewardModelSource, find_head
     from rlhfless_ray.weights.model_folder import write_folder
     from tests.reward.reward_models import reward_model
     from tests.reward.test_model import by_transformers
@@ -229,7 +229,7 @@ def test_a_reward_model_and_a_reward_file_score_in_real_pools(ray_cluster, tmp_p
     files = reward_model()
     write_folder(tmp_path, files)
     sources = [
-        ModelSource(files, find_head(files, "score", False), "float32", 64, 60.0),
+        RewardModelSource(files, find_head(files, "score", False), "float32", 64, 60.0),
         QuerySource(UserFile("mine.py", text), "reward_func", "answer", 2),
     ]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(str, ids)))

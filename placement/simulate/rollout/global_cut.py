@@ -13,7 +13,7 @@ SHARES = np.r_[0.0, np.arange(1, 20) * 0.05]  # remaining shares tried as thresh
 
 
 @dataclass(frozen=True)
-class Cut:
+class PlannedCut:
     """A planned cut: when at most `remaining` sequences are unfinished, gather them on `actors` actors."""
 
     remaining: int
@@ -22,7 +22,7 @@ class Cut:
     cost: float
 
 
-def plan_cut(job: RolloutJob, cost_weight: float) -> Cut:
+def plan_cut(job: RolloutJob, cost_weight: float) -> PlannedCut:
     """Find the threshold and number of target actors with the least expected time + cost_weight · cost.
 
     Searches SHARES × 1 … max_actors. The prediction uses the survival curve pooled over all scenarios: with s(j)
@@ -48,7 +48,7 @@ def plan_cut(job: RolloutJob, cost_weight: float) -> Cut:
             wait = job.migrate_s if share else 0.0
             more = float(np.sum(speed.base_s + speed.per_seq_s * tail / m) * width) + wait
             pay = float(np.sum(speed.base_s * np.minimum(m, np.maximum(tail, 1)) + speed.per_seq_s * tail) * width) + wait * m
-            cut = Cut(int(share * n), m, time + more, cost + pay)
+            cut = PlannedCut(int(share * n), m, time + more, cost + pay)
             if best is None or cut.time_s + cost_weight * cut.cost < best.time_s + cost_weight * best.cost:
                 best = cut
             if not share:

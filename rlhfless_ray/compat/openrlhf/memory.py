@@ -13,7 +13,7 @@ from rlhfless_ray.compat.openrlhf.translate import Translation
 if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.run.memory_needs import Model, Need
+    from rlhfless_ray.run.memory_needs import ModelSize, Need
 
 COMMON_GB = 80  # memory of an A100 or H100
 COMMON_BYTES = COMMON_GB * 2**30  # devices sold as 80 GB have 79.2 to 80 GiB
@@ -76,7 +76,7 @@ def too_large_stage(translation: SupervisedTranslation, environment: Mapping[str
     return None
 
 
-def _sized(translation: Translation) -> tuple[Recipe | None, dict[str, Model]]:
+def _sized(translation: Translation) -> tuple[Recipe | None, dict[str, ModelSize]]:
     """Return the recipe of the honoured flags, or None if it is invalid, and its models' sizes."""
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.run.memory_needs import models_of
