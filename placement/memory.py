@@ -54,11 +54,16 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def parameter_count(config: Mapping[str, Any], head: bool = True) -> int | None:
     """Count the parameters of the causal LM that a Hugging Face configuration describes.
 
-    Args:
-        config: the tree of config.json.
-        head: count the output head. Critics and reward models have none.
+    Parameters
+    ----------
+    config : mapping
+        The tree of config.json.
+    head : bool
+        Whether to count the output head. Critics and reward models have none.
 
-    Returns:
+    Returns
+    -------
+    int or None
         The exact count, or None for a family that is not in `FAMILIES` or a configuration that lacks a size.
     """
     config = text_part(config)

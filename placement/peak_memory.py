@@ -179,9 +179,14 @@ def engine_parts(
     vLLM keeps the weights and a copy that is packed for its kernels. With 8-bit weights it holds both while it loads a version, so the
     peak is about the same: at 494 M parameters 5.1 GB were measured for two engines with int8 and 4.4 to 5.0 GB without.
 
-    Args:
-        members: processes of the engine, which divide weights and KV cache.
-        drafter_bytes: weights of a model that drafts.
+    Parameters
+    ----------
+    parameters, value_bytes, kv_cache_bytes : int
+        Number of the policy's parameters, bytes of each, and bytes of the KV cache of all members.
+    members : int
+        Processes of the engine, which divide weights and KV cache.
+    drafter_bytes : int
+        Bytes of the weights of a model that drafts.
     """
     weights = parameters * value_bytes
     return (

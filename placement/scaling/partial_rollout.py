@@ -24,14 +24,22 @@ def choose_groups(
 ) -> list[int] | None:
     """Choose the groups that a step trains, or return None while one of them is not complete.
 
-    Args:
-        last_steps: The last step in which each group may be trained.
-        completed: The complete groups, in the order in which they became complete.
-        step: Number of this step.
-        quota: Groups to choose.
-        per_step: Groups that each later step trains. None: as many as this one.
+    Parameters
+    ----------
+    last_steps : sequence of int
+        The last step in which each group may be trained.
+    completed : sequence of int
+        The complete groups, in the order in which they became complete.
+    step : int
+        Number of this step.
+    quota : int
+        Groups to choose.
+    per_step : int, optional
+        Groups that each later step trains. None: as many as this one.
 
-    Returns:
+    Returns
+    -------
+    list of int or None
         Ascending numbers of `quota` groups: the first complete ones, except that enough groups with an early last step are among
         them for all others to be trained in time.
     """
