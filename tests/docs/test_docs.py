@@ -137,6 +137,13 @@ def test_every_entry_of_commands_yaml_is_needed_and_gives_a_reason() -> None:
         assert rule.get("fast") or rule.get("reason") or rule.get("not_run"), f"{rule['match']}: give a reason"
 
 
+def test_the_commands_at_the_head_of_the_minimal_recipe_are_shown_on_a_page() -> None:
+    """`make docs-check` reads pages only."""
+    text = (ROOT / "recipes" / "minimal.py").read_text(encoding="utf-8")
+    head = re.findall(r"^    (python recipes/minimal\.py.*?) *(?:#.*)?$", text, re.MULTILINE)
+    assert len(head) == 2 and {*head} <= {command.text for command in commands()}
+
+
 @pytest.mark.parametrize("command", [c for c in commands() if c.is_fast], ids=lambda command: command.where)
 def test_fast_commands_run(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process; `make docs-check` runs them as they stand."""
