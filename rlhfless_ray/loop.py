@@ -2,11 +2,12 @@
 
     recipe → Prompt → Forecast → Plan → lease → prefix KV → rollout → reward → Advantage → learn → WeightVersion ↺
 
-Each line is one stage. Stages do not import each other: the loop passes values from one to the next. Some stages overlap others.
-During `generate` the rollout calls three neighbours through protocols (`rollout/neighbours.py`): it scores finished responses and
-accumulates gradients on slots that engines have left, and sends prefix KV. The next step is planned while the learner works, and its engines load the weights while the driver records the step. With
-`rollout.max_lag_steps` its responses are generated while the learner works, under the weights from before the update. With
-`rollout.partial` a rollout ends when enough groups are complete, and the other responses go on in the next step.
+Each line is one stage. Stages do not import each other: the loop passes values from one to the next. Some stages overlap
+others. During `generate` the rollout calls three neighbours through protocols (`rollout/neighbours.py`): it scores finished
+responses and accumulates gradients on slots that engines have left, and sends prefix KV. The next step is planned while the
+learner works, and its engines load the weights while the driver records the step. With `rollout.max_lag_steps` its responses
+are generated while the learner works, under the weights from before the update. With `rollout.partial` a rollout ends when
+enough groups are complete, and the other responses go on in the next step.
 Forecast and plan are in the folder `autoscaler/`, leases in `functions/`, scores in `reward/`, advantages in `learn/`, and weight
 versions in `weights/`. The other stages have a folder of their name. `runtime/` connects them.
 """
