@@ -146,8 +146,8 @@ class SupervisedLearner(LearnerConfig):
     """Let the rows of a micro-batch lie end to end, without padding. Each sequence sees itself only, so what is learned is the same to
     rounding. `auto`: on CPU slots, for the model families that are tested, where it saves time. Sums are then taken in another
     order than in padded rows, also when a run continues from a checkpoint of padded rows. With `micro_batch_tokens: auto` a packed
-    micro-batch on CPU slots has at most 512 tokens, or one longer sequence, unless its ranks have collectives in every micro-batch
-    (ZeRO 2 and 3, `tensor_parallel`)."""
+    micro-batch on CPU slots has at most 512 tokens, or one longer row (a pair counts as one), unless its ranks have collectives in every
+    micro-batch (ZeRO 2 and 3, `tensor_parallel`)."""
 
 
 class SupervisedReference(Section):
