@@ -27,7 +27,7 @@ def modules(package: str) -> dict[str, Path]:
     found = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if "shim" not in parts:
+        if "shim" not in parts and not any(part.startswith(".") for part in parts):
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 

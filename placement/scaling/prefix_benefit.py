@@ -62,8 +62,8 @@ class PrefixCosts:
 class PrefixChoice:
     """The decision: whether the service is on, and with how many prefill `instances`.
 
-    Engine-seconds, and seconds until the last engine can decode, are given for both cases. break_even_tokens: length of
-    a header shared by all prompts from which the service pays (inf: never). no_room: off because memory is short.
+    Engine-seconds are given for both cases. break_even_tokens: length of a header shared by all prompts from which the
+    service pays (inf: never). no_room: off because memory is short.
     """
 
     on: bool
@@ -71,8 +71,6 @@ class PrefixChoice:
     reason: str
     off_engine_s: float = 0.0
     on_engine_s: float = 0.0
-    off_time_s: float = 0.0
-    on_time_s: float = 0.0
     break_even_tokens: float = math.inf
     no_room: bool = False
 
@@ -113,8 +111,8 @@ def choose_prefix(
             f"off: the pages of {demand.distinct_tokens} distinct prompt tokens need {needed / 2**20:.0f} MB of the object store and "
             f"may take {cap_bytes / 2**20:.0f} MB", no_room=True,
         )  # fmt: skip
-    off_cost, off_time = _off(demand, costs)
-    tried = {n: _on(demand, costs, n) for n in range(1, max(1, max_instances) + 1)}
+    off_cost, off_time = costs_off(demand, costs)
+    tried = {n: costs_on(demand, costs, n) for n in range(1, max(1, max_instances) + 1)}
     best = min(tried, key=lambda n: tried[n][0] + time_value * tried[n][1])
     on_cost, on_time = tried[best]
     gain = off_cost - on_cost + time_value * (off_time - on_time)
@@ -126,7 +124,7 @@ def choose_prefix(
     per_on += moved * (len(demand.off_tokens) + best - 1 + time_value * (2 if best > 1 else 1))
     slope = (1 - MARGIN) * per_off - per_on
     even = _break_even(gain - bar, slope, demand.trunk_tokens)
-    numbers = (off_cost, on_cost, off_time, on_time, even)
+    numbers = (off_cost, on_cost, even)
     figures = f"{off_cost:.3g} engine-s of prefill without it, {on_cost:.3g} with"
     if even < math.inf:
         figures += f"; pays from a shared header of {even:.0f} tokens, this step's has {demand.trunk_tokens}"
@@ -137,14 +135,14 @@ def choose_prefix(
     return PrefixChoice(gain > bar, best if gain > bar else 0, f"{'on' if gain > bar else 'off'}: {figures}", *numbers)
 
 
-def _off(demand: PrefixDemand, costs: PrefixCosts) -> tuple[float, float]:
-    """Return (engine-seconds, seconds) without the service."""
+def costs_off(demand: PrefixDemand, costs: PrefixCosts) -> tuple[float, float]:
+    """Return (engine-seconds, seconds until the last engine can decode) without the service."""
     each = costs.prefill_token_s * demand.off_tokens
     return float(each.sum()), float(each.max())
 
 
-def _on(demand: PrefixDemand, costs: PrefixCosts, instances: int) -> tuple[float, float]:
-    """Return (cost, seconds) with it. With several instances, one computes the shared header first and the others load it."""
+def costs_on(demand: PrefixDemand, costs: PrefixCosts, instances: int) -> tuple[float, float]:
+    """Return the same two with it. With several instances, one computes the shared header first and the others load it."""
     each = costs.prefill_token_s * demand.on_tokens + costs.load_page_s * demand.load_pages
     each = each + costs.fetch_page_s * demand.fetch_pages + costs.engine_s * (demand.fetch_pages > 0)
     make = costs.prefill_token_s + costs.save_page_s * demand.distinct_pages / demand.distinct_tokens

@@ -83,12 +83,6 @@ class StepRun:
         """Device-seconds held."""
         return sum(hold.cost for hold in self.holds)
 
-    @property
-    def most_devices(self) -> int:
-        """Most devices held at once."""
-        edges = sorted([(round(h.from_s, 9), h.devices) for h in self.holds] + [(round(h.to_s, 9), -h.devices) for h in self.holds])
-        return int(max(np.cumsum([d for _, d in edges]), default=0))
-
 
 @dataclass(frozen=True)
 class StepPlanSettings:

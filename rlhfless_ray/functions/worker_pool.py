@@ -75,7 +75,6 @@ class WorkerPool:
         self.expected: list[LeaseRequest] = []  # requests for the next resize
         self.replacements = 0  # number of lost instances whose work continues elsewhere
         self.gaps_s: deque[float] = deque(maxlen=64)  # seconds for which instances were parked before they were needed again
-        self.warm_starts = 0
         self.cold_starts = 0
         self.looked_s = 0.0  # time of the last check for lost nodes
         if parked_memory is not None:
@@ -204,7 +203,6 @@ class WorkerPool:
             instance.kept_mb = instance.giving_back = None
             self.gaps_s.append(time.monotonic() - instance.parked_since_s)
             self.ledger.unpark(instance.id)
-            self.warm_starts += instance.opened is not None
             instance.slot = slot
             instance.state = State.STALE
         instance.leases = leases

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.scaling.prefix_benefit import MARGIN, PrefixCosts, PrefixDemand, PrefixSpeed, choose_prefix
+from placement.scaling.prefix_benefit import MARGIN, PrefixCosts, PrefixDemand, PrefixSpeed, choose_prefix, costs_off, costs_on
 
 BLOCK = 32
 COSTS = PrefixCosts(1e-4, 2e-4, 1e-4, 1e-4, 2e-3, 5e-3, 1e-2)
@@ -30,9 +30,10 @@ def test_engine_seconds_by_hand() -> None:
     """One engine, ten pages of 32, one request."""
     demand = PrefixDemand(BLOCK, 320, 10, 320, np.array([321.0]), np.array([1.0]), np.array([10.0]), np.array([10.0]))
     found = choose_prefix(demand, COSTS)
-    assert found.off_engine_s == pytest.approx(321 * 1e-4) == found.off_time_s
+    off, on = costs_off(demand, COSTS), costs_on(demand, COSTS, 1)
+    assert off == (found.off_engine_s, found.off_engine_s) == pytest.approx((321 * 1e-4, 321 * 1e-4))
     assert found.on_engine_s == pytest.approx(320 * 1e-4 + 10 * 2e-4 + 5e-3 + 1e-4 + 10 * 2e-4 + 2e-3)
-    assert found.on_time_s == pytest.approx(found.on_engine_s + 1e-2)
+    assert on == (found.on_engine_s, pytest.approx(found.on_engine_s + 1e-2))
     assert not found.on and found.reason.startswith("off:"), "one engine shares with nobody"
 
 
@@ -65,8 +66,9 @@ def test_break_even_is_where_the_choice_turns(price: PrefixCosts, engines: int, 
 
 @given(price=costs, header=st.integers(1, 100), engines=st.integers(1, 6), worth=st.floats(0, 8))
 def test_on_saves_more_than_the_margin(price: PrefixCosts, header: int, engines: int, worth: float) -> None:
-    found = choose_prefix(demand_of(BLOCK * header, engines), price, time_value=worth)
-    off, on = (c + worth * t for c, t in ((found.off_engine_s, found.off_time_s), (found.on_engine_s, found.on_time_s)))
+    demand = demand_of(BLOCK * header, engines)
+    found = choose_prefix(demand, price, time_value=worth)
+    off, on = (cost + worth * seconds for cost, seconds in (costs_off(demand, price), costs_on(demand, price, 1)))
     assert found.on == (off - on > MARGIN * off) and found.on == (found.instances == 1)
 
 
@@ -75,7 +77,8 @@ def test_more_instances_where_time_is_worth_it() -> None:
     assert choose_prefix(demand, COSTS, max_instances=8, time_value=0.0).instances == 1
     many = choose_prefix(demand, COSTS, max_instances=8, time_value=100.0)
     one = choose_prefix(demand, COSTS, time_value=100.0)
-    assert many.instances > 1 and many.on_time_s < one.on_time_s and many.on_engine_s > one.on_engine_s
+    assert many.instances > 1 and many.on_engine_s > one.on_engine_s
+    assert costs_on(demand, COSTS, many.instances)[1] < costs_on(demand, COSTS, 1)[1]
 
 
 def test_modes_and_what_forbids_it() -> None:

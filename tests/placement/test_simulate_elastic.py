@@ -23,6 +23,7 @@ from placement.simulate.rollout.view import RolloutJob
 from placement.simulate.setting import Setting
 from placement.simulate.simulate_run import Forecasts, workload_of
 from placement.simulate.simulate_step import StepInput, StepPlanSettings, StepRun, all_phases, roll_out, work_of
+from tests.placement.held_devices import most_devices
 
 SPEED = Speed(0.01, 1e-4)
 
@@ -86,7 +87,7 @@ def test_engines_given_up_let_the_learner_begin_earlier() -> None:
     def begins(step):
         return min(h.from_s for h in step.holds if h.what == "learn")
 
-    assert begins(gives) < begins(waits) and gives.most_devices <= 16
+    assert begins(gives) < begins(waits) and most_devices(gives) <= 16
 
 
 # ---- engines that stay awake ------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def test_a_held_step_is_that_of_a_smaller_cluster_of_warm_engines_and_bills_ever
     view, plan = step_input(setting()), StepPlanSettings(4, 0.9, 2, 4, 0.7)
     held, leased = (elastic(t, replace(view, cache={}), k) for t, k in ((cold, replace(plan, held=4)), (small, plan)))
     assert held.time_s == pytest.approx(leased.time_s) and held.busy == pytest.approx(leased.busy)
-    assert held.full == pytest.approx(4 * held.time_s) and held.most_devices == 4
+    assert held.full == pytest.approx(4 * held.time_s) and most_devices(held) == 4
 
 
 def test_cold_starts_are_avoided_by_holding() -> None:

@@ -15,6 +15,7 @@ from placement.simulate.one_step_off import NOT_BUILT, all_beside, as_built, fix
 from placement.simulate.partial_rollout import InFlight, PartialGeneration
 from placement.simulate.simulate_run import workload_of
 from placement.simulate.simulate_step import StepInput
+from tests.placement.held_devices import most_devices
 
 RECORDED = Path(__file__).parent / "recorded" / "simulated_steps.json"
 
@@ -87,7 +88,7 @@ def test_costs_are_those_of_the_holds_which_fit_the_cluster_and_no_policy_beats_
         for step, bound in zip(done.steps, run.bounds, strict=True):
             assert step.full == pytest.approx(sum(h.devices * (h.to_s - h.from_s) for h in step.holds)), name
             assert all(0 <= h.from_s <= h.to_s <= step.time_s + 1e-9 for h in step.holds), name
-            assert step.most_devices <= run.setting.devices and step.busy <= step.full + 1e-9, name
+            assert most_devices(step) <= run.setting.devices and step.busy <= step.full + 1e-9, name
             assert step.time_s >= bound.time_s - 1e-9 and step.full >= bound.cost - 1e-9, name
             assert sum(step.lag) == pytest.approx(1) and len(step.lag) <= run.setting.max_lag_steps + 1, name
 
@@ -138,7 +139,7 @@ def test_partial_rollouts_keep_the_bound_and_bill_what_they_hold(lag: int) -> No
         for step in done.steps:
             assert len(step.lag) == lag + 1 and sum(step.lag) == pytest.approx(1), name
             assert step.full == pytest.approx(sum(h.devices * (h.to_s - h.from_s) for h in step.holds)), name
-            assert step.most_devices <= run.setting.devices and step.busy <= step.full + 1e-6, name
+            assert most_devices(step) <= run.setting.devices and step.busy <= step.full + 1e-6, name
             assert ("not built" in step.reason) == (name == NOT_BUILT), name
 
 
@@ -157,7 +158,7 @@ def test_a_rollout_beside_the_update_continues_under_its_weights() -> None:
     after = times.broadcast_s + times.prefill_s(10 + old, 1) + times.speed.rollout_s(np.array([400 - old]), np.array([10.0 + old]))
     assert beside == pytest.approx(update) and done.time_s == pytest.approx(begin + update + after)
     wide = step_ahead(times, given, StepPlanSettings(times.engines, 1.0, 0, times.devices - 1), PartialGeneration(state), 40_000.0, "fixed")
-    assert wide.most_devices <= times.devices, "engines on the learner's devices wait until its state has left"
+    assert most_devices(wide) <= times.devices, "engines on the learner's devices wait until its state has left"
 
 
 def test_a_rollout_that_ends_beside_the_update_waits_for_it() -> None:

@@ -109,7 +109,7 @@ def test_a_step_starts_and_parks_its_instance(make: Callable[..., Any]) -> None:
     assert again.metrics["prefix/computed_tokens"] == 0 and again.prepared.refs, "the same version's pages are there still"
     updated = stage.prefill(stage.weigh(PROMPTS, SHARES, 98), PROMPTS, weights(2))
     assert updated.metrics["prefix/computed_tokens"] == trie.distinct_tokens
-    assert stage.pool.cold_starts == 1 and stage.pool.warm_starts == 2 and stage.messages == []
+    assert stage.pool.cold_starts == 1 and stage.messages == []
     stage.context.ledger.close()
     rows = [row for row in stage.context.ledger.rows if row.kind == "prefill" and row.slots]
     billed_s = sum(row.seconds for row in rows)
