@@ -109,7 +109,7 @@ def scaling(seed: int) -> dict[str, Any]:
                 current,
                 chosen,
                 best_held_plan(plans, current, objective),
-                transition=Transition(0.4, 0.1, 0.3),
+                transition=Transition(0.4, restart_s=0.3),
                 history=history,
                 step=6,
                 value_per_s=worth,

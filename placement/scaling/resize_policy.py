@@ -67,13 +67,11 @@ class Park(Decision):
 class Transition:
     """One-time costs of changing the number of actors, in seconds per actor. Actors of one change start in parallel.
 
-    start_s: from lease to ready, of a new actor. overlapped_s: part of a start during which other work goes on. restart_s: start of
-    a parked actor, also of one that is given up now and needed again later. price: of one actor-second. warm: number of actors that
-    are parked or work, so that only more than these start anew.
+    start_s: from lease to ready, of a new actor. restart_s: start of a parked actor, also of one that is given up now and needed again
+    later. price: of one actor-second. warm: number of actors that are parked or work, so that only more than these start anew.
     """
 
     start_s: float
-    overlapped_s: float = 0.0
     restart_s: float = 0.0
     price: float = 1.0
     warm: int = 0
@@ -87,7 +85,7 @@ class Transition:
         more = max(0, wanted - current)
         cold = min(more, max(0, wanted - self.warm))
         longest_s = self.start_s if cold else self.restart_s if more else 0.0
-        return max(0.0, longest_s - self.overlapped_s), self.price * (cold * self.start_s + (more - cold) * self.restart_s)
+        return longest_s, self.price * (cold * self.start_s + (more - cold) * self.restart_s)
 
 
 @dataclass(frozen=True)

@@ -392,7 +392,7 @@ def planned(actors: int, warm: int, cold_s: float, shared: bool = True) -> tuple
 
 @pytest.mark.parametrize(("cold_s", "engines"), [(0.1, 8), (8.0, 8), (22.0, 1), (60.0, 1)])
 def test_a_bid_counts_the_starts_of_engines_as_a_decision_alone_does(cold_s: float, engines: int):
-    """Before, a run bid for 8 engines, which it then did not start because a step of 11 instead of 56 s does not pay for that at once."""
+    """A bid for 8 engines would keep slots from others if a step of 11 instead of 56 s does not pay for the starts."""
     assert planned(1, 1, cold_s) == planned(1, 1, cold_s, shared=False) == (engines, engines)
     assert planned(1, 8, cold_s) == (8, 8), "no engine has to start"
 

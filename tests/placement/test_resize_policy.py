@@ -76,14 +76,13 @@ def test_engines_that_start_later_save_less_and_no_plan_takes_longer_than_withou
     st.floats(0, 5),
     st.floats(0, 60),
     st.integers(1, 100),
-    st.floats(0, 2),
 )
 @settings(max_examples=300, deadline=None)
 def test_a_change_is_made_exactly_where_it_pays_back(
-    current: int, wanted: int, t0: float, c0: float, t1: float, c1: float, value_per_s: float, start: float, since: int, hidden: float
+    current: int, wanted: int, t0: float, c0: float, t1: float, c1: float, value_per_s: float, start: float, since: int
 ) -> None:
     """The rule by hand: one-time cost ≤ ½ · saving · horizon, and more than 2 % of a step's worth."""
-    move = Transition(start, hidden, 0.3 * start, price=2.0)
+    move = Transition(start, restart_s=0.3 * start, price=2.0)
     found = go(current, plan(wanted, t1, c1), plan(min(current, 3), t0, c0), transition=move, step=since, value_per_s=value_per_s)
     if wanted == current:
         assert isinstance(found, Hold) and found.time_s == t1
@@ -91,7 +90,7 @@ def test_a_change_is_made_exactly_where_it_pays_back(
     idle = current - min(current, 3)
     before, after = c0 + idle * 2.0 * 0.3 * start + value_per_s * t0, c1 + value_per_s * t1
     if wanted > current:
-        once = (wanted - current) * 2.0 * start + value_per_s * max(0.0, start - hidden)
+        once = (wanted - current) * 2.0 * start + value_per_s * start
     else:
         once = (current - wanted) * 2.0 * 0.3 * start
     pays = before - after > 0.02 * before and once <= 0.5 * (before - after) * since

@@ -116,7 +116,7 @@ def test_the_command_refuses_what_cannot_fit_before_it_makes_a_folder(tmp_path: 
 
 @pytest.mark.parametrize("stage", [False, True])
 def test_a_run_that_needs_more_slots_than_there_are_is_refused_by_name(stage: bool, tmp_path: Path) -> None:
-    """Before, its sweep started, and ended with it as a failed run."""
+    """Otherwise its sweep would start, and end with it as a failed run."""
     tree: dict[str, Any] = {"grid": {"learner.ranks": [1, 4]}, "cluster": {"cpus": 3}, "root": str(tmp_path / "out")}
     sweep = sweep_of(tmp_path, **tree, **({"recipe": str(ROOT / "recipes" / "sft.yaml")} if stage else {}))
     with pytest.raises(UserError, match=r"^run ranks-4: learner.ranks: 4 slots at once, but the cluster has 3 \(CPU cores\); lower it"):
