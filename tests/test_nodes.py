@@ -58,7 +58,7 @@ def test_a_preferred_node_that_others_hold_is_waited_for_shortly_and_then_any_no
     ours, theirs = leases_of(), leases_of()
     theirs.collect(theirs.ask(1, [here]), "rollout", 60.0, need=1)
     start = time.monotonic()
-    [lease] = ours.take(1, "rollout", [here])
+    [lease] = ours.take(1, "rollout", ours.ask_preferred(1, [here]))
     assert lease.slot.node == there and time.monotonic() - start < 45  # the deadline is 60 s
     ours.release_all()
     theirs.release_all()

@@ -94,6 +94,11 @@ class LeaseManager:
         required = [nodes[i] if nodes and i < len(nodes) else "" for i in range(count)]
         return self._ask([LeaseRequest(self._new_id(), time.time(), node, dict(labels or {})) for node in required])
 
+    def ask_preferred(self, count: int, nodes: list[str], labels: dict[str, str] | None = None) -> list[LeaseRequest]:
+        """Request up to `count` slots on those of `nodes` that have room, where parked instances wait. `nodes`: ids, one per slot."""
+        nodes = self.with_room(nodes)[:count] if count > 0 else []
+        return self.ask(len(nodes), nodes, labels) if nodes else []
+
     def ask_again(self, slots: list[Slot]) -> list[LeaseRequest]:
         """Request slots to which processes with state must return: on CPU any of the same nodes, on GPU the same devices."""
         on_gpu = self.resource == "gpu"
@@ -155,27 +160,23 @@ class LeaseManager:
         self,
         count: int,
         kind: str,
-        prefer: list[str] | None = None,
+        asked: list[LeaseRequest] | None = None,
         need: int | None = None,
         wait_s: float = 0.0,
         labels: dict[str, str] | None = None,
-        asked: list[LeaseRequest] | None = None,
         use: Callable[[Lease], object] = lambda lease: None,
     ) -> list[Lease]:
         """Request and collect `count` slots, of which `need` (default: all) must be granted within the lease deadline.
 
         Args:
-            prefer: ids of preferred nodes, one per slot, where parked instances wait. It waits for them briefly (half of `wait_s`
-                if `need` is 0). Missing slots are then requested on any node, for a cold start.
+            asked: requests for preferred nodes, see `ask_preferred`; more than `count` are withdrawn. It waits for them briefly (half
+                of `wait_s` if `need` is 0). Missing slots are then requested on any node, for a cold start.
             labels: required of every slot's node.
-            asked: earlier requests for preferred nodes, used instead of `prefer`; more than `count` are withdrawn.
             use: see `collect`.
         """
         need = count if need is None else need
         first, surplus = (asked or [])[:count], (asked or [])[count:]
         self.withdraw(surplus)
-        if count and not first and (nodes := self.with_room(prefer or [])[:count]):
-            first = self.ask(len(nodes), nodes, labels)
         leases = self.collect(first, kind, PREFERRED_S if need else wait_s / 2, use=use)
         if len(leases) < count:
             leases = self.collect(self.ask(count - len(leases), labels=labels), kind, wait_s / 2 if first else wait_s, need, leases, use)

@@ -93,8 +93,8 @@ class WorkerPool:
         Leases that are held now are assumed to be handed over by then.
         """
         missing = count * self.width - sum(self.may_use(lease) for lease in self.leases.held.values())
-        nodes = self.leases.with_room([instance.slot.node for instance in self.parked for _ in range(self.width)])[: max(0, missing)]
-        self.expected = self.leases.ask(len(nodes), nodes, self.labels)
+        nodes = [instance.slot.node for instance in self.parked for _ in range(self.width)]
+        self.expected = self.leases.ask_preferred(missing, nodes, self.labels)
 
     def resize(
         self, count: int, spare: list[Lease], *, need: int = 1, wait_s: float = 0.0, begin: Callable[[Instance], None] = lambda _: None
@@ -121,9 +121,9 @@ class WorkerPool:
                     break
                 begin(self.assign_leases(share))
             return spare
-        prefer = [instance.slot.node for instance in self.parked]
+        expected = expected or self._ask_for_parked(missing)
         start = lambda lease: begin(self.assign_leases([lease]))  # noqa: E731
-        self.leases.take(missing, self.kind, prefer, urgent, wait_s, self.labels, expected, start)
+        self.leases.take(missing, self.kind, expected, urgent, wait_s, self.labels, start)
         return spare
 
     def _lease_together(self, need: int, spare: list[Lease], expected: list[LeaseRequest]) -> list[Lease]:
@@ -135,8 +135,7 @@ class WorkerPool:
         leases, start = self.leases, time.monotonic()
         while (missing := need - len(self.working) - sum(map(self.may_use, spare))) > 0:
             leases.withdraw([one for one in leases.pending.values() if one not in expected])  # they are for later
-            prefer = [instance.slot.node for instance in self.parked]
-            got = leases.take(missing, self.kind, prefer, 0, ATTEMPT_S, self.labels, expected)
+            got = leases.take(missing, self.kind, expected or self._ask_for_parked(missing), 0, ATTEMPT_S, self.labels)
             spare, expected = [*spare, *got], []
             if len(got) < missing:
                 wanted = f"{self.kind} needs {need} × {leases.bundle} at once"
@@ -178,8 +177,12 @@ class WorkerPool:
         """
         if self.width > 1:
             return self._lease_wide([], need, wait_s)[0]
-        prefer = [instance.slot.node for instance in self.parked] if need else None
-        return self.leases.take(1, self.kind, prefer, int(need), wait_s, self.labels)
+        asked = self._ask_for_parked(1) if need else None
+        return self.leases.take(1, self.kind, asked, int(need), wait_s, self.labels)
+
+    def _ask_for_parked(self, count: int) -> list[LeaseRequest]:
+        """Request up to `count` slots of nodes with parked instances."""
+        return self.leases.ask_preferred(count, [instance.slot.node for instance in self.parked], self.labels)
 
     def _lease_wide(self, spare: list[Lease], need: bool, wait_s: float) -> tuple[list[Lease], list[Lease]]:
         prefer = {instance.slot.node for instance in self.parked}

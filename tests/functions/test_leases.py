@@ -144,11 +144,11 @@ def test_a_node_that_is_full_or_gone_is_not_waited_for(ray_cluster, monkeypatch)
     [here] = node_slots("cpu")
     ours = leases_of("cpu")
     assert ours.with_room([here] * 6 + ["gone"]) == [here] * 4
-    ours.take(3, "rollout", [here] * 3)
+    ours.take(3, "rollout", ours.ask_preferred(3, [here] * 3))
     assert ours.with_room(["gone", here, here]) == [here]
     asked, before = [], ours.ask
     monkeypatch.setattr(ours, "ask", lambda count, nodes=None, **more: asked.append(nodes) or before(count, nodes, **more))
-    [lease] = ours.take(1, "rollout", ["gone"])
+    [lease] = ours.take(1, "rollout", ours.ask_preferred(1, ["gone"]))
     assert asked == [None] and lease.slot.node == here
     assert ours.with_room([here]) == [] and groups_alive(ours) == 4
     ours.release_all()

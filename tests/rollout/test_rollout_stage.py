@@ -37,6 +37,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> RolloutStage:
     free = [Lease(f"lease-{n}", Slot("node", n)) for n in range(3)]
     leases: Any = SimpleNamespace(resource="gpu", ledger=Ledger("gpu"), held={lease.id: lease for lease in free}, pending={})
     leases.without_lost, leases.take, leases.release = list, lambda *_: [], lambda released: None
+    leases.ask_preferred = lambda *_: []
     leases.hand_over = lambda lease, kind, instance: setattr(lease, "holder", instance)
     broker = SlotBroker(leases)
     broker.put(free)
