@@ -89,10 +89,7 @@ def test_a_change_is_made_exactly_where_it_pays_back(
         return
     idle = current - min(current, 3)
     before, after = c0 + idle * 2.0 * 0.3 * start + value_per_s * t0, c1 + value_per_s * t1
-    if wanted > current:
-        once = (wanted - current) * 2.0 * start + value_per_s * start
-    else:
-        once = (current - wanted) * 2.0 * 0.3 * start
+    once = (wanted - current) * 2.0 * start + value_per_s * start if wanted > current else (current - wanted) * 2.0 * 0.3 * start
     pays = before - after > 0.02 * before and once <= 0.5 * (before - after) * since
     assert found.actors == (wanted if pays else current)
     assert found.action == ("Hold" if not pays else "Grow" if wanted > current else "Shrink")
