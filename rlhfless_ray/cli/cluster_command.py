@@ -31,23 +31,22 @@ def cluster(
     from ray.exceptions import RayActorError
 
     from rlhfless_ray.common.deadlines import get
+    from rlhfless_ray.functions.pool_messages import MESSAGES
     from rlhfless_ray.functions.slot_pool import ended_pools, find_pools
 
     pools = []
     for handle in find_pools():
         with suppress(RayActorError):  # it has just ended with its last run
             pools.append(get(handle.status.remote(), ANSWER_S, "the slot pool to answer"))
+    if not as_json and any(pool.get("messages") != MESSAGES for pool in pools):
+        raise UserError("cluster: the runs on this cluster use another version of rlhfless-ray; use the same version, or --json")
     running = {pool["resource"] for pool in pools}
     pools += [pool for pool in ended_pools() if pool["resource"] not in running]
     if as_json:
         print(json.dumps(pools, indent=1))
         return
     for pool in pools:
-        try:
-            show(pool)
-        except KeyError as error:
-            named = f"the runs on this cluster use another version of rlhfless-ray, whose slot pool does not tell {error}"
-            raise UserError(f"cluster: {named}; use the same version, or --json") from error
+        show(pool)
     if not running:
         print("no run shares the slots of this cluster now")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from placement.market import Bid
 
-MESSAGES = 3  # version of these messages: the pool refuses runs with another one
+MESSAGES = 3  # version of these messages and of `SlotPool.status`: the pool refuses runs with another one
 OTHER_VERSION = (
     "the runs on this cluster use another version of rlhfless-ray, whose slot pool does not understand this run; "
     "use the same version, wait until those runs have ended, or set cluster.pool to false"

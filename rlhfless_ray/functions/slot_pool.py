@@ -204,6 +204,7 @@ class SlotPool:
             for name, run in sorted(state.runs.items())
         ]
         return {
+            "messages": MESSAGES,
             "resource": self.resource,
             "slots": state.size,
             "nodes": {id: count for id, (count, _) in state.nodes.items()},

@@ -22,7 +22,7 @@ from rlhfless_ray.cli.cluster_command import cluster
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions import cost_record
 from rlhfless_ray.functions.pool_client import PoolClient
-from rlhfless_ray.functions.pool_messages import PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
+from rlhfless_ray.functions.pool_messages import MESSAGES, PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
 from rlhfless_ray.functions.slot_pool import SAVE_S, SlotPool, UnknownRun
 from tests.functions.test_pool_state import pool
@@ -458,14 +458,20 @@ def test_a_run_of_another_version_is_refused_in_a_sentence() -> None:
         run._join_first()
 
 
-def test_the_table_of_a_pool_of_another_version_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_a_pool_of_another_version_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("rlhfless_ray.local.cluster.connect", lambda address, key: None)
     monkeypatch.setattr("rlhfless_ray.common.deadlines.get", lambda status, seconds, what: status)
-    state = {"resource": "cpu", "slots": 1, "held": 0, "nodes": {}, "runs": [], "past": [{"name": "x", "ended_s_ago": 1.0}]}
+    state: dict[str, Any] = {"resource": "cpu", "slots": 1, "held": 0, "nodes": {}, "runs": [], "past": []}
     pools = [SimpleNamespace(status=SimpleNamespace(remote=lambda: state))]
     monkeypatch.setattr("rlhfless_ray.functions.slot_pool.find_pools", lambda: pools)
     monkeypatch.setattr("rlhfless_ray.functions.slot_pool.ended_pools", list)
-    with pytest.raises(UserError, match="another version of rlhfless-ray, whose slot pool does not tell 'lasted_s'; use the same version"):
+    with pytest.raises(UserError, match="another version of rlhfless-ray; use the same version, or --json"):
+        cluster("here", False)
+    assert not capsys.readouterr().out
+    state["messages"] = MESSAGES
+    with pytest.raises(KeyError, match="began_s"):  # a mistake of this version is no other version
         cluster("here", False)
 
 
