@@ -44,7 +44,7 @@ def check_final_model(run: Path) -> FinalModel:
     """Each library answers in a process of its own. Raises RuntimeError when one cannot load the model or fails."""
     answers = {library: _answers(run, library) for library in ("transformers", "vllm")}
     recipe, prompts = heldout(run)
-    from rlhfless_ray.reward.load_reward import load_reward
+    from rlhfless_ray.runtime.load_reward import load_reward
     from rlhfless_ray.weights.load_policy import load_tokenizer
     from rlhfless_ray.weights.model_folder import read_folder
 

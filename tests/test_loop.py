@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.loop import steps
 from rlhfless_ray.types import Step
 

@@ -18,8 +18,8 @@ from benchmarks.common.fault_injection import pid_of
 from placement.scaling.take_weights import TakeWeights
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.overlap import PartialOverlap
 from rlhfless_ray.types import UNFINISHED, Sample, Step, UpdateStats

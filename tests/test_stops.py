@@ -18,10 +18,10 @@ from rlhfless_ray.cli import main as cli
 from rlhfless_ray.common import deadlines as waits
 from rlhfless_ray.common.deadlines import StopSignal
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.learn.learn_stage import LearnStage
-from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.prompts.cursor import Cursor

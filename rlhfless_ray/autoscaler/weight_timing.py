@@ -10,8 +10,8 @@ import numpy as np
 from placement.scaling.take_weights import PauseCosts, TakeWeights, decide_weights
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.learn.pending import Pending
 
 LEAST_S = 0.05  # between two decisions
 

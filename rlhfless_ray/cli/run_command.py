@@ -13,10 +13,10 @@ import typer
 
 from rlhfless_ray.cli.passthrough import split_options
 from rlhfless_ray.common.errors import UserError, one_line
+from rlhfless_ray.common.ray_environment import AUTH_MODE
 
 ADDRESS = re.compile(r"--address(=|$)")
 CONNECT_S = 5.0
-AUTH_MODE = "RAY_AUTH_MODE"  # Ray's variable
 
 
 def run(ctx: typer.Context) -> None:

@@ -1,1 +1,1 @@
-"""Errors, deadlines, timing and pre-flight checks that every other folder uses."""
+"""Errors, deadlines, timing and other helpers that several folders use."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from placement.scaling.resize_policy import Decision
 from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.learn.advantage import spans
 from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, lags_of, mask_of
@@ -23,7 +24,6 @@ from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
 from rlhfless_ray.learn.kl_estimators import token_kl
 from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
-from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample, UpdateStats, WeightVersion

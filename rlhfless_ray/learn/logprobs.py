@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from rlhfless_ray.rollout.nucleus import nucleus
+from rlhfless_ray.common.nucleus import nucleus
 
 CHUNK_BYTES = 1 << 28  # size of one chunk's float32 logits; on GPU a chunk needs about three times as much
 CHUNK_START = ContextVar("position of the first token that the output head computes now", default=0)

@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError, UserError
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, State, is_loss, reason_of
@@ -23,7 +24,6 @@ from rlhfless_ray.functions.replicate import copy_to_driver_node
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.gang_scheduling import GangScheduler, homes_of
-from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.rank_replies import wait_for_ranks
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery, Snapshot
 from rlhfless_ray.learn.shares import Cutter, joined

@@ -24,6 +24,7 @@ import psutil
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, Stopped, UserError, one_line
+from rlhfless_ray.common.ray_environment import AUTH_MODE, PACKAGES
 from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
@@ -33,8 +34,6 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.slot_check import check_slots
 
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: this Ray is on loopback only
-AUTH_MODE = "RAY_AUTH_MODE"  # Ray's variable; token: this process shows a cluster's token
-PACKAGES = ("rlhfless_ray", "placement")
 MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default
 GREETING_S, HTTP2_SETTINGS = 30.0, 4  # longest wait for a server's first frame, which is of this type
 WEIGHT_BYTES, STATE_BYTES = 4, 12  # per parameter in the store: float32; float32 with Adam's two moments

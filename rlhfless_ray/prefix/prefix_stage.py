@@ -14,13 +14,13 @@ from ray.exceptions import RayTaskError
 from placement.scaling.prefix_benefit import PrefixChoice, PrefixDemand, PrefixSpeed, choose_prefix
 from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import GONE, Instance, is_loss, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.prefix.page_service import ANSWER_S, PrefixService, Prepared, Producer
 from rlhfless_ray.prefix.pages import Fetched
 from rlhfless_ray.prefix.prefix_stats import prefix_demand
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
-from rlhfless_ray.rollout.rollout_result import fetch_weights
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import WeightVersion
 

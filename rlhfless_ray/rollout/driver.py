@@ -19,6 +19,7 @@ from placement.scaling.resize_policy import Decision, Release
 from rlhfless_ray.common.deadlines import wait_any
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureCause
+from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import GONE, Instance, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.worker_pool import GRANT_S, WorkerPool
 from rlhfless_ray.rollout.control_queue import EngineCommand
@@ -27,7 +28,7 @@ from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
 from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy, MigrationRequest
-from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into, fetch_weights
+from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.shared_slots import GIVEN, SharedSlots
 from rlhfless_ray.rollout.token_log import TokenLog

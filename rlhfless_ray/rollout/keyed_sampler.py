@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import SamplerOutput
 
-from rlhfless_ray.rollout.nucleus import nucleus
+from rlhfless_ray.common.nucleus import nucleus
 
 UNUSED = -1  # marks in vLLM's output that a sequence has no further token
 # Limit on a matrix of probabilities of rows that are drawn at once. vLLM on GPU does not account for these tensors, so they must fit

@@ -1,4 +1,4 @@
-"""The result of a rollout, and loading weights into its engines."""
+"""The result of a rollout."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.functions.instance import Instance, State
-from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.inflight_migrations import MigrationStats
-from rlhfless_ray.types import Completion, EngineStep, WeightVersion
+from rlhfless_ray.types import Completion, EngineStep
 
 DRAFT_BANDS = (1, 2, 5, 17)  # lower ends of the bands of sequences in an engine step, by which drafted tokens are counted
 
@@ -78,20 +76,3 @@ def drafts_by_band(steps: Sequence[EngineStep]) -> dict[str, int]:
             f"rollout/drafts_from_{low}_vain": sum(step.drafted for step in band) - accepted,
         }
     return counts
-
-
-def fetch_weights(pool: WorkerPool, weights: WeightVersion) -> None:
-    """Make every working instance load this version unless it has it."""
-    for instance in pool.working:
-        fetch_into(instance, weights)
-
-
-def fetch_into(instance: Instance, weights: WeightVersion) -> None:
-    """Make the instance load this version unless it has it. The call precedes its next rollout in the actor's queue."""
-    if instance.version != weights.version:
-        expected = weights.checksum if weights.digests is None else weights.digests
-        first, *more = weights.shards_for(instance.slot.node) or (None,)
-        base = () if weights.base is None and not more else (weights.base,)
-        instance.loading = instance.actor.load.remote(weights.version, first, expected, *base, *more)
-        instance.version = weights.version
-    instance.state = State.READY

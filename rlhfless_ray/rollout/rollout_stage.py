@@ -15,6 +15,7 @@ from placement.scaling.resize_policy import Decision, assign_groups
 from rlhfless_ray.agent.agent_processes import AgentProcesses
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
+from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool_client import PoolClient
@@ -27,7 +28,7 @@ from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.rollout.neighbours import PrefixPages, WeightPublisher
 from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_requests
-from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_into, fetch_weights
+from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.shared_slots import SharedSlots

@@ -10,6 +10,7 @@ import numpy as np
 import ray
 
 from placement.scaling.resize_policy import Release
+from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.pool_client import PoolClient
@@ -17,7 +18,7 @@ from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.rollout.engine_calls import EngineCalls
 from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
-from rlhfless_ray.rollout.rollout_result import RolloutResult, fetch_weights
+from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import WeightVersion
 

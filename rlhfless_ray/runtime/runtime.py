@@ -43,7 +43,6 @@ from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary, load_
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.run_view import RunView
-from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.preflight_reward import check_references, dry_call
 from rlhfless_ray.rollout.engine_settings import check_kernels
 from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
@@ -57,6 +56,7 @@ from rlhfless_ray.run.memory_needs import least_mb, lengths_of
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
+from rlhfless_ray.runtime.load_reward import load_reward
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations

@@ -16,13 +16,13 @@ from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.lease import Lease, LeaseManager, most_instances
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes

@@ -18,7 +18,7 @@ from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
-from rlhfless_ray.learn.pending import Pending
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime import step_operations
 from rlhfless_ray.runtime.step_operations import StepOperations

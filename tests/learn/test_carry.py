@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch, optimizer_steps
 from rlhfless_ray.learn.carry import as_bytes, carried, joined, of_bytes
 from rlhfless_ray.learn.learn_stage import LearnStage
-from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.recipe import AlgorithmConfig, Recipe
 from rlhfless_ray.types import UpdateStats
 

@@ -11,12 +11,12 @@ import pytest
 
 from placement.scaling.phase_delay import Delay
 from rlhfless_ray.common.estimators import ESTIMATORS
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.learn.compute_advantages import compute_advantages
 from rlhfless_ray.learn.estimators import BASELINES
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
-from rlhfless_ray.learn.pending import Pending
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.learn_sections import AdvantageConfig

@@ -16,7 +16,7 @@ from rlhfless_ray.local.cluster import check_width
 from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.local.member_process import LOST_RC
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.load_reward import load_reward
+from rlhfless_ray.runtime.load_reward import load_reward
 from rlhfless_ray.weights.load_policy import load_tokenizer
 from rlhfless_ray.weights.model_folder import write_folder
 from tests.conftest import ROOT, environment

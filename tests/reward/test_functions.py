@@ -10,10 +10,10 @@ import pytest
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.http_reward import HttpSource
-from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.openrlhf_reward import QuerySource
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.reward.source import Source
+from rlhfless_ray.runtime.load_reward import load_reward
 
 
 def recipe(function: str, **prompts: str) -> Recipe:

@@ -12,8 +12,8 @@ import pytest
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.load_reward import load_reward
 from rlhfless_ray.reward.reward_model import ModelWorker, RewardModelSource
+from rlhfless_ray.runtime.load_reward import load_reward
 from rlhfless_ray.types import Completion, Prompt, Sample
 from rlhfless_ray.weights.load_policy import load_tokenizer
 from rlhfless_ray.weights.model_folder import write_folder

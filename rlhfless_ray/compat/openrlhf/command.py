@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.ray_environment import PACKAGES
 from rlhfless_ray.compat.openrlhf.elastic_flags import take_options
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
 from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
@@ -33,7 +34,6 @@ INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
 MODULE_FLAGS = ("-m", "--module")
 MAX_SHELLS = 10  # of shells that start shells; a word that cannot be expanded may hold itself
 PRINTS = ("echo", "printf", "[", "[[", "test")
-PACKAGES = ("rlhfless_ray", "placement")
 
 
 @dataclass
