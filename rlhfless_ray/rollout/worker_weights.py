@@ -194,11 +194,12 @@ def drop_memory(worker: Any) -> None:
 def save_unregistered(worker: Any) -> None:
     """Copy to the host what parking on a GPU would lose: tensors of the model that are neither parameters nor buffers, nor caches.
 
-    vLLM (0.32) saves buffers, and a load brings parameters. Nothing brings the slopes of ALiBi attention, for example.
+    vLLM (0.32) saves buffers, and a load brings parameters. Nothing brings the slopes of ALiBi attention, for example. A parked worker
+    keeps what it has saved: the memory of its tensors is unmapped.
     """
-    worker.unregistered = [
-        (tensor, tensor.to("cpu", copy=True)) for tensor in unregistered(worker.get_model(), worker.model_runner.kv_caches)
-    ]
+    if not getattr(worker, "unregistered", None):
+        tensors = unregistered(worker.get_model(), worker.model_runner.kv_caches)
+        worker.unregistered = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
 
 
 def restore_unregistered(worker: Any) -> None:
@@ -209,22 +210,36 @@ def restore_unregistered(worker: Any) -> None:
 
 
 def unregistered(model: Any, caches: Iterable[Any]) -> list[Any]:
-    """Return the tensors on the model's device that its modules and their attention hold as plain attributes.
+    """Return the memory of tensors on the model's device that it has not registered, as tensors of bytes, each a whole storage.
 
-    `caches`: tensors that are left out.
+    These are attributes of its modules, of their attention (`impl`) and of their `quant_method`, and what lists, tuples and dicts among
+    these attributes hold. Other objects are not searched. `caches`: tensors, or lists of them, that are left out.
     """
     import torch
 
     registered = [*model.parameters(), *model.buffers()]
     devices = {tensor.device for tensor in registered}
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*registered, *caches) if isinstance(tensor, torch.Tensor)}
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*registered, *_tensors_in(list(caches), set()))}
+    seen: set[int] = set()
     found: dict[int, Any] = {}
     for module in model.modules():
-        for owner in (module, getattr(module, "impl", None)):
-            for value in getattr(owner, "__dict__", {}).values():
-                if isinstance(value, torch.Tensor) and value.numel() and value.device in devices:
-                    found.setdefault(value.untyped_storage().data_ptr(), value)
-    return [tensor for start, tensor in found.items() if start not in known]
+        for owner in (module, getattr(module, "impl", None), getattr(module, "quant_method", None)):
+            for tensor in _tensors_in(getattr(owner, "__dict__", {}), seen):
+                if tensor.numel() and tensor.device in devices and (start := tensor.untyped_storage().data_ptr()) not in known:
+                    found[start] = tensor
+    return [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage()) for one in found.values()]
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the tensors in lists, tuples and dicts. `seen`: ids of those that were searched before, and are left out."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, seen)
 
 
 def _without_weights(*_: Any) -> Any:

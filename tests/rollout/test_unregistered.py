@@ -19,18 +19,26 @@ class Attention(torch.nn.Module):
         self.kv_cache, self.scale, self.view = torch.ones(8), torch.tensor([2.0]), self.table[1:]
         self.elsewhere, self.empty = torch.ones(2, device="meta"), torch.tensor([])
         self.impl = SimpleNamespace(alibi_slopes=torch.tensor([0.5, 0.25]), shared=self.scale, weight=self.weight.data)
+        whole = torch.tensor([1.0, 2.0, 3.0])
+        self.first, self.parts = whole[:1], {"rest": [whole[1:]]}
+        self.parts["itself"] = self.parts
+        self.states = [(torch.ones(2),)]  # a cache of a hybrid model
+        self.quant_method = SimpleNamespace(scales=(torch.tensor([4.0], dtype=torch.bfloat16),))
 
 
 def test_unregistered_tensors_survive() -> None:
     model = Attention()
-    worker = SimpleNamespace(get_model=lambda: model, model_runner=SimpleNamespace(kv_caches=[model.kv_cache]))
+    worker = SimpleNamespace(get_model=lambda: model, model_runner=SimpleNamespace(kv_caches=[model.kv_cache, *model.states]))
     restore_unregistered(worker)  # of an engine that was never parked
     save_unregistered(worker)
-    held = (model.weight.data, model.table, model.kv_cache, model.scale, model.impl.alibi_slopes)
-    for tensor in held:
+    lost = (model.weight.data, model.table, model.kv_cache, model.states[0][0])
+    kept = (model.scale, model.impl.alibi_slopes, model.first, model.parts["rest"][0], model.quant_method.scales[0])
+    for tensor in (*lost, *kept):
         tensor.zero_()
+    save_unregistered(worker)  # parked again: nothing can be read
     restore_unregistered(worker)
-    assert [tensor.tolist() for tensor in held] == [[0.0] * 4, [0.0] * 3, [0.0] * 8, [2.0], [0.5, 0.25]]
+    assert not any(tensor.any() for tensor in lost)
+    assert [tensor.tolist() for tensor in kept] == [[2.0], [0.5, 0.25], [1.0], [2.0, 3.0], [4.0]]
     model.scale.zero_()
     restore_unregistered(worker)
     assert model.scale.tolist() == [0.0], "only once"
