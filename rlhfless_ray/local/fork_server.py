@@ -28,7 +28,7 @@ from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request
 from rlhfless_ray.local.local_ray import FORK_CLIENT
 
-MAX_REASON_CHARS = 300  # of the sentence that says why a server could not start
+MAX_FAILURE_CHARS = 300  # of the sentence that says why a server could not start
 END_S = 5.0  # for a server to end, which has little to do but may still import
 SETUP_WORKER = "ray/_private/workers/setup_worker.py"  # the program of Ray's workers
 OF_RAY = ("ray._private.workers.default_worker", "ray.util.placement_group", "ray.util.scheduling_strategies")
@@ -84,13 +84,15 @@ class ForkServer:
             print(f"note: workers cannot be forked, so each imports everything itself: {why}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """End the server and the workers that are left."""
+        """End the server and the workers that are left. Say so if a server for workers of Ray has failed."""
         self.is_closed = True
         try:
             self.process.communicate(timeout=END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.communicate()
+        if self.process.returncode == 0 and (failed := Path(self.address + FAILED)).exists():
+            print(f"note: workers were forked without Ray, so each imported it itself: {failed.read_text()}", file=sys.stderr, flush=True)
 
 
 def server_command(address: str, architectures: Sequence[str], more: Sequence[str] = (), engines: bool = True) -> list[str]:
@@ -119,7 +121,7 @@ def serve(address: str, architectures: Sequence[str], more: Sequence[str], engin
     try:
         _import_everything(architectures, more, engines)
     except BaseException as error:
-        Path(address + FAILED).write_text(one_line_with_type(error, MAX_REASON_CHARS))
+        Path(address + FAILED).write_text(one_line_with_type(error, MAX_FAILURE_CHARS))
         raise
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
@@ -198,10 +200,12 @@ class _Server:
         """Serve clients until `end` can be read from, and kill their processes then."""
         self.watched.register(end, selectors.EVENT_READ, self._kill)
         self.watched.register(self.source, selectors.EVENT_READ, self._take)
-        while self.is_open or self.children:
+        while True:
             for key, _ in self.watched.select():
                 if self.watched.get_map().get(key.fd) == key:  # else another event of the same round has removed it
                     key.data()
+                if not self.is_open and not self.children:
+                    return
 
     def _kill(self) -> None:
         """Kill all processes, those of the other servers included."""
@@ -225,7 +229,7 @@ class _Server:
             else:
                 received, content = _receive(client, len(STREAMS))
             command, environment, folder = read_request(content)
-            if (server := self._ray_server(command, environment)) is not None:
+            if (server := self._ray_server(command, environment, (client.fileno(), *received))) is not None:
                 socket.send_fds(server.clients, [len(content).to_bytes(4, "big")], [client.fileno(), *received])
                 server.clients.sendall(content)
             else:
@@ -266,16 +270,21 @@ class _Server:
 
     def _leave(self) -> None:
         """Close in a forked process what is this server's."""
+        files = [key.fileobj for key in self.watched.get_map().values() if isinstance(key.fileobj, int)]  # of raylets and processes
         self.watched.close()
         self.source.close()
+        for file in files:
+            os.close(file)
         for other in filter(None, self.ray_servers.values()):
             other.close()
-        for client, ended in self.children.values():
+        for client, _ in self.children.values():
             client.close()
-            os.close(ended)
 
-    def _ray_server(self, command: list[str], environment: dict[str, str]) -> _RayServer | None:
-        """Return the server for this worker of Ray. None for other processes, and if the server has ended."""
+    def _ray_server(self, command: list[str], environment: dict[str, str], request: Iterable[int]) -> _RayServer | None:
+        """Return the server for this worker of Ray. None for other processes, and if the server has ended.
+
+        `request`: file descriptors of the client and its streams. A new server does not keep them: it gets each client's by `clients`.
+        """
         if self.of_ray or not "".join(command[1:2]).endswith(SETUP_WORKER) or "RAY_RAYLET_PID" not in environment:
             return None
         key = tuple(sorted(environment.items()))
@@ -283,11 +292,13 @@ class _Server:
             raylet = os.pidfd_open(int(environment["RAY_RAYLET_PID"]))
             clients, theirs = socket.socketpair()
             end, lifeline = os.pipe()
+            failed = self.source.getsockname() + FAILED
             if (process := os.fork()) == 0:
                 self._leave()
                 clients.close()
-                os.close(lifeline)
-                _serve_ray(theirs, end, self.more, environment)
+                for file in (raylet, lifeline, *request):
+                    os.close(file)
+                _serve_ray(theirs, end, self.more, environment, failed)
             theirs.close()
             os.close(end)
             self.ray_servers[key] = made = _RayServer(process, clients, lifeline)
@@ -309,8 +320,8 @@ class _Server:
         self.ray_servers[key] = None
 
 
-def _serve_ray(source: socket.socket, end: int, more: Sequence[str], environment: dict[str, str]) -> NoReturn:
-    """Import Ray with the environment of workers, and fork them. `source`, `end`: see `_Server`."""
+def _serve_ray(source: socket.socket, end: int, more: Sequence[str], environment: dict[str, str], failed: str) -> NoReturn:
+    """Import Ray with the environment of workers, and fork them. `source`, `end`: see `_Server`. `failed`: file for what went wrong."""
     from rlhfless_ray.local.fast_imports import fast_imports
 
     os.environ.clear()
@@ -321,8 +332,9 @@ def _serve_ray(source: socket.socket, end: int, more: Sequence[str], environment
             _import_those_there(more)
         _check_threads()
         _Server(source, more, of_ray=True).run(end)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        Path(failed).write_text(one_line_with_type(error, MAX_FAILURE_CHARS))
     finally:
         os._exit(0)
 

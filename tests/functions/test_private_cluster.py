@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,6 +169,73 @@ def test_a_fork_that_fails_ends_one_worker_and_not_the_server_with_all(tmp_path:
         assert client.recv(1) == b"" and len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_child_that_ends_with_the_server_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as listening, subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.setattr(fork_server.os, "fork", lambda: process.pid)
+        server = fork_server._Server(listening, ())
+        server._fork(socket.socket(socket.AF_UNIX), [], [], {}, "")
+        end, closed = os.pipe()
+        os.close(closed)
+        select = server.watched.select
+        monkeypatch.setattr(server.watched, "select", lambda: sorted(select(), key=lambda event: event[0].fileobj != end))
+        server.run(end)
+        assert not server.is_open and not server.children
+
+
+SETUP = ["python", "ray/_private/workers/setup_worker.py"]
+
+
+def fork_ray_servers(folder: Path, count: int) -> None:
+    """Fork servers for workers of Ray, one after the other, and wait for their ends."""
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as client, (folder / "stream").open("w") as stream:
+        listening.bind(str(folder / "fork"))
+        server = fork_server._Server(listening, ())
+        for number in range(count):
+            environment = {"RAY_RAYLET_PID": str(os.getpid()), "RESULT": str(folder / f"files{number}")}
+            request = os.dup(client.fileno()), os.dup(stream.fileno())
+            made = server._ray_server(SETUP, environment, request)
+            for file in request:
+                os.close(file)
+            assert made is not None
+            os.waitid(os.P_PID, made.process, os.WEXITED | os.WNOWAIT)
+        server._kill()
+
+
+def open_files() -> dict[str, int]:
+    """Return how many sockets, pipes, anonymous files and files of each name this process has open."""
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    names = Counter(os.readlink(link) for link in links if os.path.islink(link))  # not that of the listing, which is closed
+    kinds = Counter[str]()
+    for name, count in names.items():
+        kinds[name.partition(":[")[0] if name.startswith(("socket", "pipe")) else name] += count
+    return dict(kinds)
+
+
+def test_a_server_for_workers_of_ray_keeps_nothing_of_its_first_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the client, which waits for the end of its connection, would wait for the end of that server."""
+
+    def serve_ray(source: socket.socket, end: int, more: object, environment: dict[str, str], failed: str) -> None:
+        Path(environment["RESULT"]).write_text(json.dumps(open_files()))
+        os._exit(0)
+
+    before = open_files()
+    monkeypatch.setattr(fork_server, "_serve_ray", serve_ray)
+    fork_ray_servers(tmp_path, 2)
+    own = {"socket": before.get("socket", 0) + 2, "pipe": before.get("pipe", 0) + 1, str(tmp_path / "stream"): 1}
+    assert json.loads((tmp_path / "files1").read_text()) == {**before, **own}, "the test's client and stream, and where clients come from"
+
+
+def test_a_server_for_workers_of_ray_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("too many threads")
+
+    monkeypatch.setattr(fork_server, "_import_those_there", lambda _: None)
+    monkeypatch.setattr(fork_server, "_check_threads", fail)
+    fork_ray_servers(tmp_path, 1)
+    assert (tmp_path / f"fork{FAILED}").read_text() == "RuntimeError: too many threads"
+
+
 def test_a_request_has_every_word_as_it_was() -> None:
     command, environment = ["python", "", "-c", "print('a=b')\n"], {"A": "", "B": "c=d", "C": "e\udcff\n"}
     assert read_request(write_request(command, environment, "/a b")) == (command, environment, "/a b")
@@ -215,6 +283,17 @@ def test_a_server_that_is_closed_says_nothing(tmp_path: Path, monkeypatch: pytes
     server.close()
     server.watch.join(60)
     assert server.process.returncode == 1 and capfd.readouterr().err == ""
+
+
+def test_a_failure_to_import_ray_is_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fork_server, "server_command", lambda *_: ["cat"])
+    server = fork_server.ForkServer(tmp_path, (), engines=True)
+    Path(server.address + FAILED).write_text("RuntimeError: too many threads")
+    server.close()
+    said = "note: workers were forked without Ray, so each imported it itself: RuntimeError: too many threads\n"
+    assert capfd.readouterr().err == said
 
 
 IDS = """
