@@ -33,11 +33,13 @@ def check_config(config: Mapping[str, Any], setting: str) -> None:
 
         if config.get("model_type") not in CONFIG_MAPPING_NAMES:
             return
-        try:
-            with as_folder({"config.json": json.dumps(config).encode()}) as folder, _without_messages():
-                wrong = _unknown_part(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config())
-        except Exception as error:  # of many types: a class of its own, KeyError, TypeError
-            wrong = one_line(error, 200)
+        with as_folder({"config.json": json.dumps(config).encode()}) as folder, _without_messages():
+            try:
+                text = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+            except Exception as error:  # of many types: a class of its own, KeyError, TypeError
+                wrong = one_line(error, 200)
+            else:
+                wrong = _unknown_part(text)
     if wrong:
         raise UserError(f"{setting}: its config.json describes no model: {wrong}; copy the whole model folder")
 

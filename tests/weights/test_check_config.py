@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
+from rlhfless_ray.weights import check_config as check_config_module
 from rlhfless_ray.weights.check_config import check_config
 from rlhfless_ray.weights.model_folder import write_folder
 from tests.conftest import small_recipe
@@ -66,6 +68,16 @@ def test_other_values_and_what_transformers_does_not_know_are_left_alone(config:
     check_config(config, "policy.path")
 
 
+def test_errors_of_other_causes_are_no_fault_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    for name, error in (("as_folder", OSError(errno.ENOSPC, "No space left on device")), ("_unknown_part", KeyError("ours"))):
+        with monkeypatch.context() as patched, pytest.raises(type(error)):
+            patched.setattr(check_config_module, name, fail)
+            check_config(QWEN, "policy.path")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -76,7 +88,6 @@ def test_other_values_and_what_transformers_does_not_know_are_left_alone(config:
     ],
 )
 def test_a_run_says_so_before_ray(tmp_path: Path, change: tuple[bytes, bytes], said: str) -> None:
-    """Layers and ends were reported as a tokenizer's error, and an activation by a worker."""
     files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
     assert change[0] in files["config.json"]
     files["config.json"] = bytes(files["config.json"]).replace(*change)
