@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rlhfless_ray.supervise.leased_ranks import LeasedRanks
 
 
+DRIVER = -1  # in the place of a rank
+
+
 class RankRecorder:
     """Records the reports of the ranks. A report of kind `step` is handled by `_on_step`, and so on."""
 
@@ -33,7 +36,7 @@ class RankRecorder:
         """`slots`: leases of the pool; None: Ray Train takes slots from Ray's queue. `threads`: slots of a rank."""
         self.recipe, self.folder, self.progress, self.ledger, self.slots, self.threads = recipe, folder, progress, ledger, slots, threads
         self.memory: MemoryWatch | None = None  # of the driver's node
-        self.peaks: dict[int, dict[str, float]] = {}  # since the last row, of each rank on another node
+        self.peaks: dict[int, dict[str, float]] = {}  # the newest of the driver's node, and of each rank on another one
         self.steps = recipe.run.steps or 0
         self.leases_of: dict[int, list[str]] = {}  # ids of the leases of each rank that has started
         self.done = 0
@@ -101,6 +104,7 @@ class RankRecorder:
         if rank in self.leases_of:
             self.ledger.close()
             self.leases_of.clear()
+            self.peaks.clear()
             self.note_loss(f"a rank was lost: {ranks} of them start again from the last checkpoint")
         if self.slots is None:
             leases = [f"rank-{rank}" + (f"-{slot}" if slot else "") for slot in range(self.threads)]
@@ -122,7 +126,8 @@ class RankRecorder:
     def _on_memory(self, content: tuple[int, dict[str, float]]) -> None:
         """Peaks of a rank on a node where the driver is not, see `MemoryWatch.take`."""
         rank, peaks = content
-        self.peaks[rank] = peaks
+        if peaks:  # none: it took no sample since its last report
+            self.peaks[rank] = peaks
 
     def _on_step(self, content: tuple[int, dict[str, float], str, float]) -> None:
         done, measured, skipped, ended_s = content
@@ -143,8 +148,8 @@ class RankRecorder:
             "time_left_s": measured["step_s"] * (self.steps - done),
         }
         if self.memory is not None:
-            row |= memory_metrics(summed_peaks([self.memory.take(), *self.peaks.values()]), {}, {})
-            self.peaks.clear()
+            self._on_memory((DRIVER, self.memory.take()))
+            row |= memory_metrics(summed_peaks(self.peaks.values()), {}, {})
         if self.slots is not None:
             self.slots.expect(row["time_left_s"])
             row |= self.slots.metrics()

@@ -40,15 +40,18 @@ def test_a_stage_ends_after_too_many_skipped_steps_in_a_row(tmp_path: Path) -> N
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")[0]] == [1, 2, 3, 4]
 
 
-def test_a_row_has_the_memory_of_all_nodes_since_the_one_before(tmp_path: Path) -> None:
+def test_a_row_has_the_memory_of_all_nodes(tmp_path: Path) -> None:
     recipe = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}, "watch": {"tensorboard": False, "wandb": "off"}})
     recorder = RankRecorder(recipe, RunFolder(tmp_path), ProgressDisplay("off", 9, title=""), Ledger("cpu"), None, 1)
     recorder.memory = cast(MemoryWatch, SimpleNamespace(take=lambda: {"learner": 500.0, "driver": 100.0, "total": 600.0}))
     recorder.open(None)
-    for rank in (1, 2):
-        recorder.record("memory", (rank, {"learner": 400.0, "total": 450.0}))
-    for step in (1, 2):
+    peaks = {"learner": 400.0, "total": 450.0}
+    for step, reported in enumerate((peaks, {}, {"learner": 300.0, "total": 350.0}, {}), 1):
+        if step in (1, 4):  # a group of ranks starts
+            recorder.record("began", (0, 3, "a", "0", "process", time.time()))
+        for rank in (1, 2):
+            recorder.record("memory", (rank, reported))
         recorder.record("step", (step, {"step_s": 1.0}, "", time.time()))
-    first, second = read_jsonl(tmp_path / "metrics.jsonl")[0]
+    rows = read_jsonl(tmp_path / "metrics.jsonl")[0]
     names = [f"memory/{name}_peak_mb" for name in ("learner", "driver", "total")]
-    assert [first[name] for name in names] == [1300, 100, 1500] and [second[name] for name in names] == [500, 100, 600]
+    assert [[row[name] for name in names] for row in rows] == [[1300, 100, 1500], [1300, 100, 1500], [1100, 100, 1300], [500, 100, 600]]
