@@ -241,9 +241,9 @@ class LeaseManager:
     def reachable(self) -> set[tuple[str, str]] | None:
         """Return the nodes and devices on which parked processes of this run could work; None if Ray's queue does not tell.
 
-        These are devices that it holds, and of a shared pool those that are free or that other runs hold beyond their shares.
+        These are devices that it holds, and of a shared pool those that no run holds or that other runs hold beyond their shares.
         """
-        if (due := self.source.warm_due) is None:
+        if (due := self.source.warm_due()) is None:
             return None
         return set(due).union(*(lease.slot.places for lease in self.held.values()))
 

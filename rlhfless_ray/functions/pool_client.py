@@ -106,8 +106,8 @@ class PoolClient:
     def warm_free(self) -> tuple[tuple[str, str], ...]:
         return self.view.warm_free
 
-    @property
     def warm_due(self) -> tuple[tuple[str, str], ...]:
+        self._tell()  # the view may be older than the last release
         return self.view.warm_free + self.view.warm_lent
 
     @property

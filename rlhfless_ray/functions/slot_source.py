@@ -79,7 +79,6 @@ class SlotSource(Protocol):
         """Ids of the leases whose slots these runs could use."""
         ...
 
-    @property
     def warm_due(self) -> Collection[tuple[str, str]] | None:
         """Nodes and devices to which parked processes of this run are bound, if no other run is entitled to them; None if unknown."""
         ...
@@ -95,7 +94,7 @@ class RayGroups:
     """Slots as this run's own placement groups, from Ray's queue."""
 
     grants_devices = False
-    surplus, surplus_leases, warm_due = None, (), None
+    surplus, surplus_leases = None, ()
 
     def __init__(self, resource: str) -> None:
         self.resource = resource
@@ -152,6 +151,9 @@ class RayGroups:
 
     def others_wait(self) -> bool:
         return others_wait(self.resource, {group.id.hex() for group in self.groups.values()})
+
+    def warm_due(self) -> None:
+        return None
 
     def may_wait(self) -> bool:
         return False

@@ -27,7 +27,7 @@ class Source:
     """A shared pool without Ray. Each call reaches it at once, and a wait ends at once."""
 
     grants_devices = True
-    surplus = warm_due = None
+    surplus = None
 
     def __init__(self, state: PoolState, slots: RunSlots) -> None:
         self.state, self.slots = state, slots
@@ -147,15 +147,15 @@ def test_each_engine_starts_as_soon_as_its_own_slot_is_granted():
 
 def test_a_parked_engine_counts_as_warm_only_if_its_devices_can_be_had():
     """Plans counted on engines whose devices another run held: they started anew, 22 s each on a GPU."""
-    leases: Any = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", SimpleNamespace(warm_due=(("a", "0"), ("a", "2"))), None)
+    leases: Any = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", SimpleNamespace(warm_due=lambda: (("a", "0"), ("a", "2"))), None)
     leases.held = {"lease": Lease("lease", Slot("a", 3))}
     engines = WorkerPool("rollout", lambda slot: None, leases, 60.0, on_device=True)
     engines.parked = [Instance("rollout", Slot("a", device), None, memory_mb=7.0) for device in (0, 1, 2, 3)]
     engines.parked.append(Instance("rollout", Slot("a", 2), None))  # started ahead: its engine is not built
-    assert engines.count_warm(1, leases.reachable()) == 3 and engines.count_warm(1, leases.source.warm_due) == 2
+    assert engines.count_warm(1, leases.reachable()) == 3 and engines.count_warm(1, leases.source.warm_due()) == 2
     engines.parked = [Instance("rollout", Slot("a", devices), None, memory_mb=7.0, width=2) for devices in ("0,1", "2,3")]
     assert engines.count_warm(2, leases.reachable()) == 1 and engines.count_warm(1, leases.reachable()) == 0
-    leases.source.warm_due = None
+    leases.source.warm_due = lambda: None
     assert leases.reachable() is None and engines.count_warm(2, None) == 2
     on_cores = WorkerPool("rollout", lambda slot: None, SimpleNamespace(resource="cpu", ledger=None), 60.0, on_device=True)  # type: ignore[arg-type]
     on_cores.parked = [Instance("rollout", Slot("a", 0), None, memory_mb=7.0)]

@@ -21,6 +21,8 @@ from placement.market import Bid
 from rlhfless_ray.cli.cluster_command import cluster
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.functions import cost_record
+from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.pool_messages import MESSAGES, PoolSlot, PoolView, Reply, RunInfo, RunSlots, SlotRequest, Statement
 from rlhfless_ray.functions.pool_state import PoolState
@@ -456,6 +458,21 @@ def test_a_run_of_another_version_is_refused_in_a_sentence() -> None:
     run.info, run.slots, run.handle = RunInfo("x"), RunSlots("x"), SimpleNamespace(join=SimpleNamespace(remote=join))
     with pytest.raises(UserError, match="another version of rlhfless-ray"):
         run._join_first()
+
+
+def test_devices_that_a_run_has_just_released_are_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan right after the release would count their parked engines as cold, because the view of the pool is up to a second old."""
+    monkeypatch.setattr("rlhfless_ray.functions.pool_client.ray.get", lambda reply, timeout: reply)
+    state = pool(4)
+    tell = SimpleNamespace(remote=lambda statement, *how: say(state, statement))
+    client = client_of(SimpleNamespace(tell=tell))
+    [client.slots] = joined(state, "x")
+    leases = LeaseManager("gpu", Ledger("gpu"), 5.0, "x", client, SimpleNamespace(known_going=set))  # type: ignore[arg-type]
+    held = leases.take(4, "rollout")
+    client.parks({}, frozenset(("a", str(device)) for device in range(4)))
+    client._tell()
+    leases.release(held[1:])
+    assert leases.reachable() == {("a", str(device)) for device in range(4)}
 
 
 def test_the_table_of_a_pool_of_another_version_is_refused_in_a_sentence(
