@@ -87,7 +87,8 @@ class PoolView:
     surplus_leases: tuple[str, ...] = ()  # ids of the leases among which the surplus is
     today_slot_s: float = 0.0  # the part of `slot_s` that belongs to `day`
     day: int = 0  # UTC day, in days since the epoch
-    # nodes and devices to which parked processes of the run are bound: free ones, and those that other runs hold beyond their shares
+    # nodes and devices to which parked processes of the run are bound: those that no run holds, also if they went back to Ray, and those
+    # that other runs hold beyond their shares
     warm_free: tuple[tuple[str, str], ...] = ()
     warm_lent: tuple[tuple[str, str], ...] = ()
 

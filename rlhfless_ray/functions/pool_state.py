@@ -380,9 +380,14 @@ class PoolState:
             wanted,
             known.today_slot_s,
             self.day,
-            tuple(sorted(_place(slot) for slot in self.slots.values() if not slot.holder and _place(slot) in known.warm)),
+            self._warm_free(run),
             self._lent(run),
         )
+
+    def _warm_free(self, run: str) -> tuple[tuple[str, str], ...]:
+        """Return the devices of a run's parked processes that no run holds, also those that went back to Ray."""
+        held = {_place(slot) for slot in self.slots.values() if slot.holder}
+        return tuple(sorted(place for place in self.runs[run].warm - held if place[0] in self.nodes))
 
     def _lent(self, run: str) -> tuple[tuple[str, str], ...]:
         """Return the devices of a run's parked processes that other runs hold beyond their shares. These are asked for them first."""

@@ -413,6 +413,20 @@ def test_a_run_gets_the_devices_of_its_parked_processes():
     assert state.view("x", 1.0).warm_free == (("a", "2"), ("a", "3")) and state.view("y", 1.0).warm_free == ()
 
 
+def test_a_device_that_went_back_to_ray_is_still_free_for_its_parked_process():
+    """Plans counted its engine as cold, and after five idle minutes a run did not start it again."""
+    state = pool(2)
+    for name in ("x", "y"):
+        state.join(RunInfo(name), 0.0)
+    state.runs["x"].warm = frozenset({("a", "0"), ("a", "1"), ("gone", "0")})
+    for slot in state.idle(301.0):
+        state.drop(slot.id, 301.0)
+    assert not state.slots and state.view("x", 301.0).warm_free == (("a", "0"), ("a", "1"))
+    state.put(PoolSlot("s2", "a", 1), 302.0)
+    ask(state, "y", 1, 302.0)
+    assert state.match(302.0) and state.view("x", 302.0).warm_free == (("a", "0"),)
+
+
 def test_a_device_that_another_run_borrows_comes_back_and_one_of_its_share_does_not():
     """Plans counted engines on both as warm. Without the borrowed ones, a run would shrink whenever it has lent slots beside its update."""
     state = pool(4)
