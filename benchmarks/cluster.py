@@ -196,7 +196,7 @@ class Kept:
         self.order[part] = list(order)
 
     def add(self, part: str, name: str, value: Any, seconds: float) -> None:
-        """Beside whatever else is in the file by now, from other parts or from a process that does other settings."""
+        """Merge a value into the file, which other processes may have changed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:

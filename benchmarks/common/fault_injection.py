@@ -58,7 +58,7 @@ class Nodes:
         return self.cluster.address
 
     def fill(self) -> None:
-        """Successors for those that were lost. In the main thread only: Ray sets signal handlers as it starts a node."""
+        """Start successors of lost nodes. In the main thread only: Ray sets signal handlers as it starts a node."""
         with self.changing:
             while len(self.cluster.worker_nodes) < self.count:
                 again(lambda: self.cluster.add_node(wait=False, num_cpus=NODE_CORES, object_store_memory=self.store_bytes))
@@ -74,7 +74,7 @@ class Nodes:
             return [node.node_id for node in self.cluster.worker_nodes]
 
     def lose(self, node_id: str) -> None:
-        """At once; from any thread. Its successor comes with the next `fill`."""
+        """Kill a node at once, from any thread. The next `fill` replaces it."""
         with self.changing:
             node = next((n for n in self.cluster.worker_nodes if n.node_id == node_id), None)
             if node is not None:
@@ -258,7 +258,7 @@ def step_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def left_of(folder: Path) -> dict[str, int]:
-    """What is still there of a Ray that ended with its run: its folder, and processes that were told to work in it."""
+    """Count what a Ray that ended with its run has left: its folder, and processes that work in it."""
     import psutil
 
     end = time.monotonic() + PATIENCE_S
@@ -274,7 +274,7 @@ def left_of(folder: Path) -> dict[str, int]:
 
 
 def left_behind(address: str) -> dict[str, int]:
-    """What is still there of a run that has ended, on a cluster that goes on. Serve's own controller may be somebody else's."""
+    """Count what an ended run has left on a cluster that goes on. Serve's own controller may be somebody else's."""
     import ray
     from ray.util.placement_group import placement_group_table
 

@@ -52,7 +52,7 @@ def processor_ms(work: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Target:
-    """What the project promised, and what was measured; why: the reason of a miss."""
+    """A target and its measurement. why: the reason of a miss."""
 
     name: str
     value: float
@@ -74,7 +74,7 @@ class Target:
 
 
 def make_console() -> Console:
-    """Wide when the output is no terminal, and a word of warning when the machine is not ours alone."""
+    """Create a console, wide if the output is no terminal. Warn if the machine is busy."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)

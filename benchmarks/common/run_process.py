@@ -107,7 +107,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def end_process(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    """Nothing when it has ended; otherwise SIGTERM, on which the runtime frees its leases, and SIGKILL later."""
+    """Send SIGTERM, on which the runtime frees its leases, then SIGKILL, unless it has ended."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -58,7 +58,7 @@ class Response:
 
 
 def _slip(sums: list[int], rng: np.random.Generator) -> list[int]:
-    """One sum goes wrong and is carried on, or not."""
+    """Return the sums with one wrong, usually propagated to those after it."""
     at, by = rng.integers(len(sums)), int(rng.integers(1, 10))
     last = len(sums) if rng.random() < 0.8 else at + 1
     return [(value + by) % 10 if at <= k < last else value for k, value in enumerate(sums)]
@@ -138,7 +138,7 @@ class Labelled:
 
 
 def labelled(rows: list[Row], responses: list[Response], tokenizer: Any) -> list[Labelled]:
-    """Of each row and its response. What is cut off is not right."""
+    """Label each row's response. Truncated responses count as wrong."""
     found = []
     for row, one in zip(rows, responses, strict=True):
         prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]

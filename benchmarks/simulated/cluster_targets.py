@@ -1,4 +1,4 @@
-"""What the simulated clusters were to reach, what they reached, and for what was missed the reason, from the same figures."""
+"""Compare the targets of simulated clusters with measurements, and explain misses from the same figures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def below_cut(entries: dict[str, Any]) -> tuple[float, float]:
 
 
 def targets(content: dict[str, Any]) -> list[Target]:
-    """Of everything that was measured so far; `why` of those that were missed."""
+    """Return the targets of everything that was measured so far. `why` explains misses."""
     paper, cheap, large = (content.get(part, {}) for part in ("paper", "cheap", "large"))
     found: list[Target] = []
     if paper:
@@ -102,7 +102,7 @@ def _why_speed(entries: dict[str, Any]) -> str:
 
 
 def _why_cost(entries: dict[str, Any], kind: str, wanted: float) -> str:
-    """Where it is missed and what was bought instead; of busy cost also how much of it `fixed` has to begin with."""
+    """Explain a missed target by the settings below it and their speedup. For busy cost, also say how busy `fixed` is."""
     short = {n: e for n, e in entries.items() if 100 * of(e["policies"], "ours", f"{kind}_saving") < wanted}
     parts = [f"the oracle saves {100 * over(entries, 'oracle', f'{kind}_saving'):.0f} %"]
     if kind == "busy":

@@ -56,7 +56,7 @@ KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, s
 
 
 class Autoscaler(Predictor):
-    """Plan each step by what is predicted of it. Its state survives a resume."""
+    """Plan each step from its forecast. Its state survives a resume."""
 
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
         super().__init__(recipe, first_speed)
@@ -74,7 +74,7 @@ class Autoscaler(Predictor):
         self.update_ends_s = 0.0  # when it will end by its prediction, on the clock of time.monotonic
 
     def expect(self, engines: dict[int, ExpectedEngine], note: str) -> None:
-        """Set what is expected of an engine by width before one has run, the narrowest first. `note`: why there is one width only."""
+        """Set initial estimates of engines, see `EngineSpeeds.expect`. `note`: why there is one width only."""
         self.engines.expect(engines)
         self.width_note = note
 

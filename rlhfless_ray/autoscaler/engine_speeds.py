@@ -20,7 +20,7 @@ class EngineSpeeds:
         self.fits: dict[int, SpeedFit] = {}  # of widths that engines had before
 
     def expect(self, engines: dict[int, ExpectedEngine]) -> None:
-        """Set what is expected of an engine by width before one has run, the narrowest first."""
+        """Set initial estimates of engines by width, narrowest first."""
         self.width, engine = next(iter(engines.items()))
         self.expected = engines if len(engines) > 1 else {}
         self.fit, self.capacity = SpeedFit(engine.speed), engine.capacity or math.inf

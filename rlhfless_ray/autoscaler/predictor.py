@@ -1,4 +1,4 @@
-"""What a run has shown of response lengths and times, and what it predicts from them."""
+"""Forecast response lengths and times from a run's measurements."""
 
 from __future__ import annotations
 

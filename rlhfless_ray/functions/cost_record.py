@@ -1,4 +1,4 @@
-"""What the runs of a cluster paid, in Ray's own store: the record outlives pools and ends with the cluster."""
+"""Store the costs of a cluster's runs in Ray. The record outlives pools and ends with the cluster."""
 
 from __future__ import annotations
 

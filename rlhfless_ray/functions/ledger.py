@@ -68,7 +68,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What a ledger bills."""
+    """Prices of slots, of CPU cores without a lease, and of parked memory."""
 
     slot_per_hour: Callable[[str], float]  # node id → price of a slot-hour
     core_per_hour: float = 0.0  # without a lease

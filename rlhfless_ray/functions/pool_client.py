@@ -115,7 +115,7 @@ class PoolClient:
         return self.view.surplus_leases
 
     def may_wait(self) -> bool:
-        """Return whether a needed slot comes although its deadline is over: other runs hold slots, and give back what is this run's."""
+        """Return whether a needed slot may still be granted after its deadline: other runs hold slots, and give back this run's."""
         self._tell()
         others = self.view.others
         if others and not self.has_said_that_it_waits:
@@ -174,7 +174,7 @@ class PoolClient:
         return f"{self.info.run}/{request.id}"
 
     def _tell(self, seconds: float = 0.0) -> None:
-        """Tell the pool everything, and take what it has granted by now, or does within `seconds`."""
+        """Send the run's whole state, and collect grants for up to `seconds`."""
         self._accept(self._call(lambda: self._send_statement(seconds)))
 
     def _send_statement(self, *how: Any) -> Any:

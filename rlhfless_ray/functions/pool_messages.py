@@ -66,8 +66,8 @@ class PoolSlot:
 class PoolView:
     """A run's view of the pool.
 
-    `surplus`: slots that it should give back to runs below their targets: those above its own target, and those to which processes with
-    state of these runs must return.
+    `surplus`: slots that it should give back to runs below their targets. It includes slots above its own target. It also includes slots
+    to which processes with state of those runs must return.
     """
 
     slots: int
@@ -114,26 +114,16 @@ class PoolView:
 class Statement:
     """The whole state of a run in the pool. The pool ignores a statement with a lower `number` than the last one.
 
-    Parameters
-    ----------
-    session : str
-        A new id whenever the run joins. Statements of earlier sessions no longer count.
-    wants : tuple of SlotRequest
-        Requests whose slots the run does not know yet, oldest first.
-    holds : tuple of str
-        Ids of the requests whose slots the run has.
-    bid : Bid, optional
-        The value of slots to the run. None: it has made no bid yet.
-    avoids : frozenset of str
-        Ids of nodes that the run found lost or drained. Ray may not know that yet.
-    parked_mb : mapping of str to float
-        Memory of its parked processes in MB, by node id.
-    warm : frozenset of (str, str)
-        Nodes and devices to which parked processes of it are bound, on GPU.
-    gives_s : float, optional
-        Seconds in which it expects to give back slots that others wait for. None: unknown.
-    paid_s : mapping of str to float
-        For how long its ledger has the slots of the requests that it ended and of which the pool may not know, by their ids.
+    Attributes:
+        session: a new id whenever the run joins. Statements of earlier sessions no longer count.
+        wants: requests whose slots the run does not know yet, oldest first.
+        holds: ids of the requests whose slots the run has.
+        bid: the value of slots to the run. None: it has made no bid yet.
+        avoids: ids of nodes that the run found lost or drained. Ray may not know that yet.
+        parked_mb: memory of its parked processes in MB, by node id.
+        warm: nodes and devices to which parked processes of it are bound, on GPU.
+        gives_s: seconds in which it expects to give back slots that others wait for. None: unknown.
+        paid_s: leased seconds by request id, of ended requests whose end the pool may not know.
     """
 
     run: str

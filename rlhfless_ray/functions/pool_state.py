@@ -102,7 +102,7 @@ class PoolState:
         self.leave(info.run, now_s)
         bid = Bid(info.run, (info.least,), (0.0,), info.share, info.weight)
         run = self.runs[info.run] = PoolRun(info, session, bid, now_s, now_s)
-        if before is not None:  # what it has paid is not also that of an ended run, which includes the time of its silence
+        if before is not None:  # the run goes on, so its costs must not also count as an ended run's, with the time of its silence
             ended = [past for past in self.past if past.info == info]
             self.past = [past for past in self.past if past.info != info]
             run.slot_s = max([before.slot_s, *(past.slot_s for past in ended)])
@@ -407,8 +407,8 @@ class PoolState:
 
         `above`: slots above its target. `waiting`: slots that each of them lacks. A learner waits for the node of its state, on GPU for its
         device, and engines may wait for a label. The run also gives back a device below its target, because it can use any other one
-        instead, unless its own learner returns to it. Of other slots, those where engines of a waiting run are parked are named alone if
-        they are all that it lacks; if several runs wait, no more than that.
+        instead, unless its own learner returns to it. Prefer slots where a waiting run has parked engines. Name only these if they suffice,
+        and no more of them than that run lacks if several runs wait.
         """
         homes, held, count = self.runs[run].homes, [slot for slot in self.slots.values() if slot.holder == run], 0
         needed, usable, named = set[str](), set[str](), set[str]()
@@ -448,7 +448,7 @@ class PoolState:
         """Return how a run ranks a slot, the best first.
 
         It leaves other runs the devices of their learners, and prefers those to which parked processes of its own are bound: on any other
-        one a process has to start. Of the rest it leaves those of other runs' processes. Elsewhere processes are where it was last.
+        one a process has to start. Then it prefers devices without other runs' processes, then those that it held last.
         """
         place = _place(slot)
         others = sum(place in other.warm for name, other in self.runs.items() if name != run)
@@ -477,7 +477,7 @@ class PoolState:
         self._cleared = None
 
     def _bill_as_its_ledger(self, slot: PoolSlot, now_s: float, paid_s: float) -> None:
-        """Take from a run's bill what its own ledger does not have of a slot: the time until the pool heard of its end."""
+        """Deduct the time between a slot's end in the run's ledger and the pool's notice of it."""
         run, more_s = self.runs[slot.holder], max(0.0, now_s - slot.since_s - paid_s)
         run.slot_s, run.today_slot_s = run.slot_s - more_s, max(0.0, run.today_slot_s - more_s)
         self.free_slot_s += more_s

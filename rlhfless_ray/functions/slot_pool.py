@@ -321,7 +321,7 @@ class SlotPool:
         return next(n for n in range(first, first + len(taken) + 1) if n not in taken)
 
     def _look_at_others(self) -> None:
-        """Look whether other programs wait in Ray's queue. Slots that no run takes at once, or soon, are theirs then."""
+        """Look whether other programs wait in Ray's queue. If so, unused slots are returned to it at once or soon."""
         if (now := time.monotonic()) >= self.asked_s:
             if others_wait(self.resource, set()):
                 self.idle_s, self.keeps_warm = -1.0, False

@@ -120,8 +120,8 @@ class RankActor:
     def keep(self) -> tuple[Files, Files, tuple[float, int, dict[str, bytes]]]:
         """Return this rank's files of a checkpoint: those that every rank reads, and those that `is_divided` names.
 
-        With them are their processor seconds, their bytes, and the headers of the second ones. These are three return values of the
-        Ray call. The files stay in this node's object store until they are needed.
+        Also return CPU seconds, bytes, and the headers of the divided files. These are three return values of the Ray call. The
+        files stay in this node's object store until they are needed.
         """
         start = time.thread_time()
         files = self.rank.trainer.state_files()

@@ -35,7 +35,7 @@ class Recovery:
         """Configure recovery from lost processes.
 
         `every_steps`: updates between two in-memory snapshots; 0: only checkpoints on disk. `say`: callback for log messages. `on_disk`:
-        whether there are such checkpoints. Without either, no batch is kept, because all of the run's would be.
+        whether there are such checkpoints. If both are off, keep no batches: all would have to be kept.
         """
         self.every_steps, self.say, self.keeps_batches = every_steps, say, every_steps > 0 or on_disk
         self.is_final = False  # the ranks have worked on a batch that was not kept: a lost learner cannot be restored

@@ -1,7 +1,7 @@
 """Ranks that share one copy of a model: each holds a slice of every large matrix and computes its part of each layer.
 
-DeepSpeed's AutoTP replaces the linear layers. Embeddings, output head and norms are whole on every rank. Of an adapter, B·A, the matrix at
-the divided side of its layer is divided in the same way, and the other one is whole.
+DeepSpeed's AutoTP replaces the linear layers. Embeddings, output head and norms are whole on every rank. For an adapter B·A, the
+matrix on the layer's divided side is divided in the same way. The other one is whole.
 """
 
 from __future__ import annotations

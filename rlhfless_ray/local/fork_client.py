@@ -1,7 +1,7 @@
 """Have the fork server fork a worker: the program that Ray starts in the place of each.
 
-It ends as the worker does. If it is killed, the worker is, too. Without a server it becomes the worker itself. It imports next to nothing,
-because it runs once for each worker: 17 ms of processor instead of the 40 ms of a program that imports json and subprocess.
+It exits with the worker's status, and killing it kills the worker. Without a server it becomes the worker itself. It imports next to
+nothing, because it runs once for each worker: 17 ms of processor instead of the 40 ms of a program that imports json and subprocess.
 """
 
 from __future__ import annotations

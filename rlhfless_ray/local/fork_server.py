@@ -1,8 +1,8 @@
 """Fork a private Ray's workers from one process that has imported torch, DeepSpeed and, for engines, vLLM.
 
-Importing vLLM takes 5.2 CPU seconds, most of what starting an engine costs. A forked worker has it done, and shares the memory of what was
-imported. The server imports everything in one thread. Ray starts workers through `worker_prefix`: a small program (`fork_client.py`) hands
-its arguments, environment and standard streams to the server, and ends with the forked worker. If it is killed, the worker is, too. Further
+Importing vLLM takes 5.2 CPU seconds, most of what starting an engine costs. Forked workers inherit the imports and share their memory. The
+server imports everything in one thread. Ray starts workers through `worker_prefix`: a small program (`fork_client.py`) hands its
+arguments, environment and standard streams to the server, and ends with the forked worker. If it is killed, the worker is, too. Further
 members of an actor are forked in the same way, see `local_ray.forked`.
 """
 

@@ -217,7 +217,10 @@ class Recipe(RecipeFile):
             key = "drafter_train" if trains else "drafter"
             yield f"rollout.{key}: rollout.speculation is off, so nothing is drafted; set it to auto, or leave the drafter out"
         if trains and not self.functions.elastic:
-            yield "rollout.drafter_train: it needs slots that engines leave, and with functions.elastic=false they leave none"
+            yield (
+                "rollout.drafter_train: it needs slots that engines leave, and with functions.elastic=false they leave none; set "
+                "functions.elastic to true, or drafter_train to off"
+            )
         if trains and rollout.max_lag_steps:
             yield (
                 "rollout.drafter_train: a rollout with rollout.max_lag_steps leaves no slots to train the drafter on; set it to off, or "

@@ -93,7 +93,7 @@ class Drafter:
         self.batch: tuple[list[str], _Running] | None = None  # the last step's batch, if all of its sequences went on
         self.draft_s = 0.0  # seconds that were spent on drafts after the step, unless it is idle
         self.running = self.context_tokens = 0  # of the sequences that go on after the step
-        self.is_idle = False  # whether the step belongs to a pause: nothing was verified and looked up, and nothing is learned
+        self.is_idle = False  # whether drafting pauses in this step: nothing is verified, looked up or learned
         self.begun = 0  # requests that have begun, as `KeyedSampler.begun`
 
     def _load(self, folder: Path) -> DraftSource:

@@ -1,4 +1,4 @@
-"""What vLLM builds an engine from: the folder of the model, and the arguments."""
+"""Build the model folder and the arguments of a vLLM engine."""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ def load_head(folder: Path) -> Eagle3Head:
 
 @dataclass
 class _Track:
-    """What the head reads of the policy at consecutive positions of a sequence, from `begin`. The cache has entries of the first `read`.
-    `waiting`: (positions, hidden) of those after them."""
+    """Hidden states of the policy that the head reads, from position `begin` of a sequence on. The cache has entries of the first `read`.
+    `waiting`: (positions, hidden) states after them."""
 
     begin: int
     read: int = 0
@@ -120,7 +120,7 @@ class _Track:
                 self.waiting.append(last[:left])
 
     def add(self, states: torch.Tensor) -> None:
-        """Add the next positions. What has waited too long is dropped, and with it the context before it."""
+        """Add the next positions. Drop states that waited too long, and their context."""
         self.waiting.append(states)
         if self.unread > 2 * KEPT_STATES:
             kept = torch.cat(self.waiting)[-KEPT_STATES:].clone()

@@ -190,7 +190,7 @@ class RolloutStage:
             self.idle_s = None
 
     def decide_lease(self, tail_s: float, needed_next: bool) -> Decision:
-        """Decide about the lease of an idle engine while others work for `tail_s` more seconds."""
+        """Have the autoscaler decide about an idle engine's lease. Beside an update, `idle_s` says how long the slot would be idle."""
         autoscaler = self.context.autoscaler
         return autoscaler.drained(tail_s, needed_next) if self.idle_s is None else autoscaler.hold_idle(self.idle_s(tail_s))
 

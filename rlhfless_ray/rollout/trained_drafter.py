@@ -199,7 +199,7 @@ class TrainedDrafter:
 
     @property
     def _origin(self) -> str:
-        """What the drafter's first weights were."""
+        """Origin of the drafter's initial weights."""
         rollout = self.context.recipe.rollout
         random = f"{rollout.drafter_layers} random layers of width {rollout.drafter_hidden_size}"
         return rollout.drafter or random

@@ -1,4 +1,4 @@
-"""What an engine does to the weights that its vLLM worker holds. These functions run in the worker, through `collective_rpc`."""
+"""Load, fingerprint and release the weights of an engine's vLLM worker. These functions run in the worker, through `collective_rpc`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from rlhfless_ray.run.memory_needs import (
 )
 
 AnyRecipe = TypeVar("AnyRecipe", Recipe, SupervisedRecipe)
-GROWN_KV_SHARE = 0.1  # of the memory that settings may take: what all engines together may take for KV beyond 256 MB each
+GROWN_KV_SHARE = 0.1  # largest share of the memory that settings may take for all KV caches beyond 256 MB each
 AUTO_KEYS = {  # of section `learner`, with the field of `UpdateSettings` that each takes
     "micro_batch_tokens": "micro_batch_tokens",
     "gradient_checkpointing": "checkpointing",

@@ -245,7 +245,7 @@ class Runtime(StepOperations):
 
     @property
     def objective(self) -> ObjectiveConfig:
-        """What plans are chosen by. Set it between steps, also to a dict of its keys: it counts from the next plan on.
+        """The objective that chooses plans. Set it between steps, also to a dict of its keys. It applies from the next plan on.
 
         A step that is planned already keeps its plan. A resumed run has its recipe's objective again.
         """

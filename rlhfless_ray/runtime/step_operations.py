@@ -46,7 +46,7 @@ LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What to do at the end of a step."""
+    """Decisions at the end of a step."""
 
     metric: tuple[str, float] | None  # (name, value) of its evaluation, by which checkpoints are compared
     best: bool  # whether the metric is the best so far
@@ -158,7 +158,7 @@ class StepOperations(CheckpointedRun):
     def plan_rest(self, step: Step) -> None:
         """Plan what a rollout beside the update has left of a step, with all slots. Does nothing if no response is left.
 
-        What that rollout showed of the engines' speed is learned beside the next update, because here everything waits.
+        The speed is fitted to that rollout during the next update, when nothing waits for it.
         """
         if self.rolls_out_ahead and not step.samples:
             began_s, went_on = time.monotonic(), self.rest_follows

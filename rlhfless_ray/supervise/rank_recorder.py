@@ -1,4 +1,4 @@
-"""What the ranks of a supervised stage report, recorded in the run folder: metrics, ledger, status and progress."""
+"""Record the reports of a supervised stage's ranks in the run folder: metrics, ledger, status and progress."""
 
 from __future__ import annotations
 

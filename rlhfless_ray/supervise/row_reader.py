@@ -127,8 +127,8 @@ class RowReader:
                     (self.same, f"have the same `{self.data.chosen_column}` and `{self.data.rejected_column}`, which teach no preference"),
                     (
                         self.sliced,
-                        "are sliced as in OpenRLHF: the chat template does not render them as their prompt, its generation prompt and the "
-                        "rest, so the response is the rendered text beyond the length of that prompt",
+                        "are sliced as in OpenRLHF, because the chat template renders their prompt differently without a response; the "
+                        "response is the rendered text beyond the length of that prompt",
                     ),
                 )
                 if names
