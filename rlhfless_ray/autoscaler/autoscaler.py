@@ -177,12 +177,13 @@ class Autoscaler(Predictor):
         return {width: pareto(plan for plan, figures in both if id(figures) in left) for width, both in pairs.items()}, note
 
     def _with_starts(self, plan: Plan, width: int, warm: int, step: int) -> Plan:
-        """Count engines' starts in a plan as a decision alone does: not in the first step, and not against a deadline of each step."""
+        """Count engines' starts in a plan as a decision alone does: not in the first step, and not against a deadline or budget."""
         if not self.actors or self.objective.deadline_s is not None:
             return plan
         lasts = max(1.0, min(self.history.record(step, plan.actors).horizon(step), self.recipe.run.steps - step + 1))
         held = self._held(warm) if width == self.engines.width else 0
-        return with_starts(plan, held, self._transition(width, warm), lasts, self.recipe.objective.payback)
+        started = with_starts(plan, held, self._transition(width, warm), lasts, self.recipe.objective.payback)
+        return started if self.objective.budget is None else replace(started, cost=plan.cost)
 
     def begin_rollout(self, plan: RolloutPlan, grows: bool) -> tuple[RolloutPlan, Delay]:
         """Begin a rollout on a pool that the run shares with others. `grows`: whether it takes and gives slots while it runs.

@@ -30,27 +30,30 @@ class MarketBids:
         self.rollout: Bid | None = None  # for the next rollout
         self.running: Bid | None = None  # for the rollout that runs
         self.begun_s, self.paid_slot_s = 0.0, 0.0  # when it began, and what the run had paid until then
-        self.points: list[tuple[int, float, float]] = []  # slots, seconds and slot-seconds of its engines
+        self.points: list[tuple[int, float, float]] = []  # slots, seconds and slot-seconds of its engines, without starts
         self.value_per_s = 0.0  # of the rollout, in slot-seconds: also what the rest of it is worth
         self.pair: Bid | None = None  # for an update and the rollout beside it, where they are sized together
         self.besides = 0  # slots that the run holds beside its engines during that rollout
 
     def divide(
-        self, frontiers: Mapping[int, Sequence[Plan]], besides: int, started: Callable[[int, Plan], Plan] = lambda width, plan: plan
+        self, frontiers: Mapping[int, Sequence[Plan]], besides: int, started: Callable[[int, Plan], Plan]
     ) -> tuple[dict[int, list[Plan]], str]:
         """Return the plans that the pool would have slots for now, by the engines' width, and why others were left out.
 
         The smallest plan of each width always stays. `besides`: slots that the run holds beside its engines. `started`: adds to a plan
-        of a width the time and cost of the starts that it needs, which the bid counts too.
+        of a width the time and cost of the starts that it needs, which the bid counts too. A budget does not cover them.
         """
-        every = [plan for plans in frontiers.values() for plan in plans]
-        self.value_per_s, self.besides = time_value(self.objective, every), besides
-        sized = ((plan.actors * width, started(width, plan)) for width, plans in frontiers.items() for plan in plans)
-        self.points = self._points(sized, self.value_per_s)
-        self.rollout = self._bid(self.points, self.value_per_s, besides)
+        every = [(width, plan) for width, plans in frontiers.items() for plan in plans]
+        self.value_per_s, self.besides = time_value(self.objective, [plan for _, plan in every]), besides
+        self.points = self._points(((plan.actors * width, plan) for width, plan in every), self.value_per_s)
+        within = [one for one in every if self.objective.budget is None or one[1].cost <= self.objective.budget] or every
+        sized = ((plan.actors * width, started(width, plan)) for width, plan in within)
+        self.rollout = self._bid(self._points(sized, self.value_per_s), self.value_per_s, besides)
         cleared = self.pool.what_if(self.rollout)
         room = cleared.slots[self.rollout.run] - besides
-        if room >= self.most and self.objective.prefer is not None:  # it bids for the number that it would choose alone
+        if room >= self.most and (
+            self.objective.prefer is not None or self.objective.budget is not None
+        ):  # it bids for the number that it would choose alone
             return {width: list(plans) for width, plans in frontiers.items()}, ""
         left = {width: [plan for plan in plans if plan.actors * width <= room] for width, plans in frontiers.items()}
         kept = {width: plans or [min(frontiers[width], key=lambda plan: plan.actors)] for width, plans in left.items()}

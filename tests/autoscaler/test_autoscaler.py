@@ -27,7 +27,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample, Step
-from tests.autoscaler.test_market_bids import FRONTIER, Pool
+from tests.autoscaler.test_market_bids import FRONTIER, Pool, as_they_are
 from tests.functions.test_pool_state import pool
 
 SPEED = Speed(0.01, 1e-4)
@@ -339,10 +339,10 @@ def test_the_objective_can_be_changed_between_steps():
 def test_bids_follow_an_objective_that_is_changed():
     autoscaler = Autoscaler(recipe(objective={"prefer": 0.0}), SPEED)
     bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
-    bids.divide({1: FRONTIER}, 0)
+    bids.divide({1: FRONTIER}, 0, as_they_are)
     assert bids.most == 1
     autoscaler.set_objective(recipe(objective={"prefer": 0.8}).objective)
-    bids.divide({1: FRONTIER}, 0)
+    bids.divide({1: FRONTIER}, 0, as_they_are)
     assert bids.most == 4
 
 
@@ -350,7 +350,7 @@ def test_a_rollout_bids_for_as_many_engines_as_what_is_left_has_work_for():
     autoscaler = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.01, 1e-2))
     assert autoscaler.renew_rollout(np.full(64, 100.0), np.full(64, 20), 4, 0, 4) == 4, "on no pool"
     bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
-    bids.divide({1: FRONTIER}, 0)
+    bids.divide({1: FRONTIER}, 0, as_they_are)
     bids.begin_rollout(4, 11.0, True, 4.0)
     left = np.linspace(50.0, 150.0, 64)  # engines may take different shares, so a number of them has several plans
     engines = [autoscaler.renew_rollout(left[-count:], np.full(count, 20), 4, 0, 4) for count in (64, 4, 2, 1)]
@@ -361,7 +361,7 @@ def test_a_rollout_bids_for_as_many_engines_as_what_is_left_has_work_for():
 def test_a_running_rollout_bids_for_further_engines_by_what_is_left_once_they_have_started():
     autoscaler = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.01, 1e-2))
     bids = autoscaler.bids = MarketBids(Pool(pool(4), "x"), autoscaler.objective, 1)
-    bids.divide({1: FRONTIER}, 0)
+    bids.divide({1: FRONTIER}, 0, as_they_are)
     bids.begin_rollout(4, 11.0, True, 4.0)
     left, context = np.linspace(50.0, 150.0, 64), np.full(64, 20)
 
@@ -380,12 +380,15 @@ def test_a_running_rollout_bids_for_further_engines_by_what_is_left_once_they_ha
     assert bid(4, 0, 600.0) == whole
 
 
-def planned(actors: int, warm: int, cold_s: float, shared: bool = True) -> tuple[int, int]:
-    """Plan a step after one with so many engines. Returns the engines of the plan and of the bid."""
-    auto = Autoscaler(recipe(objective={"prefer": 0.8}, run={"steps": 100}), Speed(0.01, 1e-2))
+def planned(
+    actors: int, warm: int, cold_s: float, shared: bool = True, steps: tuple[int, ...] = (7,), **objective: float
+) -> tuple[int, int]:
+    """Plan steps, the first of them after one with so many engines. Returns the engines of the last plan and of its bid."""
+    auto = Autoscaler(recipe(objective=objective or {"prefer": 0.8}, run={"steps": 100}), Speed(0.01, 1e-2))
     auto.terms.cold_start, auto.actors = Term(cold_s), actors
     auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1) if shared else None
-    plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 8, step=7, warm=warm)
+    for step in steps:
+        plan = auto.plan(auto.forecast(prompts(), step), prompts(), 8, step=step, warm=warm)
     assert not auto.troubles
     return plan.actors, plan.actors if auto.bids is None else auto.bids.most
 
@@ -395,6 +398,11 @@ def test_a_bid_counts_the_starts_of_engines_as_a_decision_alone_does(cold_s: flo
     """A bid for 8 engines would keep slots from others if a step of 11 instead of 56 s does not pay for the starts."""
     assert planned(1, 1, cold_s) == planned(1, 1, cold_s, shared=False) == (engines, engines)
     assert planned(1, 8, cold_s) == (8, 8), "no engine has to start"
+
+
+def test_a_budget_does_not_cover_the_starts_of_engines_in_a_bid_either():
+    """A run bid for no plan within the budget whose engines had to start, and planned for less than alone."""
+    assert planned(1, 1, 22.0, steps=(7, 60), budget=60.0) == planned(1, 1, 22.0, shared=False, steps=(7, 60), budget=60.0) == (3, 3)
 
 
 def test_engines_of_the_last_step_whose_devices_other_runs_hold_must_pay_back_their_starts_again():
@@ -410,7 +418,7 @@ def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
     scenarios = auto.forecast(prompts(), 1)
     assert min(plan.actors for plan in auto.plan(scenarios, prompts(), 2, step=1, warm=2).frontier) == 2
     auto.bids, other = (MarketBids(Pool(state, name), auto.objective, 1) for name in "xy")
-    other.divide({1: FRONTIER}, 0)
+    other.divide({1: FRONTIER}, 0, as_they_are)
     other.begin_rollout(2, 9.0, True, 4.0)
     plan = auto.plan(scenarios, prompts(), 2, step=1, warm=2)
     assert plan.actors == 1 and "its share is 1" in plan.reason and not auto.troubles

@@ -11,6 +11,7 @@ import pytest
 from placement.market import Bid
 from placement.planning.frontier import frontier
 from placement.planning.objective import Objective, choose_nearest
+from placement.planning.plan import Plan
 from placement.planning.plan import Pool as PlannerPool
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.phase_delay import Delay
@@ -49,6 +50,11 @@ def plans(*points: tuple[int, float]) -> list[SimpleNamespace]:
     return [SimpleNamespace(actors=actors, time_s=seconds, cost=actors * seconds) for actors, seconds in points]
 
 
+def as_they_are(width: int, plan: Plan) -> Plan:
+    """No engine has to start."""
+    return plan
+
+
 def begin(bids: MarketBids, wanted: int = 4, seconds: float = 9.0, grows: bool = True) -> Delay:
     return bids.begin_rollout(wanted, seconds, grows, 4.0)
 
@@ -80,7 +86,7 @@ def runs() -> tuple[MarketBids, MarketBids]:
 
 def test_a_run_alone_may_plan_with_every_slot():
     bids = MarketBids(Pool(pool(4), "x"), Objective(prefer=0.8), 1)
-    left, note = bids.divide({1: FRONTIER}, 0)
+    left, note = bids.divide({1: FRONTIER}, 0, as_they_are)
     assert left == {1: FRONTIER} and note == "" and bids.most == 4
 
 
@@ -90,36 +96,36 @@ def test_a_run_that_nobody_disturbs_chooses_as_it_would_alone(prefer):
     lengths = np.random.default_rng(0).gamma(2.0, 150.0, 512).clip(1, 1000)
     alone = frontier(lengths, pools=[PlannerPool(Speed(0.034, 1.2e-4), max_actors=16)])
     objective = Objective(prefer=prefer)
-    left, note = MarketBids(Pool(pool(16), "x"), objective, 1).divide({1: alone}, 0)
+    left, note = MarketBids(Pool(pool(16), "x"), objective, 1).divide({1: alone}, 0, as_they_are)
     assert note == "" and choose_nearest(left[1], objective).plan == choose_nearest(alone, objective).plan
 
 
 def test_a_plan_leaves_others_their_share_and_says_so(runs):
     x, y = runs
-    y.divide({1: FRONTIER}, 0)
+    y.divide({1: FRONTIER}, 0, as_they_are)
     begin(y)
-    left, note = x.divide({1: FRONTIER}, 0)
+    left, note = x.divide({1: FRONTIER}, 0, as_they_are)
     assert [plan.actors for plan in left[1]] == [1, 2] and "its share is 2" in note and x.most == 4
 
 
 def test_a_run_whose_tail_needs_one_slot_leaves_the_others(runs):
     x, y = runs
-    y.divide({1: plans((1, 5.0))}, 0)
+    y.divide({1: plans((1, 5.0))}, 0, as_they_are)
     begin(y)
-    assert [plan.actors for plan in x.divide({1: FRONTIER}, 0)[0][1]] == [1, 2, 3]
+    assert [plan.actors for plan in x.divide({1: FRONTIER}, 0, as_they_are)[0][1]] == [1, 2, 3]
 
 
 def test_slots_beside_the_engines_count_and_the_smallest_plan_stays(runs):
     x, y = runs
-    y.divide({1: FRONTIER}, 0)
+    y.divide({1: FRONTIER}, 0, as_they_are)
     begin(y)
-    left, _ = x.divide({1: FRONTIER, 2: plans((1, 18.0), (2, 9.0))}, 2)
+    left, _ = x.divide({1: FRONTIER, 2: plans((1, 18.0), (2, 9.0))}, 2, as_they_are)
     assert {width: [plan.actors for plan in kept] for width, kept in left.items()} == {1: [1], 2: [1]}
 
 
 def test_an_update_gets_the_slots_that_the_pool_has_for_it(runs):
     x, y = runs
-    y.divide({1: FRONTIER}, 0)
+    y.divide({1: FRONTIER}, 0, as_they_are)
     begin(y)
     delay, why = x.begin_update(update_sizes(), 4, 1000.0, 4.0)
     assert delay == Delay(0.0, 2, "") and "its share is 2" in why
@@ -161,7 +167,7 @@ def test_a_number_of_slots_that_seems_worse_is_tried_again_by_a_run_alone():
 def test_an_update_waits_for_a_slot_that_a_rollout_gives_back(runs):
     x, y = runs
     hold(x, 1)
-    y.divide({1: FRONTIER}, 0)
+    y.divide({1: FRONTIER}, 0, as_they_are)
     begin(y)
     hold(y, 3)
     delay, _ = x.begin_update(update_sizes(), 4, 1000.0, 4.0)
@@ -172,7 +178,7 @@ def test_an_update_waits_for_a_slot_that_a_rollout_gives_back(runs):
 def test_an_update_does_not_wait_for_a_long_phase_and_says_so(runs):
     x, y = runs
     hold(x, 1)
-    y.divide({1: FRONTIER}, 0)
+    y.divide({1: FRONTIER}, 0, as_they_are)
     begin(y, seconds=9.0, grows=False)
     hold(y, 3)
     delay, _ = x.begin_update(update_sizes(), 4, 1000.0, 4.0)
@@ -184,25 +190,35 @@ def test_a_rollout_that_cannot_grow_waits_for_the_end_of_an_update(runs):
     hold(x, 1)
     y.begin_update(update_sizes(), 4, 1000.0, 4.0)
     hold(y, 3)
-    x.divide({1: FRONTIER}, 0)
+    x.divide({1: FRONTIER}, 0, as_they_are)
     assert begin(x, wanted=2) == Delay(0.0, 2, ""), "it takes slots later"
     delay = begin(x, wanted=2, grows=False)
     assert delay.slots == 2 and delay.seconds == 5.0 and "in about 2 s" in delay.reason
 
 
+def test_a_rollout_waits_by_what_it_takes_without_starts(runs):
+    """Their part of a step is no time of this rollout."""
+    x, y = runs
+    hold(x, 1)
+    y.begin_update(update_sizes(), 4, 1000.0, 4.0)
+    hold(y, 3)
+    x.divide({1: FRONTIER}, 0, lambda width, plan: SimpleNamespace(**{**vars(plan), "time_s": plan.time_s + 5.0 * (plan.actors > 1)}))
+    assert begin(x, wanted=2, grows=False).reason.endswith("20 s on 2 slots, 40 s on 1")
+
+
 def test_a_tail_leaves_its_slots_to_the_plans_of_others(runs):
     x, y = runs
-    y.divide({1: FRONTIER}, 0)
+    y.divide({1: FRONTIER}, 0, as_they_are)
     begin(y)
-    assert [plan.actors for plan in x.divide({1: FRONTIER}, 0)[0][1]] == [1, 2]
+    assert [plan.actors for plan in x.divide({1: FRONTIER}, 0, as_they_are)[0][1]] == [1, 2]
     assert y.renew_rollout(plans((1, 5.0), (2, 4.95), (2, 4.9))) == 1
-    assert [plan.actors for plan in x.divide({1: FRONTIER}, 0)[0][1]] == [1, 2, 3]
+    assert [plan.actors for plan in x.divide({1: FRONTIER}, 0, as_they_are)[0][1]] == [1, 2, 3]
     assert y.most == 4, "the next rollout's bid is another one"
 
 
 def test_a_bid_is_renewed_only_if_it_has_changed_much(runs, monkeypatch):
     x, _ = runs
-    x.divide({1: FRONTIER}, 0)
+    x.divide({1: FRONTIER}, 0, as_they_are)
     begin(x)
     told = []
     monkeypatch.setattr(x.pool, "renew_bid", told.append)
@@ -219,7 +235,7 @@ def test_the_rest_of_a_rollout_has_the_rest_of_its_deadline_or_budget(runs, monk
         (Objective(budget=30.0), plans((1, 12.0), (2, 7.0), (3, 5.0)), 3, 2),
     ):
         x.objective = objective
-        x.divide({1: FRONTIER}, learner)
+        x.divide({1: FRONTIER}, learner, as_they_are)
         begin(x)
         assert x.renew_rollout(rest) == most
         x.begun_s -= 7.0
