@@ -9,7 +9,7 @@ import numpy as np
 
 from placement.planning.blocks import Ranges, mean
 
-Choice = tuple[tuple[int, ...], tuple[int, ...]]  # blocks where groups start, and the end; actor type of each group
+Grouping = tuple[tuple[int, ...], tuple[int, ...]]  # blocks where groups start, and the end; actor type of each group
 
 RATES = (0.003, 0.02, 0.1, 0.5)  # seconds of lateness worth one actor-second of the most expensive type
 ROUNDS = 6  # rounds of raising the price of actors when a partition takes more than there are
@@ -25,17 +25,17 @@ class ScenarioSearch:
         self.kinds = ranges.kinds
         self.limits = np.array([kind.max_actors for kind in self.kinds])
         self.cost = np.where(ranges.fits, ranges.cost, np.inf)
-        self.found: dict[Choice, tuple[float, float]] = {}
-        self.tried: set[Choice] = set()
+        self.found: dict[Grouping, tuple[float, float]] = {}
+        self.tried: set[Grouping] = set()
 
     def at(self, path: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return (k,) rows of the ranges between the blocks of `path` (k + 1,)."""
         cuts = np.asarray(path)
         return self.ranges.first[cuts[:-1]] + np.diff(cuts) - 1
 
-    def best(self) -> list[tuple[float, float, Choice]]:
+    def best(self) -> list[tuple[float, float, Grouping]]:
         """Return the undominated partitions found, by time."""
-        best: list[tuple[float, float, Choice]] = []
+        best: list[tuple[float, float, Grouping]] = []
         for choice, (time_s, cost) in sorted(self.found.items(), key=lambda item: item[1]):
             if not best or cost < best[-1][1]:
                 best.append((time_s, cost, choice))
@@ -97,7 +97,7 @@ class ScenarioSearch:
                 self.tried.add(front[i][2])
                 self._step(front[i][2], times, costs)
 
-    def _step(self, choice: Choice, times: np.ndarray, costs: np.ndarray) -> None:
+    def _step(self, choice: Grouping, times: np.ndarray, costs: np.ndarray) -> None:
         cuts, pools, ranges = np.array(choice[0]), np.array(choice[1]), self.ranges
         at = self.at(cuts)
         moves = self._moves(cuts, pools)
