@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from placement.scaling.resize_policy import Decision, Grow, Hold, Shrink
+from placement.scaling.resize_policy import Decision, kind_of_change
 from placement.speed.cost_terms import Term
 
 MIN_TRIALS = 2  # trials of each count before counts are compared
@@ -102,5 +102,4 @@ class LearnerSize:
 
 def decision_for(count: int, current: int, reason: str, seconds: float) -> Decision:
     """Return the decision to give each rank `count` slots instead of `current`."""
-    kind = Hold if count == current else Grow if count > current else Shrink
-    return kind(count, reason, seconds, count * seconds)
+    return kind_of_change(count, current)(count, reason, seconds, count * seconds)

@@ -256,9 +256,19 @@ def pays_back(saving: float, before: float, once: float, lasts: float, gamma: fl
     return False, f"{balance}: pays back in {once / saving:.3g} steps, but must within {gamma * lasts:.3g}"
 
 
+def kind_of_change(actors: int, current: int) -> type[Decision]:
+    """Return the class of a decision for so many actors instead of `current`."""
+    return Hold if actors == current else Grow if actors > current else Shrink
+
+
+def counted_from(decision: Decision, current: int, why: str) -> Decision:
+    """Return the decision as a change from `current` actors, with `why` before its reason."""
+    kind = kind_of_change(decision.actors, current)
+    return kind(decision.actors, f"{why}; {decision.reason}", decision.time_s, decision.cost, decision.plan)
+
+
 def _to(plan: Plan, current: int, reason: str) -> Decision:
-    kind = Hold if plan.actors == current else Grow if plan.actors > current else Shrink
-    return kind(plan.actors, reason, plan.time_s, plan.cost, plan)
+    return kind_of_change(plan.actors, current)(plan.actors, reason, plan.time_s, plan.cost, plan)
 
 
 def safe_decide(last: Decision | None, make: Callable[..., Decision], *arguments: Any, fallback: int = 1, **named: Any) -> Decision:

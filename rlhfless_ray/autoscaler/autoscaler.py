@@ -34,6 +34,7 @@ from placement.scaling.resize_policy import (
     ResizeHistory,
     Transition,
     best_held_plan,
+    counted_from,
     decide,
     failed,
     safe_decide,
@@ -474,6 +475,9 @@ class Autoscaler(Predictor):
         )
         if decision.plan is chosen:
             decision = replace(decision, reason=f"{choice.reason}; {decision.reason}")
+        if held < self.actors:
+            ready = min(warm, self.actors)
+            decision = counted_from(decision, self.actors, f"{ready} of the last step's {self.actors} engines need no start")
         if update is None:
             return decision
         own = next(plan for plan, figure in zip(plans, figures, strict=True) if figure is decision.plan)

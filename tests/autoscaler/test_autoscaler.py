@@ -412,6 +412,15 @@ def test_engines_of_the_last_step_whose_devices_other_runs_hold_must_pay_back_th
     assert planned(8, 2, 60.0, shared=False) == (8, 8)
 
 
+def test_a_decision_names_the_engines_of_the_last_step_whose_devices_other_runs_hold():
+    auto = Autoscaler(recipe(objective={"prefer": 0.8}, run={"steps": 100}), Speed(0.01, 1e-2))
+    auto.terms.cold_start, auto.actors = Term(60.0), 8
+    auto.bids = MarketBids(Pool(pool(8), "x"), auto.objective, 1)
+    decision = auto.plan(auto.forecast(prompts(), 7), prompts(), 8, step=7, warm=2).decision
+    assert (decision.action, decision.actors) == ("Shrink", 2)
+    assert decision.reason.startswith("2 of the last step's 8 engines need no start; 8 actors: ") and not auto.troubles
+
+
 def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
     """Two engines without a fixed time per step take half as long, so no plan has one engine. The other run still gets its slot."""
     auto, state = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.0, 1e-3)), pool(2)
