@@ -458,12 +458,15 @@ class Autoscaler(Predictor):
         self.value_per_s = max(time_value(self.objective, adjusted), MIN_SECOND_VALUE)
         self.history = self.history.record(step, chosen.actors)
         held = self._held(warm)
-        best = best_held_plan(adjusted, held, self.objective) if held else None
-        stay = next((plan for plan, adjusted_plan in zip(figures, adjusted, strict=True) if adjusted_plan is best), None)
-        decision = decide(
+
+        def best_for(actors: int) -> Plan | None:
+            best = best_held_plan(adjusted, actors, self.objective) if actors else None
+            return next((plan for plan, adjusted_plan in zip(figures, adjusted, strict=True) if adjusted_plan is best), None)
+
+        weigh = partial(
+            decide,
             held,
-            chosen,
-            stay,
+            stay=best_for(held),
             step=step,
             history=self.history,
             value_per_s=self.value_per_s,
@@ -473,6 +476,10 @@ class Autoscaler(Predictor):
             gamma=self.recipe.objective.payback,
             urgent=urgent,
         )
+        decision = weigh(chosen)
+        fewer = best_for(warm) if decision.plan is not chosen and held < warm < chosen.actors else None
+        if fewer is not None and fewer.actors > held and (without_cold_starts := weigh(fewer)).plan is fewer:
+            decision = replace(without_cold_starts, reason=f"{decision.reason}; {without_cold_starts.reason}")
         if decision.plan is chosen:
             decision = replace(decision, reason=f"{choice.reason}; {decision.reason}")
         if held < self.actors:

@@ -400,6 +400,12 @@ def test_a_bid_counts_the_starts_of_engines_as_a_decision_alone_does(cold_s: flo
     assert planned(1, 8, cold_s) == (8, 8), "no engine has to start"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_parked_engines_are_taken_where_the_starts_of_further_ones_do_not_pay(shared: bool):
+    """A run kept its one engine, because it weighed only the eight of its plan."""
+    assert planned(1, 3, 60.0, shared) == (3, 3)
+
+
 def test_a_budget_does_not_cover_the_starts_of_engines_in_a_bid_either():
     """A run bid for no plan within the budget whose engines had to start, and planned for less than alone."""
     assert planned(1, 1, 22.0, steps=(7, 60), budget=60.0) == planned(1, 1, 22.0, shared=False, steps=(7, 60), budget=60.0) == (3, 3)
