@@ -437,6 +437,14 @@ def no_ray() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def unjoined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what a run checks before it starts a Ray: they see none, whatever earlier tests have left in this process."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if ray := sys.modules.get("ray"):
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
 @contextmanager
 def one_ray() -> Iterator[None]:
     """One private Ray of two cores for all runs of this process inside the block, as for the stages of a workflow. Needs that there is

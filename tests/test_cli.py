@@ -120,7 +120,7 @@ def policy_folder(tmp_path, **config) -> str:
         ({"run__root": __file__}, "cannot make a run folder there: Not a directory"),
     ],
 )
-def test_mistakes_in_a_recipe(tmp_path, change, said):
+def test_mistakes_in_a_recipe(unjoined, tmp_path, change, said):
     with pytest.raises(UserError) as caught:
         Runtime(Recipe.parse(small_recipe(tmp_path, **change)))
     assert said in str(caught.value) and "\n" not in str(caught.value)
@@ -134,7 +134,7 @@ def test_mistakes_in_a_recipe(tmp_path, change, said):
         (2, "the 2 slots of an engine must be on one node, but the largest node has 1 (CPU cores); lower it"),
     ],
 )
-def test_a_width_that_cannot_be_is_refused_before_ray_starts(tmp_path, width, said):
+def test_a_width_that_cannot_be_is_refused_before_ray_starts(unjoined, tmp_path, width, said):
     tree = small_recipe(tmp_path, rollout__tensor_parallel=width, cluster__cpus=4 if width == 3 else 1)
     with pytest.raises(UserError) as error:
         Runtime(Recipe.parse(tree))

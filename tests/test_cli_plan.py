@@ -266,7 +266,7 @@ def test_figures_beyond_reason_are_refused_before_anything_is_planned(grouped: P
         run(grouped, *SPEED, *options)
 
 
-def test_memory_of_a_recipe(tmp_path: Path, capsys) -> None:
+def test_memory_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
     """494 M parameters in bfloat16 at ZeRO 1: 18 bytes each while they are trained, 2 in an engine."""
     model = tmp_path / "model"
     model.mkdir()

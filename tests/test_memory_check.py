@@ -313,12 +313,11 @@ def test_a_local_machine_tells_its_memory(monkeypatch, tmp_path):
     assert sizes.local_room(cores) == Room("cpu", 3, 5, 5, has_driver=True)
 
 
-def test_a_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+def test_a_run_is_refused_before_weights_are_read(unjoined, tmp_path, monkeypatch):
     path = folder(tmp_path / "70b", LLAMA_70B)
     sparse_weights(path / "model.safetensors", {"model.weight": [70_553_706_496 // 8192, 8192]})  # 141 GB, none of it on the disk
     monkeypatch.setattr(policy_files, "read_folder", lambda *a: pytest.fail("the weights are read"))
     monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: 24_000_000_000)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(sizes, "visible_gpus", lambda: 0)
     tree = small_recipe(tmp_path, policy__path=str(path), policy__dtype="bfloat16", learner__zero_stage=3)
     with pytest.raises(DoesNotFit, match=r"loading the learner needs at least 282.2 GB \(141.1 GB in the object store, 141.1 GB in the"):
@@ -329,9 +328,8 @@ def test_a_run_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_passes_over_the_prompts_are_one_step_at_least(tmp_path, monkeypatch):
+def test_passes_over_the_prompts_are_one_step_at_least(unjoined, tmp_path, monkeypatch):
     """Their number of steps is not known before the prompts are read."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(sizes, "visible_gpus", lambda: 0)
     monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: int(9.5e9))
     model = folder(tmp_path / "05b", QWEN_05B)
@@ -340,8 +338,7 @@ def test_passes_over_the_prompts_are_one_step_at_least(tmp_path, monkeypatch):
         check_ahead(recipe(model, run={"steps": 100}, rollout={"kv_cache_mb": 2048}))
 
 
-def test_what_depends_on_the_slots_of_this_machine_is_checked_ahead(tmp_path, monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def test_what_depends_on_the_slots_of_this_machine_is_checked_ahead(unjoined, tmp_path, monkeypatch):
     monkeypatch.setattr(sizes, "visible_gpus", lambda: 0)
     model = folder(tmp_path / "05b", QWEN_05B)
     with pytest.raises(UserError, match="vLLM on CPU cannot quantise weights to fp8"):
@@ -369,7 +366,7 @@ def test_of_a_model_on_the_hub_the_configuration_alone_is_fetched(tmp_path, monk
     assert models_of(wanted, fetch=False)["policy"].parameters == 70_553_706_496 and len(asked) == 1
 
 
-def test_a_train_command_exits_with_two(tmp_path):
+def test_a_train_command_exits_with_two(unjoined, tmp_path):
     (tmp_path / "small.yaml").write_text(json.dumps(small_recipe(tmp_path, policy__path=str(folder(tmp_path / "big", ENORMOUS)))))
     done = command_here("train", str(tmp_path / "small.yaml"))
     assert done.returncode == 2 and re.match(r"error: policy.path: .* needs at least [\d,]+\.\d GB", done.stderr), done.stderr
