@@ -55,7 +55,7 @@ costly: install
 test-long: install
 	@$(call pytest,long,$(WORKERS))
 
-# What needs an accelerator (the marker `gpu`), with whatever Python has vLLM for it: `make test-gpu PYTHON=…`. Not run on one yet.
+# What needs an accelerator (the marker `gpu`), with whatever Python has vLLM for it: `make test-gpu PYTHON=…`.
 test-gpu:
 	@$(PYTHON) -m pytest tests/gpu tests/learn/test_offload.py -m gpu -n 0 -q
 

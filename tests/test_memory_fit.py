@@ -271,7 +271,7 @@ def test_the_kv_cache_takes_no_more_than_a_tenth_by_itself(tmp_path):
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_parked_engines_keep_their_memory_only_where_an_update_fits_beside_it(tmp_path, fixed):
-    """They kept it through the first update, because only a gap told how long the next one is."""
+    """Also in the first update, before any gap has told how long the next one is."""
     wanted = auto_kv(folder(tmp_path / "05b", QWEN_05B))
     for gigabytes, at_once in ((21, True), (64, False)):
         room = node(gigabytes)

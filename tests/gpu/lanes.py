@@ -5,6 +5,7 @@ Checks run in threads ahead of the tests that wait for them, so that several fam
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -26,6 +27,7 @@ from rlhfless_ray.weights.tensor_file import as_numpy
 from tests.gpu.hosts import MEMORY_SHARE, ON, OPEN_S, write_figures
 from tests.learn.conftest import learner_settings
 from tests.learn.tiny_policy import VOCABULARY as TINY_VOCABULARY
+from tests.learn.tiny_policy import tiny_policy
 from tests.rollout.families import EOS, batch_of, policy, replaying, requests
 
 SETTINGS = EngineSettings(
@@ -60,7 +62,7 @@ class Lanes:
         except RuntimeError as error:
             found = {"failed": str(error)[-600:]}
             raise
-        finally:  # a session that is cut off has the figures of checks whose tests it has not reached
+        finally:  # an interrupted session has the figures of checks whose tests it has not reached
             write_figures(check=list(arguments[:2]), s=round(time.perf_counter() - begin, 2), **found)
         return found
 
@@ -156,6 +158,12 @@ def replay(engines: Any, learners: Any, name: str, asked: Sequence[Any]) -> dict
         **{f"{kind}_experts": value for kind, value in apart.items()},
         "all_told": bool(np.array_equal(np.flatnonzero(unknown), np.cumsum(batch.lengths) - 1)),
     }
+
+
+@functools.cache
+def spread_policy(seed: int = 0, dtype: str = "float32") -> dict[str, bytes]:
+    """Return the files of a tiny policy that is less uniform than others, made when it is first needed."""
+    return tiny_policy(seed, spread=0.15, dtype=dtype)
 
 
 def weights_of(files: dict[str, bytes]) -> dict[str, np.ndarray]:

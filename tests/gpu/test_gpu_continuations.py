@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from tests.gpu.hosts import HostedEngine
-from tests.gpu.lanes import FLOAT32, SETTINGS, assert_alike, check_family, compare, in_pairs, weights_of
-from tests.learn.tiny_policy import tiny_policy
+from tests.gpu.lanes import FLOAT32, SETTINGS, assert_alike, check_family, compare, in_pairs, spread_policy, weights_of
 
 pytestmark = pytest.mark.gpu
 
-FILES, OTHER = (tiny_policy(seed, spread=0.15) for seed in range(2))
 LONG = replace(SETTINGS, max_model_len=320, max_running=64, end_token_id=None)
 PARKED = ("falcon", "gemma3", "granite")  # slopes of attention, a scaled embedding, multipliers: what no checkpoint has
 engines: dict[str, HostedEngine] = {}
@@ -23,9 +21,9 @@ engines: dict[str, HostedEngine] = {}
 
 def begin(hosts: Any, items: list[Any]) -> None:
     paged = replace(LONG, prefix_kv=True)
-    engines["plain"] = HostedEngine(hosts.get("EngineTools", "plain"), "continuations", FILES, LONG)
+    engines["plain"] = HostedEngine(hosts.get("EngineTools", "plain"), "continuations", spread_policy(), LONG)
     for name in ("maker", "user"):
-        engines[name] = HostedEngine(hosts.get("EngineTools", name), name, FILES, paged, True, True)
+        engines[name] = HostedEngine(hosts.get("EngineTools", name), name, spread_policy(), paged, True, True)
     families = [family for family in PARKED if any(f"[{family}]" in item.name for item in items)]
     for family in families:
         hosts.get("EngineTools", f"parked {family}")
@@ -36,7 +34,7 @@ def begin(hosts: Any, items: list[Any]) -> None:
 def whole(asked: list[Any], version: int) -> dict[int, Any]:
     """Return what an engine answers that is not disturbed. All engines get the version."""
     for engine in engines.values():
-        engine.ask("load", version, weights_of(FILES))
+        engine.ask("load", version, weights_of(spread_policy()))
     return engines["plain"].ask("answer", asked)  # type: ignore[no-any-return]
 
 
@@ -61,10 +59,10 @@ def test_a_parked_engine_answers_as_before(hosts: Any, record: Callable[..., Non
     asked = in_pairs(seed=2)
     wanted, engine = whole(asked, 2), engines["user"]
     engine.ask("park")
-    engine.ask("load", 3, weights_of(OTHER))
+    engine.ask("load", 3, weights_of(spread_policy(1)))
     other = engine.ask("answer", asked)
     report = engine.ask("park")
-    engine.ask("load", 4, weights_of(FILES))
+    engine.ask("load", 4, weights_of(spread_policy()))
     found = compare(engine.ask("answer", asked), wanted)
     record(**found, parked_mb=report["memory_mb"], other=compare(other, wanted))
     assert_alike(found)

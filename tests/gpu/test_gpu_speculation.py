@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from tests.gpu.hosts import HostedEngine
-from tests.gpu.lanes import SETTINGS, assert_alike, compare, in_pairs, weights_of
-from tests.learn.tiny_policy import tiny_policy
+from tests.gpu.lanes import SETTINGS, assert_alike, compare, in_pairs, spread_policy, weights_of
 
 pytestmark = pytest.mark.gpu
 
-FILES = tiny_policy(0, spread=0.15)
 LONG = replace(SETTINGS, max_model_len=320, max_running=64, end_token_id=None)
 engines: dict[str, HostedEngine] = {}
 
@@ -25,17 +23,21 @@ def begin(hosts: Any, items: list[Any]) -> None:
     for kind in ("off", "on"):
         settings = replace(LONG, speculation=kind)
         if "graphs" in names:
-            engines[f"graphs {kind}"] = HostedEngine(hosts.get("EngineTools", f"graphs {kind}"), kind, FILES, settings, False, True)
-        engines[f"eager {kind}"] = HostedEngine(hosts.get("EngineTools", "plain"), kind, FILES, settings)
+            engines[f"graphs {kind}"] = HostedEngine(
+                hosts.get("EngineTools", f"graphs {kind}"), kind, spread_policy(), settings, False, True
+            )
+        engines[f"eager {kind}"] = HostedEngine(hosts.get("EngineTools", "plain"), kind, spread_policy(), settings)
     if "drafter" in names:
-        engines["eager twin"] = HostedEngine(hosts.get("EngineTools", "twin"), "twin", FILES, settings, True, True, FILES)
+        engines["eager twin"] = HostedEngine(
+            hosts.get("EngineTools", "twin"), "twin", spread_policy(), settings, True, True, spread_policy()
+        )
 
 
 def drafted(way: str, kind: str, temperature: float, version: int, record: Callable[..., None]) -> dict[str, int]:
     """Ask twice: the second time the drafts come from the first responses, which other seeds repeat in part only."""
     counts = {"drafted": 0, "accepted": 0}
     for name in ("off", kind):
-        engines[f"{way} {name}"].ask("load", version, weights_of(FILES))
+        engines[f"{way} {name}"].ask("load", version, weights_of(spread_policy()))
     for seed in (0, 5):
         asked = [replace(one, seed=one.seed + seed, top_p=0.95 if one.key % 4 else 1.0) for one in in_pairs(temperature=temperature)]
         off, on = (engines[f"{way} {name}"].ask("steps", asked) for name in ("off", kind))
@@ -65,7 +67,7 @@ def test_a_drafter_with_the_policys_weights_draws_the_policys_tokens(hosts: Any,
 
 def test_graphs_give_the_tokens_of_an_eager_engine_and_survive_parking(hosts: Any, record: Callable[..., None]) -> None:
     """Graphs have the addresses of weights and KV, which parking gives back."""
-    asked, weights = in_pairs(temperature=1.0, seed=3), weights_of(FILES)
+    asked, weights = in_pairs(temperature=1.0, seed=3), weights_of(spread_policy())
     engines["eager off"].ask("load", 30, weights)
     wanted = engines["eager off"].ask("answer", asked)
     for name in ("graphs off", "graphs on"):

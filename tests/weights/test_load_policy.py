@@ -105,7 +105,6 @@ def test_quantised_weights_of_any_other_model_are_refused_before_ray(tmp_path: P
 
 
 def test_types_of_any_other_model_that_transformers_lacks_are_refused_before_ray(tmp_path: Path) -> None:
-    """The processes of the reference and the reward model told it, once Ray had started."""
     files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
     files["config.json"] = json.dumps({**json.loads(files["config.json"]), "model_type": "alien"}).encode()
     folder = str(write_folder(tmp_path / "model", files))
