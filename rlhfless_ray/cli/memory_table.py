@@ -22,7 +22,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.recipe.recipe_file import OTHER_KINDS, read_tree
     from rlhfless_ray.run.check_policy import check_policy
-    from rlhfless_ray.run.memory_check import GPU, check, check_slots, local_room
+    from rlhfless_ray.run.memory_check import GPU, check, check_kernels_and_width, local_room
     from rlhfless_ray.run.memory_fit import AUTO_KEYS, fit
     from rlhfless_ray.run.memory_needs import Lengths, device_needs, gb, host_needs, models_of
     from rlhfless_ray.weights.check_config import check_config
@@ -46,7 +46,7 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     of_reference, of_critic = (models[name].config if name in models else None for name in ("reference", "critic"))
     check_division(recipe, models["policy"].config, of_reference, of_critic)
     prompt, response = _longest_prompt(recipe, models["policy"].config), recipe.rollout.max_tokens
-    check_slots(recipe)
+    check_kernels_and_width(recipe)
     room = local_room(recipe)
     check_engines(recipe, models["policy"].config, room.resource)
     least = device_needs(recipe, models) if room.resource == GPU else host_needs(recipe, models, room.has_driver)

@@ -73,24 +73,16 @@ def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.
 def packed(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.device) -> dict[str, Tensor]:
     """Return the tensors of a micro-batch whose rows lie end to end in one row, without padding.
 
-    Arguments and result are those of `padded`, without `experts`. `positions` are always there, and so are the lengths of the rows:
-    `lengths` (rows,), on the host.
+    Arguments and result are those of `padded`. `positions` are always there, and so are the lengths of the rows: `lengths` (rows,), on the
+    host.
     """
     tensors = padded(batch, rows, device)
     seen, rows_of = tensors["seen"], tensors["rows"]
     lengths = seen.sum(dim=1)
     starts = lengths.cumsum(0) - lengths
-    positions = tensors.get("positions", torch.arange(seen.shape[1], device=device).expand_as(seen))
-    if "segments" in tensors:
-        tensors["segments"] = tensors["segments"][seen][None]
-    return tensors | {
-        "ids": tensors["ids"][seen][None],
-        "seen": seen[seen][None],
-        "positions": positions[seen][None],
-        "rows": torch.zeros_like(rows_of),
-        "columns": starts[rows_of] + tensors["columns"],
-        "lengths": lengths.cpu(),
-    }
+    tensors.setdefault("positions", torch.arange(seen.shape[1], device=device).expand_as(seen))
+    tensors |= {name: tensors[name][seen][None] for name in ("ids", "seen", "positions", "segments", "experts") if name in tensors}
+    return tensors | {"rows": torch.zeros_like(rows_of), "columns": starts[rows_of] + tensors["columns"], "lengths": lengths.cpu()}
 
 
 def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:

@@ -90,31 +90,36 @@ def shared(
     return best
 
 
-def end_to_end(
-    lengths: np.ndarray,
-    max_tokens: int,
-    width: int,
-    ranks: int = 1,
-    row_lengths: np.ndarray | None = None,
-    sequences: int = 1,
-    masked: bool = False,
-) -> list[list[np.ndarray]] | None:
-    """Pack units into micro-batches of at most `max_tokens` tokens, each of one row without padding.
+class Units(NamedTuple):
+    """What stays together in a packed row: sequences, one or several in each unit, or prompts with their responses.
 
-    A unit is what stays together: a sequence, several of them, or a prompt with its responses. There are as few micro-batches as fit, of
-    about the same size. The alternative are padded rows within `max_tokens`.
-
-    Args:
+    Attributes:
         lengths: (units,) int: tokens of each unit, end to end.
-        max_tokens, ranks: see `padded`.
-        width: see `shared`.
         row_lengths: (units,) int: tokens that each unit would have in padded rows; None: as many.
         sequences: sequences of a unit for each of which attention is called.
         masked: whether a unit has a mask, see `shared`.
+    """
+
+    lengths: np.ndarray
+    row_lengths: np.ndarray | None = None
+    sequences: int = 1
+    masked: bool = False
+
+
+def end_to_end(units: Units, max_tokens: int, width: int, ranks: int = 1) -> list[list[np.ndarray]] | None:
+    """Pack units into micro-batches of at most `max_tokens` tokens, each of one row without padding.
+
+    There are as few micro-batches as fit, of about the same size. The alternative are padded rows within `max_tokens`.
+
+    Args:
+        units: those to pack.
+        max_tokens, ranks: see `padded`.
+        width: see `shared`.
 
     Returns:
         Index arrays as those of `padded`, or None if the calls of attention take longer than the padding that they save.
     """
+    lengths, row_lengths, sequences, masked = units
     if not len(lengths):
         return [[] for _ in range(ranks)]
     row_lengths = lengths if row_lengths is None else row_lengths

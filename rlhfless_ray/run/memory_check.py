@@ -237,15 +237,15 @@ def ray_room(resource: str, slots: int) -> Room:
 def check_ahead(recipe: Recipe, fetch: bool = True, find_room: Callable[[], Room] | None = None) -> None:
     """Check the memory before the models are read, because reading alone may take more than the driver has. `fetch`: see `models_of`.
 
-    Raises DoesNotFit, or UserError, see `check_slots`.
+    Raises DoesNotFit, or UserError, see `check_kernels_and_width`.
     """
     if recipe.run.episodes is not None:  # they determine the steps once the prompts are read: at least one
         recipe = recipe.with_settings({"run.steps": 1})
     check(recipe, models_of(recipe, fetch), find_room or (lambda: room_ahead(recipe)))
-    check_slots(recipe)
+    check_kernels_and_width(recipe)
 
 
-def check_slots(recipe: Recipe) -> None:
+def check_kernels_and_width(recipe: Recipe) -> None:
     """If the run starts a private cluster, raise UserError for settings that its slots cannot have."""
     if starts_ray(recipe):
         room = local_room(recipe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing
-from rlhfless_ray.learn.packing import MOST_WORK, end_to_end
+from rlhfless_ray.learn.packing import MOST_WORK, Units, end_to_end
 from rlhfless_ray.learn.packing import padded as pack
 
 TITLES = {  # of what determines the rows of a step
@@ -163,36 +163,33 @@ def cut_rows(
     """
     lengths, contexts = batch.lengths[together], batch.prompt_lengths[together]
     shared = contexts[:, 0] + (lengths - contexts).sum(axis=1)
-    apart = lengths.shape[1] * lengths.max(axis=1)  # padded to the longest of the unit
-
-    def shares_instead_of(tokens: np.ndarray) -> bool:
-        """Return whether units share a row each, where separate rows would take these tokens for each."""
-        fits = sharing.window is None or lengths.max(initial=0) <= sharing.window
-        saves = shared.max(initial=0) <= max_tokens and shared.sum() <= MOST_WORK * tokens.sum()
-        return lengths.shape[1] > 1 and fits and not sharing.obstacle and saves and all(_same_context(batch, together))
-
-    is_packed = False
+    whole = lengths.sum(axis=1)
+    apart = lengths.shape[1] * lengths.max(axis=1)  # padded to the longest of the unit, so at least `whole`
+    fits = shared.max(initial=0) <= max_tokens and (sharing.window is None or lengths.max(initial=0) <= sharing.window)
+    saves = lengths.shape[1] > 1 and shared.sum() <= MOST_WORK * apart.sum()
+    shares = bool(fits and saves) and not sharing.obstacle and _have_same_contexts(batch, together)
     if packed_tokens is not None:
-        whole = lengths.sum(axis=1)
-        if shares := shares_instead_of(whole):
-            parts = end_to_end(shared, packed_tokens, sharing.width, ranks, masked=True)
-        else:
-            parts = end_to_end(whole, packed_tokens, sharing.width, ranks, apart, lengths.shape[1])
-        is_packed = parts is not None
-    if not is_packed:
-        shares = shares_instead_of(apart)
-        parts = pack(shared if shares else apart, max_tokens, ranks)
-    assert parts is not None
-    own = [together[part] if shares else together[part].reshape(-1, 1) for part in parts[rank]]
-    return RankCut([list(rows) for rows in own], is_packed)
+        shares_packed = shares and shared.sum() <= MOST_WORK * whole.sum()
+        units = Units(shared, masked=True) if shares_packed else Units(whole, apart, lengths.shape[1])
+        if (packed := end_to_end(units, packed_tokens, sharing.width, ranks)) is not None:
+            return RankCut([_rows(together[part], shares_packed) for part in packed[rank]], True)
+    parts = pack(shared if shares else apart, max_tokens, ranks)
+    return RankCut([_rows(together[part], shares) for part in parts[rank]])
 
 
-def _same_context(batch: Batch, together: np.ndarray) -> Iterator[bool]:
-    """Yield for each unit whether its sequences begin with the same context."""
+def _have_same_contexts(batch: Batch, together: np.ndarray) -> bool:
+    """Return whether the sequences of each unit begin with the same context."""
     starts = np.cumsum(batch.lengths) - batch.lengths
     for unit in together:
         first, *others = (batch.tokens[starts[i] : starts[i] + batch.prompt_lengths[i]] for i in unit)
-        yield all(np.array_equal(first, other) for other in others)
+        if not all(np.array_equal(first, other) for other in others):
+            return False
+    return True
+
+
+def _rows(units: np.ndarray, shares: bool) -> MicroBatch:
+    """Return the rows of a micro-batch: a row for each unit if its sequences share one, else for each sequence."""
+    return list(units if shares else units.reshape(-1, 1))
 
 
 @dataclass(frozen=True)

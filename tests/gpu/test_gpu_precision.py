@@ -10,7 +10,7 @@ import pytest
 from rlhfless_ray.runtime.agreement import tolerance
 from tests.gpu.hosts import ON
 from tests.gpu.lanes import check_family
-from tests.rollout.families import packed, policy
+from tests.rollout.families import pack_4_bits, policy
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,7 @@ def test_engine_and_learner_agree(hosts: Any, record: Callable[..., None], name:
     family, quantization = case.pop("family"), case.get("quantization", "off")
     if quantization == "fp8" and ON == "cpu":
         pytest.skip("vLLM on CPU cannot quantise weights to fp8 when it loads them")
-    files = packed(policy(family, 1, "bfloat16", 2, **WIDE)) if name == "4 bits" else None
+    files = pack_4_bits(policy(family, 1, "bfloat16", 2, **WIDE)) if name == "4 bits" else None
     engines, learners = hosts.get("EngineTools", name), hosts.get("LearnerTools", "precision")
     found = check_family(engines, learners, name, family, "bfloat16", files, parks=True, **case)
     record(**found)

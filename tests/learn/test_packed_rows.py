@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlhfless_ray.learn import packed_attention
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.micro_batch_tensors import packed, padded
 from rlhfless_ray.learn.micro_batches import SHARING_FAMILIES, PromptSharing
-from rlhfless_ray.learn.packing import end_to_end
+from rlhfless_ray.learn.packing import Units, end_to_end
 from rlhfless_ray.learn.packing import padded as pad_rows
 from rlhfless_ray.learn.policy_model import TokenDistillation, TokenLogprobs
 from rlhfless_ray.supervise.examples import cut_rows
@@ -99,6 +100,12 @@ def test_padded_rows_and_recomputed_activations_are_the_same_with_this_attention
             torch.testing.assert_close(gradient, gradients_alone[name], rtol=1e-4, atol=1e-4)
 
 
+def test_a_packed_row_has_the_experts_of_its_tokens() -> None:
+    batch = batch_of([5, 9, 4], [[3], [2], [6]])
+    experts = np.arange(2 * len(batch.tokens), dtype=np.uint8).reshape(-1, 1, 2)
+    assert np.array_equal(packed(replace(batch, experts=experts), np.arange(3), CPU)["experts"][0], experts)
+
+
 def test_a_teacher_sees_packed_rows_as_the_policy_does() -> None:
     batch, every = batch_of([5, 9, 4], [[3], [2], [6]]), np.arange(3)
     module = TokenDistillation(model_of("llama"), model_of("qwen2", seed=1))
@@ -114,7 +121,7 @@ def test_a_teacher_sees_packed_rows_as_the_policy_does() -> None:
 @given(LENGTHS, st.integers(1, 200), st.sampled_from([16, 128, 1024]), st.integers(1, 4))
 @settings(max_examples=150, deadline=None)
 def test_micro_batches_are_a_partition_and_keep_the_budget(lengths: np.ndarray, budget: int, width: int, ranks: int) -> None:
-    dealt = end_to_end(lengths, budget, width, ranks)
+    dealt = end_to_end(Units(lengths), budget, width, ranks)
     if dealt is None:
         return
     assert len(dealt) == ranks and len({len(mine) for mine in dealt}) == 1
@@ -126,12 +133,12 @@ def test_micro_batches_are_a_partition_and_keep_the_budget(lengths: np.ndarray, 
 def test_rows_are_packed_where_that_saves_more_than_calls_of_attention_cost() -> None:
     rng = np.random.default_rng(0)
     spread = np.clip(rng.lognormal(4.0, 0.8, 32), 8, 200).astype(np.int64)
-    (parts,) = end_to_end(spread, 1024, 896) or [[]]
+    (parts,) = end_to_end(Units(spread), 1024, 896) or [[]]
     assert len(parts) == -(-int(spread.sum()) // 1024)
     loads = [int(spread[part].sum()) for part in parts]
     assert max(loads) <= 1.1 * min(loads)
-    assert end_to_end(np.full(32, 32), 1024, 64) is None, "nothing to save"
-    assert end_to_end(spread, 1024, 16) is None, "a narrow model computes padding quickly"
+    assert end_to_end(Units(np.full(32, 32)), 1024, 64) is None, "nothing to save"
+    assert end_to_end(Units(spread), 1024, 16) is None, "a narrow model computes padding quickly"
     assert len(pad_rows(spread, 1024)[0]) > len(parts)
 
 

@@ -145,7 +145,7 @@ def policy(family: str, seed: int = 0, dtype: str = "float32", kv_heads: int = 1
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 
-def packed(files: dict[str, bytes]) -> dict[str, bytes]:
+def pack_4_bits(files: dict[str, bytes]) -> dict[str, bytes]:
     """The policy with linear layers in 4 bits, as compressed-tensors writes them: a scale for each 32 inputs, no zero points."""
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32

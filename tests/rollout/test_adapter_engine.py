@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from asking import FILES, VERSIONS, answer, requests, weights_of
-from families import packed, policy
+from families import pack_4_bits, policy
 from learner_reference import load, logprobs
 
 from rlhfless_ray.learn.lora import LoraAdapters, saved_name
@@ -105,7 +105,7 @@ def test_an_adapter_on_a_base_in_8_bits(new_engine: Callable[..., Any]) -> None:
 
 def test_an_adapter_on_a_base_in_4_bits(new_engine: Callable[..., Any], tmp_path: Path) -> None:
     """Engines keep the 4 bits. They agree with the learner, which computes with their values, as two programs do in bfloat16."""
-    files = packed(policy("qwen2", dtype="bfloat16"))
+    files = pack_4_bits(policy("qwen2", dtype="bfloat16"))
     trained = Trained(files, 7, model=load_model(write_folder(tmp_path / "packed", files), "bfloat16", False))
     made = new_engine(files, adapter=SERVED, max_model_len=160, dtype="bfloat16")
     made.load(next(VERSIONS), trained.weights, files)
