@@ -17,13 +17,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.results import FOLDER, make_console, save
@@ -38,6 +41,7 @@ TOYS = [SMALL, LARGE]
 WORK = {work.name: work for work in (*DEVICE, *TOYS)}
 STEPS, UPDATES = 4, 3
 PART_S = 240.0  # timeout of one part
+GO = "go\n"  # tells a waiting part to measure
 PARTS = ("engine", "bare", "learner", "plain", "run")
 ROWS = (
     ("engine: start", "s", "start_s"),
@@ -291,23 +295,27 @@ def content(work: SharedWork, scratch: Path, device: str) -> dict[str, Any]:
     return found
 
 
-def measure(work: SharedWork, parts: Sequence[str], scratch: Path, device: str, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def measure(work: SharedWork, parts: Sequence[str], scratch: Path, device: str, say: Callable[[str], None]) -> Generator[dict[str, Any]]:
     """Yield what each part measured, or the reason of its failure under "failed"."""
     waiting = iter([WaitingPart(part, work, scratch, device) for part in parts if part != "run"])
     following = next(waiting, None)
     if following is not None:
         following.start()
-    for part in parts:
-        start, current = time.perf_counter(), following
-        if part != "run" and (following := next(waiting, None)) is not None:
-            following.start()
-        found: dict[str, Any] = {}
-        try:
-            found = whole_run(work, scratch, device) if part == "run" else current.result()  # type: ignore[union-attr]
-        except RuntimeError as error:
-            found = {"failed": {part: str(error)}}
-        say(f"{work.name}: {part}{', which failed' if 'failed' in found else ''}, {time.perf_counter() - start:.0f} s")
-        yield found
+    try:
+        for part in parts:
+            start, current = time.perf_counter(), following
+            if part != "run" and (following := next(waiting, None)) is not None:
+                following.start()
+            found: dict[str, Any] = {}
+            try:
+                found = whole_run(work, scratch, device) if part == "run" else current.result()  # type: ignore[union-attr]
+            except RuntimeError as error:
+                found = {"failed": {part: str(error)}}
+            say(f"{work.name}: {part}{', which failed' if 'failed' in found else ''}, {time.perf_counter() - start:.0f} s")
+            yield found
+    finally:
+        if following is not None:
+            following.end()
 
 
 class WaitingPart:
@@ -324,20 +332,77 @@ class WaitingPart:
     def result(self) -> dict[str, Any]:
         """Let it measure. Raises RuntimeError with the end of its log if it fails or takes too long."""
         try:
-            output, _ = self.process.communicate("go\n", timeout=PART_S)
+            output, _ = self.process.communicate(GO, timeout=PART_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.communicate()
+            self.end()
             raise RuntimeError(f"took longer than {PART_S:.0f} s: {self.log.read_text()[-3000:]}") from None
         if self.process.returncode:
             raise RuntimeError(self.log.read_text()[-3000:])
         return dict(json.loads(output.splitlines()[-1]))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def whole_run(work: SharedWork, scratch: Path, device: str) -> dict[str, Any]:
     run = run_ours(content(work, scratch, device), scratch, timeout_s=PART_S)
     medians = {f"run_{name}": median(step[name] for step in run.steady(1)) for name in ("step_s", "generate_s", "learn_s", "publish_s")}
     return {**medians, "run_first_step_s": run.steps[0]["step_s"], "run_mismatch": run.steps[-1].get("learn/mismatch_mean")}
+
+
+def run_part(part: str, name: str, folder: str, device: str) -> NoReturn:
+    """Measure in this process when standard input says so, print the result and exit. Exit without a result if the input ends first."""
+    try:
+        measured = getattr(GpuPart(name, Path(folder), device), part)()
+        next(measured)
+        if sys.stdin.readline() == GO:
+            print(json.dumps(next(measured)), flush=True)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # vLLM's exit hooks linger, after a failure for minutes
+
+
+def choose_parts(works: Sequence[SharedWork], wanted: Sequence[str] | None) -> dict[str, list[str]]:
+    """Return the parts of each policy: all, or those among `wanted`. Raises ValueError for names that are none."""
+    if not wanted:
+        return {work.name: list(PARTS) for work in works}
+    chosen = {work.name: [part for part in PARTS if f"{work.name}:{part}" in wanted] for work in works}
+    if unknown := set(wanted) - {f"{name}:{part}" for name, parts in chosen.items() for part in parts}:
+        raise ValueError(f"--parts: {', '.join(sorted(unknown))}: policies are {', '.join(chosen)}, parts are {', '.join(PARTS)}")
+    return chosen
+
+
+def measure_policies(
+    works: Sequence[SharedWork], chosen: dict[str, list[str]], found: dict[str, dict[str, Any]], device: str, console: Console
+) -> None:
+    """Measure the chosen parts of each policy, and put the results into `found`."""
+    for work in works:
+        row = found.setdefault(work.name, {})
+        row["failed"] = {part: why for part, why in row.get("failed", {}).items() if part not in chosen[work.name]}
+        if not chosen[work.name]:
+            continue
+        with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as scratch:
+            work.write(Path(scratch))
+            say = partial(console.print, highlight=False)
+            with closing(measure(work, chosen[work.name], Path(scratch), device, say)) as parts:
+                for part in parts:
+                    row["failed"] |= part.pop("failed", {})
+                    row |= part
+                    print(json.dumps({work.name: row}), file=sys.stderr, flush=True)  # results so far, if interrupted
+
+
+def show(found: dict[str, dict[str, Any]], title: str, console: Console) -> bool:
+    """Print the table and what failed. Returns whether a part failed."""
+    table = Table("", *found, title=title, title_justify="left")
+    for label, unit, key in ROWS:
+        table.add_row(f"{label}{unit and f', {unit}'}", *(f"{row[key]:.3g}" if key in row else "" for row in found.values()))
+    console.print(table)
+    failed = [f"{name}: the part {part} failed: {why}" for name, row in found.items() for part, why in row["failed"].items()]
+    for sentence in failed:
+        console.print(sentence, highlight=False, markup=False)
+    return bool(failed)
 
 
 def main() -> None:
@@ -347,48 +412,21 @@ def main() -> None:
     parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)  # part, policy, folder, device: measure and print
     options = parser.parse_args()
     if options.part:
-        part, name, folder, device = options.part
-        try:
-            measured = getattr(GpuPart(name, Path(folder), device), part)()
-            next(measured)
-            sys.stdin.readline()
-            print(json.dumps(next(measured)), flush=True)
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)  # vLLM's exit hooks linger, after a failure for minutes
+        run_part(*options.part)
     if not options.cpu and not visible_gpus():
         print("benchmarks.gpu: this machine shows no GPU; run it on one, or with --cpu to see that the command works", file=sys.stderr)
         raise SystemExit(2)
     console, start = make_console(), time.monotonic()
     device, works = ("cpu", TOYS) if options.cpu else ("gpu", DEVICE)
-    chosen = {work.name: list(PARTS) for work in works}
-    if options.parts:
-        chosen = {name: [part for part in PARTS if f"{name}:{part}" in options.parts] for name in chosen}
-        if unknown := set(options.parts) - {f"{name}:{part}" for name, parts in chosen.items() for part in parts}:
-            parser.error(f"--parts: {', '.join(sorted(unknown))}: policies are {', '.join(chosen)}, parts are {', '.join(PARTS)}")
+    try:
+        chosen = choose_parts(works, options.parts)
+    except ValueError as error:
+        parser.error(str(error))
     kept = FOLDER / "gpu.json"
     before: dict[str, Any] = json.loads(kept.read_text()) if options.parts and kept.exists() else {"device": device, "policies": {}}
     found: dict[str, dict[str, Any]] = {name: before["policies"].get(name, {}) for name in chosen} if before["device"] == device else {}
-    for work in works:
-        row = found.setdefault(work.name, {})
-        row["failed"] = {part: why for part, why in row.get("failed", {}).items() if part not in chosen[work.name]}
-        if not chosen[work.name]:
-            continue
-        with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as scratch:
-            work.write(Path(scratch))
-            for part in measure(work, chosen[work.name], Path(scratch), device, lambda text: console.print(text, highlight=False)):
-                row["failed"] |= part.pop("failed", {})
-                row |= part
-                print(json.dumps({work.name: row}), file=sys.stderr, flush=True)  # what there is if the machine is taken away
-    title = "Toys on CPU, not a measurement of a GPU" if options.cpu else "One GPU"
-    table = Table("", *found, title=title, title_justify="left")
-    for label, unit, key in ROWS:
-        table.add_row(f"{label}{unit and f', {unit}'}", *(f"{row[key]:.3g}" if key in row else "" for row in found.values()))
-    console.print(table)
-    failed = [f"{name}: the part {part} failed: {why}" for name, row in found.items() for part, why in row["failed"].items()]
-    for sentence in failed:
-        console.print(sentence, highlight=False, markup=False)
+    measure_policies(works, chosen, found, device, console)
+    failed = show(found, "Toys on CPU, not a measurement of a GPU" if options.cpu else "One GPU", console)
     seconds = time.monotonic() - start
     console.print(f"took {seconds:.0f} s", highlight=False)
     save("gpu", {"device": device, "seconds": seconds, "policies": found}, [], console=console, quick=options.cpu)
