@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -29,8 +30,9 @@ from placement.migration.decide_moves import LiveState, Settings, decide_moves
 from placement.planning.bounds import cost_bound, rollout_bounds
 from placement.scaling.prefix_benefit import PrefixCosts, PrefixDemand, choose_prefix
 from placement.scaling.resize_policy import ResizeHistory, Transition, assign_groups, best_held_plan, decide, time_value
-from placement.simulate import POLICIES, parse, simulate
+from placement.simulate import POLICIES, parse, simulate, simulate_run
 from placement.simulate.rollout import NAMES
+from placement.simulate.synthetic_workload import SyntheticWorkload
 from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import SpeedFit
 
@@ -182,9 +184,19 @@ def rollouts(seed: int) -> dict[str, Any]:
     }
 
 
+class RoundedForecasts(simulate_run.Forecasts):
+    """Scenarios drawn around the true lengths, rounded: those of `LengthForecaster` differ between processors in their last digits."""
+
+    def scenarios(self, workload: SyntheticWorkload, step: int) -> np.ndarray:
+        rng, lengths = np.random.default_rng(self.seed * 1000 + step), workload.lengths[step].ravel()
+        drawn = np.round(lengths[:, None] * np.exp(rng.normal(0, 0.4, (len(lengths), simulate_run.SCENARIOS))))
+        return drawn.clip(1, self.setting.response_limit)
+
+
 def steps(seed: int, setting: str) -> dict[str, Any]:
     """Whole steps on a small simulated cluster under every policy."""
-    run = simulate(parse(SETTINGS[setting]), tuple(POLICIES), seed)
+    with patch.object(simulate_run, "Forecasts", RoundedForecasts):
+        run = simulate(parse(SETTINGS[setting]), tuple(POLICIES), seed)
     return {"bounds": run.bounds, **{name: done.steps for name, done in run.policies.items()}}
 
 

@@ -1,7 +1,8 @@
 """Results of the planner and the simulators, compared with hashes that an earlier version left.
 
 Where results change on purpose, record new hashes: `python -m tests.placement.test_fingerprint`. Length forecasts are kept in single
-precision, whose last digits differ between processors. So their figures are compared with a tolerance instead.
+precision, whose last digits differ between processors. So their figures are compared with a tolerance instead, and simulated steps are
+planned by other scenarios.
 """
 
 from __future__ import annotations
