@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,10 @@ def private_bytes() -> int:
 
 
 def most_private_bytes(recipe: Recipe) -> int:
-    """Run the recipe, and return the most private memory that this process took."""
+    """Run the recipe, and return the most private memory that this process took, or the peak of Python's and numpy's if that is more.
+
+    A busy machine may miss a short peak of the first, but none of the second.
+    """
     gc.collect()
     before, most, done = private_bytes(), [0], threading.Event()
 
@@ -36,6 +40,7 @@ def most_private_bytes(recipe: Recipe) -> int:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    tracemalloc.start()
     try:
         with Runtime(recipe) as run:
             for _ in run:
@@ -43,7 +48,9 @@ def most_private_bytes(recipe: Recipe) -> int:
     finally:
         done.set()
         watcher.join()
-    return most[0]
+        traced = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return max(most[0], traced)
 
 
 def test_the_driver_holds_no_model(private_ray: None, tmp_path: Path) -> None:
@@ -55,6 +62,6 @@ def test_the_driver_holds_no_model(private_ray: None, tmp_path: Path) -> None:
     assert size > 100e6
     most_private_bytes(Recipe.parse(small_recipe(tmp_path, **runs)))
     taken = most_private_bytes(Recipe.parse(small_recipe(tmp_path, **runs, policy__path=str(folder))))
-    assert (tmp_path / "runs" / "small-2" / "checkpoints" / "step_2").exists() and taken < 0.3 * size, (
+    assert (tmp_path / "runs" / "small-2" / "checkpoints" / "step_2").exists() and taken < 0.5 * size, (
         f"{taken / 1e6:.0f} MB beside weights of {size / 1e6:.0f} MB"
     )
