@@ -127,15 +127,17 @@ def time_value(objective: Objective, plans: Sequence[Plan]) -> float:
     """Return the worth of a second of rollout time, in cost, for an objective on a frontier of plans.
 
     `prefer` p scores p·T/T* + (1-p)·C/C*, so a second is worth p/(1-p)·C*/T*. For `deadline_s` a second is
-    worth nothing if a plan meets it, and otherwise as much as for `prefer` 1. For `knee` and `budget` cost and time count alike
-    over the frontier's width.
+    worth nothing if a plan meets it, and otherwise as much as for `prefer` 1. For `budget` it is the other way round. For `knee` cost
+    and time count alike over the frontier's width.
     """
     if not plans:
         return 0.0
     times, costs = [p.time_s for p in plans], [p.cost for p in plans]
     if objective.deadline_s is not None and min(times) <= objective.deadline_s:
         return 0.0
-    prefer = objective.prefer if objective.deadline_s is None else 1.0
+    if objective.budget is not None and min(costs) > objective.budget:
+        return 0.0
+    prefer = objective.prefer if objective.deadline_s is None and objective.budget is None else 1.0
     if prefer is not None:
         return preferred_value(prefer, min(costs), min(times))
     return (max(costs) - min(costs)) / max(max(times) - min(times), 1e-12) if len(plans) > 1 else 1.0

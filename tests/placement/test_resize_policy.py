@@ -186,6 +186,13 @@ def test_the_worth_of_a_second_agrees_with_the_choice(seed: int, prefer: float, 
     assert found.plan is not None and found.plan.actors <= max(found.actors, chosen.actors)
 
 
+def test_a_budget_that_every_plan_meets_is_spent_on_speed() -> None:
+    plans, objective = [plan(1, 56.1, 56.1), plan(4, 17.0, 60.0), plan(8, 10.9, 67.9)], Objective(budget=80.0)
+    chosen, stay = choose(plans, objective).plan, best_held_plan(plans, 1, objective)
+    assert isinstance(go(1, chosen, stay, value_per_s=time_value(objective, plans)), Grow)
+    assert time_value(Objective(budget=50.0), plans) == 0.0  # no plan meets it, so the cheapest is the nearest
+
+
 def test_staying_keeps_to_the_deadline_and_the_budget_where_it_can() -> None:
     plans = [plan(4, 1.0, 9.0), plan(3, 2.0, 6.0), plan(2, 3.0, 5.0), plan(1, 5.0, 4.0)]
     assert best_held_plan(plans, 3, Objective(deadline_s=3.5)).actors == 2
