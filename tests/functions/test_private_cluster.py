@@ -222,8 +222,8 @@ def test_a_server_for_workers_of_ray_keeps_nothing_of_its_first_client(tmp_path:
     before = open_files()
     monkeypatch.setattr(fork_server, "_serve_ray", serve_ray)
     fork_ray_servers(tmp_path, 2)
-    own = {"socket": before.get("socket", 0) + 2, "pipe": before.get("pipe", 0) + 1, str(tmp_path / "stream"): 1}
-    assert json.loads((tmp_path / "files1").read_text()) == {**before, **own}, "the test's client and stream, and where clients come from"
+    own = Counter({"socket": 2, "pipe": 1, str(tmp_path / "stream"): 1})  # the test's client and stream, and where clients come from
+    assert Counter(json.loads((tmp_path / "files1").read_text())) <= Counter(before) + own
 
 
 def test_a_server_for_workers_of_ray_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_device_memory_of_a_parked_engine_excludes_sleeping_pools(actor: Any, mo
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: sum(sizes.values()) * 2**20)
     engine = VllmEngine.__new__(VllmEngine)
     engine.on_cpu, slept = False, []
-    engine.engine = SimpleNamespace(sleep=lambda level: slept.append(level))
+    engine.engine = SimpleNamespace(sleep=lambda level: slept.append(level), collective_rpc=lambda function, args: [None])
     actor.engine, actor.settings = engine, replace(CPU, device="gpu")
     report = actor.park()
     assert slept == [2] and engine.version is None
