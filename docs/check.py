@@ -3,7 +3,8 @@
 Every command of a bash block runs as it stands, or in the form that docs/commands.yaml lists with a reason. Python blocks without a
 title run as scripts. Titled blocks are written as files first. Everything happens in a scratch folder with small copies of the recipes.
 Commands in running text, in comments of code and in notebooks are not read. A test checks that the commands at the head of
-recipes/minimal.py stand in a bash block too. The examples in the docstrings of the public API run there too. The exit code is 1 if anything failed.
+recipes/minimal.py stand in a bash block too. The examples in the docstrings of the public API run there too. The exit code is 1 if anything
+failed.
 """
 
 from __future__ import annotations
