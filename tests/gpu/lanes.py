@@ -26,7 +26,6 @@ from rlhfless_ray.weights.model_folder import stored_weights
 from rlhfless_ray.weights.tensor_file import as_numpy
 from tests.gpu.hosts import MEMORY_SHARE, ON, OPEN_S, write_figures
 from tests.learn.conftest import learner_settings
-from tests.learn.tiny_policy import VOCABULARY as TINY_VOCABULARY
 from tests.learn.tiny_policy import tiny_policy
 from tests.rollout.families import EOS, batch_of, policy, replaying, requests
 
@@ -168,18 +167,6 @@ def spread_policy(seed: int = 0, dtype: str = "float32") -> dict[str, bytes]:
 
 def weights_of(files: dict[str, bytes]) -> dict[str, np.ndarray]:
     return {name: as_numpy(tensor) for name, tensor in stored_weights(files)}
-
-
-def in_pairs(count: int = 24, temperature: float = 1.0, seed: int = 0, longest: int = 40) -> list[Request]:
-    """Prompts of `tiny_policy` in pairs, as groups have them. Every third pair's fill more than two KV blocks."""
-    rng = np.random.default_rng(seed)
-    made: list[Request] = []
-    for key in range(count):
-        if key % 2 == 0:
-            size = int(rng.integers(70, 110)) if key % 6 == 0 else int(rng.integers(1, 30))
-            prompt = tuple(rng.integers(2, TINY_VOCABULARY, size).tolist())
-        made.append(Request(key, prompt, 1000 + 7 * key, longest, temperature))
-    return made
 
 
 def compare(found: dict[int, Any], wanted: dict[int, Any]) -> dict[str, Any]:

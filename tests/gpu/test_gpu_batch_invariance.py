@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.gpu.hosts import HostedEngine
-from tests.gpu.lanes import SETTINGS, compare, in_pairs, spread_policy, weights_of
+from tests.gpu.lanes import SETTINGS, compare, spread_policy, weights_of
+from tests.learn.tiny_policy import in_pairs
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.gpu.hosts import HostedEngine
-from tests.gpu.lanes import FLOAT32, SETTINGS, assert_alike, check_family, compare, in_pairs, spread_policy, weights_of
+from tests.gpu.lanes import FLOAT32, SETTINGS, assert_alike, check_family, compare, spread_policy, weights_of
+from tests.learn.tiny_policy import in_pairs
 
 pytestmark = pytest.mark.gpu
 

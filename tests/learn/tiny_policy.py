@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.types import Request
 
 VOCABULARY = 61
 EOS = 1
@@ -80,3 +81,15 @@ def random_batch(
             drawn = (-np.log(VOCABULARY) + 0.5 * rng.normal(size=len(response))).astype(np.float32)
             rows.append((prompt, response, drawn, rng.normal(size=len(response)), group))
     return Batch.of(rows)
+
+
+def in_pairs(count: int = 24, temperature: float = 1.0, seed: int = 0, longest: int = 40) -> list[Request]:
+    """Prompts of `tiny_policy` in pairs, as groups have them. Every third pair's fill more than two KV blocks."""
+    rng = np.random.default_rng(seed)
+    made: list[Request] = []
+    for key in range(count):
+        if key % 2 == 0:
+            size = int(rng.integers(70, 110)) if key % 6 == 0 else int(rng.integers(1, 30))
+            prompt = tuple(rng.integers(2, VOCABULARY, size).tolist())
+        made.append(Request(key, prompt, 1000 + 7 * key, longest, temperature))
+    return made

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.torch import load as load_tensors
-from tiny_policy import VOCABULARY, tiny_policy
+from tiny_policy import in_pairs, tiny_policy
 
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_log import TokenLog
@@ -28,16 +28,7 @@ def weights_of(files: dict[str, bytes]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def requests(count: int = 24, temperature: float = 1.0, seed: int = 0, longest: int = 40) -> list[Request]:
-    """Every third prompt is longer than two KV blocks; prompts come in pairs, as groups do."""
-    rng = np.random.default_rng(seed)
-    made: list[Request] = []
-    for key in range(count):
-        if key % 2 == 0:
-            size = int(rng.integers(70, 110)) if key % 6 == 0 else int(rng.integers(1, 30))
-            prompt = tuple(rng.integers(2, VOCABULARY, size).tolist())
-        made.append(Request(key, prompt, 1000 + 7 * key, longest, temperature))
-    return made
+requests = in_pairs
 
 
 def at_several_temperatures(asked: list[Request]) -> list[Request]:
