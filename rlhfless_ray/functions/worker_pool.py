@@ -121,9 +121,11 @@ class WorkerPool:
                     break
                 begin(self.assign_leases(share))
             return spare
-        expected = expected or self._ask_for_parked(missing)
-        start = lambda lease: begin(self.assign_leases([lease]))  # noqa: E731
-        self.leases.take(missing, self.kind, expected, urgent, wait_s, self.labels, start)
+
+        def start(lease: Lease) -> None:
+            begin(self.assign_leases([lease]))
+
+        self.leases.take(missing, self.kind, expected or self._ask_for_parked(missing), urgent, wait_s, self.labels, start)
         return spare
 
     def _lease_together(self, need: int, spare: list[Lease], expected: list[LeaseRequest]) -> list[Lease]:
