@@ -33,8 +33,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# gRPC's fork handlers crash about one in a hundred of the processes that Ray forks, silently, if gRPC was in use before, as by Ray
-# Serve's handles in a notebook's second run. Only children that use gRPC need the handlers. grpc reads the variable when it is imported.
+# If gRPC was in use before, its fork handlers silently crash about one in a hundred of the processes that Ray forks. In a notebook's
+# second run Ray Serve's handles have used it. Only children that use gRPC need the handlers. grpc reads the variable when it is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 

@@ -44,8 +44,8 @@ def condition_on_siblings(forecast: Forecast, generated: np.ndarray, finished: n
 
     An ended sibling shows u + v. A running one shows that it is larger, and contributes its expectation beyond that (an
     EM iteration). A response's own progress is left out of its own correction, because its survival is conditioned on
-    afterwards. The posterior of u is that of a normal mean with known variances, in which a running sibling counts as
-    far as its variance is below that of an unseen one.
+    afterwards. The posterior of u is that of a normal mean with known variances. A running sibling counts as far as its
+    variance is below that of an unseen one.
     """
     n = len(forecast.mean_log)
     if share < MIN_SHARE or not (generated > 0).any():

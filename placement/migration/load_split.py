@@ -41,10 +41,10 @@ def estimate_splits(
     alive (R, G+1): expected survivors of each actor's group now and after `tokens` (G,). The groups of one split follow
     those of another; split k begins at row first[k].
 
-    A group is assumed to decode together while it shrinks, and to give up its lease as the power `lease_exponent` of
-    its survivors, because what is left of it merges with others. Only the lease of the group expected to last longest,
-    into which the others merge, is held until its end. (Charging that lease by survivors too made a single actor look
-    cheaper than it can be, and lost up to 8 % of time at the cheap end of the frontier on log-normal lengths.)
+    A group is assumed to decode together while it shrinks. It gives up its lease as the power `lease_exponent` of its
+    survivors, because what is left of it merges with others. Only the lease of the group expected to last longest, into
+    which the others merge, is held until its end. If that one were charged by survivors too, a single actor would look
+    cheaper than it can be: up to 8 % of time was lost so at the cheap end of the frontier on log-normal lengths.
 
     Time is the expectation of the latest end over all actors. Of n members with s expected survivors all have ended
     with probability (1 - s/n)^n, as if all were alike.

@@ -20,8 +20,8 @@ MIN_STEP, END_STEP = 1e-9, 1e-5
 def pool_partitions(work: RolloutWorkload, thin: float) -> list[Partition]:
     """Find partitions of known lengths over several actor types. Empty where capacity allows none without waves.
 
-    For a time bound T and an order of the pools (each order is tried), the first pool takes the longest sequences, the
-    next pool the following ones, and so on. Any pool may take none. Within its range a pool is filled greedily, which
+    Each order of the pools is tried for a time bound T. The first pool takes the longest sequences, the next pool the
+    following ones, and so on. Any pool may take none. Within its range a pool is filled greedily, which
     is optimal there (see `frontier`). The limits on actors hold exactly.
 
     Exact for that family. With two pools every cut between them is tried at once: prefix sums give the front, and

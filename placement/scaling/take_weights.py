@@ -8,7 +8,7 @@ The decision minimises the cost of the rest, in slot-seconds. With d tokens of e
     v · (old(d) + pause + new(d)) + slots of both parts + c · C · tokens(d) / N
 
 `v` is the worth of a second of the step in slot-seconds. `old` and `new` are seconds of decoding by the fitted speed, with responses spread
-evenly over the engines; `new` includes computing the contexts of unfinished responses again, unless their KV is kept. The last term is the
+evenly over the engines. `new` includes computing the contexts of unfinished responses again, unless their KV is kept. The last term is the
 price of age. A batch whose tokens are x versions older on average is worth exp(-c·x) of a fresh one, with the same c as in
 `partial_rollout.choose_share`. So a step of C slot-seconds whose batch has N tokens loses about c·C/N by each token that the old version
 draws. The pause is what waiting to the end avoids: planning, calls and an engine's start. The load itself is only put off.

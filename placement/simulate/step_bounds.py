@@ -15,8 +15,8 @@ from placement.speed.drafted_speed import DraftedSpeed
 def step_bounds(times: PhaseTimes, given: StepInput) -> Bounds:
     """Return lower bounds of a step in seconds and device-seconds.
 
-    Time is the larger of two bounds. First, the longest response decoded alone once the engine has the weights (it may
-    never have slept), then its own forward passes and gradients on all devices and one optimizer update. Second, all
+    Time is the larger of two bounds. First, the longest response is decoded alone once the engine has the weights (it
+    may never have slept). Its own forward passes and gradients on all devices follow, and one optimizer update. Second, all
     computing shared by all devices, with decoding at its least: everything on one engine reads the weights least often.
 
     One step off, the batch that is learned is that of the step before, and nothing is learned after the longest response.

@@ -17,8 +17,8 @@ MOST_DRAFTED = 8  # tokens of a sequence in a step, as in Seer and TLT
 class DraftedSpeed(Speed):
     """Speed of an engine that drafts as many tokens as pay. Its terms are an affine fit, by which planners plan.
 
-    A step that verifies k drafted tokens of each of b sequences takes base + (1 + k)·per_seq·b + per_ctx·c (the form that DAS
-    measures), and makes (1 - αᵏ⁺¹) / (1 - α) tokens of each, where α is the acceptance (Leviathan et al., arXiv 2211.17192). Each
+    A step that verifies k drafted tokens of each of b sequences takes base + (1 + k)·per_seq·b + per_ctx·c, the form that DAS
+    measures. It makes (1 - αᵏ⁺¹) / (1 - α) tokens of each, where α is the acceptance (Leviathan et al., arXiv 2211.17192). Each
     number of sequences takes its best k, which may be 0. Drafting itself takes no time.
 
     plain: without drafts. acceptance: α, the probability that a drafted token is accepted after accepted ones.

@@ -141,8 +141,8 @@ class MarketBids:
     def begin_update(self, sizes: LearnerSize, slots_per_rank: int, tokens: float, value_per_s: float) -> tuple[Delay, str]:
         """Bid for an update on `slots_per_rank` slots per rank, valued by the durations of earlier updates.
 
-        Returns whether it waits for slots of its own that another run gives back and how many slots each rank gets, and why they are
-        fewer than `slots_per_rank` (or an empty string).
+        Returns (delay, reason). The delay says whether the update waits for slots of its own that another run gives back, and how many
+        slots each rank gets. The reason says why they are fewer than `slots_per_rank`, or is empty.
         """
         known = [count for count in sizes.counts if sizes.tried[count] >= MIN_TRIALS and count <= slots_per_rank] or [1]
         points = [_held(self.learner_ranks * count, sizes.predict(count, tokens)) for count in known]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from placement.market import Bid, Clearing, Credits, clear, entitled_slots, exact_slots
 from rlhfless_ray.functions.pool_messages import SILENT_S, PoolSlot, PoolView, Reply, RunInfo, SlotRequest, Statement
 
-# A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update, and Ray takes up to
-# 0.8 s to grant a slot again and 10 ms or more to name its device.
+# A slot that no run takes for this long goes back to Ray. What a rollout lets go is wanted again after the update.
+# Ray takes up to 0.8 s to grant a slot again, and 10 ms or more to name its device.
 IDLE_S = 30.0
 WARM_IDLE_S = 300.0  # the same for a device to which parked processes are bound: on another one a process has to start
 RECENT_S = 2.0  # a run that withdrew a request counts as waiting for this long: worker groups repeat requests after a short pause
@@ -300,8 +300,8 @@ class PoolState:
     def clearing(self) -> Clearing:
         """Return the targets of all runs.
 
-        If the pool is too small for all, runs take turns: the run that has waited longest comes first, also while it has some of the slots
-        that it needs, and of the runs that have started the one that has held slots longest pauses.
+        If the pool is too small for all, runs take turns. The run that has waited longest comes first, also while it has some of the slots
+        that it needs. Of the runs that have started, the one that has held slots longest pauses.
         """
         if self._cleared is None:
             self._cleared = self.cleared([run.bid for run in self.runs.values()])

@@ -372,7 +372,7 @@ class CriticConfig(Section):
     """Number of the critic's ranks that share each sequence, as with `learner.sequence_parallel`."""
     value_head: str = Field("score", min_length=1)
     """Name of the scalar head's weights in that folder; `value_head_prefix` in its config.json goes before it. Weights that
-    the folder lacks are drawn."""
+    the folder lacks are random."""
     normalize: bool = False
     """Normalize values as `reward.normalize` does rewards: with the mean and std in the config.json of the critic's folder, in
     passes and in the loss. The saved critic has both numbers in its config, and its head is not scaled."""

@@ -36,7 +36,7 @@ class SupervisedRun(Section):
     """End of `learner.schedule`. `whole_batches`: only the batches that an epoch fills by itself count, as in OpenRLHF. With
     `data.remainder: carry` there may be more steps, in which the rate follows the schedule's formula beyond its end."""
     seed: int = 0
-    """Seed of the order of rows and of weights that are drawn."""
+    """Seed of the order of rows and of random weights."""
     deterministic: bool = False
     """Use only those PyTorch kernels that add up in the same order in every run. On GPUs this is slower; kernels of CPU cores do so in any
     case."""
@@ -136,7 +136,7 @@ class SupervisedLoss(Section):
     teacher_weight: float = Field(0.4, ge=0, le=1)
     """kd: weight of the cross-entropy with the teacher's distribution. The negative log-likelihood of the rows has the rest of 1."""
     value_head: str = Field("score", min_length=1)
-    """rm: name of the scalar head's weights in the model folder. Weights that it lacks are drawn."""
+    """rm: name of the scalar head's weights in the model folder. Weights that it lacks are random."""
 
 
 class SupervisedLearner(LearnerConfig):

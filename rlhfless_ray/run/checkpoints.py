@@ -105,9 +105,8 @@ class Checkpoints:
         for step, path in self.list():
             if self.elsewhere is not None and not (path / DRIVER).is_file():
                 raise UserError(
-                    f"checkpoint.path: {path} is a checkpoint of DeepSpeed, as OpenRLHF writes it, which is not read here; begin with "
-                    f"its Hugging Face export as the model to train ({self.elsewhere / f'global_step{step}_hf'}, where there is one) and "
-                    "with another folder for checkpoints"
+                    f"checkpoint.path: {path} is a checkpoint of DeepSpeed, which is not read here; set another folder, and policy.path "
+                    f"to the checkpoint's Hugging Face export ({self.elsewhere / f'global_step{step}_hf'}) if there is one"
                 )
 
     def newest(self) -> tuple[int, Path] | None:
@@ -205,7 +204,7 @@ def swap_folder(path: Path, write: Callable[[Path], Any]) -> Path:
     """Replace a folder in one step. `write` fills the new one. Raises DiskFull and leaves the old folder.
 
     A killed process leaves the old folder or the new one. Only where folders cannot be exchanged (NFS) there is neither for a moment,
-    between two renames; the old one is then kept with the suffix `.old-<pid>` until the next call has written a new one.
+    between two renames. The old one is then kept with the suffix `.old-<pid>` until the next call has written a new one.
     """
     # the name is unique, so that a process that sees it sees this file system
     temporary, old = (path.with_name(f".{path.name}.{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}") for kind in ("tmp", "old"))

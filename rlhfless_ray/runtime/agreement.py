@@ -1,9 +1,9 @@
 """Check that engines and learner compute the same policy: equal log-probabilities of the same tokens under the same weights.
 
 vLLM raises no error for a tensor that it loads in a wrong form. It then samples from another policy, and importance weights hide the
-difference. Therefore the learner computes log-probabilities of the first samples under the first weight version, and under the first
-updated version, and after each change of the engines' width, before it trains on them. Later steps compare all their tokens at no cost,
-see `compare_mismatch`.
+difference. Therefore the learner also computes the log-probabilities of the first samples before it trains on them. It does so under the
+first weight version, under the first updated one, and after each change of the engines' width. Later steps compare all their tokens at no
+cost, see `compare_mismatch`.
 """
 
 from __future__ import annotations
