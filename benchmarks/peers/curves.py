@@ -1,7 +1,7 @@
 """Reward curves of TRL and this runtime beside each other, on the quickstart's task.
 
 Same warm-started policy, prompts in the same order, loss and optimizer. They sample with different random numbers, so the
-curves agree in trend, not in detail.
+curves agree in trend, not in detail. This runtime goes twice, without drafted tokens and with `rollout.speculation: auto`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from rlhfless_ray.weights.model_folder import write_folder
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 PROMPTS = 16  # per step: fewer than the quickstart's, so that TRL's steps stay short
 LAST = 10  # steps that the reached reward is averaged over
+OURS, DRAFTING = "rlhfless_ray", "rlhfless_ray, speculation auto"
+SHOWN = ("trl", OURS, DRAFTING)
 
 
 def measure_curves(steps: int, threads: int, scratch: Path, console: Console, *, quick: bool) -> dict[str, Any]:
@@ -57,20 +59,24 @@ def measure_curves(steps: int, threads: int, scratch: Path, console: Console, *,
     policy = write_folder(here / "policy", warm_policy(plain))
     content = plain.model_dump(mode="json")
     content["policy"]["path"] = str(policy)
-    console.print("reward curves: rlhfless_ray", highlight=False)
-    ours = run_ours(content, here)
+    runs = {}
+    for name, speculation in ((OURS, "off"), (DRAFTING, "auto")):
+        console.print(f"reward curves: rlhfless_ray, rollout.speculation={speculation}", highlight=False)
+        content["rollout"]["speculation"] = speculation
+        content["run"]["name"] = speculation
+        runs[name] = run_ours(content, here)
     console.print("reward curves: TRL", highlight=False)
-    trl = run_trl(_settings(plain, policy, here, threads), here)
+    runs["trl"] = run_trl(_settings(plain, policy, here, threads), here)
     found = {"recipe": RECIPE.name, "prompts_per_step": PROMPTS, "group": plain.rollout.samples_per_prompt, "steps": steps}
-    for run in (trl, ours):
-        found[run.system] = _curve(run, PROMPTS * plain.rollout.samples_per_prompt)
+    for name, run in runs.items():
+        found[name] = _curve(run, PROMPTS * plain.rollout.samples_per_prompt)
     _draw(found, f"Mean reward of a step, {plain.prompts.task} task, same policy and prompts", result_folder(quick) / "vs_trl_curves.svg")
     return found
 
 
 def _draw(found: dict[str, Any], title: str, path: Path) -> None:
     figure, axis = svg_pyplot().subplots(figsize=(7.2, 3.4), layout="constrained")
-    for name in ("trl", "rlhfless_ray"):
+    for name in SHOWN:
         axis.plot(found[name]["time_s"], found[name]["reward_mean"], label=name)
     axis.set(title=title, xlabel="seconds of training", ylabel="reward")
     axis.legend()
@@ -139,9 +145,9 @@ def show_curves(curves: dict[str, Any], console: Console) -> None:
     table = Table(
         "", f"first {LAST}", f"last {LAST}", "reward by step", "step, s", "samples/s", "training, s", title=title, title_justify="left"
     )
-    low = min(min(curves[name]["reward_mean"]) for name in ("trl", "rlhfless_ray"))
-    high = max(max(curves[name]["reward_mean"]) for name in ("trl", "rlhfless_ray"))
-    for name in ("trl", "rlhfless_ray"):
+    low = min(min(curves[name]["reward_mean"]) for name in SHOWN)
+    high = max(max(curves[name]["reward_mean"]) for name in SHOWN)
+    for name in SHOWN:
         curve = curves[name]
         table.add_row(
             name,
