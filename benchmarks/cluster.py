@@ -29,6 +29,7 @@ from benchmarks.simulated.cluster_variants import ABLATED, ABLATION, sensitivity
 from benchmarks.simulated.drafted import measure_drafted
 from benchmarks.simulated.fair_baselines import measure_fair
 from benchmarks.simulated.lag_bounds import BOUNDS, measure_lags
+from benchmarks.simulated.quantised import measure_quantised
 from benchmarks.simulator_page import write_page
 from placement.simulate import POLICIES, Setting, SimulatedRun, named, names, simulate
 from placement.simulate.one_step_off import NOT_BUILT
@@ -40,7 +41,7 @@ PAPER = [name for name in names() if name.startswith("qwen")]
 LARGE = [name for name in names() if name.startswith("llama")]
 TUNED = 2  # seeds 0 and 1 were looked at while `ours` was made; results are of those that follow
 AGAINST_ORACLE = ("qwen3b-gsm8k-grpo", "qwen7b-gpqa-grpo", "qwen3b-livecodebench-ppo")
-PARTS = ("fair", "drafts", "lag", "paper", "large", "oracle", "ablation", "sensitivity", "cheap")
+PARTS = ("fair", "drafts", "quantised", "lag", "paper", "large", "oracle", "ablation", "sensitivity", "cheap")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -245,6 +246,7 @@ def main() -> None:
     parts: dict[str, tuple[Callable[[str], Any], list[str], list[str]]] = {  # what runs, of which keys, which of them now
         "fair": (lambda name: fair_table(name, measure_fair(fast(name), measured), console), PAPER, chosen),
         "drafts": (lambda name: measure_drafted(fast(name), measured), PAPER, chosen),
+        "quantised": (lambda name: measure_quantised(fast(name), measured), PAPER, chosen),
         "lag": (lambda name: lag_table(name, bounds(name), console), PAPER, chosen),
         "paper": (lambda name: table(fast(name), list(POLICIES), name, "paper"), PAPER, chosen),
         "cheap": (lambda name: table(named(name).but(prefer=CHEAPER), cheap, name, f"prefer {CHEAPER}"), PAPER, chosen),

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.common.results import FOLDER, Target
 from benchmarks.common.run_metadata import ROOT
 from benchmarks.simulated.cluster_targets import of, over, room, targets
-from benchmarks.simulated.drafted import AS_BUILT
+from benchmarks.simulated.cluster_variants import AS_BUILT
 from benchmarks.simulated.lag_bounds import BOUNDS, mean_over
 from placement.simulate.partial_policies import AHEAD
 
@@ -120,6 +120,36 @@ def drafted(content: dict[str, Any]) -> str:
         rows[name, chances] = [entry["rows"][drafts][policy][over] for drafts, policy, over, _ in columns]
     table = _by_column(["setting", "acceptance", *(head for *_, head in columns)], rows)
     return f"{table}\n\n{_counted(entries, content, 'drafts')}"
+
+
+def quantised(content: dict[str, Any]) -> str:
+    """What 8-bit weights give to `fixed` and to ours, with engines of one device and of the best width."""
+    entries = content["quantised"]
+    columns = [  # width, policy, over which `fixed`, head
+        ("1", "fixed", "plain", "width 1: `fixed` over plain"),
+        ("1", AS_BUILT, "plain", "width 1: **ours as built** over plain"),
+        ("1", AS_BUILT, "same", "width 1: **ours as built** over `fixed`"),
+        ("1", "ours", "plain", "width 1: *planned* over plain"),
+        ("1", "ours", "same", "width 1: *planned* over `fixed`"),
+        ("best", "fixed", "off", "best width: `fixed` over `fixed` in bf16"),
+        ("best", AS_BUILT, "off", "best width: **ours as built** over `fixed` in bf16"),
+        ("best", AS_BUILT, "same", "best width: **ours as built** over `fixed`"),
+        ("best", "ours", "same", "best width: *planned* over `fixed`"),
+    ]
+    rows = {(name,): [entry["rows"][width][policy][over] for width, policy, over, _ in columns] for name, entry in entries.items()}
+    table = _by_column(["setting", *(head for *_, head in columns)], rows)
+    return f"{table}\n\n{_counted(entries, content, 'quantised')}"
+
+
+def quantised_rivals(content: dict[str, Any]) -> str:
+    """Means over settings of every policy with 8-bit weights."""
+    entries, rows = content["quantised"].values(), []
+    for width in next(iter(entries))["rows"]:
+        for policy in next(iter(entries))["rows"][width]:
+            found = [entry["rows"][width][policy] for entry in entries]
+            rows.append([width, f"`{policy}`", *(_average([row[over] for row in found]) for over in ("plain", "off", "same"))])
+    heads = ["width", "policy", "over plain `fixed`", "over `fixed` of this width in bf16", "over `fixed` with 8-bit weights"]
+    return _table(heads, rows)
 
 
 def fair_rivals(content: dict[str, Any]) -> str:
@@ -295,6 +325,8 @@ TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {  # of wh
     "cluster fair": ("cluster", "fair", fair),
     "cluster fair rivals": ("cluster", "fair", fair_rivals),
     "cluster drafts": ("cluster", "drafts", drafted),
+    "cluster quantised": ("cluster", "quantised", quantised),
+    "cluster quantised rivals": ("cluster", "quantised", quantised_rivals),
     "cluster lag": ("cluster", "lag", lag),
     "cluster lag settings": ("cluster", "lag", lag_settings),
     "cluster targets": ("cluster", "paper", reached),

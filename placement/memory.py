@@ -98,17 +98,25 @@ def _layer(config: Mapping[str, Any], family: dict[str, Any], number: int) -> in
 
 def _feed_forward(config: Mapping[str, Any], family: dict[str, Any], number: int) -> int:
     hidden = _size(config, "hidden_size")
-    dense = "experts" not in family
-    if family.get("dense_too"):
-        dense = number in (config.get("mlp_only_layers") or ()) or (number + 1) % int(config.get("decoder_sparse_step") or 1) != 0
-    if dense:
+    if _is_dense(config, family, number):
         inner = _size(config, "intermediate_size")
         return 3 * hidden * inner + (2 * inner + hidden if _has(config, family, "mlp_bias") else 0)
-    experts = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    experts = _experts(config)
     total = hidden * experts + experts * 3 * hidden * _size(config, family["experts"])
     if "shared" in family:  # and the gate that weighs it
         total += 3 * hidden * _size(config, family["shared"]) + hidden
     return total
+
+
+def _is_dense(config: Mapping[str, Any], family: dict[str, Any], number: int) -> bool:
+    """Return whether the layer of this number has no experts."""
+    if not family.get("dense_too"):
+        return "experts" not in family
+    return number in (config.get("mlp_only_layers") or ()) or (number + 1) % int(config.get("decoder_sparse_step") or 1) != 0
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    return _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
 
 
 def _has(config: Mapping[str, Any], family: dict[str, Any], bias: str) -> bool:
@@ -189,6 +197,18 @@ def end_parameters(config: Mapping[str, Any]) -> int:
     if not isinstance(vocabulary, int) or not isinstance(hidden, int):
         return 0
     return vocabulary * hidden * (1 if ties_ends(config) else 2)
+
+
+def expert_parameters(config: Mapping[str, Any]) -> int:
+    """Return the parameters of a mixture's routed experts, 0 for other models and families that are not in `FAMILIES`."""
+    config = text_part(config)
+    family = FAMILIES.get(str(config.get("model_type")), {})
+    try:
+        layers, hidden = _size(config, "num_hidden_layers"), _size(config, "hidden_size")
+        counts = [0 if _is_dense(config, family, number) else _experts(config) for number in range(min(layers, MOST_LAYERS))]
+        return 3 * hidden * _size(config, family["experts"]) * sum(counts) if any(counts) else 0
+    except (TypeError, ValueError):  # an invalid value, which loading the model will report
+        return 0
 
 
 def ties_ends(config: Mapping[str, Any]) -> bool:

@@ -38,6 +38,19 @@ def test_partial_rollouts_have_no_bound_of_one_step(tmp_path):
     assert json.loads(done.stdout)["bound"] is None
 
 
+def test_plain_fixed_has_neither_drafts_nor_8_bit_weights(tmp_path):
+    plain, changed = (
+        json.loads(command_here("simulate", spec(tmp_path, **change), "--policy", "fixed", "--json").stdout)
+        for change in ({}, {"quantization": "int8", "acceptance": 0.5})
+    )
+    assert changed["plain_fixed"] == plain["plain_fixed"] and (changed["quantization"], changed["acceptance"]) == ("int8", 0.5)
+    speedups = [found["policies"]["fixed"]["over_plain_fixed"]["speedup"] for found in (plain, changed)]
+    assert speedups[1] > 1.1 * speedups[0]
+    narrow = spec(tmp_path, quantization="int8", device="B200", model="llama-2-70b", tensor_parallel=1)
+    done = command_here("simulate", narrow, "--policy", "fixed")
+    assert "engines of 1; plain fixed has engines of 2 without drafts or 8-bit weights" in " ".join(done.stdout.split()), done.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -102,7 +102,9 @@ def test_every_family_counts_as_transformers_builds_it():
         for variant in variants:
             described = AutoConfig.for_model(family, **small, **variant)
             with torch.device("meta"):
-                built = sum(p.numel() for p in AutoModelForCausalLM.from_config(described).parameters())
+                sizes = {name: p.numel() for name, p in AutoModelForCausalLM.from_config(described).named_parameters()}
+            built = sum(sizes.values())
+            assert memory.expert_parameters(described.to_dict()) == sum(n for name, n in sizes.items() if ".experts." in name)
             assert memory.parameter_count({"model_type": family, **small, **variant}) == built, (family, variant)
             assert memory.parameter_count(described.to_dict()) == built, (family, variant)
 
@@ -144,6 +146,24 @@ def test_an_engine_that_one_device_cannot_hold(tmp_path):
     wide = recipe(folder(tmp_path / "wide", LLAMA_70B), rollout={"max_tokens": 8191, "tensor_parallel": 2})
     needed = next(need for need in device_needs(wide, models_of(wide)) if need.is_engine)
     assert str(needed).startswith("at least 71.9 GB (70.6 GB weights, 1.3 GB KV cache"), "two devices share weights and KV heads"
+
+
+@pytest.mark.parametrize(("kind", "experts_bytes"), [("int8", 2), ("fp8", 1)])
+def test_in_8_bits_the_ends_keep_their_dtype_and_in_int8_experts_too(tmp_path, kind, experts_bytes):
+    mixture = {
+        **QWEN_05B,
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "moe_intermediate_size": 1000,
+        "shared_expert_intermediate_size": 64,
+    }
+    for model in (QWEN_05B, mixture):
+        path = folder(tmp_path / model["model_type"], model)
+        chosen = recipe(path, rollout={"quantization": kind})
+        parameters, ends, experts = ModelSize.of(path, "policy.path").parameters, 151_936 * 896, 24 * 4 * 3 * 896 * 1000
+        experts *= model is mixture
+        engine = next(need for need in device_needs(chosen, models_of(chosen)) if need.is_engine)
+        assert dict(engine.parts)["weights"] == parameters + ends + (experts_bytes - 1) * experts
 
 
 def test_an_engine_is_told_of_shorter_responses_and_a_larger_share(tmp_path):

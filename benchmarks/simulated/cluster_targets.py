@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks.common.results import Target
 from benchmarks.simulated.lag_bounds import lag_targets
+from benchmarks.simulated.quantised import quantised_targets
 
 BEST = (1.35, 45.0)  # speed over `fixed` and % of its cost saved, RLHFless's best setting (arXiv 2602.22718)
 AVERAGE = (1.23, 39.0)  # and on average
@@ -65,6 +66,8 @@ def targets(content: dict[str, Any]) -> list[Target]:
         worst = min(oracle, key=lambda name: oracle[name]["mean"])
         why = f"{worst}, ± {oracle[worst]['sd'] * 100:.1f} % over seeds: the lengths that only the oracle knows"
         found.append(_said(Target("oracle's speed reached at equal cost, worst", 100 * oracle[worst]["mean"], ORACLE, unit=" %"), why))
+    if entries := content.get("quantised"):
+        found += quantised_targets(entries)
     if entries := content.get("lag"):
         found += lag_targets(entries)
     if large:

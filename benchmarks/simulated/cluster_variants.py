@@ -48,6 +48,11 @@ def variant(
     return name, step
 
 
+AS_BUILT = "ours (as built)"
+# without what the runtime does not do on GPUs: a learner that grows within a step, engines awake beside it or woken before its update
+# ends, optimizer state on the host except during the update, and whitened gradients by linearity
+AS_BUILT_POLICY = variant(AS_BUILT, without=lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, prewarmed=False)
+
 ABLATION: list[Any] = [
     "fixed",
     variant("all parts"),

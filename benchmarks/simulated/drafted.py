@@ -1,8 +1,6 @@
 """Drafted tokens in the simulator: what they give to `fixed` and to ours, as it is built and as it is planned.
 
-Every policy takes its best width of engines, and has the same drafts. What the runtime does not do is forbidden to `ours (as
-built)`: a learner that grows within a step, engines awake beside it or woken before its update ends, optimizer state on the host
-except during the update, and whitened gradients by linearity.
+Every policy takes its best width of engines, and has the same drafts.
 """
 
 from __future__ import annotations
@@ -11,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.simulated.cluster_variants import variant
+from benchmarks.simulated.cluster_variants import AS_BUILT_POLICY
 from benchmarks.simulated.fair_baselines import REDUCE_S, over_fixed
 from placement.catalog import catalog
 from placement.simulate import Setting, SimulatedRun, simulate
 
-AS_BUILT = "ours (as built)"
 DRAFTS = ("off", "text", "trained")
 
 
@@ -28,8 +25,7 @@ def measure_drafted(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
     runs: dict[str, list[SimulatedRun]] = {}
     for drafts in DRAFTS:
         chance = acceptance(setting, drafts)
-        built = variant(AS_BUILT, without=lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, prewarmed=False)
-        runs[drafts] = [simulate(wide.but(acceptance=chance), ["fixed", built, "ours"], seed) for seed in seeds]
+        runs[drafts] = [simulate(wide.but(acceptance=chance), ["fixed", AS_BUILT_POLICY, "ours"], seed) for seed in seeds]
     rows: dict[str, Any] = {}
     for drafts, found in runs.items():
         for name in found[0].policies:

@@ -100,7 +100,7 @@ def _fleets(setting: Setting, times: PhaseTimes, prices: list[tuple[bool, float]
         run.step_s,
         sum(step.rollout_s for step in run.steps) / len(run.steps),
         0.0,
-        low_kv_warning(setting.model, device, times.width, phases["engine_memory"], longest),
+        low_kv_warning(setting.engine_model, device, times.width, phases["engine_memory"], longest),
     )
     start_s = phases["cold_start_s" if times.width == 1 else "cold_start_parallel_s"]
     found = []

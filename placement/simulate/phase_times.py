@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from placement.simulate.setting import Setting
 from placement.speed.decode_speed import Speed
 from placement.speed.drafted_speed import DraftedSpeed
-from placement.speed.roofline import Model, TrainerModel, decode_speed, kv_capacity
+from placement.speed.roofline import Model, TrainerModel, decode_speed, kv_capacity, quantise_s
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class PhaseTimes:
     """One setting in seconds.
 
     warm_s: wake an engine whose process was kept. wake_s: start a leased engine, cold if leases are cold starts. width:
-    devices of an engine. learner_step: devices by which a learner grows. min_learner: its least number of devices.
+    devices of an engine. reshard_s, broadcast_s: until an engine has the new weights, quantised ones included, on the learner's
+    devices and on others. learner_step: devices by which a learner grows. min_learner: its least number of devices.
     wider: the same with wider engines, where policies may choose.
     """
 
@@ -56,10 +57,10 @@ class PhaseTimes:
 
     @classmethod
     def _of_width(cls, s: Setting, width: int) -> PhaseTimes:
-        p = s.phases
+        p, model = s.phases, s.engine_model
         batch = max(2, math.ceil(s.prompts * s.samples * width / s.devices))
         context = s.prompt_limit / 2 + 256
-        speed = decode_speed(s.model, s.device, width, batch, context)
+        speed = decode_speed(model, s.device, width, batch, context)
         if s.acceptance:
             speed = DraftedSpeed.of(speed, s.acceptance, batch)
         state = (2 if s.algorithm == "ppo" else 1) * p["state_bytes_per_parameter"] * s.model.parameters
@@ -71,12 +72,13 @@ class PhaseTimes:
         cold = p["cold_start_parallel_s"] if width > 1 else p["cold_start_s"]
         warm = p["warm_start_s"] + p["warm_start_per_parameter_s"] * s.model.parameters
         resident = s.model.kv_bytes(width) * (s.response_limit / 2 + s.prompt_limit / 2)
+        quantising = quantise_s(model, s.device, width, p["quantise_bytes_per_parameter"])
         pause = p["migration_pause_s"] + resident / width / s.device.link_bytes_per_s
         return cls(
             s,
             speed,
-            kv_capacity(s.model, s.device, width, p["engine_memory"]),
-            kv_capacity(s.model, s.device, width, p["static_engine_memory"]),
+            kv_capacity(model, s.device, width, p["engine_memory"]),
+            kv_capacity(model, s.device, width, p["static_engine_memory"]),
             _trainer(s, s.model, 2 if s.algorithm == "ppo" else 1),
             _trainer(s, s.reward_model, 1) if s.reward_model else None,
             width,
@@ -85,8 +87,8 @@ class PhaseTimes:
             min_learner,
             s.start_scale * warm,
             s.start_scale * (cold if s.cold else warm),
-            s.model.weight_bytes / s.device.reshard_bytes_per_s,
-            s.model.weight_bytes / s.device.broadcast_bytes_per_s,
+            s.model.weight_bytes / s.device.reshard_bytes_per_s + quantising,
+            s.model.weight_bytes / s.device.broadcast_bytes_per_s + quantising,
             s.migrate_scale * pause,
         )
 
@@ -167,7 +169,7 @@ class PhaseTimes:
         s = self.setting
         room = s.device.memory_bytes * s.phases["usable_memory"] - self.trainer.held_bytes(m)
         kv = s.model.kv_bytes(self.width)
-        return max(0, min(self.capacity, int((self.width * room - s.model.weight_bytes) // kv)))
+        return max(0, min(self.capacity, int((self.width * room - s.engine_model.engine_bytes) // kv)))
 
     def holds_one(self, room: int) -> bool:
         """Return whether an engine of this many KV tokens holds the longest possible sequence, which staying awake requires."""
@@ -184,7 +186,7 @@ class PhaseTimes:
         each = (s.prompt_limit + s.response_limit) / 2
         tokens = s.prompt_limit + s.response_limit + each * s.prompts * s.samples / self.engines
         kv = s.model.kv_bytes(self.width)
-        engine = (s.model.weight_bytes + tokens * kv) / self.width if awake else 0.0
+        engine = (s.engine_model.engine_bytes + tokens * kv) / self.width if awake else 0.0
         usable = s.phases["usable_memory"] - engine / s.device.memory_bytes
         return replace(self, trainer=replace(self.trainer, more_gradients=int(linear), usable_memory=usable, hosted=hosted))
 

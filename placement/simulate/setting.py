@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from placement.catalog import catalog
-from placement.speed.roofline import Device, Model, check_width, possible_widths
+from placement.speed.roofline import QUANTIZATIONS, Device, Model, check_width, possible_widths
 
-ALGORITHMS = ("grpo", "ppo")
+NAMED = {"algorithm": ("grpo", "ppo"), "quantization": QUANTIZATIONS}  # keys that take one of these names
 MAX_LAG = 8  # steps: more only fill the pipeline for longer
 MAX_COUNT = 10_000_000  # of devices, responses or updates: more only cost memory and hours
 
@@ -27,7 +28,8 @@ class Setting:
     dedup_prefill: a prompt shared by a group is computed once. prefer: 0 cheapest … 1 fastest. max_lag_steps: the most
     updates between the version that drew a trained token and the learner's; 0: synchronous steps. partial: responses may
     outlive a step, and go on under new weights within that bound. acceptance: probability that a drafted token is accepted, for
-    every policy; 0: nothing is drafted. placement/catalog/data/acceptance.yaml has figures by workload.
+    every policy; 0: nothing is drafted. placement/catalog/data/acceptance.yaml has figures by workload. quantization: every policy's
+    engines hold linear layers in 8 bits, as with the recipe's `rollout.quantization`.
 
     For sensitivity analyses: start_scale and migrate_scale multiply start-up and migration times, learn_scale the
     learning FLOPs. cold: released devices lose their processes, so every lease of an elastic policy is a cold start.
@@ -54,6 +56,7 @@ class Setting:
     max_lag_steps: int = 0
     partial: bool = False
     acceptance: float = 0.0
+    quantization: str = "off"
     whiten: bool = True
     reward_model: Model | None = None
     dedup_prefill: bool = True
@@ -66,6 +69,11 @@ class Setting:
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @cached_property
+    def engine_model(self) -> Model:
+        """The model as engines hold it."""
+        return replace(self.model, quantization=self.quantization)
 
     @property
     def widths(self) -> list[int]:
@@ -145,6 +153,10 @@ def parse(tree: dict[str, Any], folder: Path = Path(), width: int | str = 1) -> 
     if merged.get("trace") is not None:
         merged["trace"] = folder / str(merged["trace"])
     merged["phases"] = {**catalog.values(catalog.read("phases")), **_phases(merged.get("phases") or {})}
+    if merged.get("quantization") is False:  # YAML reads `off` so
+        merged["quantization"] = "off"
+    for key in NAMED.keys() & merged.keys():
+        merged[key] = catalog.match_name(key, merged[key], list(NAMED[key]))
     merged.setdefault("name", "unnamed")
     merged.setdefault("tensor_parallel", width)
     setting = Setting(**merged)
@@ -203,7 +215,9 @@ def check(s: Setting) -> None:
         raise ValueError(f"`max_lag_steps`: responses that end within their step are at most 1 step old, not {lag}; set `partial` to true")
     if lag == 0 and s.partial:
         raise ValueError("`partial`: a response that outlives a step is trained one step late; set `max_lag_steps` to 1 or more")
-    catalog.match_name("algorithm", s.algorithm, list(ALGORITHMS))
+    for key, known in NAMED.items():
+        if (value := getattr(s, key)) not in known:
+            raise ValueError(f"`{key}` must be one of {', '.join(known)}, not {value!r}")
     for width in s.widths:
         if s.devices_per_node % width:
             raise ValueError(f"`tensor_parallel`: {width} does not divide the {s.devices_per_node} devices of a node")

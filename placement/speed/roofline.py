@@ -31,6 +31,7 @@ SIZES: dict[str, tuple[str, ...]] = {  # names of sizes in Hugging Face configur
 }
 OPTIONAL = ("kv_heads", "head", "experts", "expert", "experts_per_token", "shared_expert")
 TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "gpt_bigcode")  # feed-forward without a gate
+QUANTIZATIONS = ("off", "int8", "fp8")  # of an engine's weights, as in the recipe's `rollout.quantization`
 FEW_SEQUENCES = 4  # an engine that holds fewer of its longest sequences at once has almost no KV cache
 
 
@@ -65,6 +66,10 @@ class Model:
 
     gated: its feed-forward layers have three matrices instead of two. experts: of a layer, 0 in a dense model;
     `intermediate_size` is then one expert's. experts_per_token of them and shared_size more neurons see each token.
+
+    value_bytes: of a weight, an activation and a value of the KV cache. quantization: engines hold attention and feed-forward
+    layers in one byte a parameter ("int8", "fp8"). In fp8 vLLM quantises experts too. Embeddings, output head, norms and routers
+    are not quantised. Scales, one for each output of a layer, are not counted.
     """
 
     name: str
@@ -80,6 +85,8 @@ class Model:
     experts: int = 0
     experts_per_token: int = 0
     shared_size: int = 0
+    value_bytes: int = BYTES
+    quantization: str = "off"
 
     @classmethod
     def from_config(cls, name: str, config: dict[str, Any]) -> Model:
@@ -122,15 +129,21 @@ class Model:
             shared_size=size("shared_expert") if experts else 0,
         )
 
+    def _products(self, experts: float) -> float:
+        """Return the parameters of attention and feed-forward in all layers with this many experts in each (biases left out)."""
+        attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        inner = experts * self.intermediate_size + self.shared_size if self.experts else self.intermediate_size
+        return self.layers * (attention + (3 if self.gated else 2) * self.hidden_size * inner)
+
     def _layers(self, experts: float) -> float:
         """Return the parameters of all layers with this many experts in each (biases of a few thousand left out)."""
-        attention = self.hidden_size * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        matrices = (3 if self.gated else 2) * self.hidden_size
-        inner = self.intermediate_size
-        feed_forward: float = matrices * inner
-        if self.experts:
-            feed_forward = matrices * (experts * inner + self.shared_size) + self.hidden_size * self.experts
-        return self.layers * (attention + feed_forward + 2 * self.hidden_size)
+        return self._products(experts) + self.layers * self.hidden_size * (self.experts + 2)
+
+    def _quantised(self, experts: float) -> float:
+        """Return how many of these parameters engines hold in one byte."""
+        if self.quantization == "off":
+            return 0
+        return self._products(experts if self.quantization == "fp8" else 0)
 
     @cached_property
     def layer_parameters(self) -> int:
@@ -148,12 +161,23 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        return BYTES * self.parameters
+        return self.value_bytes * self.parameters
+
+    @property
+    def quantised_parameters(self) -> int:
+        """Return the parameters that engines hold in one byte."""
+        return int(self._quantised(self.experts))
+
+    @property
+    def engine_bytes(self) -> int:
+        """Return the bytes of the weights in an engine. `weight_bytes` are those that a trainer holds and sends."""
+        return self.weight_bytes - (self.value_bytes - 1) * self.quantised_parameters
 
     @property
     def read_bytes(self) -> int:
         """Return the weight bytes that a full decode step reads: all but the input embedding, of which it reads a row per sequence."""
-        return BYTES * (self.layer_parameters + self.vocab_size * self.hidden_size)
+        read = self.layer_parameters + self.vocab_size * self.hidden_size
+        return self.value_bytes * read - (self.value_bytes - 1) * self.quantised_parameters
 
     def step_read_bytes(self, running: float) -> float:
         """Return the weight bytes that a decode step with `running` sequences reads: of the experts those that some token is sent to.
@@ -163,7 +187,8 @@ class Model:
         if not self.experts:
             return self.read_bytes
         chosen = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** running)
-        return BYTES * (self._layers(chosen) + self.vocab_size * self.hidden_size)
+        read = self._layers(chosen) + self.vocab_size * self.hidden_size
+        return self.value_bytes * read - (self.value_bytes - 1) * self._quantised(chosen)
 
     @property
     def flops_per_token(self) -> float:
@@ -172,7 +197,7 @@ class Model:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * BYTES * self.layers * self.kv_heads * self.head_size
+        return 2 * self.value_bytes * self.layers * self.kv_heads * self.head_size
 
     def kv_bytes(self, width: int) -> float:
         """Return the bytes of KV of a token on all of `width` devices. More devices than KV heads hold copies."""
@@ -186,7 +211,7 @@ class Model:
         the maximum, read for the probabilities.
         """
         inner = self.experts_per_token * self.intermediate_size + self.shared_size if self.experts else self.intermediate_size
-        layer = 2 * BYTES * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * inner)
+        layer = 2 * self.value_bytes * (2 * self.hidden_size + (self.heads + 2 * self.kv_heads) * self.head_size + 2 * inner)
         return self.layers * layer + 12.0 * self.vocab_size
 
 
@@ -208,8 +233,13 @@ def decode_step_s(model: Model, device: Device, width: int, running: float, cont
     attention = 4.0 * context_tokens * model.layers * model.heads * model.head_size
     flops = running * model.flops_per_token + attention
     slower = max(moved / device.memory_bytes_per_s, flops / device.bf16_flops_per_s)
-    reduced = 2 * model.layers * all_reduce_s(device, width, BYTES * running * model.hidden_size)
+    reduced = 2 * model.layers * all_reduce_s(device, width, model.value_bytes * running * model.hidden_size)
     return device.step_s + running * device.seq_s + slower / width / device.decode_efficiency + reduced
+
+
+def quantise_s(model: Model, device: Device, width: int, moved_bytes: float) -> float:
+    """Return the seconds in which an engine quantises weights that it has loaded. moved_bytes: memory traffic of each parameter."""
+    return model.quantised_parameters * moved_bytes / width / device.memory_bytes_per_s / device.decode_efficiency
 
 
 def decode_speed(model: Model, device: Device, width: int = 1, batch: int = 64, context: float = 512.0) -> Speed:
@@ -241,11 +271,11 @@ def kv_capacity(model: Model, device: Device, width: int, memory_share: float) -
 
     Raises ValueError if the weights do not fit.
     """
-    room = width * memory_share * device.memory_bytes - model.weight_bytes
+    room = width * memory_share * device.memory_bytes - model.engine_bytes
     tokens = int(room // (model.kv_bytes(width)))
     if tokens < 1:
         raise ValueError(
-            f"{model.name} ({model.weight_bytes / 1e9:.0f} GB) does not fit {width} x {device.name} with {memory_share:.0%} of "
+            f"{model.name} ({model.engine_bytes / 1e9:.0f} GB) does not fit {width} x {device.name} with {memory_share:.0%} of "
             f"{device.memory_bytes / 1e9:.0f} GB each: set a larger `tensor_parallel`"
         )
     return tokens

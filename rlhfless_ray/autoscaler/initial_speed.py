@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from placement.memory import engine_widths
+from placement.memory import VALUE_BYTES, engine_widths
 from placement.speed.decode_speed import Speed
-from placement.speed.roofline import BYTES, Device, Model, decode_speed, kv_capacity
+from placement.speed.roofline import Model, decode_speed, kv_capacity
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import kv_cache_bytes, text_config
 from rlhfless_ray.weights.tensor_file import Files
@@ -29,12 +29,12 @@ def expected_engine(recipe: Recipe, files: Files, device_name: str | None, width
     from placement.catalog import catalog
 
     try:
-        model = Model.from_config("policy", text_config(files))
+        stored = Model.from_config("policy", text_config(files))
     except ValueError as error:
         return ExpectedEngine(ANY_SPEED, None, f"the first plan guesses how fast engines are: {error}")
-    value_bytes = 4 if recipe.policy.dtype == "float32" else BYTES
+    model = replace(stored, value_bytes=VALUE_BYTES[recipe.policy.dtype], quantization=recipe.rollout.quantization)
     if device_name is None:
-        speed = decode_speed(model, _scale_to_width(catalog.device(CORE), value_bytes), width)
+        speed = decode_speed(model, catalog.device(CORE), width)
         block = kv_cache_bytes(files, recipe.rollout.block_size, recipe.rollout.block_size, recipe.policy.dtype, width)
         if block is None:
             return ExpectedEngine(speed)
@@ -46,7 +46,6 @@ def expected_engine(recipe: Recipe, files: Files, device_name: str | None, width
     except ValueError:
         device = catalog.device(ANY_GPU)
         note = f"the first plan assumes {ANY_GPU} for {device_name or 'the GPU'}, which is not in its catalogue"
-    device = _scale_to_width(device, value_bytes)
     try:
         capacity = kv_capacity(model, device, width, recipe.rollout.gpu_memory_share)
     except ValueError:  # the engine reports that the model does not fit
@@ -80,9 +79,3 @@ def expected_widths(
     if len(holding) == 1:
         return holding, f"rollout.tensor_parallel: auto takes {width}, the only width that fits nodes, heads, memory and rollout.max_actors"
     return holding, ""
-
-
-def _scale_to_width(device: Device, value_bytes: int) -> Device:
-    """Scale memory and bandwidth for wider values than the roofline's two bytes."""
-    share = BYTES / value_bytes
-    return replace(device, memory_bytes=device.memory_bytes * share, memory_bytes_per_s=device.memory_bytes_per_s * share)

@@ -14,7 +14,7 @@ from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from placement.simulate import SimulatedRun
+    from placement.simulate import Setting, SimulatedRun
 
 
 def simulate(
@@ -69,8 +69,7 @@ def simulate(
             chosen = chosen.but(max_lag_steps=max_lag_steps)
         runs = [simulator.simulate(chosen, policy, seed) for seed in range(seeds)]
         narrowest = simulator.PhaseTimes.from_setting(chosen).width  # of the engines that hold the model
-        synchronous = chosen.but(tensor_parallel=narrowest, max_lag_steps=0, partial=False)
-        plain = [simulator.simulate(synchronous, ["fixed"], seed) for seed in range(seeds)]
+        plain = [simulator.simulate(_plain(chosen), ["fixed"], seed) for seed in range(seeds)]
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from None
     results = summary(runs, plain)
@@ -81,14 +80,26 @@ def simulate(
     else:
         _show(results)
     longest = chosen.prompt_limit + chosen.response_limit
-    if warning := low_kv_warning(chosen.model, chosen.device, narrowest, chosen.phases["engine_memory"], longest):
+    if warning := low_kv_warning(chosen.engine_model, chosen.device, narrowest, chosen.phases["engine_memory"], longest):
         print(warning, file=sys.stderr)
+
+
+def _plain(chosen: Setting) -> Setting:
+    """Return the setting with synchronous steps, without drafts, and with the narrowest engines that hold the model in bf16."""
+    from placement.simulate import PhaseTimes
+
+    basic = chosen.but(max_lag_steps=0, partial=False, acceptance=0.0, quantization="off")
+    try:
+        width = PhaseTimes.from_setting(basic).width
+    except ValueError:  # engines of the width that is set hold the model in 8 bits only
+        width = PhaseTimes.from_setting(basic.but(tensor_parallel="auto")).width
+    return basic.but(tensor_parallel=width)
 
 
 def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, Any]:
     """Return means and standard deviations over seeds: seconds per step, device-seconds held and worked, and the bounds.
 
-    `plain`: synchronous `fixed` with the narrowest engines, on the same workloads. Ratios are of means. `saving_if_all_are_billed`
+    `plain`: `fixed` in `_plain(setting)`, on the same workloads. Ratios are of means. `saving_if_all_are_billed`
     is for clusters where nobody takes released devices at once, so that all devices are billed throughout. With partial rollouts a
     response may be spread over steps, so there is no bound of one.
     """
@@ -129,6 +140,8 @@ def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, An
         "prefer": setting.prefer,
         "max_lag_steps": setting.max_lag_steps,
         "partial": setting.partial,
+        "acceptance": setting.acceptance,
+        "quantization": setting.quantization,
         "tensor_parallel": setting.tensor_parallel,
         "plain_fixed": {
             "tensor_parallel": plain[0].setting.tensor_parallel,
@@ -172,10 +185,11 @@ def _show(results: dict[str, Any]) -> None:
     wide = (
         "every policy takes its best width of engines (the runtime chooses widths with rollout.tensor_parallel=auto)"
         if results["tensor_parallel"] == "auto"
-        else f"engines of {width}"
+        else f"engines of {results['tensor_parallel']}"
     )
+    plain = "without drafts or 8-bit weights " * bool(results["acceptance"] or results["quantization"] != "off")
     console.print(
-        f"{wide}; plain fixed has engines of {width} and takes {results['plain_fixed']['step_s']:.2f} s a step. Cost: with released "
+        f"{wide}; plain fixed has engines of {width} {plain}and takes {results['plain_fixed']['step_s']:.2f} s a step. Cost: with released "
         "devices sold at once, and in brackets with all devices billed throughout (`--prefer 1` plans for that)."
     )
     if bound:

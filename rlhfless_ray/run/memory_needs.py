@@ -270,10 +270,14 @@ def reference_parameters(recipe: Recipe, model: ModelSize) -> int:
 
 
 def _engine_weights(recipe: Recipe, config: Mapping[str, Any], parameters: int) -> int:
-    """Return the bytes of the weights in an engine. The few that are not quantised count as if they were."""
+    """Return the bytes of the weights in an engine. Routers, norms and biases count as quantised, and so do the ends of a 4-bit base."""
+    width, kind = memory.VALUE_BYTES[recipe.policy.dtype], recipe.rollout.quantization
     if has_4_bits(config):
         return parameters // 2
-    return parameters * (memory.VALUE_BYTES[recipe.policy.dtype] if recipe.rollout.quantization == "off" else 1)
+    if kind == "off":
+        return parameters * width
+    kept = memory.end_parameters(config) + (memory.expert_parameters(config) if kind == "int8" else 0)
+    return parameters + (width - 1) * min(kept, parameters)
 
 
 def policy_models(recipe: Recipe, config: dict[str, Any], parameters: int) -> dict[str, ModelSize]:

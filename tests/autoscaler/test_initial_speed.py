@@ -35,6 +35,15 @@ def test_values_of_four_bytes_take_twice_the_time_and_the_room() -> None:
     assert whole.capacity == int((0.85 * 141e9 - 2 * weights) // (2 * token))
 
 
+def test_8_bit_weights_are_read_in_less_time_and_leave_more_room() -> None:
+    model = catalog.model("qwen2.5-3b")
+    linear = model.layer_parameters - 36 * 2 * 2048
+    for dtype, saved in (("bfloat16", linear), ("float32", 3 * linear)):
+        off, on = (expected_engine(recipe(dtype, quantization=kind), QWEN, "H100") for kind in ("off", "int8"))
+        assert off.speed.base_s - on.speed.base_s == pytest.approx(saved / 3.35e12 / catalog.device("H100").decode_efficiency)
+        assert on.capacity - off.capacity == pytest.approx(saved / (36 * 1024 * (1 + (dtype == "float32"))), abs=1)
+
+
 def test_on_a_core_the_recipes_cache_holds_whole_blocks_one_of_which_vllm_keeps() -> None:
     config = {
         "model_type": "qwen2",
