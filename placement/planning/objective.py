@@ -179,14 +179,14 @@ def choose_nearest(plans: Sequence[P], objective: Objective) -> Choice[P]:
         can = [i for i in every if costs[i] <= objective.budget]
         met = bool(can)
         at = min(can, key=lambda i: (times[i], costs[i])) if can else cheap
-        why = f"the fastest for at most {objective.budget:g}"
+        why = f"the fastest at a cost of at most {objective.budget:g}"
         if not met:
             why = f"no plan costs {objective.budget:g} or less; the nearest budget that can be met is {costs[at]:.4g}"
     else:
         at = _knee(times, costs)
         why = "the knee: going faster costs more than it gains, going cheaper the other way round"
-    figures = f"{times[at]:.4g} s for {costs[at]:.4g}"
-    span = f"fastest {times[fast]:.4g} s for {costs[fast]:.4g}, cheapest {costs[cheap]:.4g} in {times[cheap]:.4g} s"
+    figures = f"{times[at]:.4g} s at cost {costs[at]:.4g}"
+    span = f"fastest {times[fast]:.4g} s at cost {costs[fast]:.4g}, cheapest {times[cheap]:.4g} s at cost {costs[cheap]:.4g}"
     return Choice(plans[at], at, f"{figures}: {why} ({span})" if met else f"{why}: {figures} ({span})", met)
 
 

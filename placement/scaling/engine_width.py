@@ -64,10 +64,10 @@ def decide_width(
     """
     if width == current:
         return WidthDecision(current, f"engines of {slots(current)}")
-    figures = f"engines of {slots(width)} instead of {current}: {chosen.time_s:.3g} s for {chosen.cost:.3g}"
+    figures = f"engines of {slots(width)} instead of {current}: {chosen.time_s:.3g} s at cost {chosen.cost:.3g}"
     if stay is None:
         return WidthDecision(width, f"{figures}, and no plan with {current} meets the objective")
-    figures += f" (now {stay.time_s:.3g} s for {stay.cost:.3g})"
+    figures += f" (now {stay.time_s:.3g} s at cost {stay.cost:.3g})"
     before = stay.cost + value_per_s * stay.time_s
     saving = before - chosen.cost - value_per_s * chosen.time_s
     once = (width * chosen.actors + value_per_s) * start_s

@@ -116,13 +116,13 @@ def size_together(plans: Mapping[Update, Sequence[Plan]], objective: Objective, 
         if stay.met == choice.met and before - after <= MIN_SAVING * before:
             update, plan, step = held[stay.index]
     others = [
-        f"{slots(one.slots)} beside {engines_in_words(other.actors)}: {other.time_s:.3g} s for {other.cost:.3g}"
+        f"{slots(one.slots)} beside {engines_in_words(other.actors)}: {other.time_s:.3g} s at cost {other.cost:.3g}"
         for one, other in best.items()
         if one != update
     ]
     pair = f"{slots(update.slots)} for an update of {update.seconds:.3g} s beside {engines_in_words(plan.actors)}"
     rest = f", the rest on {slots(update.rest.slots)}" if update.rest is not None and update.rest_s(plan.time_s) is not None else ""
-    reason = f"{pair} for a rollout of {plan.time_s:.3g} s{rest}: step of {step.time_s:.3g} s for {step.cost:.3g}"
+    reason = f"{pair} for a rollout of {plan.time_s:.3g} s{rest}: step of {step.time_s:.3g} s at cost {step.cost:.3g}"
     reason += f" ({'; '.join(others)})" * bool(others)
     return Sizes(update, plan, reason, {one.slots: other.cost + worth * other.time_s for one, other in best.items()})
 

@@ -198,7 +198,9 @@ def decide(
     before, after = stay_cost + value_per_s * stay.time_s, chosen.cost + value_per_s * chosen.time_s
     saving, more = before - after, wanted - current
     now = f"now {current}, {idle} of them idle" if idle else f"now {current}"
-    figures = f"{chosen.actors} actors: {chosen.time_s:.3g} s for {chosen.cost:.3g} ({now}: {stay.time_s:.3g} s for {stay_cost:.3g})"
+    figures = (
+        f"{chosen.actors} actors: {chosen.time_s:.3g} s at cost {chosen.cost:.3g} ({now}: {stay.time_s:.3g} s at cost {stay_cost:.3g})"
+    )
     if more > 0:
         delay_s, starts = transition.starts(current, wanted)
         once = starts + value_per_s * delay_s
