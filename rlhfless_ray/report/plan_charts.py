@@ -107,7 +107,7 @@ def frontier(rows: Sequence[Row]) -> Chart | None:
         "yaxis": {"title": "rollout, seconds", "rangemode": "tozero"},
     }
     note = (
-        "Plans in decoding time; hover for the number of actors. `chosen` and `measured` are of the "
+        "Plans in decoding time; hover for the number of actors. The points chosen and measured are of the "
         "whole phase, including weights, calls, and slots held for the learner."
     )
     bound_s, bound_cost = finite(row.get("plan/bound_s")), finite(row.get("plan/bound_cost_slot_s"))
