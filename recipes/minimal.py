@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlhfless_ray import Recipe
+from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.learn.advantage import group_advantages
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.losses import clipped_loss, token_ratios, token_weights
@@ -159,4 +160,4 @@ def evaluate(model: torch.nn.Module, prompts: list[Prompt], tokenizer, recipe: R
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    guarded(lambda: main(sys.argv[1:]))  # a mistake in a key is one sentence

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -66,3 +68,12 @@ def test_sampled_log_probabilities_are_those_of_the_model(minimal: ModuleType) -
         logits = model(whole[None]).logits[0, len(prompt.token_ids) - 1 : -1].float() / 0.7
         expected = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
         assert torch.allclose(logprobs, expected, atol=1e-4)
+
+
+def test_an_unknown_key_is_one_sentence_and_exit_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(FILE), "run.stesp=1"])
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(FILE), run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("unknown key `run.stesp`; did you mean `run.steps`?\n")
