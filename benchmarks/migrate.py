@@ -163,10 +163,10 @@ def policy(ends: bool) -> dict[str, bytes]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rlhfless_ray.learn.tiny_model import folder_files, scratch_policy
     from rlhfless_ray.prompts.builtin_tasks import task
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.weights.load_policy import load_tokenizer
+    from rlhfless_ray.weights.tiny_model import folder_files, scratch_policy
 
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"hidden_size": 128}})
     files = scratch_policy(recipe, task("chain"))

@@ -153,7 +153,7 @@ def test_model_folders_that_are_none(tmp_path, missing, said):
 
 
 def test_model_folders_that_cannot_be_loaded(tmp_path):
-    from rlhfless_ray.learn.tiny_model import scratch_policy
+    from rlhfless_ray.weights.tiny_model import scratch_policy
 
     files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
     for number, (name, content, said) in enumerate([

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tiny_model import scratch_policy
 from tests.conftest import small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.learner]

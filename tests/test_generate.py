@@ -317,7 +317,7 @@ def test_a_checkpoint_s_parts_become_a_model_one_file_at_a_time(tmp_path: Path, 
     """Two ranks of ZeRO 3 saved their part of each tensor."""
     import torch
 
-    from rlhfless_ray.learn.tiny_model import scratch_policy
+    from rlhfless_ray.weights.tiny_model import scratch_policy
 
     monkeypatch.setattr(finding, "_first_model", lambda run: files)
     monkeypatch.setattr(finding, "MAX_FILE_BYTES", 30_000)

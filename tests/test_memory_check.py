@@ -14,9 +14,9 @@ from placement import memory
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local import machine_memory as machine
-from rlhfless_ray.run import memory_check as sizes
-from rlhfless_ray.run.memory_check import DoesNotFit, Room, check, check_ahead
-from rlhfless_ray.run.memory_needs import Lengths, ModelSize, device_needs, host_needs, models_of
+from rlhfless_ray.preflight import memory_check as sizes
+from rlhfless_ray.preflight.memory_check import DoesNotFit, Room, check, check_ahead
+from rlhfless_ray.preflight.memory_needs import Lengths, ModelSize, device_needs, host_needs, models_of
 from rlhfless_ray.weights import load_policy as policy_files
 from tests.conftest import command, command_here, small_recipe
 from tests.placement.test_memory import LLAMA_70B, MIXTRAL, QWEN_05B, QWEN_7B, config

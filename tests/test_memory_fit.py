@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from placement import peak_memory
+from rlhfless_ray.preflight import memory_check
+from rlhfless_ray.preflight.memory_check import DoesNotFit, Room
+from rlhfless_ray.preflight.memory_fit import Fit, fit, models_with, predicted_needs
+from rlhfless_ray.preflight.memory_needs import Lengths, gb, models_of
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.run import memory_check
-from rlhfless_ray.run.memory_check import DoesNotFit, Room
-from rlhfless_ray.run.memory_fit import Fit, fit, models_with, predicted_needs
-from rlhfless_ray.run.memory_needs import Lengths, gb, models_of
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from tests.conftest import ROOT
 from tests.placement.test_memory import QWEN_05B, QWEN_7B, config

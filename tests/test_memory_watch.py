@@ -9,9 +9,9 @@ import time
 import pytest
 
 from rlhfless_ray.local.memory_watch import MemoryWatch, function_of, memory_metrics
+from rlhfless_ray.preflight.memory_needs import Lengths, least_mb
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.cost_charts import memory_settings, memory_table
-from rlhfless_ray.run.memory_needs import Lengths, least_mb
 
 pytestmark = pytest.mark.pure
 

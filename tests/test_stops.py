@@ -24,6 +24,7 @@ from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.preflight.memory_fit import Fit
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
@@ -32,7 +33,6 @@ from rlhfless_ray.rollout.requests import make_request, make_step_requests
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.run.memory_fit import Fit
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.runtime import Runtime

@@ -24,7 +24,7 @@ MORE = (
     "rlhfless_ray.reward.reward_functions",
     "rlhfless_ray.rollout.drafter_trainer",
     "rlhfless_ray.rollout.partial_batch",
-    "rlhfless_ray.run.memory_fit",
+    "rlhfless_ray.preflight.memory_fit",
     "rlhfless_ray.run.recorder",
     "tests.conftest",
     "rlhfless_ray.runtime.runtime",

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.replay import Script, prompt_key
-from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tiny_model import scratch_policy
 
 REWARD = '''def reward(prompt, response, row):
     """Varies, so that groups have advantages; what it is does not matter here."""

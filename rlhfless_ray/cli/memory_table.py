@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
+    from rlhfless_ray.preflight.memory_needs import Need
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.run.memory_needs import Need
 
 
 def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
@@ -19,12 +19,12 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     Prompts are not read: for predictions each counts as long as prompts.max_prompt_tokens and the policy's context allow.
     """
     from rlhfless_ray.learn.model_checks import check_division
+    from rlhfless_ray.preflight.check_policy import check_policy
+    from rlhfless_ray.preflight.memory_check import GPU, check, check_kernels_and_width, local_room
+    from rlhfless_ray.preflight.memory_fit import AUTO_KEYS, fit
+    from rlhfless_ray.preflight.memory_needs import Lengths, device_needs, gb, host_needs, models_of
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.recipe.recipe_file import OTHER_KINDS, read_tree
-    from rlhfless_ray.run.check_policy import check_policy
-    from rlhfless_ray.run.memory_check import GPU, check, check_kernels_and_width, local_room
-    from rlhfless_ray.run.memory_fit import AUTO_KEYS, fit
-    from rlhfless_ray.run.memory_needs import Lengths, device_needs, gb, host_needs, models_of
     from rlhfless_ray.weights.check_config import check_config
     from rlhfless_ray.weights.known_differences import check_engines
     from rlhfless_ray.weights.load_policy import check_family, model_folder
@@ -105,7 +105,7 @@ def _print_table(title: str, column: str, needs: list[Need]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rlhfless_ray.run.memory_needs import MIN_LISTED_BYTES, gb
+    from rlhfless_ray.preflight.memory_needs import MIN_LISTED_BYTES, gb
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")

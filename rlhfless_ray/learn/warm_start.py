@@ -16,9 +16,9 @@ import torch
 from torch.nn import functional
 
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.learn.tiny_model import folder_files
 from rlhfless_ray.weights.model_folder import write_folder
 from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.tiny_model import folder_files
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe

@@ -29,9 +29,9 @@ from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.orphan_reaper import OrphanReaper
+from rlhfless_ray.local.slot_check import check_slots
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.slot_check import check_slots
 
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: this Ray is on loopback only
 MIN_STORE_MB, STORE_SHARE = 512, 0.3  # share of the machine's memory: Ray's own default

@@ -9,6 +9,7 @@ members of an actor are forked in the same way, see `local_ray.forked`.
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import socket
@@ -29,6 +30,7 @@ from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request
 from rlhfless_ray.local.local_ray import FORK_CLIENT
 
 MAX_FAILURE_CHARS = 300  # of the sentence that says why a server could not start
+LOOK_EVERY_S = 5.0  # interval of looking for the failure of a server for workers of Ray
 END_S = 5.0  # for a server to end, which has little to do but may still import
 SETUP_WORKER = "ray/_private/workers/setup_worker.py"  # the program of Ray's workers
 OF_RAY = ("ray._private.workers.default_worker", "ray.util.placement_group", "ray.util.scheduling_strategies")
@@ -52,6 +54,17 @@ OF_RAY_TRAIN = (
     "rlhfless_ray.recipe.supervised_sections",
     "rlhfless_ray.supervise.supervised_rank",
 )
+# What other folders' processes import, by name because this folder uses none of it
+ENGINE_IMPORTS = "rlhfless_ray.rollout.prepare_vllm"
+OF_ENGINES = ("rlhfless_ray.prefix.connector", "rlhfless_ray.rollout.engine_actor", "rlhfless_ray.rollout.vllm_engine")
+LIBRARIES_OF_RANKS = ("deepspeed", "peft", "transformers")
+OF_RANKS = (
+    "rlhfless_ray.learn.critic_rank",
+    "rlhfless_ray.learn.learner_rank",
+    "rlhfless_ray.learn.rank_actors",
+    "rlhfless_ray.learn.reference_rank",
+    "rlhfless_ray.recipe",
+)
 AT_LOADING = "GLIBC_TUNABLES"  # a variable that counts when a program is loaded, so not in a forked process
 
 
@@ -71,28 +84,40 @@ class ForkServer:
                 env=server_environment(),
                 start_new_session=True,
             )
-        self.is_closed = False
+        self.ended = os.pidfd_open(self.process.pid)
+        self.is_closed, self.has_told = False, False
         self.watch = threading.Thread(target=self._watch, name="fork server watch", daemon=True)
         self.watch.start()
 
     def _watch(self) -> None:
-        """Say so if the server ends before it is closed: workers then start as slowly as without it."""
+        """Say so if the server, or one for workers of Ray, fails before it is closed: workers then start as slowly as without it."""
+        failed, end = Path(self.address + FAILED), select.poll()
+        end.register(self.ended, select.POLLIN)
+        while not end.poll(1000 * LOOK_EVERY_S):
+            if failed.exists() and not end.poll(1000 * END_S):  # a server that fails itself leaves the file too, and ends
+                self._say_ray_failed()
+                break
         code = self.process.wait()
+        os.close(self.ended)
         if code and not self.is_closed:
-            failed = Path(self.address + FAILED)
             why = failed.read_text() if failed.exists() else f"it ended with exit code {code}"
             print(f"note: workers cannot be forked, so each imports everything itself: {why}", file=sys.stderr, flush=True)
 
+    def _say_ray_failed(self) -> None:
+        if not self.has_told and (failed := Path(self.address + FAILED)).exists():
+            self.has_told = True
+            print(f"note: workers are forked without Ray, so each imports it itself: {failed.read_text()}", file=sys.stderr, flush=True)
+
     def close(self) -> None:
-        """End the server and the workers that are left. Say so if a server for workers of Ray has failed."""
+        """End the server and the workers that are left. Say so if a server for workers of Ray has failed since it was last looked for."""
         self.is_closed = True
         try:
             self.process.communicate(timeout=END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.communicate()
-        if self.process.returncode == 0 and (failed := Path(self.address + FAILED)).exists():
-            print(f"note: workers were forked without Ray, so each imported it itself: {failed.read_text()}", file=sys.stderr, flush=True)
+        if self.process.returncode == 0:
+            self._say_ray_failed()
 
 
 def server_command(address: str, architectures: Sequence[str], more: Sequence[str] = (), engines: bool = True) -> list[str]:
@@ -134,24 +159,16 @@ def _import_everything(architectures: Sequence[str], more: Sequence[str], engine
 
     with fast_imports(["ray"]):  # see `_Server`
         if engines:
-            from rlhfless_ray.rollout.prepare_vllm import prepare
-
-            prepare(True, architectures)
-            import rlhfless_ray.prefix.connector
-            import rlhfless_ray.rollout.engine_actor
-            import rlhfless_ray.rollout.vllm_engine
-        import deepspeed  # noqa: F401
-        import peft  # noqa: F401
-        import transformers
-
+            import_module(ENGINE_IMPORTS).prepare(True, architectures)
+            for module in OF_ENGINES:
+                import_module(module)
+        for module in LIBRARIES_OF_RANKS:
+            import_module(module)
         _import_those_there((*IMPORTED_BY_RAY, *more))
         for name in architectures:
-            getattr(transformers, name, None)  # the learner's class, which transformers imports when it is named
-        import rlhfless_ray.learn.critic_rank
-        import rlhfless_ray.learn.learner_rank
-        import rlhfless_ray.learn.rank_actors
-        import rlhfless_ray.learn.reference_rank
-        import rlhfless_ray.recipe  # noqa: F401
+            getattr(sys.modules["transformers"], name, None)  # the learner's class, which transformers imports when it is named
+        for module in OF_RANKS:
+            import_module(module)
     for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's: a forked process would first take all operators apart, 35 ms
     _check_threads()

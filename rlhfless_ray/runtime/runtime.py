@@ -38,6 +38,10 @@ from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
+from rlhfless_ray.preflight.check_policy import check_policy
+from rlhfless_ray.preflight.memory_check import check_ahead, check_on, local_room, room_ahead, starts_ray
+from rlhfless_ray.preflight.memory_fit import fit, models_with
+from rlhfless_ray.preflight.memory_needs import least_mb, lengths_of
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
@@ -46,13 +50,9 @@ from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.reward.preflight_reward import check_references, dry_call
 from rlhfless_ray.rollout.engine_settings import check_kernels
 from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
-from rlhfless_ray.run.check_policy import check_policy
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
-from rlhfless_ray.run.memory_check import check_ahead, check_on, local_room, room_ahead, starts_ray
-from rlhfless_ray.run.memory_fit import fit, models_with
-from rlhfless_ray.run.memory_needs import least_mb, lengths_of
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling

@@ -26,6 +26,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.prefix.step_prefixes import StepPrefixes
+from rlhfless_ray.preflight.memory_fit import Fit
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.listener import WorkBeside
 from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
@@ -33,7 +34,6 @@ from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.run.memory_fit import Fit
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
 from rlhfless_ray.runtime.evaluation import evaluate

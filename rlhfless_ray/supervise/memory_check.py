@@ -16,10 +16,10 @@ from typing import Any
 from placement import memory
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.model_checks import slicing_refusal
+from rlhfless_ray.preflight.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, sentence
+from rlhfless_ray.preflight.memory_needs import ModelSize, Need, gb
 from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, sentence
-from rlhfless_ray.run.memory_needs import ModelSize, Need, gb
 
 
 def check_stage(recipe: SupervisedRecipe, find_room: Callable[[], Room], fetch: bool = True, row_tokens: int = 0) -> str:

@@ -1,6 +1,6 @@
 """Choose the settings of a stage's updates that are `auto`, so that its longest rows fit the memory.
 
-Predictions are estimates (`placement.peak_memory`), as in `run.memory_fit`. They choose settings and never refuse a stage.
+Predictions are estimates (`placement.peak_memory`), as in `preflight.memory_fit`. They choose settings and never refuse a stage.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 from placement import peak_memory
 from placement.peak_memory import MicroBatch, UpdateSettings
+from rlhfless_ray.preflight.memory_check import CPU, GPU, SMALL_BYTES, Room, sentence
+from rlhfless_ray.preflight.memory_fit import AUTO_KEYS, used_memory_share, with_choice
+from rlhfless_ray.preflight.memory_needs import ModelSize, Need
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, Room, sentence
-from rlhfless_ray.run.memory_fit import AUTO_KEYS, used_memory_share, with_choice
-from rlhfless_ray.run.memory_needs import ModelSize, Need
 from rlhfless_ray.supervise.memory_check import models_of_stage, stage_training, teacher_bytes
 
 

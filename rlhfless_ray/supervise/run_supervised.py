@@ -19,6 +19,8 @@ from rlhfless_ray.learn.model_checks import check_slices, check_width
 from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.local.memory_watch import MemoryWatch
+from rlhfless_ray.local.slot_check import check_slots
+from rlhfless_ray.preflight.memory_check import Room, local_room, ray_room, starts_ray
 from rlhfless_ray.prompts.cursor import check_unchanged
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.without_effect import without_effect
@@ -26,8 +28,6 @@ from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_model
-from rlhfless_ray.run.memory_check import Room, local_room, ray_room, starts_ray
-from rlhfless_ray.run.slot_check import check_slots
 from rlhfless_ray.supervise.examples import TITLES, RowOrder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
 from rlhfless_ray.supervise.load_rows import check_vocabulary, end_note, load_rows

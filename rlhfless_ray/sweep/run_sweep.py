@@ -19,17 +19,17 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.local.slot_check import check_slots
+from rlhfless_ray.preflight.memory_check import Room, cluster_room, local_room, starts_ray
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.run.memory_check import Room, cluster_room, local_room, starts_ray
-from rlhfless_ray.run.slot_check import check_slots
 from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep, check_shares
 from rlhfless_ray.sweep.sweep_folder import FINISHED, GrowingMetrics, RunState, State, SweepFolder
 from rlhfless_ray.sweep.sweep_memory import check_memory, most_runs, with_part_of_memory
+from rlhfless_ray.sweep.sweep_report import write_sweep_report
 from rlhfless_ray.sweep.sweep_table import SweepDisplay
 
 POLL_S = 0.5  # interval at which runs are checked

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from placement import peak_memory
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.preflight.memory_check import CPU, DoesNotFit, Room, check
+from rlhfless_ray.preflight.memory_fit import fit, predicted_needs
+from rlhfless_ray.preflight.memory_needs import Lengths, gb, host_needs, models_of
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.memory_check import CPU, DoesNotFit, Room, check
-from rlhfless_ray.run.memory_fit import fit, predicted_needs
-from rlhfless_ray.run.memory_needs import Lengths, gb, host_needs, models_of
 from rlhfless_ray.supervise.memory_check import check_stage, models_of_stage, stage_needs
 from rlhfless_ray.supervise.memory_fit import fit_stage, stage_peak
 from rlhfless_ray.sweep.sweep_file import PlannedRun

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.prompts.builtin_tasks import Task
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
-VERSION = 4  # increase it when learn/warm_start.py, learn/tiny_model.py or a task changes the result
+VERSION = 4  # increase it when learn/warm_start.py, weights/tiny_model.py or a task changes the result
 FILE_PATTERNS = [f"*{suffix}" for suffix in KEPT_SUFFIXES]
 HUB_MODEL = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
@@ -96,7 +96,7 @@ def _cached_policy(key: str) -> Files | None:
 def _scratch_policy(recipe: Recipe | SupervisedRecipe, built_in: Task, key: str | None) -> Files:
     """Make a policy from scratch. `key`: to cache it by, because importing its libraries takes seconds."""
     quiet_libraries()
-    from rlhfless_ray.learn.tiny_model import scratch_policy
+    from rlhfless_ray.weights.tiny_model import scratch_policy
 
     files = scratch_policy(recipe, built_in)
     if key is not None:

@@ -152,11 +152,11 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model of the chain task with a scalar head, whose rewards config.json normalises."""
     import torch
 
-    from rlhfless_ray.learn.tiny_model import scratch_policy
     from rlhfless_ray.prompts.builtin_tasks import task
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.weights.model_folder import write_folder
     from rlhfless_ray.weights.tensor_file import save_tensors
+    from rlhfless_ray.weights.tiny_model import scratch_policy
 
     folder = tmp_path_factory.mktemp("reward") / "model"
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "policy": {"hidden_size": 64, "layers": 1}, "reward": {"function": "task"}})

@@ -9,7 +9,7 @@ import pytest
 
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, too_large_here, width_note
 from rlhfless_ray.compat.openrlhf.translate import translate
-from rlhfless_ray.run import memory_check as sizes
+from rlhfless_ray.preflight import memory_check as sizes
 from tests.conftest import command_here
 from tests.placement.test_memory import LLAMA_70B, QWEN_7B
 from tests.test_memory_check import ENORMOUS, folder

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from rlhfless_ray.functions.ledger import read_ledger
-from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import read_folder, write_folder
+from rlhfless_ray.weights.tiny_model import scratch_policy
 from tests.conftest import command_here, samples
 from tests.run_files import rows
 

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.learn.warm_start import IGNORE, _batches, _schedule, warm_start
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import warm_start_key
+from rlhfless_ray.weights.tiny_model import scratch_policy
 
 
 def recipe(seed: int = 0, name: str = "chain", **warm: Any) -> Recipe:

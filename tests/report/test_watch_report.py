@@ -17,9 +17,9 @@ from rlhfless_ray.report.gantt import MAX_SEGMENTS, gantt
 from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.report.report import learning_charts, write_report
 from rlhfless_ray.report.summary import _price, cards, sample_picks, warnings
-from rlhfless_ray.report.sweep_report import _curves
 from rlhfless_ray.report.workflow_report import _evaluation
 from rlhfless_ray.sweep.sweep_folder import RunState
+from rlhfless_ray.sweep.sweep_report import _curves
 
 
 class Page(HTMLParser):

@@ -55,7 +55,7 @@ def test_a_drafter_needs_speculation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_drafter_must_have_the_tokens_of_the_policy(tmp_path: Path) -> None:
-    from rlhfless_ray.learn.tiny_model import scratch_policy
+    from rlhfless_ray.weights.tiny_model import scratch_policy
 
     policy, of_policy = TaskTokenizer(task("chain")), scratch_policy(recipe(tmp_path), task("chain"))
 

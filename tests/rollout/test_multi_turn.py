@@ -21,7 +21,6 @@ from rlhfless_ray.agent.episode_samples import EpisodeSamples
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.listener import RolloutListener
@@ -29,6 +28,7 @@ from rlhfless_ray.rollout.requests import make_step_requests
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.checksum import checksum
 from rlhfless_ray.weights.model_folder import without_weights
+from rlhfless_ray.weights.tiny_model import scratch_policy
 from tests.conftest import two_engines
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]

@@ -10,10 +10,10 @@ import pytest
 
 from rlhfless_ray.compat.openrlhf.memory import too_large_stage
 from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
+from rlhfless_ray.preflight import memory_check as sizes
+from rlhfless_ray.preflight.memory_check import DoesNotFit, Room
 from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run import memory_check as sizes
-from rlhfless_ray.run.memory_check import DoesNotFit, Room
 from rlhfless_ray.supervise.examples import Example, Examples
 from rlhfless_ray.supervise.memory_check import check_stage
 from rlhfless_ray.supervise.memory_fit import fit_stage

@@ -90,7 +90,7 @@ def write_steps(folder: Path, name: str) -> SupervisedRecipe:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> dict[int, dict[str, Any]]:
-    from rlhfless_ray.learn.tiny_model import scratch_policy
+    from rlhfless_ray.weights.tiny_model import scratch_policy
 
     folder = tmp_path_factory.mktemp("ranks")
     write_folder(folder / "model", scratch_policy(parsed("sft"), task("chain")))

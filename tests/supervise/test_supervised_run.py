@@ -194,11 +194,11 @@ def test_mistakes_are_one_sentence(tmp_path: Path, changes: list[str], message: 
 
 @pytest.mark.parametrize("other", ["sort", "chain"])
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, other: str) -> None:
-    from rlhfless_ray.learn.tiny_model import scratch_policy
     from rlhfless_ray.prompts.builtin_tasks import task
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
     from rlhfless_ray.supervise.run_supervised import SupervisedStage
     from rlhfless_ray.weights.model_folder import write_folder
+    from rlhfless_ray.weights.tiny_model import scratch_policy
 
     tree = yaml.safe_load(recipe(tmp_path, "kd", task="kd", teacher={"path": str(tmp_path / "teacher")}).read_text())
     parsed = SupervisedRecipe.parse(tree)

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.preflight.memory_check import Room
+from rlhfless_ray.preflight.memory_needs import host_needs, models_of
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.run.memory_check import Room
-from rlhfless_ray.run.memory_needs import host_needs, models_of
 from rlhfless_ray.sweep import run_sweep
 from rlhfless_ray.sweep.run_sweep import SweepRunner
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep, load_sweep

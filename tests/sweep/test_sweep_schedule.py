@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.report.sweep_report import write_sweep_report
 from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.run_sweep import RunningRun, SweepRunner, _end_leftover, next_runs
 from rlhfless_ray.sweep.sweep_file import EarlyStopping, PlannedRun, Sweep
 from rlhfless_ray.sweep.sweep_folder import GrowingMetrics, RunState, SweepFolder, best_first
+from rlhfless_ray.sweep.sweep_report import write_sweep_report
 from rlhfless_ray.sweep.sweep_table import SweepDisplay, sweep_table
 from tests.sweep.test_sweep_file import sweep_of
 

@@ -10,11 +10,11 @@ import pytest
 
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.weights import check_config as check_config_module
 from rlhfless_ray.weights.check_config import check_config
 from rlhfless_ray.weights.model_folder import write_folder
+from rlhfless_ray.weights.tiny_model import scratch_policy
 from tests.conftest import small_recipe
 
 QWEN = {"model_type": "qwen2", "num_hidden_layers": 2}

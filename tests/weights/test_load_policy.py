@@ -11,7 +11,6 @@ import torch
 
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.learn.tiny_model import scratch_policy
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.weights.load_policy import (
@@ -25,6 +24,7 @@ from rlhfless_ray.weights.load_policy import (
     model_folder,
 )
 from rlhfless_ray.weights.model_folder import read_folder, split_files, stored_weights, write_folder
+from rlhfless_ray.weights.tiny_model import scratch_policy
 from tests.conftest import small_recipe
 
 
@@ -219,5 +219,5 @@ def test_the_policy_of_a_supervised_stage_is_made_once(tmp_path, monkeypatch):
     assert made == scratch_policy(recipe, task("chain"))
     other = first_supervised_policy(SupervisedRecipe.parse({**tree, "run": {"seed": 5}}))
     assert other["model.safetensors"] != made["model.safetensors"]
-    monkeypatch.setattr("rlhfless_ray.learn.tiny_model.scratch_policy", lambda *_: pytest.fail("it is in the cache"))
+    monkeypatch.setattr("rlhfless_ray.weights.tiny_model.scratch_policy", lambda *_: pytest.fail("it is in the cache"))
     assert first_supervised_policy(recipe) == made

@@ -10,8 +10,8 @@ import torch
 
 from placement.memory import header_parameters
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.preflight.memory_needs import Lengths, least_mb
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.run.memory_needs import Lengths, least_mb
 from rlhfless_ray.weights.model_folder import parameter_count, with_dtype
 from rlhfless_ray.weights.quantized_base import check_quantized, has_4_bits
 from rlhfless_ray.weights.tensor_file import save_tensors

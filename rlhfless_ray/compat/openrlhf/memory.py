@@ -12,8 +12,8 @@ from rlhfless_ray.compat.openrlhf.translate import Translation
 
 if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
+    from rlhfless_ray.preflight.memory_needs import ModelSize, Need
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.run.memory_needs import ModelSize, Need
 
 COMMON_GB = 80  # memory of an A100 or H100
 COMMON_BYTES = COMMON_GB * 2**30  # devices sold as 80 GB have 79.2 to 80 GiB
@@ -25,7 +25,7 @@ def memory_lines(translation: Translation) -> list[str]:
 
 
 def needs_of(translation: Translation) -> list[Need]:
-    from rlhfless_ray.run.memory_needs import device_needs
+    from rlhfless_ray.preflight.memory_needs import device_needs
 
     recipe, models = _sized(translation)
     return device_needs(recipe, models) if recipe is not None else []
@@ -49,7 +49,7 @@ def _devices(need: Need) -> str:
 
 def too_large_here(translation: Translation, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return why the models do not fit this machine. None if they do, or if the command runs on another cluster."""
-    from rlhfless_ray.run.memory_check import check_ahead
+    from rlhfless_ray.preflight.memory_check import check_ahead
 
     recipe, _ = _sized(translation)
     if recipe is None or slots_here(translation.settings, environment) is None:
@@ -63,7 +63,7 @@ def too_large_here(translation: Translation, environment: Mapping[str, str] = os
 
 def too_large_stage(translation: SupervisedTranslation, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return why the models of a supervised stage do not fit this machine, as `too_large_here` does."""
-    from rlhfless_ray.run.memory_check import local_room
+    from rlhfless_ray.preflight.memory_check import local_room
     from rlhfless_ray.supervise.memory_check import check_stage
 
     if slots_here(translation.settings, environment) is None:
@@ -78,8 +78,8 @@ def too_large_stage(translation: SupervisedTranslation, environment: Mapping[str
 
 def _sized(translation: Translation) -> tuple[Recipe | None, dict[str, ModelSize]]:
     """Return the recipe of the honoured flags, or None if it is invalid, and its models' sizes."""
+    from rlhfless_ray.preflight.memory_needs import models_of
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.run.memory_needs import models_of
 
     try:
         recipe = Recipe.parse(translation.tree)

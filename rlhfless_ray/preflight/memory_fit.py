@@ -20,11 +20,8 @@ from placement.speed.roofline import FEW_SEQUENCES
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
-from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.recipe.rollout_sections import DEFAULT_KV_MB
-from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence
-from rlhfless_ray.run.memory_needs import (
+from rlhfless_ray.preflight.memory_check import CPU, GPU, SMALL_BYTES, DoesNotFit, Room, advice, sentence
+from rlhfless_ray.preflight.memory_needs import (
     SURE_SEQUENCES,
     Lengths,
     ModelSize,
@@ -37,6 +34,9 @@ from rlhfless_ray.run.memory_needs import (
     reference_parameters,
     training_groups,
 )
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.rollout_sections import DEFAULT_KV_MB
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 AnyRecipe = TypeVar("AnyRecipe", Recipe, SupervisedRecipe)
 GROWN_KV_SHARE = 0.1  # largest share of the memory that settings may take for all KV caches beyond 256 MB each

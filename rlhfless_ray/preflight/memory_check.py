@@ -17,9 +17,20 @@ from placement import memory
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.model_checks import refusal
 from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
+from rlhfless_ray.preflight.memory_needs import (
+    SURE_SEQUENCES,
+    UNREAD,
+    Lengths,
+    ModelSize,
+    Need,
+    device_needs,
+    gb,
+    host_needs,
+    kv_mb,
+    models_of,
+)
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.engine_settings import check_kernels
-from rlhfless_ray.run.memory_needs import SURE_SEQUENCES, UNREAD, Lengths, ModelSize, Need, device_needs, gb, host_needs, kv_mb, models_of
 
 if TYPE_CHECKING:
     from rlhfless_ray.local.cluster import RayCluster
