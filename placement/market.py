@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from placement.planning.objective import Objective
-from placement.scaling.resize_policy import MAX_PREFER, preferred_value
+from placement.scaling.resize_policy import MAX_COST_SHARE, MAX_PREFER, preferred_value
 
 CREDIT_S = 600.0  # seconds of the whole pool that a run's credit or debt is limited to
 CREDIT_WEIGHT = 0.5  # share by which a full credit raises what a run's slots above its share count, and a full debt lowers it
-PAYBACK = 0.5  # largest share of what a change gains that its hand-overs may cost, as for one run
 TURN_SLOT_S = 60.0  # what a run has lent of a slot of which each of several runs owns a part, before it gets that slot
 EVEN = 1e-9  # relative difference of worths that counts as none
 
@@ -325,7 +324,7 @@ def _counted(bid: Bid, option: int, entitled: int, credits: Credits, pool_slots:
 
 def _cost(count: int, held: int, handover_s: float) -> float:
     """Return the cost of taking slots beyond those that are held, in slot-seconds. It is slightly above 0 even if a hand-over is free."""
-    return max(0, count - held) * max(handover_s / PAYBACK, 1e-6)
+    return max(0, count - held) * max(handover_s / MAX_COST_SHARE, 1e-6)
 
 
 def _reason(bid: Bid, slots: int, entitled: int, held: int, price: float, others_above: bool) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.types import Step
+from rlhfless_ray.step.step import Step
 
 
 def plan_step(run: StepOperations, number: int) -> Step | None:

@@ -1,22 +1,18 @@
-"""The data types of a step, in the order in which they pass through the loop.
+"""The data types that stages and processes exchange, in the order in which they pass through the loop.
 
     Prompt → Forecast → Plan → Request → Completion → Sample → Batch → UpdateStats → WeightVersion
 
-Arrays are numpy; nothing here imports ray, torch or vllm.
+The `Step` that collects them, its plan and its prefix KV are in the folder `step/`. Arrays are numpy. Nothing here imports ray, torch
+or vllm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from placement.forecast.forecaster import Scenarios
-    from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
-
 
 UNFINISHED = "cut"  # finish reason of a response that goes on in the next step
 
@@ -147,6 +143,33 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Fetched:
+    """The result of fetching bundles: loaded pages, failures by reason, and the time it took."""
+
+    pages: int = 0
+    bytes: int = 0
+    lost: int = 0  # bundles whose owner or node is gone, whose computation failed, or that arrived too late
+    foreign: int = 0  # pages of another model, dtype, block size or version
+    damaged: int = 0
+    seconds: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """The result of a prefill job: tokens computed, pages returned, and seconds spent copying pages in (`load_s`) and out (`save_s`)."""
+
+    tokens: int
+    pages: int
+    page_bytes: int
+    prefill_s: float
+    load_s: float
+    save_s: float
+    fetched: Fetched
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
 class UpdateStats:
     """Statistics of one learner update, averaged over the trained tokens of the whole step."""
 
@@ -209,31 +232,3 @@ class WeightVersion:
     def shards_for(self, node: str) -> tuple[Any, ...]:
         """Return the shards that a receiver on this node pulls."""
         return self.others.get(node, self.shards)
-
-
-@dataclass
-class Step:
-    """One step of training: its plan, its results and its cost."""
-
-    number: int
-    prompts: list[Prompt] = field(default_factory=list)
-    before: list[Prompt] = field(default_factory=list)  # prompts that this step used before filtered groups were replaced
-    # None only until `loop.py` sets them, before anything reads them
-    forecast: Scenarios = None  # type: ignore[assignment]  # joint draws of every response's length
-    plan: RolloutPlan = None  # type: ignore[assignment]
-    partial_batch: Any = None  # a `PartialBatch`, the groups that are generated; None without rollout.partial
-    work: np.ndarray | None = None  # (n, S) forecast tokens that its rollout generates; None: whole responses
-    prefixes: Any = None  # a `StepPrefixes`, which holds Ray references; None: no prefix KV in this run
-    answers: list[Sample] = field(default_factory=list)  # all responses to its prompts
-    samples: list[Sample] = field(default_factory=list)  # those that are learned from
-    stats: UpdateStats | None = None
-    evaluation: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    ledger: dict[str, float] = field(default_factory=dict)  # slot-seconds and money of this step
-    phase_s: dict[str, float] = field(default_factory=dict)  # seconds of each phase, as the driver sees them
-    wall_s: float = 0.0
-
-    @property
-    def expected_work(self) -> np.ndarray:
-        """(n, S) forecast tokens that the rollout adds to each response."""
-        return self.forecast.lengths if self.work is None else self.work

@@ -11,11 +11,11 @@ import ray
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.rollout import driver as rollout
 from rlhfless_ray.rollout.overlap import OverlapScheduler
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
+from rlhfless_ray.step.rollout_plan import RolloutPlan
 from tests.conftest import small_recipe
 from tests.run_files import rows
 from tests.test_overlap import HeldPage, uneven

@@ -23,7 +23,7 @@ from benchmarks.common.replayed_runtime import ReplayedRuntime
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.worker_pools import ActorClasses
-from rlhfless_ray.types import Step
+from rlhfless_ray.step.step import Step
 from tests.conftest import samples, two_nodes
 from tests.run_files import rows
 

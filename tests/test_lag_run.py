@@ -18,7 +18,8 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.rollout.overlap import BesideUpdate
-from rlhfless_ray.types import Sample, Step
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Sample
 from tests.compat.test_runs import AGENT
 from tests.conftest import command_here, samples, small_recipe, write_recipe
 from tests.run_files import CheckpointPolicy, engines_in_step, rows, watched_phases

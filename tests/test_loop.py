@@ -11,7 +11,7 @@ import pytest
 
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.loop import steps
-from rlhfless_ray.types import Step
+from rlhfless_ray.step.step import Step
 
 
 class Pipeline:

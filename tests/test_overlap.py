@@ -14,13 +14,14 @@ import pytest
 
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.logprob_passes import Passes
 from rlhfless_ray.rollout import driver as rollout
 from rlhfless_ray.rollout.overlap import OverlapScheduler
-from rlhfless_ray.types import Sample, Step
+from rlhfless_ray.step.rollout_plan import RolloutPlan
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Sample
 from tests.conftest import samples, small_recipe
 from tests.run_files import rows as rows_of
 

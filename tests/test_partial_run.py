@@ -22,7 +22,8 @@ from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.overlap import PartialOverlap
-from rlhfless_ray.types import UNFINISHED, Sample, Step, UpdateStats
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import UNFINISHED, Sample, UpdateStats
 from tests.compat.test_runs import AGENT
 from tests.conftest import small_recipe
 from tests.run_files import CheckpointPolicy, engines_in_step, rows, watched_phases

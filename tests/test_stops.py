@@ -29,7 +29,6 @@ from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.rollout.requests import make_request, make_step_requests
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
@@ -37,7 +36,9 @@ from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.stages import Stages
-from rlhfless_ray.types import Step, WeightVersion
+from rlhfless_ray.step.requests import make_request, make_step_requests
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import WeightVersion
 from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import small_recipe
 from tests.run.test_run_folder import store

@@ -1,5 +1,5 @@
-"""What the modules may import: no circles, no stage that holds another one, and no simulator in what trains. Read from the
-sources, so imports inside functions and under TYPE_CHECKING count. And class names, of which each is defined once."""
+"""What the modules may import: no circles of modules or folders, no stage that holds another one, and no simulator in what trains.
+Read from the sources, so imports inside functions and under TYPE_CHECKING count. And class names, of which each is defined once."""
 
 from __future__ import annotations
 
@@ -106,6 +106,25 @@ def test_circles_are_found() -> None:
 def test_no_modules_import_one_another_in_a_circle() -> None:
     assert circles(graph_of("rlhfless_ray")) == []
     assert circles(graph_of("placement")) == []
+
+
+def folder_graph(package: str) -> dict[str, set[str]]:
+    """{folder: folders that its modules import}. `loop.py` counts to `runtime/`, whose page it is, and another module by its name."""
+    graph: dict[str, set[str]] = {}
+
+    def folder(name: str) -> str:
+        top = name.split(".")[1]
+        return "runtime" if top == "loop" else top
+
+    for name, imported in graph_of(package).items():
+        if name != package:
+            graph.setdefault(folder(name), set()).update(folder(other) for other in imported if other != package)
+    return {name: others - {name} for name, others in graph.items()}
+
+
+def test_no_folders_import_one_another_in_a_circle() -> None:
+    assert circles(folder_graph("rlhfless_ray")) == []
+    assert circles(folder_graph("placement")) == []
 
 
 def test_no_stage_imports_another() -> None:

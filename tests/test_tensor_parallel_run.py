@@ -17,7 +17,8 @@ from placement.planning.plan import Plan
 from placement.scaling.engine_width import WidthDecision
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
-from rlhfless_ray.types import Sample, Step
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Sample
 from tests.conftest import small_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]

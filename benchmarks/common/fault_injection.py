@@ -18,7 +18,7 @@ from benchmarks.common.run_process import read_metrics
 from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.runtime import Runtime
-from rlhfless_ray.types import Step
+from rlhfless_ray.step.step import Step
 
 NODE_CORES = 2
 NOTICE_S = 4.0  # between a drain notice and the end of the node

@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.common.fault_injection import outcome, step_rows
 from benchmarks.common.replay import Script
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.requests import make_request
 from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.step.requests import make_request
 from rlhfless_ray.types import Prompt
 
 

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from placement.market import PAYBACK
 from placement.scaling.engine_width import slots
+from placement.scaling.resize_policy import MAX_COST_SHARE
 
 MAX_DELAY_S = 5.0  # longest delay, however much it would save: what other runs say of themselves is a forecast
 
@@ -64,7 +64,7 @@ def delay(points: Sequence[tuple[int, float]], have: int, due: Sequence[tuple[fl
         if seconds >= own_s:
             continue
         cost = own * in_s + count * seconds + value_per_s * (in_s + seconds)
-        if in_s > min(MAX_DELAY_S, PAYBACK * (own_s - seconds)) or cost >= least:
+        if in_s > min(MAX_DELAY_S, MAX_COST_SHARE * (own_s - seconds)) or cost >= least:
             refused = refused or f"begins on {slots(own)}: another one comes in about {in_s:.2g} s, and saves {own_s - seconds:.3g} s"
         else:
             best, least = (in_s, count, seconds), cost
@@ -72,4 +72,4 @@ def delay(points: Sequence[tuple[int, float]], have: int, due: Sequence[tuple[fl
     if count == own:
         return Delay(0.0, own, refused)
     reason = f"waits for {slots(count - have)} that another run gives back in about {in_s:.2g} s: {seconds:.3g} s on {slots(count)}"
-    return Delay(min(MAX_DELAY_S, PAYBACK * (own_s - seconds)), count, f"{reason}, {own_s:.3g} s on {own}")
+    return Delay(min(MAX_DELAY_S, MAX_COST_SHARE * (own_s - seconds)), count, f"{reason}, {own_s:.3g} s on {own}")

@@ -46,8 +46,8 @@ from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.predictor import REGRANT_S, Predictor, response_tokens
-from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
+from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.types import Prompt, Sample
 
 MIN_FRONTIER_GAP = 0.005  # relative distance between points of the frontier

@@ -9,7 +9,7 @@ import numpy as np
 
 from placement.scaling.partial_rollout import Oversample, StepCosts, choose_share
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
-from rlhfless_ray.types import Step
+from rlhfless_ray.step.step import Step
 
 FADE = 0.8  # factor per step on the weight of earlier steps
 

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,9 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError, one_line
 from rlhfless_ray.prefix.block_hash import distinct_prefixes, salt
 from rlhfless_ray.prefix.page_index import HeldBundle, PageIndex
-from rlhfless_ray.prefix.pages import PageLayout, Prefilled
+from rlhfless_ray.prefix.pages import PageLayout
+from rlhfless_ray.step.step_prefixes import Prepared
+from rlhfless_ray.types import Prefilled
 
 HEARTBEAT_S = 20.0  # the application deletes itself after this long without a heartbeat
 START_S = 60.0  # Serve's controller and one replica take 2-3 s on an idle machine
@@ -35,25 +37,6 @@ class Producer:
 
     actor: Any
     threads: int
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Pages of some prompts.
-
-    `refs`: bundles. `of[i]`: positions in `refs` of prompt i's bundles. `done`: (producer's position, result) of each job.
-    `failed`: reasons of failed jobs. `no_room`: pages beyond the memory cap.
-    """
-
-    refs: list[Any] = field(default_factory=list)
-    of: list[list[int]] = field(default_factory=list)
-    done: list[tuple[int, Prefilled]] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    no_room: int = 0
-
-    def needed_by(self, prompts: Sequence[int]) -> list[Any]:
-        """Return the references of the bundles of these prompts (positions)."""
-        return [self.refs[i] for i in sorted({i for prompt in prompts for i in self.of[prompt]})]
 
 
 class PrefixApp:

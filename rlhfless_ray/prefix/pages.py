@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
 from rlhfless_ray.prefix.block_hash import distinct_prefixes, root
-from rlhfless_ray.types import Span
 
 
 def checksum(address: bytes, page: np.ndarray) -> int:
@@ -51,33 +50,6 @@ class PageLayout:
     def start(self, version: str) -> bytes:
         """Return the root of addresses under a policy version (the requests' cache salt)."""
         return root(self.fingerprint + f" {self.block_size} {self.page_bytes}".encode(), version)
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """The result of fetching bundles: loaded pages, failures by reason, and the time it took."""
-
-    pages: int = 0
-    bytes: int = 0
-    lost: int = 0  # bundles whose owner or node is gone, whose computation failed, or that arrived too late
-    foreign: int = 0  # pages of another model, dtype, block size or version
-    damaged: int = 0
-    seconds: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """The result of a prefill job: tokens computed, pages returned, and seconds spent copying pages in (`load_s`) and out (`save_s`)."""
-
-    tokens: int
-    pages: int
-    page_bytes: int
-    prefill_s: float
-    load_s: float
-    save_s: float
-    fetched: Fetched
-    spans: list[Span]
 
 
 class PageStore:

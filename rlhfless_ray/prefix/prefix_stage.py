@@ -17,12 +17,11 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.fetch_weights import fetch_weights
 from rlhfless_ray.functions.instance import GONE, Instance, is_loss, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.prefix.page_service import ANSWER_S, PrefixService, Prepared, Producer
-from rlhfless_ray.prefix.pages import Fetched
+from rlhfless_ray.prefix.page_service import ANSWER_S, PrefixService, Producer
 from rlhfless_ray.prefix.prefix_stats import prefix_demand
-from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.types import WeightVersion
+from rlhfless_ray.step.step_prefixes import Prepared, StepPrefixes
+from rlhfless_ray.types import Fetched, WeightVersion
 
 STORE_SHARE = 0.5  # share of the object store for pages; weights, snapshots and other results need the rest
 # prefix KV is switched off after this many steps and seconds without a page; a replica may need time to restart

@@ -18,12 +18,12 @@ import numpy as np
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.local.member_process import members_memory_mb
 from rlhfless_ray.prefix.block_hash import salt
-from rlhfless_ray.prefix.pages import Bundle, Fetched, PageLayout, PageStore, Prefilled
+from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
 from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
 from rlhfless_ray.rollout.engine_members import start_members
 from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_deltas import TokenDeltas
-from rlhfless_ray.types import EngineStep, Request, Span
+from rlhfless_ray.types import EngineStep, Fetched, Prefilled, Request, Span
 from rlhfless_ray.weights.checksum import combined, damaged, digests, digests_like, listed
 from rlhfless_ray.weights.model_folder import missing_index, stored_weights, write_folder
 from rlhfless_ray.weights.parts import Assembled, Shard

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
-from rlhfless_ray.prefix.step_prefixes import StepPrefixes
+from rlhfless_ray.step.step_prefixes import StepPrefixes
 from rlhfless_ray.types import Sample
 
 

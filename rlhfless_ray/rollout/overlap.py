@@ -13,8 +13,8 @@ from typing import Any
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
-from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
+from rlhfless_ray.step.partial_batch import PartialBatch
 from rlhfless_ray.types import Sample
 
 ASK_S = 1.0  # pause after a request for free slots got none that fit, because each request waits for up to `FREE_S`

@@ -14,7 +14,6 @@ from placement.scaling.engine_assignment import assign_engines
 from placement.scaling.resize_policy import Decision, assign_groups
 from rlhfless_ray.agent.agent_processes import AgentProcesses
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
-from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
@@ -26,8 +25,6 @@ from rlhfless_ray.rollout.listener import OnSamples, RolloutListener, WorkBeside
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.rollout.neighbours import PrefixPages, WeightPublisher
-from rlhfless_ray.rollout.partial_batch import PartialBatch
-from rlhfless_ray.rollout.requests import make_evaluation_requests, make_step_requests
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.samples import ResponseSamples
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
@@ -35,7 +32,11 @@ from rlhfless_ray.rollout.shared_slots import SharedSlots
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.types import Prompt, Request, Sample, Step, WeightVersion
+from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.requests import make_evaluation_requests, make_step_requests
+from rlhfless_ray.step.rollout_plan import RolloutPlan
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Prompt, Request, Sample, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
 BESIDE_S = 1.0  # interval at which a rollout without slots looks whether the update beside it has ended

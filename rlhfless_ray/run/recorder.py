@@ -18,10 +18,11 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.openrlhf_names import Shown
 from rlhfless_ray.report.progress_display import ProgressDisplay
-from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.types import UNFINISHED, Sample, Step
+from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import UNFINISHED, Sample
 
 REPORT_EVERY_S = 60.0  # interval of reports during a run
 REPORT_SHARE = 0.05  # largest share of the time for writing reports, which grow with the run

@@ -22,12 +22,13 @@ from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.rollout.overlap import OverlapScheduler
-from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.run.folder import RunFolder, check_file, folders_of, status_written_s
 from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord, recorded_settings
 from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, Step, WeightVersion
+from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.checksum import combined, digests
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights

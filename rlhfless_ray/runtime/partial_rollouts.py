@@ -15,9 +15,10 @@ from placement.scaling.partial_rollout import find_late
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.oversample import StaleCost, choose_oversample
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.runtime.sample_state import as_json, from_json
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, Step
+from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
 
 COUNTS = ("begun_groups", "forced_groups", "continued", "recomputed_tokens", "restarted", "restarted_tokens")
 

@@ -61,7 +61,7 @@ from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, check_kept_kv, create_worker_pools, make_leases
-from rlhfless_ray.types import Step
+from rlhfless_ray.step.step import Step
 from rlhfless_ray.weights.known_differences import check_differences, check_engines
 from rlhfless_ray.weights.load_policy import (
     cache_policy,

@@ -12,7 +12,6 @@ import numpy as np
 
 from placement.forecast.forecaster import Scenarios
 from placement.scaling.resize_policy import failed, slots_to_yield
-from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
@@ -25,12 +24,10 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
-from rlhfless_ray.prefix.step_prefixes import StepPrefixes
 from rlhfless_ray.preflight.memory_fit import Fit
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.listener import WorkBeside
 from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
-from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
@@ -38,7 +35,11 @@ from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
 from rlhfless_ray.runtime.evaluation import evaluate
 from rlhfless_ray.runtime.export import write_models
-from rlhfless_ray.types import Group, Prompt, Sample, Step, UpdateStats, WeightVersion
+from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.rollout_plan import RolloutPlan
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.step.step_prefixes import StepPrefixes
+from rlhfless_ray.types import Group, Prompt, Sample, UpdateStats, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
 LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
@@ -166,6 +167,7 @@ class StepOperations(CheckpointedRun):
                 self.rollout_stage.load(self._wait_for_weights())  # while this plans
                 self.rest_follows = False
             if self.begun_ahead is not None:
+                assert step.partial_batch is not None
                 step.work = self._forecast_work(step.partial_batch, step.forecast)
             step.plan = self.plan(step)
             step.prefixes = self.weigh_prefixes(step)

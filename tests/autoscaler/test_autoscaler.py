@@ -22,11 +22,12 @@ from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.predictor import response_tokens
-from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.runtime.runtime import Runtime
-from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample, Step
+from rlhfless_ray.step.rollout_plan import RolloutPlan
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample
 from tests.autoscaler.test_market_bids import FRONTIER, Pool, as_they_are
 from tests.functions.test_pool_state import pool
 

@@ -13,7 +13,8 @@ from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.oversample import StaleCost, choose_oversample
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
-from rlhfless_ray.types import Prompt, Step
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Prompt
 
 pytestmark = pytest.mark.pure
 

@@ -15,14 +15,14 @@ from placement import Speed
 from placement.scaling.resize_policy import Hold
 from rlhfless_ray.autoscaler import weight_timing
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
-from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime import step_operations
 from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.types import Step
+from rlhfless_ray.step.rollout_plan import RolloutPlan
+from rlhfless_ray.step.step import Step
 
 pytestmark = pytest.mark.pure
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.market import PAYBACK
 from placement.scaling.phase_delay import MAX_DELAY_S, Delay, delay
+from placement.scaling.resize_policy import MAX_COST_SHARE
 
 STEP_S = 0.25
 
@@ -36,7 +36,7 @@ def test_it_waits_as_the_best_of_all_waits(case) -> None:
     for k in range(41):
         wait_s = k * STEP_S
         count, seconds = begun_after(wait_s, points, have, due)
-        if k == 0 or wait_s <= min(MAX_DELAY_S, PAYBACK * (own_s - seconds)):
+        if k == 0 or wait_s <= min(MAX_DELAY_S, MAX_COST_SHARE * (own_s - seconds)):
             costs.append((own * wait_s + count * seconds + value * (wait_s + seconds), wait_s, count))
     at_once = own * own_s + value * own_s
     found = delay(points, have, due, value)
@@ -54,7 +54,7 @@ def test_it_ends_earlier_and_loses_at_most_half_of_the_saving_if_the_slots_do_no
     own, own_s = begun_after(-1.0, points, have, due)
     found = delay(points, have, due, value)
     saved_s = own_s - dict(points)[found.slots]
-    assert 0 <= found.seconds <= min(MAX_DELAY_S, PAYBACK * saved_s) and found.slots >= own
+    assert 0 <= found.seconds <= min(MAX_DELAY_S, MAX_COST_SHARE * saved_s) and found.slots >= own
     if found.seconds:
         expected_s = min(in_s for in_s, _ in due if begun_after(in_s, points, have, due)[0] >= found.slots)
         assert expected_s <= found.seconds and expected_s + dict(points)[found.slots] < own_s

@@ -63,8 +63,8 @@ def producer_class() -> type:
             import ray
 
             from rlhfless_ray.prefix.block_hash import chain, salt
-            from rlhfless_ray.prefix.pages import Bundle, Fetched, Prefilled
-            from rlhfless_ray.types import Span
+            from rlhfless_ray.prefix.pages import Bundle
+            from rlhfless_ray.types import Fetched, Prefilled, Span
 
             self.jobs += 1
             here = {address for ref in needs for address in ray.get(ref).addresses}

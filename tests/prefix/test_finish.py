@@ -11,7 +11,7 @@ from ray.exceptions import ObjectLostError, RayTaskError
 from placement.scaling.prefix_benefit import PrefixChoice
 from rlhfless_ray.prefix import prefix_stage
 from rlhfless_ray.prefix.prefix_stage import PrefixStage
-from rlhfless_ray.prefix.step_prefixes import StepPrefixes
+from rlhfless_ray.step.step_prefixes import StepPrefixes
 
 
 @pytest.mark.parametrize(

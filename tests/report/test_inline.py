@@ -8,9 +8,9 @@ from pathlib import Path
 from placement import Objective, Speed, choose, frontier
 from placement.scaling.resize_policy import Hold
 from rlhfless_ray import RunView
-from rlhfless_ray.autoscaler.rollout_plan import RolloutPlan
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.report.inline import curves
+from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.types import Span
 
 

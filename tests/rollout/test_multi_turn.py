@@ -24,7 +24,7 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.listener import RolloutListener
-from rlhfless_ray.rollout.requests import make_step_requests
+from rlhfless_ray.step.requests import make_step_requests
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.checksum import checksum
 from rlhfless_ray.weights.model_folder import without_weights

@@ -16,7 +16,7 @@ from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
-from rlhfless_ray.rollout.partial_batch import PartialBatch
+from rlhfless_ray.step.partial_batch import PartialBatch
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, UpdateStats
 
 COUNT = 2

@@ -16,12 +16,13 @@ from placement.scaling.partial_rollout import choose_groups, find_late, settled_
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.partial_batch import PartialBatch
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, Step
+from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
 
 pytestmark = pytest.mark.pure
 

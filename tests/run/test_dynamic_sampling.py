@@ -15,8 +15,8 @@ from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.requests import make_step_requests
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
+from rlhfless_ray.step.requests import make_step_requests
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 COUNT = 2

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.requests import make_evaluation_requests
 from rlhfless_ray.runtime.evaluation import choose_sampling, compute_accuracies, compute_mean_and_best, compute_source_metrics
+from rlhfless_ray.step.requests import make_evaluation_requests
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 

@@ -19,7 +19,8 @@ from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.runtime import Runtime
-from rlhfless_ray.types import Step, WeightVersion
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import WeightVersion
 from tests.conftest import small_recipe
 
 

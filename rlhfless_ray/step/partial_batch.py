@@ -11,7 +11,7 @@ import numpy as np
 from placement.forecast.forecaster import Scenarios
 from placement.scaling.partial_rollout import choose_groups, settled_groups
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.requests import make_request
+from rlhfless_ray.step.requests import make_request
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Request, Sample
 
 
