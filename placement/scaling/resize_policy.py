@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -273,30 +272,6 @@ def counted_from(decision: Decision, current: int, why: str) -> Decision:
 
 def _to(plan: Plan, current: int, reason: str) -> Decision:
     return kind_of_change(plan.actors, current)(plan.actors, reason, plan.time_s, plan.cost, plan)
-
-
-def safe_decide(last: Decision | None, make: Callable[..., Decision], *arguments: Any, fallback: int = 1, **named: Any) -> Decision:
-    """Return `make(*arguments, **named)`, or hold the last good decision if it raises.
-
-    The reason then says what went wrong. Without a last decision, hold `fallback` actors. The plan's groups are
-    dropped, because they belong to another step's sequences. If `failed(decision)`, the caller logs the failure.
-    """
-    try:
-        return make(*arguments, **named)
-    except Exception as error:
-        wrong = f"{FAILED} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
-        if last is None:
-            return Hold(fallback, f"{wrong}; no plan before it, {fallback} actors")
-        reason = last.reason.split(KEPT)[-1]
-        return Hold(last.actors, f"{wrong}{KEPT}{reason}", last.time_s, last.cost)
-
-
-FAILED, KEPT = "the planner failed", "; the last good plan is kept: "
-
-
-def failed(decision: Decision) -> bool:
-    """Return whether `safe_decide` made this decision because planning had failed."""
-    return decision.reason.startswith(FAILED)
 
 
 def assign_groups(lengths: np.ndarray, groups: np.ndarray, actors: int) -> list[np.ndarray]:

@@ -36,8 +36,6 @@ from placement.scaling.resize_policy import (
     best_held_plan,
     counted_from,
     decide,
-    failed,
-    safe_decide,
     started_later,
     time_value,
     with_starts,
@@ -135,11 +133,12 @@ class Autoscaler(Predictor):
             self.actors = 0
             return self._decide(plans, step, limits[chosen.width][1], update, urgent=reason)
 
-        decision = safe_decide(self.last, make, fallback=min(max(self.actors, min_actors), max_actors))
-        if not failed(decision) and self.tokens_per_step > DRAFTS_MATTER:
+        made = self.safely("planning engines", make, lambda: None)
+        if made is None:
+            decision = self._keep_last(min(max(self.actors, min_actors), max_actors))
+        else:
             drafts = f"drafts make {self.tokens_per_step:.2f} tokens of a sequence in an engine step, so few sequences are faster"
-            decision = replace(decision, reason=f"{decision.reason}; {drafts}")
-        if not failed(decision):
+            decision = replace(made, reason=f"{made.reason}; {drafts}") if self.tokens_per_step > DRAFTS_MATTER else made
             self.last = decision
         if self.width_note:
             decision, self.width_note = replace(decision, reason=f"{self.width_note}; {decision.reason}"), ""
@@ -152,7 +151,14 @@ class Autoscaler(Predictor):
             size = partial(self._size_together, scenarios.lengths, prompts, rooms, rest, warm_by_width, step)
             self.sizes = self.safely("sizing learner and engines", size, lambda: None)
         width = self.engines.width if self.engines.expected else None
-        return RolloutPlan(decision, max(min_actors, decision.actors), tuple(plans), *predicted, width=width, update=update)
+        actors = max(min_actors, decision.actors)
+        return RolloutPlan(decision, actors, tuple(plans), *predicted, width=width, update=update, failed=made is None)
+
+    def _keep_last(self, without: int) -> Decision:
+        """Hold as many engines as the last plan, or `without` one so many. Its groups are of other sequences, so they are left out."""
+        if (last := self.last) is None:
+            return Hold(without, f"the planner failed; no plan before it, {without} actors")
+        return Hold(last.actors, f"the planner failed; the last good plan is kept: {last.reason}", last.time_s, last.cost)
 
     def _shared(
         self, frontiers: dict[int, list[Plan]], update: Update | None, warm: Mapping[int, int], step: int

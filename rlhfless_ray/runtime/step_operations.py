@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from placement.forecast.forecaster import Scenarios
-from placement.scaling.resize_policy import failed, slots_to_yield
+from placement.scaling.resize_policy import slots_to_yield
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
@@ -141,7 +141,7 @@ class StepOperations(CheckpointedRun):
         others = {width: (n, warm(width)) for width, n in limits.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
         most = max(least, limits[now])  # the rollout waits for the fewest
-        plan = self.autoscaler.plan(
+        return self.autoscaler.plan(
             scenarios,
             step.prompts,
             most,
@@ -152,9 +152,6 @@ class StepOperations(CheckpointedRun):
             rooms=rooms,
             rest_actors=rest_actors,
         )
-        if failed(plan.decision):
-            self.record.progress.message(f"step {step.number}: {plan.reason}")
-        return plan
 
     def plan_rest(self, step: Step) -> None:
         """Plan what a rollout beside the update has left of a step, with all slots. Does nothing if no response is left.

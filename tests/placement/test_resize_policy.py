@@ -19,8 +19,6 @@ from placement.scaling.resize_policy import (
     Transition,
     best_held_plan,
     decide,
-    failed,
-    safe_decide,
     started_later,
     time_value,
     with_starts,
@@ -215,30 +213,6 @@ def test_a_missed_deadline_brings_more_actors_although_they_cost_more(deadline_s
     worth = time_value(goal, plans)
     found = decide(1, chosen, stay, transition=Transition(0.1), history=ResizeHistory(), step=1, value_per_s=worth)
     assert found.action == "Grow" and found.actors == chosen.actors
-
-
-def test_a_planner_that_raises_does_not_stop_the_loop() -> None:
-    def broken(*_: object) -> Decision:
-        raise ZeroDivisionError("lengths sum to\nnothing")
-
-    good = Grow(5, "the plan of step 3", 2.0, 8.0, plan(5, 2.0, 8.0))
-    found = safe_decide(good, broken, 1, 2)
-    assert isinstance(found, Hold) and found.actors == 5 and (found.time_s, found.cost) == (2.0, 8.0)
-    assert "ZeroDivisionError: lengths sum to" in found.reason and "the plan of step 3" in found.reason and failed(found)
-    assert found.plan is None, "the groups were of other sequences"
-    again = safe_decide(found, broken)
-    assert again.reason.count("the planner failed") == 1, "reasons do not pile up"
-    assert safe_decide(None, broken, fallback=2).actors == 2
-    fine = safe_decide(good, lambda: Shrink(2, "fine"))
-    assert fine == Shrink(2, "fine") and not failed(fine)
-
-
-def test_stopping_is_not_a_failed_plan() -> None:
-    def stopped() -> Decision:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        safe_decide(None, stopped)
 
 
 def test_infinite_preference_stays_finite() -> None:
