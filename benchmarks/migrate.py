@@ -99,7 +99,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
     from rlhfless_ray.functions.worker_pool import WorkerPool
-    from rlhfless_ray.rollout.driver import RolloutDriver
+    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
     from rlhfless_ray.rollout.engine_actor import EngineActor
     from rlhfless_ray.types import Request, WeightVersion
     from rlhfless_ray.weights.checksum import checksum
@@ -140,9 +140,7 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
                 version,
                 interval_s=0.05,
                 silence_s=60.0,
-                needed_next=2,
-                drained=lambda tail_s, needed: Hold(1, "kept"),
-                give_back=lambda *_: None,
+                idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None),
                 migration=Shuttle(longs),  # type: ignore[arg-type]
             )
             stream = driver.run(shares, deadline_s=600.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,12 +32,39 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.shared_slots import GIVEN, SharedSlots
 from rlhfless_ray.rollout.token_log import TokenLog
+from rlhfless_ray.step.partial_batch import PartialBatch
 from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 
 DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about moves
 LOOK_S = 1.0  # interval at which the driver looks for silent engines
 SILENT_S = 3.0  # silence after which an engine's node is probed
 OUTLIVES = 1.1  # a response longer than its forecast is expected to reach this multiple of its present length
+
+
+@dataclass(frozen=True)
+class IdleEngines:
+    """What becomes of engines without work. `needed_next`: number of slots that the next phase needs.
+
+    `decide`: decides about the lease of such an engine, from the seconds until the rollout ends and whether the next phase needs it.
+    `give_back`: carries out that decision, unless the listener has work for the slot.
+    """
+
+    needed_next: int
+    decide: Callable[[float, bool], Decision]
+    give_back: Callable[[Instance, Decision], None]
+
+
+@dataclass(frozen=True)
+class PartialEnd:
+    """What a rollout of a partial batch has from earlier rollouts, and when it ends. Unfinished requests are cut then.
+
+    `until`: whether the rollout ends now although its groups are not complete, given its driver. `kept`: KV pages of responses that earlier
+    rollouts began. None: their contexts are computed again.
+    """
+
+    batch: PartialBatch
+    until: Callable[[RolloutDriver], bool] = lambda driver: False
+    kept: KeptPages | None = None
 
 
 class RolloutDriver:
@@ -47,19 +74,12 @@ class RolloutDriver:
         expected: (n,) forecast tokens of each request.
         interval_s: Interval at which engines stream new tokens.
         silence_s: A started engine without a report for this long is considered hung.
-        needed_next: Number of slots that the next phase needs.
-        drained: Decides about the lease of an idle engine, from the seconds until the rollout ends and whether the next phase needs it.
-        give_back: Carries out that decision, unless the listener has work for the slot.
+        idle: What becomes of engines without work.
         on_progress: Called with the number of finished and of all responses.
         migration: Decides moves of requests between engines. None: requests stay as long as their engine lives.
         start_s: Expected start time of a new engine.
-        before: Completions that earlier rollouts generated for some of the requests, finished or not.
-        is_enough: Whether the rollout may end, given the finished keys in order. Unfinished requests are cut then.
-        until: Whether the rollout ends now although it may not yet by `is_enough`, given this driver.
-        until_enough: Returns the tokens that a sequence will get until the rollout ends. Its argument: expected tokens still to come of
-            each request, 0 for finished ones.
+        partial_end: Of a partial batch. None: the rollout ends with the last response.
         drafts: Data for drafts that engines share.
-        kept: KV pages of responses that earlier rollouts began. None: their contexts are computed again.
         shared: Takes slots from other runs of the cluster, and gives slots to them. None: there are no others.
     """
 
@@ -72,30 +92,24 @@ class RolloutDriver:
         *,
         interval_s: float,
         silence_s: float,
-        needed_next: int,
-        drained: Callable[[float, bool], Decision],
-        give_back: Callable[[Instance, Decision], None],
+        idle: IdleEngines,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         listener: RolloutListener | None = None,
         migration: MigrationPolicy | None = None,
         start_s: float = 15.0,
-        before: Sequence[Completion] = (),
-        is_enough: Callable[[Collection[int]], bool] = lambda finished: False,
-        until: Callable[[Any], bool] = lambda driver: False,
-        until_enough: Callable[[np.ndarray], float] = lambda left: float(left.max(initial=0.0)),
+        partial_end: PartialEnd | None = None,
         drafts: SharedDrafts | None = None,
-        kept: KeptPages | None = None,
         shared: SharedSlots | None = None,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
-        self.silence_s, self.needed_next, self.start_s = silence_s, needed_next, start_s
-        self.drained, self.give_back, self.on_progress, self.migration = drained, give_back, on_progress, migration
-        self.listener, self.shared = listener, shared
-        self.token_log, self.kept = TokenLog(requests, before, kept is not None), kept
-        if kept is not None:
-            kept.begin(self.token_log)
-        self.is_enough, self.until, self.until_enough, self.stopping = is_enough, until, until_enough, False
-        self.calls = EngineCalls(pool, self.token_log, interval_s, drafts, kept)
+        self.silence_s, self.start_s, self.idle, self.on_progress = silence_s, start_s, idle, on_progress
+        self.listener, self.migration, self.shared = listener, migration, shared
+        self.partial_end, self.kept, self.stopping = partial_end, partial_end and partial_end.kept, False
+        before = partial_end.batch.before() if partial_end is not None and requests else ()  # episodes have no requests yet
+        self.token_log = TokenLog(requests, before, self.kept is not None)
+        if self.kept is not None:
+            self.kept.begin(self.token_log)
+        self.calls = EngineCalls(pool, self.token_log, interval_s, drafts, self.kept)
         if drafts is not None:
             drafts.begin(self.token_log)
         self.migrations = InflightMigrations(self.calls, self.token_log, expected)
@@ -126,7 +140,7 @@ class RolloutDriver:
             self.assign(self.calls.number(instance), np.asarray(share))
         for instance in instances[len(shares) :]:
             self.calls.number(instance)
-            self.give_back(instance, Release(0, "the plan assigns no requests to it"))
+            self.idle.give_back(instance, Release(0, "the plan assigns no requests to it"))
         self.start_sources()
         while self.has_work or self.calls.running:
             left = deadline_s - (time.monotonic() - start)
@@ -159,7 +173,8 @@ class RolloutDriver:
 
     def may_end(self) -> bool:
         """Return whether the rollout may end. Unfinished requests are cut then."""
-        return self.is_enough(self.ended) or self.until(self)
+        end = self.partial_end
+        return end is not None and (end.batch.is_enough(self.ended) or end.until(self))
 
     def stop_if_enough(self) -> None:
         """Cut all requests once the rollout may end. Engines that are still starting are sent the command again with each report."""
@@ -316,14 +331,14 @@ class RolloutDriver:
             self.pool.leave(instance)
             return
         if self.shared is not None and number in self.shared.leaving:
-            self.give_back(instance, GIVEN)
+            self.idle.give_back(instance, GIVEN)
             return
         if self.listener is None or not self.listener.take(instance, self.tail_s()):
-            self.give_back(instance, self.decide_lease())
+            self.idle.give_back(instance, self.decide_lease())
 
     def decide_lease(self, others: int = 0) -> Decision:
         """Decide about a lease without work. `others`: number of leases that no engine holds."""
-        return self.drained(self.tail_s(), self.pool.width * len(self.pool.working) + others <= self.needed_next)
+        return self.idle.decide(self.tail_s(), self.pool.width * len(self.pool.working) + others <= self.idle.needed_next)
 
     def tail_s(self) -> float:
         """Return the seconds until the rollout ends, by the forecasts of its live responses."""
@@ -333,7 +348,7 @@ class RolloutDriver:
         """Return the tokens that a live response gets until the rollout ends, by the forecasts."""
         left = np.zeros(len(self.token_log.finished))
         left[~self.token_log.finished] = self.remaining()[0]
-        return self.until_enough(left)
+        return float(left.max(initial=0.0)) if self.partial_end is None else self.partial_end.batch.until_enough(left)
 
     def remaining(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens that each unfinished response is expected to still get, and those of its context."""

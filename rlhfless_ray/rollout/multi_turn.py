@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.messages import Drawn, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.agent.unfinished_episode import replies_of, unfinished_episode, versions_of_turns
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.driver import OUTLIVES, RolloutDriver, median_step_s
+from rlhfless_ray.rollout.driver import OUTLIVES, PartialEnd, RolloutDriver, median_step_s
 from rlhfless_ray.rollout.growable_array import GrowableArray
 from rlhfless_ray.types import UNFINISHED, Completion, Request, WeightVersion
 
@@ -44,7 +44,8 @@ class MultiTurnRollout(RolloutDriver):
             requests: the episodes' keys 0 … n - 1, seeds and sampling parameters. Each turn determines the rest.
             options: keyword arguments of the base class.
         """
-        before: Sequence[Completion] = options.pop("before", ())
+        end: PartialEnd | None = options.get("partial_end")
+        before = end.batch.before() if end is not None else []
         super().__init__(pool, [], np.zeros(0), weights, **{**options, "migration": None})
         self.agents, self.episodes = agents, requests
         self.ended_keys = [completion.key for completion in before if completion.finish_reason != UNFINISHED]

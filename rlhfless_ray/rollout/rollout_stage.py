@@ -19,7 +19,7 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.driver import IdleEngines, PartialEnd, RolloutDriver
 from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.listener import OnSamples, RolloutListener, WorkBeside
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
@@ -32,7 +32,6 @@ from rlhfless_ray.rollout.shared_slots import SharedSlots
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.step.partial_batch import PartialBatch
 from rlhfless_ray.step.requests import make_evaluation_requests, make_step_requests
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
@@ -244,7 +243,8 @@ class RolloutStage:
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
         samples = self._samples(step.prompts, count, weights)
         listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None, on_samples)
-        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_batch, until)
+        end = None if partial_batch is None else PartialEnd(partial_batch, until, self.kept)
+        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, end)
         if overlap is not None:
             overlap.finish()
         step.metrics |= {**result.metrics(step.metrics), **(overlap.metrics() if overlap is not None else {})}
@@ -299,20 +299,15 @@ class RolloutStage:
         weights: WeightVersion,
         migration: MigrationPolicy | None,
         listener: RolloutListener,
-        partial_batch: PartialBatch | None = None,
-        until: Callable[[RolloutDriver], bool] = lambda driver: False,
+        partial_end: PartialEnd | None = None,
     ) -> RolloutResult:
         recipe, autoscaler = self.context.recipe, self.context.autoscaler
         self.began_s = time.monotonic()
         all_warm = all(instance.memory_mb > 0 for instance in self.pool.working)
         self.traffic.loaded(weights.version, (instance.slot.node for instance in self.pool.working))
-        optional: dict[str, Any] = {}
-        if partial_batch is not None:
-            optional = {"before": partial_batch.before(), "is_enough": partial_batch.is_enough, "until": until}
-            optional |= {"until_enough": partial_batch.until_enough, "kept": self.kept}
         if self.drafts is not None and self.drafter is not None:
             self.drafts.weights = self.drafter.version, self.drafter.weights
-        shared = optional["shared"] = self._shared_slots() if migration is not None else None
+        shared = self._shared_slots() if migration is not None else None
         driver = self._driver(listener.samples, requests)(  # type: ignore[arg-type]
             self.pool,
             requests,
@@ -320,15 +315,14 @@ class RolloutStage:
             weights,
             interval_s=recipe.rollout.stream_interval_s,
             silence_s=recipe.rollout.silence_s,
-            needed_next=self.publisher.learner_slots,
-            drained=self.decide_lease,
-            give_back=self.give_back,
+            idle=IdleEngines(self.publisher.learner_slots, self.decide_lease, self.give_back),
             on_progress=self._on_progress,
             listener=listener,
             migration=migration,
             start_s=autoscaler.terms.cold_start.predict(),
+            partial_end=partial_end,
             drafts=self.drafts,
-            **optional,
+            shared=shared,
         )
         try:
             result = driver.run(shares, recipe.rollout.deadline_s)

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placement.scaling.resize_policy import Hold
 from rlhfless_ray.agent.agent_processes import AgentProcesses
 from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.unfinished_episode import replies_of, token_versions, unfinished_episode, versions_of_turns
+from rlhfless_ray.rollout.driver import IdleEngines, PartialEnd
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.types import UNFINISHED, Completion, Prompt, Request, Sample, WeightVersion
@@ -58,6 +60,7 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
     agents.replies = {1: [SECOND[:2]]}
     complete = Completion(0, np.array([3], np.int32), np.zeros(1, np.float32), "stop", 3)
     begun = unfinished_episode(1, (FIRST,), newest=3)
+    batch: Any = SimpleNamespace(before=lambda: [complete, begun], is_enough=lambda finished: len(finished) >= 1)
     rollout = MultiTurnRollout(
         agents,
         [("", "")] * 3,
@@ -67,11 +70,8 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
         WeightVersion(4, ()),
         interval_s=1.0,
         silence_s=1.0,
-        needed_next=1,
-        drained=lambda *_: None,  # type: ignore[arg-type,return-value]
-        give_back=lambda *_: None,
-        before=[complete, begun],
-        is_enough=lambda finished: len(finished) >= 1,
+        idle=IdleEngines(1, lambda tail_s, needed: Hold(1, ""), lambda *_: None),
+        partial_end=PartialEnd(batch),
     )
     left = rollout.run([np.array([1, 2])], 9.0).unfinished
     assert [(one.key, one.token_ids.tolist(), one.turns) for one in left] == [(1, [5, 6], begun.turns), (2, [], ())]

@@ -224,7 +224,7 @@ def engines(ray_cluster):
 
 
 def roll_out(pool: WorkerPool, version: int, give_back=lambda *_: None, shares: int = 1) -> None:
-    from rlhfless_ray.rollout.driver import RolloutDriver
+    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
 
     requests = [Request(key, (1,), 0, 4, 1.0) for key in range(4)]
     RolloutDriver(
@@ -234,9 +234,7 @@ def roll_out(pool: WorkerPool, version: int, give_back=lambda *_: None, shares: 
         WeightVersion(version, ()),
         interval_s=0.1,
         silence_s=60.0,
-        needed_next=0,
-        drained=lambda tail_s, needed: Release(0, "not needed"),
-        give_back=give_back,
+        idle=IdleEngines(0, lambda tail_s, needed: Release(0, "not needed"), give_back),
     ).run(np.array_split(np.arange(4), shares), deadline_s=120.0)
 
 

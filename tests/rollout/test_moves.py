@@ -168,8 +168,10 @@ class RunContext:
         if decision.action == "Release":
             self.leases.release(self.pool.park(instance))
 
-    def run(self, lengths: list[int], shares: list[list[int]], **options: Any) -> Any:
-        from rlhfless_ray.rollout.driver import RolloutDriver
+    def run(
+        self, lengths: list[int], shares: list[list[int]], drained: Any = lambda tail_s, needed: Hold(1, "kept"), **options: Any
+    ) -> Any:
+        from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
 
         on_progress = options.pop("on_progress", lambda *_: None)
 
@@ -179,15 +181,14 @@ class RunContext:
             on_progress(done, total)
 
         requests = [Request(key, (1, 2, 3), length, 10**6, 1.0) for key, length in enumerate(lengths)]
-        given = {"silence_s": 30.0, "drained": lambda tail_s, needed: Hold(1, "kept"), "on_progress": paced, **options}
+        given = {"silence_s": 30.0, "on_progress": paced, **options}
         driver = RolloutDriver(
             self.pool,
             requests,
             np.array(lengths, float),
             WeightVersion(4, ()),
             interval_s=INTERVAL_S,
-            needed_next=1,
-            give_back=self.give_back,
+            idle=IdleEngines(1, drained, self.give_back),
             **given,
         )
         stream = driver.run([np.array(share) for share in shares], deadline_s=300.0)

@@ -86,7 +86,7 @@ def pool(ray_cluster: None) -> Iterator[WorkerPool]:
 def roll_out(pool: WorkerPool) -> Any:
     import ray
 
-    from rlhfless_ray.rollout.driver import RolloutDriver
+    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
 
     weights = weights_of(FILES["A"])
     ref, total = ray.put(weights), checksum(weights)
@@ -100,9 +100,7 @@ def roll_out(pool: WorkerPool) -> Any:
             np.full(len(ASKED), 100.0),
             WeightVersion(version, (ref,), total),
             interval_s=0.05,
-            needed_next=2,
-            drained=lambda tail_s, needed: Hold(1, "kept"),
-            give_back=lambda *_: None,
+            idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None),
             **given,
         )
         return driver.run(shares, deadline_s=400.0)

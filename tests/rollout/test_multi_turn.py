@@ -96,6 +96,7 @@ def pool(ray_cluster: None, files: dict[str, bytes]) -> Iterator[WorkerPool]:
 def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Sample]]]:
     import ray
 
+    from rlhfless_ray.rollout.driver import IdleEngines
     from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
     from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 
@@ -118,8 +119,8 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         samples = EpisodeSamples(prompts, COUNT, 1)
         listener = RolloutListener(samples, None, lambda _: [], 0.0)
         driver = MultiTurnRollout(
-            agents, asked, pool, requests, np.full(8, 24.0), version, interval_s=0.05, silence_s=120.0, needed_next=2,
-            drained=lambda tail_s, needed: Hold(1, "kept"), give_back=lambda *_: None, on_progress=on_progress, listener=listener,
+            agents, asked, pool, requests, np.full(8, 24.0), version, interval_s=0.05, silence_s=120.0,
+            idle=IdleEngines(2, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None), on_progress=on_progress, listener=listener,
             drafts=SharedDrafts(),
         )  # fmt: skip
         driver.run([np.array(s) for s in shares], deadline_s=300.0)

@@ -69,7 +69,7 @@ def engine_class(fails_in: str) -> type:
     ],
 )
 def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_cluster, fails_in, message):
-    from rlhfless_ray.rollout.driver import RolloutDriver
+    from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
 
     ledger = Ledger("cpu", 1.0)
     leases = LeaseManager("cpu", ledger, 60.0, f"stream{time.time_ns()}")
@@ -85,9 +85,7 @@ def test_the_message_of_a_failed_engine_names_the_first_failure_in_one_line(ray_
                 WeightVersion(4, ()),
                 interval_s=0.1,
                 silence_s=60.0,
-                needed_next=1,
-                drained=lambda tail_s, needed: Hold(1, "kept"),
-                give_back=lambda *_: None,
+                idle=IdleEngines(1, lambda tail_s, needed: Hold(1, "kept"), lambda *_: None),
             ).run([np.array([0])], deadline_s=60.0)
         assert "\n" not in str(raised.value)
         if fails_in in ("open", "constructor"):  # asked directly, as at the end of a phase

@@ -14,7 +14,7 @@ from ray.exceptions import OutOfMemoryError
 from placement.scaling.resize_policy import Hold
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import reason_of
-from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
 from rlhfless_ray.rollout.engine_calls import EngineCall
 from rlhfless_ray.types import WeightVersion
 
@@ -28,9 +28,7 @@ def rollout_with(leases: Any) -> RolloutDriver:
         weights=WeightVersion(1, ()),
         interval_s=0.1,
         silence_s=60.0,
-        needed_next=1,
-        drained=lambda tail_s, needed: Hold(1, ""),
-        give_back=lambda *_: None,
+        idle=IdleEngines(1, lambda tail_s, needed: Hold(1, ""), lambda *_: None),
     )
 
 

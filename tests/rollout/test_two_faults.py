@@ -15,7 +15,7 @@ from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.driver import RolloutDriver
+from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
 from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationRequest
 from rlhfless_ray.types import Request, WeightVersion
@@ -84,9 +84,7 @@ def rollout_on(pool: Any, requests: int, migration: Any = None) -> RolloutDriver
         weights=WeightVersion(1, ()),
         interval_s=0.1,
         silence_s=60.0,
-        needed_next=1,
-        drained=lambda tail_s, needed: Hold(1, ""),
-        give_back=lambda *_: None,
+        idle=IdleEngines(1, lambda tail_s, needed: Hold(1, ""), lambda *_: None),
         migration=migration,
         start_s=-1.0,
     )
