@@ -159,8 +159,8 @@ def test_a_torn_record_goes_on_and_other_settings_are_refused(tmp_path: Path) ->
 def test_rewards_of_two_functions_are_not_mixed_and_one_may_be_added_later(tmp_path: Path) -> None:
     def opened(**reward: str) -> ResponseRecord:
         run = Generation.__new__(Generation)
-        run.recipe, run.files = GenerationRecipe.of({"prompts": {"task": "chain"}, "reward": reward}), {}
-        run.prompts, run.reward_source = SimpleNamespace(train=[]), None  # type: ignore[assignment]
+        run.recipe = GenerationRecipe.of({"prompts": {"task": "chain"}, "reward": reward})
+        run.inputs = SimpleNamespace(files={}, prompts=SimpleNamespace(train=[]), reward_source=None)  # type: ignore[assignment]
         return ResponseRecord(tmp_path, run._settings())
 
     opened()
@@ -210,10 +210,10 @@ def test_a_resume_without_the_reward_keeps_scores(tmp_path: Path) -> None:
 def test_scores_depend_on_every_column_that_a_function_reads(tmp_path: Path) -> None:
     run = Generation.__new__(Generation)
     run.recipe = GenerationRecipe.of({"prompts": {"path": "a.jsonl"}, "policy": {"path": "m"}})
-    run.reward_source = RewardSource("file", "score")
 
     def digest(**row: Any) -> str:
-        run.prompts = SimpleNamespace(train=[Prompt(0, "p", (1,), row)])  # type: ignore[assignment]
+        prompts = SimpleNamespace(train=[Prompt(0, "p", (1,), row)])
+        run.inputs = SimpleNamespace(prompts=prompts, reward_source=RewardSource("file", "score"))  # type: ignore[assignment]
         return run._digest_of_scoring()
 
     assert digest(answer="a", tests=["b"]) == digest(answer="a", tests=["b"]) != digest(answer="a", tests=["c"])

@@ -132,7 +132,7 @@ class Ended:
         self.did: list[str] = []
         self.run = run = Runtime.__new__(Runtime)
         run.recipe = Recipe.parse(small_recipe(folder, run__steps=9, **overrides))
-        run.files = {"config.json": b"{}"}
+        run.inputs = SimpleNamespace(files={"config.json": b"{}"})
         run.folder = RunFolder.create(run.recipe)
         run.folder.begin(run.recipe, "machine", 3)
         run.checkpoints, run.best = store(run.folder), Best("none")
@@ -344,7 +344,7 @@ def test_the_hint_knows_whether_there_is_something_to_resume(monkeypatch, capsys
 def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own handler, in place while it starts, ends the process by SystemExit(15)."""
     run = Runtime.__new__(Runtime)
-    run.files = {}
+    run.inputs = SimpleNamespace(files={})
     run.recipe, run.resume = Recipe.parse(small_recipe(tmp_path)), False
     left: list[bool] = []
     run.cluster = RayCluster(run.recipe)

@@ -27,7 +27,7 @@ def wrong_of(path: Path, recipe: Recipe) -> dict[str, int]:
     """Count what is wrong. A response has the length of its script only if no token of it was lost or drawn twice."""
     run = Runtime(recipe)
     script = Script.read({file.name: file.read_bytes() for file in Path(recipe.policy.path).iterdir() if file.suffix == ".json"})
-    prompts: list[Prompt] = run.prompts.train
+    prompts: list[Prompt] = run.inputs.prompts.train
     quota, count, bound = recipe.prompts.batch_prompts, recipe.rollout.samples_per_prompt, recipe.rollout.max_lag_steps
     expected, found = Counter(run.cursor.next(recipe.run.steps * quota)), Counter[int]()
     of_other_length = too_old = 0

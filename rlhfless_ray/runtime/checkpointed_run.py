@@ -13,7 +13,6 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.prompts.cursor import Cursor
-from rlhfless_ray.prompts.load_prompts import PromptSet
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.checkpoints import Best, Checkpoints
@@ -22,12 +21,12 @@ from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.export import trained_policy
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
+from rlhfless_ray.runtime.run_inputs import RunInputs
 from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.types import Group, Sample, WeightVersion
 from rlhfless_ray.weights.remote_folder import writer
 from rlhfless_ray.weights.same_model import model_sizes
-from rlhfless_ray.weights.tensor_file import Files
 
 
 class CheckpointedRun:
@@ -35,10 +34,9 @@ class CheckpointedRun:
 
     recipe: Recipe
     folder: RunFolder
-    files: Files  # of the initial policy's folder
     checkpoints: Checkpoints
     record: RunRecorder
-    prompts: PromptSet
+    inputs: RunInputs
     cursor: Cursor
     dynamic_sampling: DynamicSampling
     partial_rollouts: PartialRollouts
@@ -76,7 +74,7 @@ class CheckpointedRun:
             "skipped_in_a_row": self.worker_group.skipped_in_a_row,
             "owes_evaluation": self.owes_evaluation,
             "best_value": self.best.value,
-            "model": model_sizes(self.files),
+            "model": model_sizes(self.inputs.files),
             "run_folder": str(self.folder.path.resolve()),
         }
 
@@ -85,11 +83,11 @@ class CheckpointedRun:
         self.cursor.restore(state["cursor"])
         self.cursor_done = self.cursor.state()
         if self.recipe.algorithm.filter_range is not None:
-            self.dynamic_sampling.restore(state.get("refill", []), self.prompts.train)
+            self.dynamic_sampling.restore(state.get("refill", []), self.inputs.prompts.train)
             self.refill_done = self.dynamic_sampling.state()
-        self.ahead_done = [from_json(row, self.prompts.train) for row in state.get("ahead", [])]
+        self.ahead_done = [from_json(row, self.inputs.prompts.train) for row in state.get("ahead", [])]
         if groups := state.get("in_flight"):
-            self.partial_rollouts.restore(groups, self.prompts.train)
+            self.partial_rollouts.restore(groups, self.inputs.prompts.train)
             self.in_flight_done = self.partial_rollouts.in_flight
         self.partial_rollouts.stale_cost = StaleCost(**state.get("stale_cost", {}))
         try:
@@ -134,7 +132,7 @@ class CheckpointedRun:
             return self.learn_stage.worker_groups.save(folder, deadline_s) | writer(large)(folder)
 
         state = self._driver_state()
-        model = trained_policy(self.recipe, self.folder, self.files, self.worker_group) if self.checkpoints.exports else None
+        model = trained_policy(self.recipe, self.folder, self.inputs.files, self.worker_group) if self.checkpoints.exports else None
         self.checkpoints.save(self.steps_done, learner, state, metric, model if export else None)
         if best and metric is not None:
             self.checkpoints.save_best(self.steps_done, learner, state, metric, model)

@@ -32,7 +32,7 @@ from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, We
 from rlhfless_ray.weights.checksum import combined, digests
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
-from rlhfless_ray.weights.tensor_file import as_numpy, checksum
+from rlhfless_ray.weights.tensor_file import Files, as_numpy, checksum
 
 SEED_STEP = 0  # step number in the seeds of responses: batches and resumes change no token
 
@@ -81,16 +81,16 @@ class Generation(Runtime):
         self._continued: RunFolder | None = None
         self._given = None if prompts is None else PromptSet(prompts, [], notes)
         super().__init__(recipe, resume=resume)
-        if self.owes_warm_start:
+        if self.inputs.owes_warm_start:
             raise UserError("policy.path: the policy made from scratch has not had its warm start; name a model folder, or train it first")
 
     # ---- setup ------------------------------------------------------------------------------------------------
 
-    def _load_prompts(self, recipe: Recipe) -> PromptSet:
+    def _load_prompts(self, recipe: Recipe, tokenizer: Any, files: Files) -> PromptSet:
         if self._given is not None:
             return self._given
         recipe = recipe.with_settings({"evaluate.prompts": 0, "evaluate.path": ""})
-        return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
+        return load_prompts(recipe, tokenizer, context_tokens(files))
 
     def settings_without_effect(self, resource: str) -> list[str]:
         messages = [*super().settings_without_effect(resource), *filter(None, [self.recipe.left_out_note])]
@@ -132,7 +132,7 @@ class Generation(Runtime):
 
     def _open_folder(self) -> Checkpoint | None:
         self.responses = ResponseRecord(self.folder.path, self._settings(), self.recipe.answer_column)
-        self.pending = self.responses.missing(self.prompts.train, self.recipe.rollout.samples_per_prompt, scored=self.recipe.scores)
+        self.pending = self.responses.missing(self.inputs.prompts.train, self.recipe.rollout.samples_per_prompt, scored=self.recipe.scores)
         metrics = self.folder.path / "metrics.jsonl"
         self.steps_done = max((row["step"] for row in read_jsonl(metrics)[0]), default=0) if metrics.is_file() else 0
         steps = self.steps_done + math.ceil(len(self.pending) / self.recipe.prompts.batch_prompts)
@@ -142,9 +142,9 @@ class Generation(Runtime):
     def _settings(self) -> dict[str, Any]:
         """Return the settings that determine a response's tokens, besides the number of the sample, and its reward."""
         rollout, prompts = self.recipe.rollout, hashlib.blake2b(digest_size=16)
-        for prompt in self.prompts.train:
+        for prompt in self.inputs.prompts.train:
             prompts.update(np.array([prompt.index, *prompt.token_ids], np.int64).tobytes())
-        model = [checksum(content) for name, content in sorted(self.files.items()) if name.endswith(WEIGHTS)]
+        model = [checksum(content) for name, content in sorted(self.inputs.files.items()) if name.endswith(WEIGHTS)]
         keys = ("temperature", "top_p", "max_tokens", "min_tokens", "max_total_tokens", "quantization")
         of_rollout = {f"rollout.{key}": getattr(rollout, key) for key in keys}
         rest = {"policy.dtype": self.recipe.policy.dtype, "run.seed": self.recipe.run.seed}
@@ -157,12 +157,12 @@ class Generation(Runtime):
 
         Each of them may be corrected before a resume.
         """
-        digest, file = hashlib.blake2b(digest_size=16), getattr(self.reward_source, "file", None)
+        digest, file = hashlib.blake2b(digest_size=16), getattr(self.inputs.reward_source, "file", None)
         digest.update(b"" if file is None else file.text.encode())
         changed = self.recipe.reward.model_dump(include={"contract", "normalize", "value_head"}, exclude_defaults=True)
         digest.update(repr(changed).encode() if changed else b"")
-        reads_row = isinstance(self.reward_source, RewardSource)
-        for prompt in self.prompts.train:
+        reads_row = isinstance(self.inputs.reward_source, RewardSource)
+        for prompt in self.inputs.prompts.train:
             read = prompt.row if reads_row else prompt.row.get(self.recipe.answer_column)
             digest.update(repr(read).encode(errors="surrogatepass"))
         return digest.hexdigest()
@@ -170,7 +170,7 @@ class Generation(Runtime):
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Publish the model's weights. Engines start with the first plan."""
         self.worker_group.slots = 0  # no update follows a rollout
-        arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.files)}
+        arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)}
         digest_of = digests(arrays)
         self.weights = WeightVersion(0, (ray.put(arrays),), combined(digest_of), digests=ray.put(digest_of))
 
@@ -232,4 +232,4 @@ class Generation(Runtime):
         self.finished = True
 
     def write_responses(self, path: Path) -> None:
-        self.responses.write(path, self.prompts.train, self.recipe.rollout.samples_per_prompt)
+        self.responses.write(path, self.inputs.prompts.train, self.recipe.rollout.samples_per_prompt)

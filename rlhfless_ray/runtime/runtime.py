@@ -8,7 +8,6 @@ with Runtime(recipe) as run:
 from __future__ import annotations
 
 import gc
-import itertools
 import platform
 import signal
 from collections.abc import Iterator
@@ -20,8 +19,6 @@ from typing import Any, Self
 
 import ray
 
-from rlhfless_ray.agent.load_agent import AgentSource
-from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, ExpectedEngine, expected_widths
 from rlhfless_ray.autoscaler.market_bids import MarketBids
@@ -33,52 +30,36 @@ from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.lease import Slot, most_instances, places
 from rlhfless_ray.functions.pool_client import PoolClient, join_pool
 from rlhfless_ray.learn.colocation import of_learner
-from rlhfless_ray.learn.model_checks import check_division
-from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
-from rlhfless_ray.preflight.check_policy import check_policy
-from rlhfless_ray.preflight.memory_check import check_ahead, check_on, local_room, room_ahead, starts_ray
+from rlhfless_ray.preflight.memory_check import check_ahead, check_on, room_ahead
 from rlhfless_ray.preflight.memory_fit import fit, models_with
-from rlhfless_ray.preflight.memory_needs import least_mb, lengths_of
+from rlhfless_ray.preflight.memory_needs import least_mb
 from rlhfless_ray.prompts.cursor import Cursor
-from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary, load_prompts
+from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.run_view import RunView
-from rlhfless_ray.reward.preflight_reward import check_references, dry_call
 from rlhfless_ray.rollout.engine_settings import check_kernels
-from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
-from rlhfless_ray.runtime.load_reward import load_reward
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
+from rlhfless_ray.runtime.run_inputs import read_inputs
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.runtime.worker_pools import ActorClasses, check_adapter, check_kept_kv, create_worker_pools, make_leases
+from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools, make_leases
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.weights.known_differences import check_differences, check_engines
-from rlhfless_ray.weights.load_policy import (
-    cache_policy,
-    cached_folder,
-    check_classifier,
-    check_family,
-    context_tokens,
-    initial_policy,
-    other_model,
-    policy_tokenizer,
-    read_model,
-    text_config,
-)
+from rlhfless_ray.weights.known_differences import check_engines
+from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
-from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 from rlhfless_ray.weights.same_model import check_same_model
+from rlhfless_ray.weights.tensor_file import Files
 
 Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's files, the driver's state
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
@@ -119,38 +100,11 @@ class Runtime(StepOperations):
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
         find_room = cache(partial(room_ahead, recipe))
         check_ahead(recipe, find_room=find_room)
-        self.files, self.owes_warm_start = initial_policy(recipe)
-        if recipe.policy.path and self.actor_classes().computes:
-            check_family(self.files)
-        check_engines(recipe, config_of(self.files), local_room(recipe).resource if starts_ray(recipe) else "")
-        check_policy(recipe, config_of(self.files))
-        check_adapter(recipe, self.files)
-        check_kept_kv(recipe, self.files)
-        self.critic_files = read_model(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
-        if self.critic_files is not None:
-            refuse_quantized(config_of(self.critic_files), "critic.path")
-        if recipe.learns and recipe.algorithm.has_critic and (recipe.critic.path or recipe.policy.path):
-            check_classifier(self.critic_files or self.files, "critic.path" if recipe.critic.path else "policy.path")
-        if recipe.critic.normalize:
-            output_scale(config_of(self.critic_files or self.files), "critic.path", "critic.normalize")
-        self.tokenizer = policy_tokenizer(recipe, self.files)
-        self.reference = other_model(recipe.reference.path, "reference.path", self.tokenizer) if recipe.reference.path else None
-        of_reference = config_of(read_folder(self.reference)) if self.reference else None
-        of_critic = config_of(self.critic_files) if self.critic_files else None
-        check_division(recipe, config_of(self.files), of_reference, of_critic)
-        recipe, self.speculation_note = check_speculation(recipe, self.files)
-        self.drafter_files = read_drafter(recipe, self.tokenizer, self.files)
-        self.prompts = self._load_prompts(recipe)
-        check_vocabulary(self.prompts, self.tokenizer, text_config(self.files).get("vocab_size"))
-        self.reward_source = load_reward(recipe, self.tokenizer)
-        if isinstance(self.reward_source, AgentSource):
-            dry_play(recipe, self.reward_source, self.prompts.train, self.files)
-        if recipe.learns:
-            check_references(self.reward_source, [*self.prompts.train, *self.prompts.heldout])
-        dry_call(self.reward_source, self.prompts.train, self.tokenizer, recipe.reward.timeout_s, recipe.answer_column)
+        recipe, inputs = read_inputs(recipe, self._load_prompts, computes=self.actor_classes().computes)
+        self.inputs = inputs
         if recipe.save.path:
             check_writable(Path(recipe.save.path), "save.path")
-        rows, batch, episodes = len(self.prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes
+        rows, batch, episodes = len(inputs.prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes
         mixes = recipe.rollout.partial != "off"  # groups outlive the end of an episode, and only the last step has fewer prompts
         self.cursor = Cursor(
             rows,
@@ -158,22 +112,19 @@ class Runtime(StepOperations):
             recipe.prompts.shuffle,
             recipe.run.seed,
             stops_at_epoch_end=episodes is not None and not mixes,
-            checksum=self.prompts.checksum("prompt" if recipe.prompts.task else recipe.prompts.prompt_column),
+            checksum=inputs.prompts.checksum("prompt" if recipe.prompts.task else recipe.prompts.prompt_column),
         )
         if episodes is not None:
             steps = -(-episodes * rows // batch) if mixes else episodes * self.cursor.batches_per_epoch
             recipe = recipe.with_settings({"run.steps": steps})
-        self.lengths = lengths_of(self.prompts.train, self.prompts.heldout)
-        if self.actor_classes().computes:
-            check_differences(recipe, config_of(self.files), self.lengths.longest_prompt)
-        models = models_with(recipe, config_of(self.files), parameter_count(self.files))
-        self.memory_fit = fit(recipe, models, find_room, self.lengths)
+        config, parameters = config_of(inputs.files), parameter_count(inputs.files)
+        self.memory_fit = fit(recipe, models_with(recipe, config, parameters), find_room, inputs.lengths)
         self.recipe = recipe = self.memory_fit.recipe
         self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
         self.partial_rollouts = PartialRollouts(recipe)
         self.least_mb: dict[str, float] = {}
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
-        self.cluster = RayCluster(recipe, parameter_count(self.files), architectures=config_of(self.files).get("architectures") or ())
+        self.cluster = RayCluster(recipe, parameters, architectures=config.get("architectures") or ())
         self.shared_pool: PoolClient | None = None  # with the slots of all runs of the cluster, see `cluster.pool`
         self.cursor_done = self.cursor.state()
         self._steps: Iterator[Step] | None = None
@@ -192,10 +143,11 @@ class Runtime(StepOperations):
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
             check_kernels(self.recipe, resource)
-            check_engines(self.recipe, config_of(self.files), resource)
-            note = check_on(self.cluster, resource, self.recipe, self.lengths)
+            config, lengths = config_of(self.inputs.files), self.inputs.lengths
+            check_engines(self.recipe, config, resource)
+            note = check_on(self.cluster, resource, self.recipe, lengths)
             if resource == "cpu":
-                self.least_mb = least_mb(self.recipe, config_of(self.files), parameter_count(self.files), self.lengths)
+                self.least_mb = least_mb(self.recipe, config, parameter_count(self.inputs.files), lengths)
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
@@ -212,7 +164,8 @@ class Runtime(StepOperations):
             stack.push(self._close_record)
             shows_memory = self.record.progress.mode != "off" or self.memory_fit.reason
             memory = self.memory_fit.statement(self.least_mb, resource) if shows_memory else ""
-            notes = [memory, *self.prompts.notes, note, self.speculation_note, self.memory_fit.note, self.folder.deletion_note(self.recipe)]
+            notes = [memory, *self.inputs.prompts.notes, note, self.inputs.speculation_note, self.memory_fit.note]
+            notes.append(self.folder.deletion_note(self.recipe))
             for message in filter(None, [self.recipe.untrained_note, *self.settings_without_effect(resource), *notes]):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
@@ -262,8 +215,8 @@ class Runtime(StepOperations):
         """Show the run so far in a notebook, before, while and after it is trained."""
         return RunView.read(self.folder.path)._repr_html_() if hasattr(self, "folder") else f"<pre>{escape(self.recipe.to_yaml())}</pre>"
 
-    def _load_prompts(self, recipe: Recipe) -> PromptSet:
-        return load_prompts(recipe, self.tokenizer, context_tokens(self.files))
+    def _load_prompts(self, recipe: Recipe, tokenizer: Any, files: Files) -> PromptSet:
+        return load_prompts(recipe, tokenizer, context_tokens(files))
 
     def _folder_to_resume(self) -> RunFolder:
         return RunFolder.resumed(self.recipe, lambda state: self.cursor.check(state["cursor"]))
@@ -273,7 +226,7 @@ class Runtime(StepOperations):
         self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
         checkpoint = self.checkpoints.load() if self.resume else None
         if checkpoint:  # before the folder is changed: a refused resume leaves a finished run as it was
-            check_same_model(checkpoint[2].get("model", {}), self.files)
+            check_same_model(checkpoint[2].get("model", {}), self.inputs.files)
             self.cursor.restore(checkpoint[2]["cursor"])
         self.steps_done = checkpoint[0] if checkpoint else 0
         return checkpoint
@@ -293,19 +246,14 @@ class Runtime(StepOperations):
         return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, say)
 
     def _create_stages(self, resource: str) -> None:
-        longest = max(len(p.token_ids) for p in itertools.chain(self.prompts.train, self.prompts.heldout))
         chooses_width = self.recipe.rollout.tensor_parallel == "auto"
-        engines, note = self._expect_engines(resource, longest)
+        engines, note = self._expect_engines(resource)
         worker_pools = create_worker_pools(
             self.recipe,
             self.leases,
-            self.files,
-            longest,
-            self.tokenizer,
-            self.reward_source,
+            self.inputs,
             self.actor_classes(),
             self.record.progress.message,
-            self.drafter_files,
             give_back_at_once=self.memory_fit.give_back_at_once,
         )
         self.autoscaler.expect(engines, note)
@@ -333,19 +281,17 @@ class Runtime(StepOperations):
             most[self.autoscaler.engines.width],
             most if len(most) > 1 else {},
         )
-        self.stages = Stages.of(
-            self.context, worker_pools, self.files, longest, self.reward_source, self.tokenizer, private=self.cluster.private
-        )
+        self.stages = Stages.of(self.context, worker_pools, self.inputs, private=self.cluster.private)
         computes = self.actor_classes().computes
         self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
         self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
 
-    def _expect_engines(self, resource: str, longest_prompt_tokens: int) -> tuple[dict[int, ExpectedEngine], str]:
+    def _expect_engines(self, resource: str) -> tuple[dict[int, ExpectedEngine], str]:
         """Return what is expected of engines by width, and why there is one width only. An automatic width without a choice is set."""
         rollout = self.recipe.rollout
         largest_node = max(node_slots(resource, rollout.nodes).values(), default=0)
-        device, tokens = self.cluster.device(resource), self.recipe.longest_tokens(longest_prompt_tokens)
-        engines, note = expected_widths(self.recipe, self.files, device, largest_node, tokens)
+        device, tokens = self.cluster.device(resource), self.recipe.longest_tokens(self.inputs.lengths.longest_prompt)
+        engines, note = expected_widths(self.recipe, self.inputs.files, device, largest_node, tokens)
         if rollout.tensor_parallel == "auto" and len(engines) == 1:
             self.recipe = self.recipe.with_settings({"rollout.tensor_parallel": next(iter(engines))})
         return engines, note
@@ -355,20 +301,20 @@ class Runtime(StepOperations):
         with self.phases.phase("start", "starting the learner"):
             self.broker.staff(self.worker_group)
             self._prewarm(self.worker_group.by_rank[0].slot)
-            if self.owes_warm_start and checkpoint is None:
+            if self.inputs.owes_warm_start and checkpoint is None:
                 self.record.progress.phase("supervised warm start (cached afterwards)")
                 self.record.progress.message(f"supervised warm start first: {self.recipe.warm_start.steps} steps, cached afterwards")
-                self.files = self.worker_group.warm_start(ray.put(self.files), self.recipe)
-                cache_policy(self.recipe, self.files)
+                self.inputs.files = self.worker_group.warm_start(ray.put(self.inputs.files), self.recipe)
+                cache_policy(self.recipe, self.inputs.files)
             self.record.progress.phase("loading the policy")
             if self.recipe.keeps_start:  # reference and adapters need the initial policy, also after a resume
                 reference = self.folder.path / "reference"
                 if checkpoint and reference.is_dir():
-                    self.files = read_folder(reference)
+                    self.inputs.files = read_folder(reference)
                 else:
-                    swap_folder(reference, writer(self.files))
+                    swap_folder(reference, writer(self.inputs.files))
             state = checkpoint[1] if checkpoint and checkpoint[1].files else None  # the first checkpoint of a given policy has no state
-            policy = StoredFiles(self._policy_folder(), self.files)
+            policy = StoredFiles(self._policy_folder(), self.inputs.files)
             self.worker_group.build(policy, self.cluster.private, state and of_learner(state))
             if checkpoint:
                 self._restore_driver(checkpoint[2])
@@ -377,9 +323,10 @@ class Runtime(StepOperations):
                 self._end_when_prompts_are_used_up(self.steps_done)
             self.weights = self.worker_group.publish(self.steps_done)
             self.broker.put(self.worker_group.park())
-            of_critic = StoredFiles(Path(self.recipe.critic.path), self.critic_files) if self.critic_files else policy
+            critic, reference = self.inputs.critic_files, self.inputs.reference
+            of_critic = policy if critic is None else StoredFiles(Path(self.recipe.critic.path), critic)
             self.learn_stage.worker_groups.open_critic(of_critic, self.cluster.private, state)
-            of_reference = policy if self.reference is None else StoredFiles(self.reference, read_folder(self.reference))
+            of_reference = policy if reference is None else StoredFiles(reference, read_folder(reference))
             self.learn_stage.worker_groups.open_reference(of_reference, self.cluster.private)
             if self.stages.agents is not None:
                 self.stages.agents.check()

@@ -19,11 +19,11 @@ from rlhfless_ray.prefix.supported_models import page_bytes
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.reward.source import Source
 from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.runtime.run_inputs import RunInputs
 from rlhfless_ray.runtime.worker_pools import WorkerPools
 from rlhfless_ray.weights.model_folder import config_of, without_weights
 from rlhfless_ray.weights.tensor_file import Files
@@ -39,22 +39,12 @@ class Stages:
     agents: AgentProcesses | None  # None: responses have one turn
 
     @classmethod
-    def of(
-        cls,
-        context: RunContext,
-        worker_pools: WorkerPools,
-        files: Files,
-        longest_prompt_tokens: int,
-        reward: Source,
-        tokenizer: object,
-        *,
-        private: bool,
-    ) -> Stages:
-        """Create the stages. `files`: of the initial policy's folder. `private`: whether this Ray serves no other run."""
-        faults = worker_pools.faults
+    def of(cls, context: RunContext, worker_pools: WorkerPools, inputs: RunInputs, *, private: bool) -> Stages:
+        """Create the stages. `private`: whether this Ray serves no other run."""
+        faults, files, reward, tokenizer = worker_pools.faults, inputs.files, inputs.reward_source, inputs.tokenizer
         score = (PrescoredStage if isinstance(reward, AgentSource) else ScoreStage)(context, worker_pools.reward, reward, tokenizer)
         learn = LearnStage(context, worker_pools.worker_group, worker_pools.critic, worker_pools.reference)
-        agents = _agents(context, reward, files, longest_prompt_tokens, faults) if isinstance(reward, AgentSource) else None
+        agents = _agents(context, reward, files, inputs.lengths.longest_prompt, faults) if isinstance(reward, AgentSource) else None
         prefix = _prefix(context, worker_pools, files, private)
         weight_bytes = sum(len(content) for name, content in files.items() if name.endswith(".safetensors"))
         rollout = RolloutStage(

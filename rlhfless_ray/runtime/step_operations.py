@@ -40,7 +40,6 @@ from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.step.step_prefixes import StepPrefixes
 from rlhfless_ray.types import Group, Prompt, Sample, UpdateStats, WeightVersion
-from rlhfless_ray.weights.tensor_file import Files
 
 LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
 
@@ -72,7 +71,6 @@ class StepOperations(CheckpointedRun):
     reward: WorkerPool
     score_stage: ScoreStage
     agreement: Agreement | None
-    critic_files: Files | None
     step: Step  # the one that runs now
     cursor_after: dict[str, Any]  # the cursor's state after this step
     slots: int  # of the cluster
@@ -109,7 +107,7 @@ class StepOperations(CheckpointedRun):
             if not left and not self.partial_rollouts.in_flight and not self.dynamic_sampling.ready:
                 left = self.dynamic_sampling.missing  # filtering has dropped all groups of the last step, which has at least one
             count = min(count, left)
-        return [self.prompts.train[i] for i in self.cursor.next(count)]
+        return [self.inputs.prompts.train[i] for i in self.cursor.next(count)]
 
     def forecast(self, step: Step) -> Scenarios:
         forecast = self.autoscaler.forecast(step.prompts, step.number)
@@ -319,7 +317,7 @@ class StepOperations(CheckpointedRun):
         def answer() -> list[Sample]:
             extra = Step(step.number, before=list(prompts))
             if self.recipe.rollout.partial == "off":
-                extra.prompts = [self.prompts.train[i] for i in self.dynamic_sampling.draw()]
+                extra.prompts = [self.inputs.prompts.train[i] for i in self.dynamic_sampling.draw()]
             elif missing := self.dynamic_sampling.missing:
                 extra.prompts = self.next_prompts(extra, missing)
             if not extra.prompts:
@@ -421,7 +419,7 @@ class StepOperations(CheckpointedRun):
             if agreement is not None:
                 agreement.check(samples, weights, temperature, parks=True)
 
-        return evaluate(self.rollout_stage, self.score_stage, self.prompts.heldout, weights, self.step.number, check)
+        return evaluate(self.rollout_stage, self.score_stage, self.inputs.prompts.heldout, weights, self.step.number, check)
 
     def record_evaluation(self, evaluation: dict[str, float]) -> None:
         self.phases.take()
@@ -507,7 +505,7 @@ class StepOperations(CheckpointedRun):
         self.record.put_off(self.autoscaler.settle)
 
     def finish(self) -> None:
-        write_models(self.recipe, self.folder, self.files, self.critic_files, self.learn_stage.worker_groups)
+        write_models(self.recipe, self.folder, self.inputs.files, self.inputs.critic_files, self.learn_stage.worker_groups)
         self.finished = True
 
     @contextmanager

@@ -30,12 +30,14 @@ from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import large_page_environment
 from rlhfless_ray.prefix.supported_models import unsupported
+from rlhfless_ray.preflight.check_policy import why_not_served
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.reward_actor import RewardActor
 from rlhfless_ray.rollout.drafter_trainer import DrafterActor, DrafterSettings
 from rlhfless_ray.rollout.engine_actor import EngineActor
 from rlhfless_ray.rollout.engine_settings import EngineSettings, check_kernels, engine_settings
-from rlhfless_ray.weights.adapter import choose_publish, not_served
+from rlhfless_ray.runtime.run_inputs import RunInputs
+from rlhfless_ray.weights.adapter import choose_publish
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from rlhfless_ray.weights.model_folder import config_of, parameter_count, without_weights
 from rlhfless_ray.weights.quantized_base import has_4_bits
@@ -186,25 +188,19 @@ class PoolMaker:
 def create_worker_pools(
     recipe: Recipe,
     leases: LeaseManager,
-    files: Files,
-    longest_prompt_tokens: int,
-    tokenizer: Any,
-    reward_source: Any,
+    inputs: RunInputs,
     actors: ActorClasses,
     say: Callable[[str], None],
-    drafter_files: Files | None = None,
     *,
     give_back_at_once: bool = False,
 ) -> WorkerPools:
     """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
 
     Args:
-        files: of the initial policy's folder.
         say: callback for log messages.
-        drafter_files: of the model that drafts.
         give_back_at_once: whether parked engines release their memory at once, see `memory_fit.Fit`.
     """
-    resource = leases.resource
+    resource, files, longest_prompt_tokens = leases.resource, inputs.files, inputs.lengths.longest_prompt
     if resource == "cpu":
         if recipe.rollout.block_size % 32:
             raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
@@ -215,15 +211,15 @@ def create_worker_pools(
     prefill = actors.prefill if recipe.rollout.prefix_kv != "off" else None
     unshared = unsupported(config_of(files), recipe.rollout.least_width) if prefill is not None else None
     keeps_pages = (prefill is not None and unshared is None) or recipe.rollout.partial_kv == "keep"
-    engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages, tokenizer.eos_token_id)
+    engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages, inputs.tokenizer.eos_token_id)
     config = ray.put(without_weights(files))
-    drafter = [ray.put(drafter_files)] if drafter_files else []
+    drafter = [ray.put(inputs.drafter_files)] if inputs.drafter_files else []
     make = PoolMaker(recipe, leases, files, say, give_back_at_once=give_back_at_once)
     return WorkerPools(
         make.broker,
         make.faults,
         make.engines("rollout", actors.rollout, engine, config, *drafter, labels=recipe.rollout.nodes),
-        make.reward(actors.reward, reward_source),
+        make.reward(actors.reward, inputs.reward_source),
         make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
         make.engines("prefill", prefill, replace(engine, speculation="off"), config) if prefill is not None else None,
         make.worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks) if recipe.algorithm.has_critic else None,
@@ -238,26 +234,6 @@ def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
     lora = recipe.lora
     if lora.rank and has_4_bits(config_of(files)):
         return recipe.with_settings({"lora.publish": "adapter"})
-    served = why_not_served(recipe, files) is None and recipe.rollout.partial_kv != "keep"
+    served = why_not_served(recipe, config_of(files)) is None and recipe.rollout.partial_kv != "keep"
     publish = choose_publish(lora.publish, served, resource, parameter_count(files), recipe.rollout.max_tokens)
     return recipe.with_settings({"lora.publish": publish})
-
-
-def check_adapter(recipe: Recipe, files: Files) -> None:
-    """Raise UserError if engines must hold an adapter, and cannot."""
-    if not (reason := why_not_served(recipe, files)):
-        return
-    if recipe.lora.rank and has_4_bits(config_of(files)):
-        raise UserError(f"policy.path: its weights have 4 bits, and {reason}")
-    if recipe.lora.publish == "adapter":
-        raise UserError(f"lora.publish: {reason}; set merged or auto")
-
-
-def check_kept_kv(recipe: Recipe, files: Files) -> None:
-    """Raise UserError if `rollout.partial_kv: keep` asks for KV pages that engines cannot have."""
-    if recipe.rollout.partial_kv == "keep" and (reason := unsupported(config_of(files), recipe.rollout.least_width)):
-        raise UserError(f"rollout.partial_kv: the KV of this policy cannot be kept, because {reason}; set recompute")
-
-
-def why_not_served(recipe: Recipe, files: Files) -> str | None:
-    return not_served(config_of(files).get("model_type", ""), recipe.lora.rank, recipe.lora.target_modules)

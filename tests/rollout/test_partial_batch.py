@@ -185,7 +185,7 @@ def test_a_last_step_whose_groups_are_all_dropped_gets_others() -> None:
     )
     run = StepOperations.__new__(StepOperations)
     run.recipe, run.partial_rollouts = own, PartialRollouts(own)
-    run.prompts = SimpleNamespace(train=[Prompt(i, "", (1,)) for i in range(4)])  # type: ignore[assignment]
+    run.inputs = SimpleNamespace(prompts=SimpleNamespace(train=[Prompt(i, "", (1,)) for i in range(4)]))  # type: ignore[assignment]
     run.cursor = Cursor(4, 3, False, 0)
     run.dynamic_sampling = DynamicSampling(own, run.cursor)
     run.cursor.next(4)

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,7 @@ def test_a_resume_with_other_rows_leaves_the_folder_as_it_was(tmp_path: Path) ->
     store(begun(tmp_path), 2).save(5, learner(), {"cursor": Cursor(11, 2, True, 0).state()})
     run = Runtime.__new__(Runtime)
     run.recipe, run.folder, run.resume, run.cursor = recipe(tmp_path), RunFolder(tmp_path / "try"), True, Cursor(10, 2, True, 0)
-    run.files = {}
+    run.inputs = SimpleNamespace(files={})
     with pytest.raises(UserError, match="the number of training rows was 11"):
         run._open_folder()  # which comes before the status and the recipe are written
 
@@ -149,7 +150,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_ray(tmp_path: Path) -> 
         store(begun(root), 2).save(5, learner(), {"cursor": Cursor(11, 2, True, 0).state(), **state})
         run = Runtime.__new__(Runtime)
         run.recipe, run.folder, run.resume, run.cursor = recipe(root), RunFolder(root / "try"), True, Cursor(11, 2, True, 0)
-        run.files = {"config.json": json.dumps(config).encode()}
+        run.inputs = SimpleNamespace(files={"config.json": json.dumps(config).encode()})
         run._open_folder()
 
     was = model_sizes({"config.json": b'{"model_type": "llama", "hidden_size": 64, "rms_norm_eps": 1e-5}'})

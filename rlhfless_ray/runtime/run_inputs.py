@@ -1,0 +1,95 @@
+"""Read what a run needs from files, and check everything that can be checked without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlhfless_ray.agent.load_agent import AgentSource
+from rlhfless_ray.agent.preflight_agent import dry_play
+from rlhfless_ray.learn.model_checks import check_division
+from rlhfless_ray.learn.output_scale import output_scale
+from rlhfless_ray.preflight.check_policy import check_policy
+from rlhfless_ray.preflight.memory_check import local_room, starts_ray
+from rlhfless_ray.preflight.memory_needs import Lengths, lengths_of
+from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.reward.preflight_reward import check_references, dry_call
+from rlhfless_ray.reward.source import Source
+from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
+from rlhfless_ray.runtime.load_reward import load_reward
+from rlhfless_ray.weights.known_differences import check_differences, check_engines
+from rlhfless_ray.weights.load_policy import (
+    check_classifier,
+    check_family,
+    initial_policy,
+    other_model,
+    policy_tokenizer,
+    read_model,
+    text_config,
+)
+from rlhfless_ray.weights.model_folder import config_of, read_folder
+from rlhfless_ray.weights.quantized_base import refuse_quantized
+from rlhfless_ray.weights.tensor_file import Files
+
+
+@dataclass
+class RunInputs:
+    """What a run reads before Ray starts."""
+
+    files: Files  # of the initial policy's folder, after a warm start those of its result
+    owes_warm_start: bool
+    critic_files: Files | None  # None: the critic begins as the policy
+    reference: Path | None  # folder of another reference model
+    drafter_files: Files | None
+    tokenizer: Any
+    prompts: PromptSet
+    reward_source: Source
+    speculation_note: str
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Token lengths of all prompts."""
+        return lengths_of(self.prompts.train, self.prompts.heldout)
+
+
+def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], PromptSet], *, computes: bool) -> tuple[Recipe, RunInputs]:
+    """Read and check a run's models, prompts and reward. Returns the recipe with the settings that they decide.
+
+    `load_prompts`: reads the prompts, given the tokenizer and the policy's files. `computes`: whether engines and learner compute a policy.
+    Raises UserError for mistakes in the recipe, the data or the files it names.
+    """
+    files, owes_warm_start = initial_policy(recipe)
+    config = config_of(files)
+    if recipe.policy.path and computes:
+        check_family(files)
+    check_engines(recipe, config, local_room(recipe).resource if starts_ray(recipe) else "")
+    check_policy(recipe, config)
+    critic_files = read_model(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
+    if critic_files is not None:
+        refuse_quantized(config_of(critic_files), "critic.path")
+    if recipe.learns and recipe.algorithm.has_critic and (recipe.critic.path or recipe.policy.path):
+        check_classifier(critic_files or files, "critic.path" if recipe.critic.path else "policy.path")
+    if recipe.critic.normalize:
+        output_scale(config_of(critic_files or files), "critic.path", "critic.normalize")
+    tokenizer = policy_tokenizer(recipe, files)
+    reference = other_model(recipe.reference.path, "reference.path", tokenizer) if recipe.reference.path else None
+    of_reference = config_of(read_folder(reference)) if reference else None
+    check_division(recipe, config, of_reference, config_of(critic_files) if critic_files else None)
+    recipe, speculation_note = check_speculation(recipe, files)
+    drafter_files = read_drafter(recipe, tokenizer, files)
+    prompts = load_prompts(recipe, tokenizer, files)
+    check_vocabulary(prompts, tokenizer, text_config(files).get("vocab_size"))
+    reward_source = load_reward(recipe, tokenizer)
+    if isinstance(reward_source, AgentSource):
+        dry_play(recipe, reward_source, prompts.train, files)
+    if recipe.learns:
+        check_references(reward_source, [*prompts.train, *prompts.heldout])
+    dry_call(reward_source, prompts.train, tokenizer, recipe.reward.timeout_s, recipe.answer_column)
+    inputs = RunInputs(files, owes_warm_start, critic_files, reference, drafter_files, tokenizer, prompts, reward_source, speculation_note)
+    if computes:
+        check_differences(recipe, config, inputs.lengths.longest_prompt)
+    return recipe, inputs
