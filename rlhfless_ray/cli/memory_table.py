@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhfless_ray.preflight.memory_needs import Need
+    from rlhfless_ray.preflight.memory_needs import ModelSize, Need
     from rlhfless_ray.recipe import Recipe
 
 
@@ -18,33 +18,12 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
 
     Prompts are not read: for predictions each counts as long as prompts.max_prompt_tokens and the policy's context allow.
     """
-    from rlhfless_ray.learn.model_checks import check_division
-    from rlhfless_ray.preflight.check_policy import check_policy
     from rlhfless_ray.preflight.memory_check import GPU, check, check_kernels_and_width, local_room
     from rlhfless_ray.preflight.memory_fit import AUTO_KEYS, fit
-    from rlhfless_ray.preflight.memory_needs import Lengths, device_needs, gb, host_needs, models_of
-    from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.recipe.recipe_file import OTHER_KINDS, read_tree
-    from rlhfless_ray.weights.check_config import check_config
+    from rlhfless_ray.preflight.memory_needs import Lengths, device_needs, gb, host_needs
     from rlhfless_ray.weights.known_differences import check_engines
-    from rlhfless_ray.weights.load_policy import check_family, model_folder
-    from rlhfless_ray.weights.model_folder import read_folder
 
-    tree = read_tree(path, overrides)
-    for key, (what, command) in OTHER_KINDS.items():
-        if key in tree:
-            raise UserError(f"--memory {path}: `{key}` makes it a {what}, whose memory is checked when `rlhfless {command}` starts it")
-    recipe = Recipe.load(path, overrides)
-    models = models_of(recipe)
-    if "policy" not in models and recipe.policy.path:
-        read_folder(model_folder(recipe.policy.path, "policy.path"))  # says what is wrong with it
-    if "policy" not in models:
-        raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
-    check_config(models["policy"].config, "policy.path")
-    check_family({"config.json": json.dumps(models["policy"].config).encode()})
-    check_policy(recipe, models["policy"].config)
-    of_reference, of_critic = (models[name].config if name in models else None for name in ("reference", "critic"))
-    check_division(recipe, models["policy"].config, of_reference, of_critic)
+    recipe, models = _load(path, overrides)
     prompt, response = _longest_prompt(recipe, models["policy"].config), recipe.rollout.max_tokens
     check_kernels_and_width(recipe)
     room = local_room(recipe)
@@ -77,6 +56,35 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
         print(line)
     if room.bytes is not None and not fitted.note:
         print(f"every need fits {'a GPU' if room.resource == GPU else 'this machine'} of {gb(room.bytes)}")
+
+
+def _load(path: Path, overrides: list[str]) -> tuple[Recipe, dict[str, ModelSize]]:
+    """Return the recipe and its models. Raises UserError for settings that the policy cannot have."""
+    from rlhfless_ray.learn.model_checks import check_division
+    from rlhfless_ray.preflight.check_policy import check_policy
+    from rlhfless_ray.preflight.memory_needs import models_of
+    from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.recipe.recipe_file import OTHER_KINDS, read_tree
+    from rlhfless_ray.weights.check_config import check_config
+    from rlhfless_ray.weights.load_policy import check_family, model_folder
+    from rlhfless_ray.weights.model_folder import read_folder
+
+    tree = read_tree(path, overrides)
+    for key, (what, command) in OTHER_KINDS.items():
+        if key in tree:
+            raise UserError(f"--memory {path}: `{key}` makes it a {what}, whose memory is checked when `rlhfless {command}` starts it")
+    recipe = Recipe.load(path, overrides)
+    models = models_of(recipe)
+    if "policy" not in models and recipe.policy.path:
+        read_folder(model_folder(recipe.policy.path, "policy.path"))  # says what is wrong with it
+    if "policy" not in models:
+        raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
+    config = models["policy"].config
+    check_config(config, "policy.path")
+    check_family({"config.json": json.dumps(config).encode()})
+    check_policy(recipe, config)
+    check_division(recipe, config, *(models[name].config if name in models else None for name in ("reference", "critic")))
+    return recipe, models
 
 
 def _longest_prompt(recipe: Recipe, config: dict[str, Any]) -> int:
