@@ -66,12 +66,11 @@ class MarketBids:
         `pairs`: slots of both together, and the time and cost by which the objective compares them. `started`: the same with the starts of
         engines, which the bid counts too.
         """
-        objective, both = self.objective, list(zip(pairs, started, strict=True))
-        if objective.budget is not None:  # of the rollout alone, as its costs are
-            both, objective = [one for one in both if one[0][1].cost <= objective.budget] or both, Objective(prefer=1.0)
-        value_per_s = time_value(objective, [plan for (_, plan), _ in both])
-        points = self._points(((slots, plan) for (slots, _), plan in both), value_per_s)
-        self.pair = self._bid(points, value_per_s, objective=objective)
+        both, budget = list(zip(pairs, started, strict=True)), self.objective.budget
+        if budget is not None:  # of the rollout alone, as its costs are
+            both = [one for one in both if one[0][1].cost <= budget] or both
+        value_per_s = time_value(self.objective, [plan for (_, plan), _ in both])
+        self.pair = self._bid(self._points(((slots, plan) for (slots, _), plan in both), value_per_s), value_per_s)
         return self._slots_for(self.pair)
 
     def room_for_rest(self, plans: Sequence[tuple[int, Plan]]) -> int:
