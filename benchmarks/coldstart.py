@@ -27,15 +27,15 @@ from rich.table import Table
 from benchmarks.common.results import Spread, Target, make_console, save, show_targets
 from benchmarks.common.run_metadata import ROOT
 from rlhfless_ray import Recipe
-from rlhfless_ray.rollout.engine_actor import EngineActor
-from rlhfless_ray.rollout.engine_settings import EngineSettings, engine_settings
+from rlhfless_ray.engine.engine_actor import EngineActor
+from rlhfless_ray.engine.engine_settings import EngineSettings, engine_settings
 from rlhfless_ray.types import Request
 
 COLD_S = 7.5  # half of what a cold start took when it was measured first
 PARKED_S = 1.0
 REQUESTS, TOKENS = 64, 100
 WAIT_S = 900.0
-PREPARE = "from rlhfless_ray.rollout.prepare_vllm import prepare; prepare(True, ['Qwen2ForCausalLM'])"
+PREPARE = "from rlhfless_ray.engine.prepare_vllm import prepare; prepare(True, ['Qwen2ForCausalLM'])"
 
 
 @dataclass(frozen=True)

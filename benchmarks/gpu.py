@@ -106,8 +106,8 @@ class GpuPart:
         return (total - free) / 2**20
 
     def engine(self) -> Iterator[dict[str, Any]]:
-        from rlhfless_ray.rollout.engine_actor import EngineActor
-        from rlhfless_ray.rollout.engine_settings import engine_settings
+        from rlhfless_ray.engine.engine_actor import EngineActor
+        from rlhfless_ray.engine.engine_settings import engine_settings
         from rlhfless_ray.types import Request
         from rlhfless_ray.weights.checksum import digests
         from rlhfless_ray.weights.model_folder import stored_weights, without_weights
@@ -153,7 +153,7 @@ class GpuPart:
 
     def bare(self) -> Iterator[dict[str, Any]]:
         """vLLM's own sampler, with the log-probabilities of the sampled tokens, which our engine gives too."""
-        from rlhfless_ray.rollout.prepare_vllm import prepare
+        from rlhfless_ray.engine.prepare_vllm import prepare
 
         prepare(self.device == "cpu")
         import torch

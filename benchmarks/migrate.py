@@ -30,7 +30,7 @@ from benchmarks.common.results import Spread, Target, make_console, save, show_t
 from benchmarks.common.run_process import read_metrics, train
 from benchmarks.elastic import Mode, check_same_work
 from benchmarks.peers.shared_work import HALF_BILLION
-from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.weights.tensor_file import Files
 
 PROMPTS, SAMPLES = 16, 8  # of a step of the real runs
@@ -95,12 +95,12 @@ def latency(contexts: list[int], tokens: int, others: int, size: str, folder: Pa
     import ray
 
     from placement.scaling.resize_policy import Hold
+    from rlhfless_ray.engine.engine_actor import EngineActor
     from rlhfless_ray.functions.instance import start_actor
     from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
-    from rlhfless_ray.rollout.engine_actor import EngineActor
     from rlhfless_ray.types import Request, WeightVersion
     from rlhfless_ray.weights.checksum import checksum
     from rlhfless_ray.weights.model_folder import stored_weights, without_weights

@@ -34,9 +34,9 @@ def measure(folder: Path, dtype: str) -> dict[str, Any]:
     """Run in a process of its own: build the engines, update and decode in turn."""
     import torch
 
-    from rlhfless_ray.rollout.engine_settings import EngineSettings, ServedAdapter
-    from rlhfless_ray.rollout.prepare_vllm import prepare
-    from rlhfless_ray.rollout.vllm_engine import VllmEngine
+    from rlhfless_ray.engine.engine_settings import EngineSettings, ServedAdapter
+    from rlhfless_ray.engine.prepare_vllm import prepare
+    from rlhfless_ray.engine.vllm_engine import VllmEngine
     from rlhfless_ray.weights.adapter import ADAPTABLE, PREFIX, Adapter
     from rlhfless_ray.weights.model_folder import read_folder, stored_weights
     from rlhfless_ray.weights.tensor_file import as_numpy

@@ -102,8 +102,8 @@ def engine(case: str, name: str, kind: str, files: Files, scratch: Path, drafter
     """Build an engine with its weights."""
     import torch
 
-    from rlhfless_ray.rollout.engine_settings import EngineSettings
-    from rlhfless_ray.rollout.vllm_engine import VllmEngine
+    from rlhfless_ray.engine.engine_settings import EngineSettings
+    from rlhfless_ray.engine.vllm_engine import VllmEngine
     from rlhfless_ray.weights.model_folder import stored_weights, without_weights, write_folder
     from rlhfless_ray.weights.tensor_file import as_numpy
 
@@ -192,7 +192,7 @@ def measure(case: str, rounds: int, scratch: Path, texts: Path | None) -> list[d
     """
     from benchmarks.common.learned_texts import learned_texts
     from benchmarks.common.widen import widened
-    from rlhfless_ray.rollout.control_queue import DraftNews
+    from rlhfless_ray.engine.control_queue import DraftNews
     from rlhfless_ray.types import Request
     from rlhfless_ray.weights.model_folder import write_folder
 

@@ -31,8 +31,8 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 import rlhfless_ray  # noqa: F401 - sets what has to be set before grpc is loaded
+from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, forked
-from rlhfless_ray.rollout.engine_settings import EngineSettings
 from tests import warm_workers
 
 ROOT = Path(__file__).resolve().parents[1]

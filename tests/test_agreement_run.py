@@ -30,7 +30,7 @@ def garbling_runtime(recipe: Recipe, where: str) -> Runtime:
     """`where` version 1 goes wrong: on its `way` to the engines, or `inside` of them, after it was checked."""
     import ray.cloudpickle
 
-    from rlhfless_ray.rollout.engine_actor import EngineActor
+    from rlhfless_ray.engine.engine_actor import EngineActor
 
     class Garbling(EngineActor):
         def open(self, threads: int) -> Any:

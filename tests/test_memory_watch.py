@@ -25,7 +25,7 @@ pytestmark = pytest.mark.pure
         ("ray::RayTrainWorker.poll_status", "learner"),
         ("ray::IDLE", "other workers"),
         ("ray::DrafterActor.train", "drafter"),
-        ("python -m rlhfless_ray.rollout.engine_member 1", "engines"),
+        ("python -m rlhfless_ray.engine.engine_member 1", "engines"),
         ("python -m rlhfless_ray.reward.reward_model_member", "reward"),
         ("/somewhere/raylet", "Ray"),
     ],

@@ -463,7 +463,7 @@ def test_a_lag_needs_importance_weights_and_keeps_no_samples_for_longer() -> Non
 
 
 def test_engines_in_8_bits_need_importance_weights_and_a_device_that_has_them() -> None:
-    from rlhfless_ray.rollout.engine_settings import check_kernels
+    from rlhfless_ray.engine.engine_settings import check_kernels
 
     int8 = ("rollout.quantization", "int8")
     assert "rollout.quantization: int8 changes what engines sample from" in refused(int8, ("algorithm.importance_cap", 0))

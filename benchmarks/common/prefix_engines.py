@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.shared_work import HALF_BILLION, SharedWork
-from rlhfless_ray.rollout.engine_actor import EngineActor
-from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.engine.engine_actor import EngineActor
+from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.types import Request
 
 VOCABULARY = 128  # tokens of prompts are below it in every policy

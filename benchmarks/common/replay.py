@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
+from rlhfless_ray.engine.engine_actor import fill_between
+from rlhfless_ray.engine.engine_settings import EngineSettings
+from rlhfless_ray.engine.token_deltas import CUT, GOES_ON, LENGTH, STOP, TokenDeltas
 from rlhfless_ray.learn.rank_actors import Source, read_source
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share
-from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
-from rlhfless_ray.rollout.engine_actor import fill_between
-from rlhfless_ray.rollout.engine_settings import EngineSettings
-from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, LENGTH, STOP, TokenDeltas
 from rlhfless_ray.types import EngineStep, Request, Span, UpdateStats
 from rlhfless_ray.weights.remote_folder import Delivery, deliver, sees
 

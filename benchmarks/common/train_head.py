@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlhfless_ray.rollout.head_drafts import Eagle3Head
+from rlhfless_ray.engine.head_drafts import Eagle3Head
 from rlhfless_ray.weights.tensor_file import Files
 
 HIDDEN, BATCH, LEARNING_RATE = 128, 16, 2e-3

@@ -55,8 +55,8 @@ OF_RAY_TRAIN = (
     "rlhfless_ray.supervise.supervised_rank",
 )
 # What other folders' processes import, by name because this folder uses none of it
-ENGINE_IMPORTS = "rlhfless_ray.rollout.prepare_vllm"
-OF_ENGINES = ("rlhfless_ray.prefix.connector", "rlhfless_ray.rollout.engine_actor", "rlhfless_ray.rollout.vllm_engine")
+ENGINE_IMPORTS = "rlhfless_ray.engine.prepare_vllm"
+OF_ENGINES = ("rlhfless_ray.prefix.connector", "rlhfless_ray.engine.engine_actor", "rlhfless_ray.engine.vllm_engine")
 LIBRARIES_OF_RANKS = ("deepspeed", "peft", "transformers")
 OF_RANKS = (
     "rlhfless_ray.learn.critic_rank",

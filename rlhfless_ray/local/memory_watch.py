@@ -20,7 +20,7 @@ FUNCTIONS = {  # by class name, which Ray puts into a worker's process title
 }
 WORKER = "ray::"  # beginning of the title of Ray's workers
 MEMBERS = {  # by the module that a further process of an engine or a reward model runs
-    "rlhfless_ray.rollout.engine_member": "engines",
+    "rlhfless_ray.engine.engine_member": "engines",
     "rlhfless_ray.reward.reward_model_member": "reward",
 }
 LEAST_INTERVAL_S = 1.0

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.engine.engine_settings import check_heads
 from rlhfless_ray.learn.model_checks import check_routers
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.engine_settings import check_heads
 from rlhfless_ray.weights.adapter import not_served
 from rlhfless_ray.weights.quantized_base import check_quantized, has_4_bits
 

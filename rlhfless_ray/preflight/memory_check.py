@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement import memory
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.engine.engine_settings import check_kernels
 from rlhfless_ray.learn.model_checks import refusal
 from rlhfless_ray.local.machine_memory import memory_bytes, visible_gpus
 from rlhfless_ray.preflight.memory_needs import (
@@ -30,7 +31,6 @@ from rlhfless_ray.preflight.memory_needs import (
     models_of,
 )
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.engine_settings import check_kernels
 
 if TYPE_CHECKING:
     from rlhfless_ray.local.cluster import RayCluster

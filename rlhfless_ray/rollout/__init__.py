@@ -1,1 +1,1 @@
-"""Rollout: engines that turn requests into completions."""
+"""Rollout: the driver has engines turn requests into completions."""

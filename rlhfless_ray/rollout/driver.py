@@ -18,11 +18,11 @@ from ray.exceptions import RayTaskError
 from placement.scaling.resize_policy import Decision, Release
 from rlhfless_ray.common.deadlines import wait_any
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import GONE, Instance, lost_on_the_way, raised_at_start, reason_of
 from rlhfless_ray.functions.worker_pool import GRANT_S, WorkerPool
-from rlhfless_ray.rollout.control_queue import EngineCommand
 from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls
 from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
 from rlhfless_ray.rollout.kept_pages import KeptPages
@@ -104,7 +104,8 @@ class RolloutDriver:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.start_s, self.idle, self.on_progress = silence_s, start_s, idle, on_progress
         self.listener, self.migration, self.shared = listener, migration, shared
-        self.partial_end, self.kept, self.stopping = partial_end, partial_end and partial_end.kept, False
+        self.partial_end, self.kept = partial_end, partial_end.kept if partial_end is not None else None
+        self.stopping = False
         before = partial_end.batch.before() if partial_end is not None and requests else ()  # episodes have no requests yet
         self.token_log = TokenLog(requests, before, self.kept is not None)
         if self.kept is not None:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import ray
 
+from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.control_queue import EngineCommand
 from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.token_log import TokenLog

@@ -11,10 +11,10 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from rlhfless_ray.rollout.control_queue import EngineCommand, new_ticket
+from rlhfless_ray.engine.control_queue import EngineCommand, new_ticket
+from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls, count_sequences
 from rlhfless_ray.rollout.migration_policy import MigrationRequest
-from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.rollout.token_log import TokenLog
 
 COPY_TOKENS = 256  # shortest context whose full blocks are copied before the cut: a copy costs messages, and saves a transfer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from rlhfless_ray.rollout.control_queue import new_ticket
+from rlhfless_ray.engine.control_queue import new_ticket
 
 if TYPE_CHECKING:
     from rlhfless_ray.rollout.token_log import TokenLog

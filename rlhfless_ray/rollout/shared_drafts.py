@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from placement.drafting import Learned, News
-from rlhfless_ray.rollout.control_queue import DraftNews
+from rlhfless_ray.engine.control_queue import DraftNews
 from rlhfless_ray.rollout.token_log import NO_ENGINE, TokenLog
 from rlhfless_ray.types import EngineStep
 

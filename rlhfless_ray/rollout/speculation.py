@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.engine.head_config import EMBEDDINGS, NEEDED, is_head, plain_name, refusal
 from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.head_config import EMBEDDINGS, NEEDED, is_head, plain_name, refusal
 from rlhfless_ray.weights.load_policy import check_files, load_tokenizer, model_folder
 from rlhfless_ray.weights.model_folder import check_tokenizer, config_of, read_folder, split_files, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, save_tensors

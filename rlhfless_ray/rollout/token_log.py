@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.engine.token_deltas import CUT, ENDS, GOES_ON, TokenDeltas
 from rlhfless_ray.rollout.growable_array import GrowableArray
-from rlhfless_ray.rollout.token_deltas import CUT, ENDS, GOES_ON, TokenDeltas
 from rlhfless_ray.types import UNFINISHED, Completion, Request
 
 NO_ENGINE = -1

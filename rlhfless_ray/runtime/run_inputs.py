@@ -48,7 +48,7 @@ class RunInputs:
     tokenizer: Any
     prompts: PromptSet
     reward_source: Source
-    speculation_note: str
+    speculation_note: str | None
 
     @cached_property
     def lengths(self) -> Lengths:

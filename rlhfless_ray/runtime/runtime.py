@@ -26,6 +26,7 @@ from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import Stopped, one_line
 from rlhfless_ray.common.step_timer import StepTimer
+from rlhfless_ray.engine.engine_settings import check_kernels
 from rlhfless_ray.functions.cluster_nodes import node_slots
 from rlhfless_ray.functions.lease import Slot, most_instances, places
 from rlhfless_ray.functions.pool_client import PoolClient, join_pool
@@ -41,7 +42,6 @@ from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.run_view import RunView
-from rlhfless_ray.rollout.engine_settings import check_kernels
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
@@ -323,10 +323,10 @@ class Runtime(StepOperations):
                 self._end_when_prompts_are_used_up(self.steps_done)
             self.weights = self.worker_group.publish(self.steps_done)
             self.broker.put(self.worker_group.park())
-            critic, reference = self.inputs.critic_files, self.inputs.reference
+            critic, other = self.inputs.critic_files, self.inputs.reference
             of_critic = policy if critic is None else StoredFiles(Path(self.recipe.critic.path), critic)
             self.learn_stage.worker_groups.open_critic(of_critic, self.cluster.private, state)
-            of_reference = policy if reference is None else StoredFiles(reference, read_folder(reference))
+            of_reference = policy if other is None else StoredFiles(other, read_folder(other))
             self.learn_stage.worker_groups.open_reference(of_reference, self.cluster.private)
             if self.stages.agents is not None:
                 self.stages.agents.check()

@@ -14,6 +14,8 @@ from typing import Any
 import ray
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.engine.engine_actor import EngineActor
+from rlhfless_ray.engine.engine_settings import EngineSettings, check_kernels, engine_settings
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.failure_budget import FailureBudget
@@ -34,8 +36,6 @@ from rlhfless_ray.preflight.check_policy import why_not_served
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.reward_actor import RewardActor
 from rlhfless_ray.rollout.drafter_trainer import DrafterActor, DrafterSettings
-from rlhfless_ray.rollout.engine_actor import EngineActor
-from rlhfless_ray.rollout.engine_settings import EngineSettings, check_kernels, engine_settings
 from rlhfless_ray.runtime.run_inputs import RunInputs
 from rlhfless_ray.weights.adapter import choose_publish
 from rlhfless_ray.weights.load_policy import check_kv_cache

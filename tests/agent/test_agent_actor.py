@@ -18,9 +18,9 @@ from rlhfless_ray.agent.multi_turn_loop import AgentError, min_tokens_of
 from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.agent.sampling_params import SamplingParams
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.engine.stop_strings import StopStrings
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.rollout.stop_strings import StopStrings
 from rlhfless_ray.types import Prompt
 from rlhfless_ray.weights.tiny_model import scratch_policy
 

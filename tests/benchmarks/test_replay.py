@@ -14,8 +14,8 @@ import pytest
 from benchmarks.common.replay import ReplayedEngine, Script, finish_times, prompt_key
 from benchmarks.common.replay_setup import synthetic_lengths
 from placement.speed.decode_speed import Speed
+from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.local.local_ray import forked
-from rlhfless_ray.rollout.control_queue import EngineCommand
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Request
 from tests.conftest import ROOT, environment

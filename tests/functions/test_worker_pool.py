@@ -12,6 +12,7 @@ from ray.exceptions import ActorUnschedulableError
 from ray.util.placement_group import placement_group_table
 
 from placement.scaling.resize_policy import Release
+from rlhfless_ray.engine.token_deltas import STOP, TokenDeltas
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import State, start_actor
@@ -20,7 +21,6 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.recipe import FunctionsConfig, RolloutConfig
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
-from rlhfless_ray.rollout.token_deltas import STOP, TokenDeltas
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Request, Span, WeightVersion
 from tests.conftest import lives

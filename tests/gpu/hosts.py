@@ -158,11 +158,11 @@ class EngineTools:
     """Engines in one process. Only one of a process can be parked on a device, which vLLM's allocator demands."""
 
     def __init__(self) -> None:
-        from rlhfless_ray.rollout.prepare_vllm import prepare
+        from rlhfless_ray.engine.prepare_vllm import prepare
 
         prepare(ON == "cpu")
 
-        from rlhfless_ray.rollout import vllm_engine
+        from rlhfless_ray.engine import vllm_engine
         from tests.prefix.test_engines import engine_class
 
         self.actor_class, self.actors = engine_class(), {}

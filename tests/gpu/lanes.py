@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.engine.engine_settings import EngineSettings, ServedAdapter
 from rlhfless_ray.learn.batch import UNKNOWN_EXPERT
 from rlhfless_ray.learn.model_checks import WITH_ROUTERS
-from rlhfless_ray.rollout.engine_settings import EngineSettings, ServedAdapter
 from rlhfless_ray.types import Request
 from rlhfless_ray.weights.adapter import ADAPTABLE
 from rlhfless_ray.weights.checksum import digests

@@ -92,7 +92,7 @@ def producer_class() -> type:
 
 def taker(kind: PageLayout = KIND) -> Any:
     """A rollout instance's end without an engine, in this process."""
-    from rlhfless_ray.rollout.engine_actor import EngineActor
+    from rlhfless_ray.engine.engine_actor import EngineActor
 
     made = EngineActor.__new__(EngineActor)
     store = PageStore()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.engine.engine_settings import EngineSettings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "learn"))  # tiny_policy
 
@@ -29,12 +29,12 @@ def settings(**changes: Any) -> EngineSettings:
 
 def engine_class() -> type:
     """A page actor whose generation comes back whole. Local, so that Ray ships it by value."""
-    from rlhfless_ray.rollout.engine_actor import EngineActor
+    from rlhfless_ray.engine.engine_actor import EngineActor
 
     class Engine(EngineActor):
         def answer(self, requests: list[Any], cut_after: int = 0) -> dict[int, tuple[np.ndarray, np.ndarray]]:
             """{key: (tokens, log-probabilities)}. `cut_after` tokens everything is cut, and its pages are kept."""
-            from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
+            from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
 
             control_queue = ControlQueue()
             control_queue.open(0)
@@ -270,7 +270,7 @@ def test_vllms_example_connector_uses_old_pages_after_a_weight_update(world: Wor
         def open(self, threads: int) -> Any:
             from vllm.config import KVTransferConfig
 
-            from rlhfless_ray.rollout import engine_arguments
+            from rlhfless_ray.engine import engine_arguments
 
             engine_arguments._transfer_config = lambda pages: KVTransferConfig(  # type: ignore[assignment]
                 kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config={"shared_storage_path": str(tmp_path)}

@@ -15,7 +15,7 @@ BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 7, 2, 16, 8, 3
 
 @pytest.fixture(scope="module")
 def connector() -> ModuleType:
-    from rlhfless_ray.rollout.prepare_vllm import prepare
+    from rlhfless_ray.engine.prepare_vllm import prepare
 
     prepare()
     import rlhfless_ray.prefix.connector as connector

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.torch import load as load_tensors
 from tiny_policy import in_pairs, tiny_policy
 
-from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Completion, Request
 

@@ -18,15 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # asking
 
 @pytest.fixture(scope="session")
 def sampling() -> Iterator[ModuleType]:
-    """`rlhfless_ray.rollout.keyed_sampler`; the variables that vLLM wants are taken back afterwards."""
+    """`rlhfless_ray.engine.keyed_sampler`; the variables that vLLM wants are taken back afterwards."""
     import torch
 
     before, threads = dict(os.environ), torch.get_num_threads()
-    from rlhfless_ray.rollout import prepare_vllm
+    from rlhfless_ray.engine import prepare_vllm
 
     prepare_vllm.prepare()
     torch.set_num_threads(1)
-    from rlhfless_ray.rollout import keyed_sampler as sampling
+    from rlhfless_ray.engine import keyed_sampler as sampling
 
     yield sampling
     torch.set_num_threads(threads)
@@ -40,7 +40,7 @@ def new_engine(sampling: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
     """An engine for a policy's files, without weights."""
     from asking import SETTINGS
 
-    from rlhfless_ray.rollout.vllm_engine import VllmEngine
+    from rlhfless_ray.engine.vllm_engine import VllmEngine
     from rlhfless_ray.weights.model_folder import without_weights, write_folder
 
     def build(files: dict[str, bytes], drafter: dict[str, bytes] | None = None, **changes: Any) -> Any:

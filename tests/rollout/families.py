@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.rank_settings import RankSettings
-from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.types import Request
 
 VOCABULARY, EOS = 96, 1
@@ -232,7 +232,7 @@ class EngineHost:
         self.actors: dict[str, Any] = {}
 
     def open(self, name: str, files: dict[str, bytes], settings: EngineSettings) -> None:
-        from rlhfless_ray.rollout.engine_actor import EngineActor
+        from rlhfless_ray.engine.engine_actor import EngineActor
         from rlhfless_ray.weights.model_folder import without_weights
 
         self.actors[name] = EngineActor(without_weights(files), settings)

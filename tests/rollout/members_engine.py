@@ -18,9 +18,9 @@ from typing import Any
 from asking import FILES, SETTINGS, VERSIONS, answer, at_several_temperatures, requests, weights_of
 from test_adapter_engine import SERVED, Trained
 
-from rlhfless_ray.rollout.engine_members import started
-from rlhfless_ray.rollout.prepare_vllm import prepare
-from rlhfless_ray.rollout.vllm_engine import VllmEngine
+from rlhfless_ray.engine.engine_members import started
+from rlhfless_ray.engine.prepare_vllm import prepare
+from rlhfless_ray.engine.vllm_engine import VllmEngine
 from rlhfless_ray.weights.model_folder import without_weights, write_folder
 
 WIDE = replace(SETTINGS, tensor_parallel=2, speculation="on")  # the engine that it is compared with drafts nothing

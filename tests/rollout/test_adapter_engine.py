@@ -13,10 +13,10 @@ from asking import FILES, VERSIONS, answer, requests, weights_of
 from families import pack_4_bits, policy
 from learner_reference import load, logprobs
 
+from rlhfless_ray.engine.engine_settings import ServedAdapter
 from rlhfless_ray.learn.lora import LoraAdapters, saved_name
 from rlhfless_ray.learn.policy_model import load_model
 from rlhfless_ray.recipe import LoraConfig
-from rlhfless_ray.rollout.engine_settings import ServedAdapter
 from rlhfless_ray.types import Completion, Request
 from rlhfless_ray.weights.adapter import ADAPTABLE, SERVED_FAMILIES
 from rlhfless_ray.weights.model_folder import write_folder

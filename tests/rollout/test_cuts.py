@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from asking import BLOCK, FILES, VERSIONS, answer, assert_same, requests, weights_of
 
-from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
-from rlhfless_ray.rollout.stop_strings import StopStrings
-from rlhfless_ray.rollout.token_deltas import CUT
+from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
+from rlhfless_ray.engine.stop_strings import StopStrings
+from rlhfless_ray.engine.token_deltas import CUT
 from rlhfless_ray.rollout.token_log import TokenLog
 from rlhfless_ray.types import Completion, Request
 
@@ -252,7 +252,7 @@ def test_the_first_token_of_an_added_request_is_reported_at_once(engines: list[A
 
 
 def test_the_time_of_a_command_is_separate_from_work() -> None:
-    from rlhfless_ray.rollout.engine_actor import fill_between
+    from rlhfless_ray.engine.engine_actor import fill_between
     from rlhfless_ray.types import Span
 
     move = Span("transfer", "move 3 sequences to rollout-2", 4.0, 4.5)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless_ray.rollout import drafts
-from rlhfless_ray.rollout.text_drafts import TextSource
+from rlhfless_ray.engine import drafts
+from rlhfless_ray.engine.text_drafts import TextSource
 from rlhfless_ray.types import EngineStep
 
 PROMPT, ROOM, LONGEST = 6, 24, 120

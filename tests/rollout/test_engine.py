@@ -216,7 +216,7 @@ def test_a_new_version_never_sees_old_kv(small: Any, with_a: Any) -> None:
 
 def test_without_the_salt_it_would(small: Any, with_a: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test before has teeth: with one salt for all versions the old KV is served, and the samples are others."""
-    monkeypatch.setattr("rlhfless_ray.rollout.vllm_engine.salt", lambda version: "always the same")
+    monkeypatch.setattr("rlhfless_ray.engine.vllm_engine.salt", lambda version: "always the same")
     asked = long_requests(12)
     put(small, weights_of(FILES["B"]))
     fresh = answer(small, asked)
@@ -303,7 +303,7 @@ def test_no_response_ends_before_its_least_tokens(engine: Any) -> None:
 
 
 def test_several_stop_tokens(tmp_path: Any) -> None:
-    from rlhfless_ray.rollout.engine_arguments import read_stop_tokens
+    from rlhfless_ray.engine.engine_arguments import read_stop_tokens
 
     assert read_stop_tokens(tmp_path, None) == []
     (tmp_path / "config.json").write_text('{"eos_token_id": 3, "vocab_size": 9}')

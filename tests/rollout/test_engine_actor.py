@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless_ray.rollout.engine_settings import EngineSettings
+from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.weights.checksum import checksum, digests
 from rlhfless_ray.weights.parts import Part
 
@@ -19,7 +19,7 @@ CPU = EngineSettings(max_model_len=64, max_running=4, block_size=32, kv_cache_mb
 
 @pytest.fixture
 def actor(sampling: ModuleType) -> Any:
-    from rlhfless_ray.rollout.engine_actor import EngineActor
+    from rlhfless_ray.engine.engine_actor import EngineActor
 
     made = EngineActor({}, CPU)
     made.loaded = []
@@ -52,7 +52,7 @@ def test_engines_on_gpu_reuse_the_model_compiled_for_the_same_files(
     """vLLM's name of it has the folder's path in it."""
     import vllm.envs as envs
 
-    from rlhfless_ray.rollout.engine_arguments import engine_folder
+    from rlhfless_ray.engine.engine_arguments import engine_folder
 
     # once there is an engine in a process, vLLM reads the environment no more
     monkeypatch.setattr(envs, "__getattr__", getattr(envs.__getattr__, "__wrapped__", envs.__getattr__))
@@ -72,8 +72,8 @@ def test_device_memory_of_a_parked_engine_excludes_sleeping_pools(actor: Any, mo
     """Counted as torch counts it, an engine that sleeps would hold more than its node may keep warm, and would be ended each time."""
     import torch
 
+    from rlhfless_ray.engine.vllm_engine import VllmEngine, find_sleeping_pools
     from rlhfless_ray.local.process_memory import own_memory_mb
-    from rlhfless_ray.rollout.vllm_engine import VllmEngine, find_sleeping_pools
 
     weights, cache = ((SimpleNamespace(id=(0, number)), None) for number in (1, 2))
     pools = {"weights": [weights], "kv_cache": [cache]} if several else {"weights": weights, "kv_cache": cache}
@@ -101,8 +101,8 @@ def test_a_parked_engine_drops_pages_that_arrived_with_requests(actor: Any, monk
     """They are views of objects, whose memory the object store could not free."""
     import ray
 
+    from rlhfless_ray.engine.engine_actor import ANY_VERSION
     from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
-    from rlhfless_ray.rollout.engine_actor import ANY_VERSION
 
     store = PageStore()
     store.kind = PageLayout(b"kind", 4, 16)

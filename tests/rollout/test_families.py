@@ -16,9 +16,9 @@ import ray
 from families import ALWAYS, DENSE, EOS, ORDER, EngineHost, LearnerHost, batch_of, policy, replaying, requests
 from families_table import TOLERANCE, read_table, write_table
 
+from rlhfless_ray.engine.engine_settings import EngineSettings
 from rlhfless_ray.learn.batch import UNKNOWN_EXPERT
 from rlhfless_ray.learn.model_checks import WITH_ROUTERS
-from rlhfless_ray.rollout.engine_settings import EngineSettings
 from rlhfless_ray.weights.checksum import digests
 from rlhfless_ray.weights.load_policy import check_files
 

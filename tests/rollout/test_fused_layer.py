@@ -29,7 +29,7 @@ def test_fused_layers_equal_the_modules(tmp_path: Path, kind: str) -> None:
     import torch
     import transformers
 
-    from rlhfless_ray.rollout.model_drafts import Ask, ModelSource
+    from rlhfless_ray.engine.model_drafts import Ask, ModelSource
 
     config = getattr(transformers, kind)(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -69,8 +69,8 @@ def test_other_models_keep_their_modules(tmp_path: Path) -> None:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-    from rlhfless_ray.rollout.fused_layer import can_be_fused
-    from rlhfless_ray.rollout.model_drafts import Ask, ModelSource
+    from rlhfless_ray.engine.fused_layer import can_be_fused
+    from rlhfless_ray.engine.model_drafts import Ask, ModelSource
 
     assert can_be_fused(LlamaConfig()) and not can_be_fused(LlamaConfig(hidden_act="gelu"))
     assert not can_be_fused(LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))

@@ -53,7 +53,7 @@ def _drafts_of_vllm(policy: Path, head: Path, asked: list[Any]) -> dict[tuple[in
     """Return the drafts of vLLM's own proposer by the tokens so far."""
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
-    from rlhfless_ray.rollout.prepare_vllm import prepare
+    from rlhfless_ray.engine.prepare_vllm import prepare
 
     prepare(architectures=json.loads((head / "config.json").read_text())["architectures"])  # or another Python looks at the class, for 11 s
     arguments: dict[str, Any] = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTED}
@@ -103,8 +103,8 @@ def test_drafts_do_not_depend_on_the_steps_before(sampling: ModuleType, tmp_path
     import torch
     from tiny_head import LAYERS, tiny_head
 
-    from rlhfless_ray.rollout.head_drafts import HeadSource
-    from rlhfless_ray.rollout.model_drafts import Ask
+    from rlhfless_ray.engine.head_drafts import HeadSource
+    from rlhfless_ray.engine.model_drafts import Ask
 
     rng = np.random.default_rng(seed)
     config = json.loads(FILES["A"]["config.json"])
@@ -167,7 +167,7 @@ def test_old_unread_states_are_dropped(sampling: ModuleType, tmp_path: Path, mon
     import torch
     from tiny_head import LAYERS, tiny_head
 
-    from rlhfless_ray.rollout import head_drafts
+    from rlhfless_ray.engine import head_drafts
 
     monkeypatch.setattr(head_drafts, "KEPT_STATES", 8)
     folder = write_folder(tmp_path, tiny_head(FILES["A"]["config.json"], embeddings=True))
@@ -188,7 +188,7 @@ def test_vllm_returns_hidden_states_of_exactly_these_policies(sampling: ModuleTy
     from vllm import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_eagle3
 
-    from rlhfless_ray.rollout.head_config import POLICIES
+    from rlhfless_ray.engine.head_config import POLICIES
 
     for name in POLICIES:
         assert supports_eagle3(ModelRegistry.models[name].load_model_cls()), name
@@ -215,7 +215,7 @@ def _config(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_head_of_another_policy_is_refused(changes: dict[str, Any], why: str | None) -> None:
-    from rlhfless_ray.rollout.head_config import is_head, refusal
+    from rlhfless_ray.engine.head_config import is_head, refusal
 
     policy = json.loads(FILES["A"]["config.json"])
     assert is_head(_config(**changes)) and not is_head(policy)

@@ -41,8 +41,8 @@ def engine_class(accepts_commands: bool = True) -> type:
     """Decodes a token of every request each TOKEN_S; a request's seed is also its length. It writes down what it generates,
     where a death does not reach, and waits for a driver that is slow to read: no more than five tokens for each byte of the
     file `pace`. With `accepts_commands` false it loses every command. Local, so that Ray ships it by value."""
-    from rlhfless_ray.rollout.control_queue import ControlQueue, EngineCommand
-    from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, STOP, TokenDeltas
+    from rlhfless_ray.engine.control_queue import ControlQueue, EngineCommand
+    from rlhfless_ray.engine.token_deltas import CUT, GOES_ON, STOP, TokenDeltas
     from rlhfless_ray.types import EngineStep, Span
 
     token_s, draw = TOKEN_S, token

@@ -66,7 +66,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 def engine_class() -> type:
-    from rlhfless_ray.rollout.engine_actor import EngineActor
+    from rlhfless_ray.engine.engine_actor import EngineActor
 
     class Known(EngineActor):
         def pid(self) -> int:

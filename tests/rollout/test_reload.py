@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfless_ray.rollout.worker_weights import reload_weights, unused_biases
+from rlhfless_ray.engine.worker_weights import reload_weights, unused_biases
 
 
 class LatentAttention(torch.nn.Module):

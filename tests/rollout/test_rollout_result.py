@@ -12,12 +12,12 @@ import pytest
 
 from placement.scaling.resize_policy import Hold
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import Request, WeightVersion
 
 pytestmark = pytest.mark.ray

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.rollout.running_requests import RunningRequests
-from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, STOP
+from rlhfless_ray.engine.running_requests import RunningRequests
+from rlhfless_ray.engine.token_deltas import CUT, GOES_ON, STOP
 from rlhfless_ray.types import Request
 
 

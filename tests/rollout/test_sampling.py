@@ -306,7 +306,7 @@ def test_an_engine_on_a_device_takes_the_model_runner_that_the_sampler_is_made_f
     import vllm.config.vllm as config
     import vllm.envs as envs
 
-    from rlhfless_ray.rollout import prepare_vllm
+    from rlhfless_ray.engine import prepare_vllm
 
     asked = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config=None), _get_v2_model_runner_unsupported_features=lambda: [])
 
@@ -329,7 +329,7 @@ def test_an_engine_on_a_device_compiles_and_multiplies_in_float32(
 ) -> None:
     import os
 
-    from rlhfless_ray.rollout import prepare_vllm
+    from rlhfless_ray.engine import prepare_vllm
 
     for name in {**prepare_vllm.ENVIRONMENT, **prepare_vllm.EAGER, **prepare_vllm.ON_GPU}:
         monkeypatch.delenv(name, raising=False)

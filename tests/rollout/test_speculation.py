@@ -12,8 +12,8 @@ from asking import FILES, VERSIONS, answer, assert_same, at_several_temperatures
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.rollout.control_queue import DraftNews
-from rlhfless_ray.rollout.stop_strings import StopStrings
+from rlhfless_ray.engine.control_queue import DraftNews
+from rlhfless_ray.engine.stop_strings import StopStrings
 
 pytestmark = pytest.mark.engine
 
@@ -135,7 +135,7 @@ def test_a_failing_drafter_changes_no_token(engines: dict[str, Any], capfd: pyte
 
 def test_a_drafter_that_overflows_or_lacks_padding_of_the_vocabulary_drafts_on(engines: dict[str, Any]) -> None:
     """On GPU an index that there is not would end the process, and with it the engine."""
-    from rlhfless_ray.rollout.model_drafts import Ask
+    from rlhfless_ray.engine.model_drafts import Ask
 
     asked, drafter = requests(8, temperature=0.7, seed=7), engines["model"].drafter
     model = drafter.source
@@ -228,7 +228,7 @@ def test_vllm_does_not_take_a_drafter_for_its_own(engines: dict[str, Any]) -> No
 
 
 def test_text_drafts_come_from_the_newest_responses() -> None:
-    from rlhfless_ray.rollout.text_drafts import TextSource
+    from rlhfless_ray.engine.text_drafts import TextSource
 
     source = TextSource(kept_tokens=100)
     text = np.arange(10, 70, dtype=np.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhfless_ray.rollout.stop_strings import EXTRA_TOKENS, StopStrings
+from rlhfless_ray.engine.stop_strings import EXTRA_TOKENS, StopStrings
 
 
 class Letters:

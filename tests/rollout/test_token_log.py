@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.rollout.token_deltas import CUT, ENDS, GOES_ON, LENGTH, STOP, TokenDeltas
+from rlhfless_ray.engine.token_deltas import CUT, ENDS, GOES_ON, LENGTH, STOP, TokenDeltas
 from rlhfless_ray.rollout.token_log import NO_ENGINE, TokenLog
 from rlhfless_ray.types import Completion, Request
 

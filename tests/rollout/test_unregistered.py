@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rlhfless_ray.rollout.worker_weights import restore_unregistered, save_unregistered
+from rlhfless_ray.engine.worker_weights import restore_unregistered, save_unregistered
 
 
 class Attention(torch.nn.Module):

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from placement.drafting import MODEL_SEQUENCES, SOURCES, Draft
-from rlhfless_ray.rollout.fused_layer import FusedLayer, RotaryTable, can_be_fused, rms_norm
-from rlhfless_ray.rollout.keyed_sampler import draw_in_chunks
+from rlhfless_ray.engine.fused_layer import FusedLayer, RotaryTable, can_be_fused, rms_norm
+from rlhfless_ray.engine.keyed_sampler import draw_in_chunks
 
 MOST_LOGIT = 1e4  # limit on logits: from an overflow, no token can be drawn, and on GPU a wrong index ends the process
 LEAST_CACHED = 256  # tokens of a sequence for which the cache has room at first

@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rlhfless_ray.common.errors import one_line_with_type
-from rlhfless_ray.local.process_memory import release_free_heap, reserved_outside_mb
-from rlhfless_ray.prefix.block_hash import root, salt
-from rlhfless_ray.prefix.block_hasher import BlockHasher
-from rlhfless_ray.prefix.pages import PageStore
-from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
-from rlhfless_ray.rollout.engine_arguments import engine_arguments, read_stop_tokens
-from rlhfless_ray.rollout.engine_settings import EngineSettings
-from rlhfless_ray.rollout.prepare_vllm import install_sampler, prepare
-from rlhfless_ray.rollout.running_requests import RunningRequests
-from rlhfless_ray.rollout.stop_strings import StopStrings
-from rlhfless_ray.rollout.token_deltas import CUT, ENDS, TokenDeltas
-from rlhfless_ray.rollout.worker_weights import (
+from rlhfless_ray.engine.control_queue import ControlQueue, DraftNews, EngineCommand
+from rlhfless_ray.engine.engine_arguments import engine_arguments, read_stop_tokens
+from rlhfless_ray.engine.engine_settings import EngineSettings
+from rlhfless_ray.engine.prepare_vllm import install_sampler, prepare
+from rlhfless_ray.engine.running_requests import RunningRequests
+from rlhfless_ray.engine.stop_strings import StopStrings
+from rlhfless_ray.engine.token_deltas import CUT, ENDS, TokenDeltas
+from rlhfless_ray.engine.worker_weights import (
     drop_memory,
     fingerprint,
     fused_modules,
@@ -33,6 +29,10 @@ from rlhfless_ray.rollout.worker_weights import (
     restore_unregistered,
     save_unregistered,
 )
+from rlhfless_ray.local.process_memory import release_free_heap, reserved_outside_mb
+from rlhfless_ray.prefix.block_hash import root, salt
+from rlhfless_ray.prefix.block_hasher import BlockHasher
+from rlhfless_ray.prefix.pages import PageStore
 from rlhfless_ray.types import EngineStep, Request, Span
 from rlhfless_ray.weights.compare import differing
 from rlhfless_ray.weights.model_folder import stored_weights
@@ -40,8 +40,8 @@ from rlhfless_ray.weights.parts import Assembled
 from rlhfless_ray.weights.tensor_file import Files, as_numpy
 
 if TYPE_CHECKING:
-    from rlhfless_ray.rollout.drafts import Drafter
-    from rlhfless_ray.rollout.router_choices import RouterChoices
+    from rlhfless_ray.engine.drafts import Drafter
+    from rlhfless_ray.engine.router_choices import RouterChoices
 
 LARGE_BYTES = 100e6  # of weights; from here on memory that a load leaves on the heap is worth the milliseconds to release it
 
@@ -148,7 +148,7 @@ class VllmEngine:
         return self.engine.collective_rpc(cast(Any, function), args=args)
 
     def _replace_adapter(self, version: int, weights: Mapping[str, np.ndarray], base: Files | None) -> None:
-        from rlhfless_ray.rollout.adapter_layers import REQUEST, put_adapter
+        from rlhfless_ray.engine.adapter_layers import REQUEST, put_adapter
 
         if not self.has_base:
             if base is None:

@@ -20,7 +20,7 @@ started: list[EngineMember] = []  # ahead of the engine, whose executor vLLM its
 
 class EngineMember(MemberProcess):
     def __init__(self, on_cpu: bool, architectures: Sequence[str]) -> None:
-        super().__init__("rlhfless_ray.rollout.engine_member", str(int(on_cpu)), *architectures)
+        super().__init__("rlhfless_ray.engine.engine_member", str(int(on_cpu)), *architectures)
 
     def send_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Send tensors one by one, so that no process holds a second copy of all."""

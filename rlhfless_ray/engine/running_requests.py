@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhfless_ray.rollout.token_deltas import CUT, GOES_ON, TokenDeltas
+from rlhfless_ray.engine.token_deltas import CUT, GOES_ON, TokenDeltas
 from rlhfless_ray.types import Request
 
 if TYPE_CHECKING:
-    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
+    from rlhfless_ray.engine.keyed_sampler import KeyedSampler
 
 
 @dataclass

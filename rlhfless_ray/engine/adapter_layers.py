@@ -17,7 +17,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
-from rlhfless_ray.rollout.engine_settings import ServedAdapter
+from rlhfless_ray.engine.engine_settings import ServedAdapter
 from rlhfless_ray.weights.tensor_file import as_tensor
 
 NUMBER = 1

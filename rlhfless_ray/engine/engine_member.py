@@ -1,6 +1,6 @@
 """A further member of an engine: a process with its part of the weights and KV cache, which carries out the engine's calls.
 
-`python -m rlhfless_ray.rollout.engine_member ON_CPU ARCHITECTURE…` starts one, whose standard input is the connection.
+`python -m rlhfless_ray.engine.engine_member ON_CPU ARCHITECTURE…` starts one, whose standard input is the connection.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import cloudpickle
 import numpy as np
 
+from rlhfless_ray.engine.engine_members import STEP_CALLS, bytes_of
 from rlhfless_ray.local.member_process import connect
-from rlhfless_ray.rollout.engine_members import STEP_CALLS, bytes_of
 
 
 class ArrivingWeights:
@@ -47,10 +47,10 @@ class MemberWorker:
         from vllm.platforms import current_platform
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-        from rlhfless_ray.rollout.prepare_vllm import install_sampler
+        from rlhfless_ray.engine.prepare_vllm import install_sampler
 
         if config.lora_config is not None and config.device_config.device_type == "cpu":
-            from rlhfless_ray.rollout.adapter_layers import replace_products
+            from rlhfless_ray.engine.adapter_layers import replace_products
 
             replace_products()
         self.worker = WorkerWrapperBase(rpc_rank=rank)
@@ -108,7 +108,7 @@ def serve(reader: BinaryIO, writer: BinaryIO) -> None:
 
 def main() -> None:
     reader, writer = connect()
-    from rlhfless_ray.rollout.prepare_vllm import prepare
+    from rlhfless_ray.engine.prepare_vllm import prepare
 
     prepare(sys.argv[1] == "1", sys.argv[2:])
     import torch

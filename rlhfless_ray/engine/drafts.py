@@ -17,17 +17,17 @@ import numpy as np
 
 from placement.drafting import MODEL_SEQUENCES, MOST_TOKENS, Acceptance, Attempts, Drafts, Learned
 from rlhfless_ray.common.errors import one_line_with_type
-from rlhfless_ray.rollout.head_config import is_head
-from rlhfless_ray.rollout.text_drafts import TextSource
+from rlhfless_ray.engine.head_config import is_head
+from rlhfless_ray.engine.text_drafts import TextSource
 from rlhfless_ray.types import EngineStep
 
 if TYPE_CHECKING:
     import torch
 
     from placement.drafting import Draft
-    from rlhfless_ray.rollout.control_queue import DraftNews
-    from rlhfless_ray.rollout.head_drafts import HeadSource
-    from rlhfless_ray.rollout.model_drafts import Ask, DraftSource
+    from rlhfless_ray.engine.control_queue import DraftNews
+    from rlhfless_ray.engine.head_drafts import HeadSource
+    from rlhfless_ray.engine.model_drafts import Ask, DraftSource
 
 ALL = 1 << 30  # sequences
 MODEL = "model"  # name of the drafter among the sequences that rest; those have numbers
@@ -97,7 +97,7 @@ class Drafter:
         self.begun = 0  # requests that have begun, as `KeyedSampler.begun`
 
     def _load(self, folder: Path) -> DraftSource:
-        from rlhfless_ray.rollout.model_drafts import ModelSource
+        from rlhfless_ray.engine.model_drafts import ModelSource
 
         longest = self.most_tokens + MOST_TOKENS + 1
         if is_head(json.loads((folder / "config.json").read_bytes())):
@@ -106,7 +106,7 @@ class Drafter:
 
     def _load_head(self, folder: Path, longest: int) -> HeadSource:
         """Load a head, and show it the policy's hidden states from now on. See `states_worker`."""
-        from rlhfless_ray.rollout.head_drafts import HeadSource
+        from rlhfless_ray.engine.head_drafts import HeadSource
 
         runner = self.runner
         head = HeadSource(folder, longest, runner.dtype, runner.device, runner.get_model().embed_input_ids)
@@ -299,7 +299,7 @@ class Drafter:
         self.attempts.note([MODEL], [MODEL] if not token_s or float(gains.sum()) * token_s > seconds else [])
 
     def _ask(self, name: str, key: int, tokens: np.ndarray, most: int) -> Ask:
-        from rlhfless_ray.rollout.model_drafts import Ask
+        from rlhfless_ray.engine.model_drafts import Ask
 
         state = self.runner.sampler.rows[name]
         begin = len(state["output"])

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhfless_ray.engine.engine_settings import EngineSettings
+from rlhfless_ray.engine.head_config import is_head, layers_read
 from rlhfless_ray.prefix.pages import PageStore
-from rlhfless_ray.rollout.engine_settings import EngineSettings
-from rlhfless_ray.rollout.head_config import is_head, layers_read
 from rlhfless_ray.weights.model_folder import content_addressed_folder, stop_tokens, write_folder
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -57,7 +57,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, pages: PageStore | 
 def _quantization_method(kind: str) -> str | None:
     """Return vLLM's name of a quantisation that is applied to the weights when they are loaded."""
     if kind == "int8":
-        from rlhfless_ray.rollout.int8_linear import METHOD
+        from rlhfless_ray.engine.int8_linear import METHOD
 
         return METHOD
     return "fp8_per_channel" if kind == "fp8" else None
@@ -66,7 +66,7 @@ def _quantization_method(kind: str) -> str | None:
 def _adapter_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.adapter is None:
         return {}
-    from rlhfless_ray.rollout.adapter_layers import adapter_arguments
+    from rlhfless_ray.engine.adapter_layers import adapter_arguments
 
     return adapter_arguments(settings.adapter, settings.device)
 
@@ -75,7 +75,7 @@ def _executor(width: int) -> Any:
     """Return vLLM's `distributed_executor_backend` for an engine with `width` members."""
     if width == 1:
         return "uni"
-    from rlhfless_ray.rollout.member_executor import MemberExecutor
+    from rlhfless_ray.engine.member_executor import MemberExecutor
 
     return MemberExecutor
 
@@ -91,7 +91,7 @@ def _transfer_config(pages: PageStore | None) -> Any:
 def _speculative_config(kind: str) -> dict[str, Any] | None:
     if kind == "off":
         return None
-    from rlhfless_ray.rollout.drafts import MOST_TOKENS, Drafter
+    from rlhfless_ray.engine.drafts import MOST_TOKENS, Drafter
 
     return {"method": "custom_class", "model": f"{Drafter.__module__}.{Drafter.__qualname__}", "num_speculative_tokens": MOST_TOKENS}
 
@@ -100,7 +100,7 @@ def _worker_arguments(drafter: Path | None, settings: EngineSettings) -> dict[st
     """Return the arguments for what vLLM's own worker does not do, see `StatesWorker`."""
     if settings.speculation == "off" and not settings.records_experts:
         return {}
-    from rlhfless_ray.rollout.states_worker import EXPERTS, LAYERS, StatesWorker
+    from rlhfless_ray.engine.states_worker import EXPERTS, LAYERS, StatesWorker
 
     config = json.loads((drafter / "config.json").read_bytes()) if drafter is not None else {}
     name, additional = f"{StatesWorker.__module__}.{StatesWorker.__qualname__}", {EXPERTS: True} if settings.records_experts else {}

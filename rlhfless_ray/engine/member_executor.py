@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from rlhfless_ray.rollout.engine_members import STEP_CALLS, start_members, started
+from rlhfless_ray.engine.engine_members import STEP_CALLS, start_members, started
 
 NOTICE_S = 1.0  # time for the thread that watches a lost member to end this process
 

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.engine.control_queue import ControlQueue, DraftNews, EngineCommand
+from rlhfless_ray.engine.engine_members import start_members
+from rlhfless_ray.engine.engine_settings import EngineSettings
+from rlhfless_ray.engine.token_deltas import TokenDeltas
 from rlhfless_ray.local.member_process import members_memory_mb
 from rlhfless_ray.prefix.block_hash import salt
 from rlhfless_ray.prefix.pages import Bundle, PageLayout, PageStore
-from rlhfless_ray.rollout.control_queue import ControlQueue, DraftNews, EngineCommand
-from rlhfless_ray.rollout.engine_members import start_members
-from rlhfless_ray.rollout.engine_settings import EngineSettings
-from rlhfless_ray.rollout.token_deltas import TokenDeltas
 from rlhfless_ray.types import EngineStep, Fetched, Prefilled, Request, Span
 from rlhfless_ray.weights.checksum import combined, damaged, digests, digests_like, listed
 from rlhfless_ray.weights.model_folder import missing_index, stored_weights, write_folder
@@ -51,8 +51,8 @@ class EngineActor:
         self.control_queue = ControlQueue()
         self.carried: list[bytes] = []  # addresses of pages that arrived with requests
         self.old_tickets: set[int] = set()  # tickets of pages that earlier calls kept
-        import rlhfless_ray.rollout.vllm_engine  # noqa: F401  # for `open`, where the import would be paid under a lease
-        from rlhfless_ray.rollout.prepare_vllm import prepare, set_environment
+        import rlhfless_ray.engine.vllm_engine  # noqa: F401  # for `open`, where the import would be paid under a lease
+        from rlhfless_ray.engine.prepare_vllm import prepare, set_environment
 
         config = json.loads(bytes(files.get("config.json", b"{}")))
         on_cpu, architectures = settings.device == "cpu", config.get("architectures") or ()
@@ -63,9 +63,9 @@ class EngineActor:
 
     def open(self, threads: int) -> dict[str, Any]:
         """Build the engine without weights."""
+        from rlhfless_ray.engine.engine_arguments import engine_folder
+        from rlhfless_ray.engine.vllm_engine import VllmEngine
         from rlhfless_ray.local.process_memory import own_memory_mb
-        from rlhfless_ray.rollout.engine_arguments import engine_folder
-        from rlhfless_ray.rollout.vllm_engine import VllmEngine
 
         start = time.time()
         self._set_threads(threads)

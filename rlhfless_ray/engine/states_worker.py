@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from rlhfless_ray.rollout.router_choices import RouterChoices
+from rlhfless_ray.engine.router_choices import RouterChoices
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker

@@ -20,9 +20,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from placement.drafting import MODEL_SEQUENCES, Draft
-from rlhfless_ray.rollout.fused_layer import FusedLayer, RotaryTable, rms_norm
-from rlhfless_ray.rollout.head_config import EMBEDDINGS, plain_name
-from rlhfless_ray.rollout.model_drafts import Ask, DraftSource
+from rlhfless_ray.engine.fused_layer import FusedLayer, RotaryTable, rms_norm
+from rlhfless_ray.engine.head_config import EMBEDDINGS, plain_name
+from rlhfless_ray.engine.model_drafts import Ask, DraftSource
 
 KEPT_STATES = 512  # of a sequence that at least wait to be read. Without the older ones the head sees a shorter context.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.local.fast_imports import fast_imports
 
 if TYPE_CHECKING:
-    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
+    from rlhfless_ray.engine.keyed_sampler import KeyedSampler
 
 # vLLM reads these when it is imported: engine and worker in this process, no telemetry, errors only.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
@@ -43,7 +43,7 @@ def prepare(on_cpu: bool = True, architectures: Sequence[str] = ()) -> None:
     with fast_imports((*OPTIONAL, *COMPILER) if on_cpu else ()):
         from vllm import EngineArgs, LLMEngine, ModelRegistry  # noqa: F401
 
-        import rlhfless_ray.rollout.keyed_sampler  # noqa: F401
+        import rlhfless_ray.engine.keyed_sampler  # noqa: F401
 
         import_module("vllm.v1.worker.cpu_worker" if on_cpu else "vllm.v1.worker.gpu_worker")
         for name in BUILDING:
@@ -86,7 +86,7 @@ def set_environment(on_cpu: bool) -> None:
 
 def install_sampler(worker: Any) -> KeyedSampler:
     """Replace vLLM's samplers in this worker."""
-    from rlhfless_ray.rollout.keyed_sampler import KeyedSampler
+    from rlhfless_ray.engine.keyed_sampler import KeyedSampler
 
     runner = worker.model_runner
     sampler = KeyedSampler(runner)
