@@ -77,6 +77,12 @@ def test_explain():
     assert recipe["policy"]["path"] == "/m" and recipe["rollout"]["samples_per_prompt"] == 4
 
 
+def test_explain_counts_one_of_a_thing_in_the_singular():
+    one = ["--actor_num_nodes", "1", "--actor_num_gpus_per_node", "1", "--vllm_num_engines", "1"]
+    said = command_here("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *LINE.split(), *one).stdout
+    assert "1 rank of the learner at most" in said and "1 engine at most" in said
+
+
 def test_explain_for_programs():
     inner = f"cd x && ray job submit -- python -m openrlhf.cli.train_ppo_ray {LINE} --top_p 0.5"
     done = command_here("explain", "--json", "--", "srun", "bash", "-c", inner)

@@ -417,7 +417,8 @@ def folder_name(text: str) -> str:
 
 
 def trainer(v: Values) -> str:
-    return f"{v.world('actor')} ranks of the learner at most; results do not depend on their number"
+    ranks = v.world("actor")
+    return f"{ranks} rank{'s' * (ranks > 1)} of the learner at most; results do not depend on their number"
 
 
 def size(model: str, section: str) -> Callable[[Any, Values], dict[str, Any]]:
@@ -432,7 +433,8 @@ def takes(model: str, what: str) -> Callable[[Values], str]:
             return trainer(v)
         if model == "ref" and v["ds.lora.rank"]:
             return f"with LoRA {what} is the policy without its adapters, in the learner"
-        return f"{what} takes {v.ranks(model)} slots at most"
+        ranks = v.ranks(model)
+        return f"{what} takes {ranks} slot{'s' * (ranks > 1)} at most"
 
     return reading
 
@@ -449,7 +451,7 @@ def width(v: Values) -> str:
 def engines(v: Values) -> str:
     if not v.engines:
         return "OpenRLHF needs a number of engines; here the plan of each step decides"
-    return f"{v.engines} engines at most; the plan of each step decides how many there are"
+    return f"{v.engines} engine{'s' * (v.engines > 1)} at most; the plan of each step decides how many there are"
 
 
 def queue_steps(v: Values) -> int:
