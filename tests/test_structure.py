@@ -36,10 +36,11 @@ Node = ast.Import | ast.ImportFrom
 
 
 @cache
-def imports_of(path: Path, lazy: bool) -> list[Node]:
-    """The import statements of a file. `lazy`: also inside functions and under TYPE_CHECKING."""
+def contents(path: Path) -> tuple[list[Node], list[tuple[str, int]]]:
+    """The import statements of a file, also inside functions and under TYPE_CHECKING, and the names and lines of its outer classes."""
     tree = ast.parse(path.read_text())
-    return [node for node in (statements(tree) if lazy else tree.body) if isinstance(node, Node)]
+    classes = [(node.name, node.lineno) for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [node for node in statements(tree) if isinstance(node, Node)], classes
 
 
 def statements(block: ast.AST) -> Iterator[ast.AST]:
@@ -51,10 +52,10 @@ def statements(block: ast.AST) -> Iterator[ast.AST]:
                 yield from statements(node)
 
 
-def imports(name: str, path: Path, known: dict[str, Path], *, lazy: bool = True) -> set[str]:
-    """The modules among `known` that this one imports by name. `lazy`: also inside functions and under TYPE_CHECKING."""
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules among `known` that this one imports by name."""
     found = set()
-    for node in imports_of(path, lazy):
+    for node in contents(path)[0]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif node.module:
@@ -149,7 +150,7 @@ def test_nothing_that_trains_loads_the_simulator() -> None:
 
 def packages_imported(path: Path) -> set[str]:
     """Top-level packages that a file imports, also inside functions and under TYPE_CHECKING."""
-    nodes = imports_of(path, True)
+    nodes, _ = contents(path)
     named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     return {name.partition(".")[0] for name in named}
@@ -182,7 +183,7 @@ def test_no_two_classes_have_the_same_name() -> None:
     places: dict[str, list[str]] = {}
     for package in ("rlhfless_ray", "placement", "benchmarks", "docs"):
         for path in modules(package).values():
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+            for name, line in contents(path)[1]:
+                if not name.startswith("_"):
+                    places.setdefault(name, []).append(f"{path.relative_to(ROOT)}:{line}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

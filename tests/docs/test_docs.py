@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ OF_STAGES = ("rlhfless_ray.run_supervised", "rlhfless_ray.run_workflow")
 NEEDS_RAY = (*OF_RUNS, *OF_STAGES)
 
 
+@cache
 def prose(page: Path) -> str:
     """A page without its fenced blocks, its generated parts filled in."""
     text = page.read_text(encoding="utf-8")
@@ -45,6 +47,7 @@ def prose(page: Path) -> str:
     return re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as mkdocs makes them, and those written as ids."""
     found = set(re.findall(r'id="([^"]+)"', prose(page)))

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -277,9 +278,11 @@ def speeds(engine: Engine, running: int | Sequence[int], steps: int = 900, longe
             count, done = turns[number % len(turns)], number / steps
             names = [str(i) for i in range(count)]
             offered = {name: length for name, length in offered.items() if name in names}
-            hits = [int(np.argmin([*(rng.random(length) < engine.chance(done)), False])) for length in offered.values()]
-            drafted, accepted = sum(offered.values()), sum(hits)
-            if offered:
+            drafted = sum(offered.values())
+            right = iter((rng.random(drafted) < engine.chance(done)).tolist())
+            hits = [[*islice(right, length), False].index(False) for length in offered.values()]
+            accepted = sum(hits)
+            if offered and not always:
                 learned.acceptance.observe(table(*[draft] * len(hits)).cells, [*offered.values()], hits)
             work_s = engine.step_s(count, drafted)
             if not always and attempts.skip_step():
@@ -293,11 +296,13 @@ def speeds(engine: Engine, running: int | Sequence[int], steps: int = 900, longe
             drafts = [draft if rng.random() < engine.found else nothing for _ in due]
             chosen = [len(one.tokens) for one in drafts] if always else attempts.choose(table(*drafts), count, 100 * count) if due else []
             draft_s = 0.003 * engine.look_up * len(due) * (0.15 + 0.85 / max(count, 1))
-            attempts.note(due, [name for name, length in zip(due, chosen, strict=True) if length])
-            if due:
-                attempts.observe_look_up(draft_s * engine.busy(done), len(due))
-            learned.times.observe(count, 100 * count, drafted, work_s * engine.busy(done) * np.exp(rng.normal(0, engine.noise)))
-            attempts.settle(count, 100 * count, drafted, accepted, draft_s * engine.busy(done))
+            measured_s = work_s * engine.busy(done) * np.exp(rng.normal(0, engine.noise))
+            if not always:
+                attempts.note(due, [name for name, length in zip(due, chosen, strict=True) if length])
+                if due:
+                    attempts.observe_look_up(draft_s * engine.busy(done), len(due))
+                learned.times.observe(count, 100 * count, drafted, measured_s)
+                attempts.settle(count, 100 * count, drafted, accepted, draft_s * engine.busy(done))
             offered = {name: length for name, length in zip(due, chosen, strict=True) if length}
             spent_s += work_s + draft_s
             gained_s += engine.step_s(count, 0) * (count + accepted) / count
