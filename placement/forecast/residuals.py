@@ -56,15 +56,26 @@ class Shape:
         log_density = np.log(density)
         log_density[knee:] = -hazard[knee:] - np.log(excess)
         self.tail = excess
-        fine = np.linspace(-LIMIT, LIMIT, CELLS)
-        self._hazard = np.interp(fine, grid, hazard).astype(np.float32)
-        self._log_density = np.interp(fine, grid, log_density).astype(np.float32)
-        levels = np.linspace(0, DEEPEST, CELLS)
-        inverse = np.interp(levels, hazard, grid)
-        over = levels > hazard[-1]
-        inverse[over] = LIMIT + (levels[over] - hazard[-1]) * excess
+        self._grid, self._coarse_hazard, self._coarse_log_density = grid, hazard, log_density
+
+    # The tables take longer than all before, and most shapes are asked for one or two of them.
+
+    @cached_property
+    def _hazard(self) -> np.ndarray:
+        return np.interp(np.linspace(-LIMIT, LIMIT, CELLS), self._grid, self._coarse_hazard).astype(np.float32)
+
+    @cached_property
+    def _log_density(self) -> np.ndarray:
+        return np.interp(np.linspace(-LIMIT, LIMIT, CELLS), self._grid, self._coarse_log_density).astype(np.float32)
+
+    @cached_property
+    def _inverse(self) -> np.ndarray:
+        levels, deepest = np.linspace(0, DEEPEST, CELLS), self._coarse_hazard[-1]
+        inverse = np.interp(levels, self._coarse_hazard, self._grid)
+        over = levels > deepest
+        inverse[over] = LIMIT + (levels[over] - deepest) * self.tail
         inverse[0] = inverse[1]  # instead of the edge of the grid
-        self._inverse = inverse.astype(np.float32)
+        return inverse.astype(np.float32)
 
     def hazard(self, z: np.ndarray) -> np.ndarray:
         """Return -log P(Z > z), elementwise; float32."""
