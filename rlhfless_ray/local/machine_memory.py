@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,9 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,n
 NVIDIA_SMI_S = 20.0
 
 
+@cache
 def host_memory_bytes() -> int:
-    """Return memory and swap that the processes of this machine or container may use together, in bytes."""
+    """Return memory and swap that the processes of this machine or container may use together, in bytes. Read once in a process."""
     memory = psutil.virtual_memory().total
     for path in CGROUP_LIMITS:
         try:
