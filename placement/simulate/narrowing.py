@@ -36,6 +36,8 @@ class Narrowed:
 
     def decide(self, view: View) -> Action | None:
         if self.narrowing is None or view.finished.mean() < self.narrowing.share or self.narrowing.engines >= len(self.actors):
+            if len(self.actors) == self.job.max_actors:  # not narrowed yet: the inner policy's numbers are those of the view
+                return self.inner.decide(view)  # type: ignore[attr-defined,no-any-return]
             return self._translated(self.inner.decide(self._seen(view)))  # type: ignore[attr-defined]
         live, limit, self.narrowing = view.live, self.narrowing.engines, None
         self.inner = self._narrower(limit)

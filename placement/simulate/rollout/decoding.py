@@ -89,13 +89,14 @@ class VirtualEngines:
             placed = ~self.finished & (self.actor >= 0)
             ready = self._ready_s()
             waits = np.maximum(self.paused_until, np.where(placed, ready[self.actor], np.inf))
-            later = waits[placed & (waits > self.time_s)]
+            is_due = waits <= self.time_s
+            later = waits[placed & ~is_due]
             end = min(until_s, float(later.min())) if len(later) else until_s
-            runs = placed & (waits <= self.time_s)
+            runs = placed & is_due
             if self.capacity is not None:
                 self._admit(runs)
                 runs &= self.admitted > 0
-            chosen = np.flatnonzero(runs)
+            chosen = runs.nonzero()[0]
             if len(chosen):
                 end = min(end, self._slice(chosen, end - self.time_s))
             self.time_s = end
@@ -128,11 +129,10 @@ class VirtualEngines:
         actor = self.actor[chosen]
         begins = np.ones(len(chosen), bool)
         begins[1:] = actor[1:] != actor[:-1]
-        first = np.flatnonzero(begins)
+        first = begins.nonzero()[0]
         size = np.empty_like(first)
         size[:-1], size[-1] = first[1:] - first[:-1], len(chosen) - first[-1]
-        position = np.arange(len(chosen)) - np.repeat(first, size)
-        running = np.repeat(size, size) - position
+        running = (first + size).repeat(size) - np.arange(len(chosen))
         before = np.empty(len(chosen))  # tokens made since the slice began, as each phase begins
         before[1:] = left[:-1]
         before[first] = 0.0
@@ -141,14 +141,14 @@ class VirtualEngines:
         if speed.per_ctx_s:
             context = self.prompts[chosen] + self.generated[chosen]
             total = np.cumsum(context)
-            ends = np.repeat(total[first + size - 1], size)
+            ends = total[first + size - 1].repeat(size)
             rate = rate + speed.per_ctx_s * (ends - total + context)
         growth = speed.per_ctx_s * running  # how much a step slows with each token made by all that run
         if isinstance(self.speed, DraftedSpeed):
             rate, growth = self.speed.per_token(running, rate, growth)
         phase = rate * (left - before) + growth / 2 * (np.square(left) - np.square(before))
         total = np.cumsum(phase)
-        done = total - np.repeat(total[first] - phase[first], size)  # seconds after which each sequence ends
+        done = total - (total[first] - phase[first]).repeat(size)  # seconds after which each sequence ends
         if self.capacity is not None:
             seconds = min(seconds, self._event(chosen, left, done, rate, growth, first, size))
         over = done <= seconds * (1 + 1e-12) + 1e-15
@@ -160,11 +160,11 @@ class VirtualEngines:
         speed_now = rate[at] + growth[at] * before[at]
         made = np.zeros(len(first))
         made[part] = before[at] + 2 * rest / (speed_now + np.sqrt(np.square(speed_now) + 2 * growth[at] * rest))
-        self.generated[chosen] = np.where(over, self.lengths[chosen], self.generated[chosen] + np.repeat(made, size))
+        self.generated[chosen] = np.where(over, self.lengths[chosen], self.generated[chosen] + made.repeat(size))
         over_now = chosen[over]
         self.finished[over_now] = True
         self.finish_s[over_now] = self.time_s + done[over]
-        for k in np.flatnonzero(~part):
+        for k in (~part).nonzero()[0]:
             a = int(actor[first[k]])
             if a not in self.hold and not (~self.finished & (self.actor == a)).any():
                 self._close(a, self.time_s + float(done[first[k] + size[k] - 1]))
@@ -178,15 +178,15 @@ class VirtualEngines:
         held = np.bincount(actor, np.where(waits, 0.0, context[runs]))
         inside = np.bincount(actor, ~waits)
         full = (held + 1e-6 * inside >= self.capacity) & (inside > 1)
-        for a in np.flatnonzero(full | (np.bincount(actor, waits) > 0)):
-            mine = np.flatnonzero(runs & (self.actor == a))
+        for a in (full | (np.bincount(actor, waits) > 0)).nonzero()[0]:
+            mine = (runs & (self.actor == a)).nonzero()[0]
             self._admit_to(mine, context)
 
     def _admit_to(self, mine: np.ndarray, context: np.ndarray) -> None:
         """Do the same for the sequences of one actor. context (n,): tokens that each sequence holds."""
         assert self.capacity is not None
         inside = mine[self.admitted[mine] > 0]
-        inside = inside[np.argsort(self.admitted[inside])]
+        inside = inside[self.admitted[inside].argsort()]
         held = context[inside].sum()
         while len(inside) > 1 and held + 1e-6 * len(inside) >= self.capacity:
             held -= context[inside[-1]]
@@ -216,8 +216,9 @@ class VirtualEngines:
         held = np.add.reduceat(context, first)
         free = self.capacity - held
         short = np.add.reduceat(left, first) > free
-        waiting = set(np.unique(self.actor[~self.finished & (self.actor >= 0) & (self.admitted == 0)]).tolist())
-        short |= np.array([int(a) in waiting for a in self.actor[chosen[first]]])
+        has_waiting = np.zeros(int(self.actor.max()) + 1, bool)
+        has_waiting[self.actor[~self.finished & (self.actor >= 0) & (self.admitted == 0)]] = True
+        short |= has_waiting[self.actor[chosen[first]]]
         if not short.any():
             return np.inf
         tokens = np.maximum(free / size, 0.0)
