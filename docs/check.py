@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,16 @@ def small_recipe(name: str) -> dict[str, Any]:
     return tree
 
 
+@cache
+def small_recipe_text(name: str) -> str:
+    return yaml.safe_dump(small_recipe(name), sort_keys=False)
+
+
 def make_scratch(folder: Path) -> dict[str, str]:
     """Fill the scratch folder with recipes, data and the titled blocks. Returns the environment for commands in it."""
     (folder / "recipes").mkdir()
     for path in (ROOT / "recipes").glob("*.yaml"):
-        (folder / "recipes" / path.name).write_text(yaml.safe_dump(small_recipe(path.stem), sort_keys=False))
+        (folder / "recipes" / path.name).write_text(small_recipe_text(path.stem))
     shutil.copy(ROOT / "recipes" / "minimal.py", folder / "recipes")  # it reads the quickstart beside it
     rows = [{"question": f"{a}+{b}=", "answer": f"#### {a + b}"} for a in range(8) for b in range(4)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

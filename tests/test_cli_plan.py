@@ -321,7 +321,7 @@ def test_memory_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
 
 
 def test_a_fleet_is_chosen_among_those_that_nothing_beats(grouped: Path, capsys) -> None:
-    found = said(capsys, grouped, "--model", "qwen2.5-7b", "--fleet", "8", "--prefer", "0", "--steps", "10")
+    found = said(capsys, grouped, "--model", "qwen2.5-7b", "--fleet", "4", "--prefer", "0", "--steps", "10")
     rows, chosen = found["best"], found["best"][found["chosen"]]
     assert [row["time_s"] for row in rows] == sorted(row["time_s"] for row in rows)
     assert [row["cost"] for row in rows] == sorted((row["cost"] for row in rows), reverse=True)
@@ -329,7 +329,7 @@ def test_a_fleet_is_chosen_among_those_that_nothing_beats(grouped: Path, capsys)
     for row in rows:
         assert row["cost"] == pytest.approx(row["time_s"] * row["count"] * row["price_per_hour"] / 3600)
         assert row["run_cost"] == pytest.approx(10 * row["cost"]) and row["rollout_s"] < row["time_s"]
-    slower = said(capsys, grouped, "--model", "qwen2.5-7b", "--fleet", "8", "--prefer", "0", "--steps", "10", "--calibrate", "1.5")["best"]
+    slower = said(capsys, grouped, "--model", "qwen2.5-7b", "--fleet", "4", "--prefer", "0", "--steps", "10", "--calibrate", "1.5")["best"]
     assert [row["time_s"] for row in slower] == pytest.approx([1.5 * row["time_s"] for row in rows])
     assert [row["cost"] for row in slower] == pytest.approx([1.5 * row["cost"] for row in rows])
 
@@ -355,7 +355,7 @@ def test_spot_devices_cost_their_discount_and_the_steps_they_lose(grouped: Path,
         (["--fleet", "4", "--model", "qwen2.5-7b", "--steps", "0"], "--steps: must be at least 1"),
         (["--fleet", "4", "--model", "qwen2.5-7b", "--calibrate", "0"], "--calibrate: must be above 0"),
         (["--fleet", "4", "--model", "llama-2-70b", "--device", "H100"], "nothing fits: H100: training llama-2-70b .* needs 20 x H100"),
-        (["--fleet", "8", "--model", "qwen2.5-7b", "--deadline", "0.001"], "no plan"),
+        (["--fleet", "2", "--model", "qwen2.5-7b", "--deadline", "0.001"], "no plan"),
     ],
 )
 def test_what_a_fleet_cannot_be(grouped: Path, options: list[str], sentence: str) -> None:

@@ -537,10 +537,10 @@ def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:
     alive: dict[str, SimpleNamespace] = {}
     held_s = 0.0
     while ended < 100:
-        now += 0.5
-        held_s += 0.5 * sum(slot.holder != "" for slot in state.slots.values())
+        now += 1.0
+        held_s += sum(slot.holder != "" for slot in state.slots.values())
         state._account(now)
-        if made < 100 and rng.random() < 0.05:
+        if made < 100 and rng.random() < 0.1:
             made += 1
             info = RunInfo(f"run{made}", least=int(rng.integers(1, 4)), folder=str(made))
             assert not state.refusal(info, now)
@@ -556,12 +556,12 @@ def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:
                 continue
             state.runs[name].heard_s = now
             granted = [slot.request for slot in state.slots.values() if slot.holder == name]
-            run.work -= 0.5 * len(granted) * (len(granted) >= run.need)
+            run.work -= len(granted) * (len(granted) >= run.need)
             if run.work <= 0:
                 state.leave(name, now)
                 del alive[name]
                 ended += 1
-            elif rng.random() < 0.003:
+            elif rng.random() < 0.006:
                 run.dead = True  # killed, or it hangs
             elif surplus := state.view(name, now).surplus:
                 state.release(granted[:surplus], now)

@@ -41,11 +41,12 @@ def every_point(
 ) -> list[tuple[float, float]]:
     """(time, cost) of all partitions, from Speed's own formula, the Pareto points among them."""
     prompts = np.zeros(len(lengths)) if prompts is None else prompts
-    memo: dict[frozenset[int], float | None] = {}
+    memo: dict[int, float | None] = {}
 
-    def seconds(members: frozenset[int]) -> float | None:
+    def seconds(members: int) -> float | None:
+        """Of a group, whose members are the bits of a number."""
         if members not in memo:
-            at = sorted(members)
+            at = [i for i in range(len(lengths)) if members >> i & 1]
             fits = (lengths[at] + prompts[at]).sum() <= capacity
             memo[members] = transfer_s + speed.rollout_s(lengths[at], prompts[at]) if fits else None
         return memo[members]
@@ -54,7 +55,10 @@ def every_point(
     for labels in labellings(len(lengths)):
         if max(labels) >= actors:
             continue
-        times = [seconds(frozenset(i for i, g in enumerate(labels) if g == k)) for k in range(max(labels) + 1)]
+        groups = [0] * (max(labels) + 1)
+        for i, g in enumerate(labels):
+            groups[g] |= 1 << i
+        times = [seconds(members) for members in groups]
         if None not in times:
             points.append((max(times), sum(times)))
     return undominated(points)

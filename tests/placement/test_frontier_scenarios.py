@@ -137,7 +137,7 @@ def test_one_scenario_is_a_known_length() -> None:
     assert [(p.time_s, p.cost) for p in same] == [(p.time_s, p.cost) for p in known]
 
 
-@given(st.integers(0, 10**6), st.integers(2, 40), st.integers(1, 8))
+@given(st.integers(0, 10**6), st.integers(2, 2 * scenarios.SMALL), st.integers(1, 8))
 @settings(deadline=None, max_examples=10)
 def test_more_actors_are_not_worse_and_bounds_hold(seed: int, n: int, actors: int) -> None:
     lengths, speed = draws(seed, n, 8), Speed(0.01, 0.001)

@@ -67,7 +67,7 @@ def test_a_count_that_was_slow_in_the_first_updates_only_is_chosen_in_the_end():
 
 def test_counts_that_are_worse_are_tried_again_for_two_percent_at_most():
     times = {1: 1.0, 2: 0.9, 4: 0.88}
-    chosen = run(LearnerSize(4), lambda number, slots: times[slots], 400)[6:]
+    chosen = run(LearnerSize(4), lambda number, slots: times[slots], 250)[6:]
     worth = {count: (count + 100.0) * times[count] for count in times}
     assert sum(worth[count] for count in chosen) <= (1 + 2 * 0.02) * len(chosen) * min(worth.values())  # two of the three are worse
     assert chosen.count(1) > 1 < chosen.count(2)

@@ -119,8 +119,8 @@ def test_a_reopened_lease_starts_again_unless_the_actor_is_held() -> None:
 
 def test_time_and_cost_agree_with_leases_and_ends() -> None:
     rng = np.random.default_rng(5)
-    truth = np.round(rng.lognormal(4, 0.7, 200)) + 1
-    scenarios = truth[:, None] * rng.lognormal(0, 0.3, (200, 16))
+    truth = np.round(rng.lognormal(4, 0.7, 100)) + 1
+    scenarios = truth[:, None] * rng.lognormal(0, 0.3, (100, 16))
     for policy in NAMES:
         result = simulate_rollout(truth, scenarios, SPEED, policy=policy, max_actors=6, migrate_s=0.02, start_s=0.1)
         again = simulate_rollout(truth, scenarios, SPEED, policy=policy, max_actors=6, migrate_s=0.02, start_s=0.1)
