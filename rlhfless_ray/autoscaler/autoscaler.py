@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -22,15 +22,12 @@ from placement.planning.objective import Objective, choose_nearest
 from placement.planning.partition import pareto
 from placement.planning.plan import Plan, Pool
 from placement.scaling.engine_width import WidthDecision, best_width, decide_width, slots
-from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.learner_size import decision_for
 from placement.scaling.overlapped_step import Rest, Sizes, Update, size_together, step_plan
 from placement.scaling.phase_delay import Delay
 from placement.scaling.resize_policy import (
     Decision,
     Hold,
-    Park,
-    Release,
     ResizeHistory,
     Transition,
     best_held_plan,
@@ -43,7 +40,8 @@ from placement.scaling.resize_policy import (
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
-from rlhfless_ray.autoscaler.predictor import REGRANT_S, Predictor, response_tokens
+from rlhfless_ray.autoscaler.predictor import response_tokens
+from rlhfless_ray.autoscaler.step_predictor import StepPredictor
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.types import Prompt, Sample
@@ -51,10 +49,9 @@ from rlhfless_ray.types import Prompt, Sample
 MIN_FRONTIER_GAP = 0.005  # relative distance between points of the frontier
 MIN_SECOND_VALUE = 1e-3  # slot-seconds per second of the step, for objectives that count cost only
 DRAFTS_MATTER = 1.02  # tokens of a sequence in an engine step from which a plan's reason mentions drafts
-KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, so that a single slow step does not end them
 
 
-class Autoscaler(Predictor):
+class Autoscaler(StepPredictor):
     """Plan each step from its forecast. Its state survives a resume."""
 
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
@@ -65,7 +62,6 @@ class Autoscaler(Predictor):
         self.sizes: Sizes | None = None  # of the next update and the rollout beside it, with a lag
         self.learner_delay = Delay(0.0, self.learner_slots, "")  # of the next update, for slots that another run gives back
         self.history = ResizeHistory()
-        self.value_per_s = 1.0  # value of a second of the step, in slot-seconds
         self.actors = 0  # engines of the last step
         self.last: Decision | None = None
         self.bids: MarketBids | None = None  # on a pool that the run shares with others
@@ -144,7 +140,7 @@ class Autoscaler(Predictor):
             decision, self.width_note = replace(decision, reason=f"{self.width_note}; {decision.reason}"), ""
         predicted = self.safely(
             "predicting the step",
-            lambda: self._predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1], update),
+            lambda: self.predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1], update),
             lambda: (0.0, 0.0, 0.0),
         )
         if rooms:
@@ -285,19 +281,6 @@ class Autoscaler(Predictor):
         undominated = {update: pareto(found) for update, found in plans.items()}
         return size_together(undominated, self.objective, self.learner_slots * ranks) if plans else None
 
-    def _predict_step(
-        self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int, update: Update | None
-    ) -> tuple[float, float, float]:
-        """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
-        start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
-        phase_s, slot_s = self._predict(decision, lengths, self._prompt_tokens(prompts), start_s, update)
-        tokens = float(lengths.mean(1).sum())
-        apart_s, update_s = self.apart_s(tokens, len(lengths)), self.learner.predict(self.learner_slots, tokens)
-        if update is not None and (rest_s := update.rest_s(phase_s)) is not None:
-            return phase_s, slot_s, apart_s + update.seconds + rest_s
-        is_beside = self.recipe.rollout.rolls_out_ahead and (update is not None or self.recipe.rollout.partial == "off")
-        return phase_s, slot_s, apart_s + (max(phase_s, update_s) if is_beside else phase_s + update_s)
-
     def size_learner(self, samples: list[Sample], is_beside_rollout: bool = False) -> Decision:
         """Decide the number of slots per rank for the update on `samples`. `is_beside_rollout`: the next step's works beside it."""
         if not self.recipe.functions.elastic:
@@ -342,69 +325,10 @@ class Autoscaler(Predictor):
             return retrial
         return decision_for(per_rank, now, self.sizes.reason, self.learner.predict(per_rank, tokens))
 
-    def _predict(
-        self, decision: Decision, lengths: np.ndarray, prompt_tokens: np.ndarray, before_s: float, update: Update | None
-    ) -> tuple[float, float]:
-        """Return seconds of the rollout phase and slot-seconds of its leases, including overhead besides decoding.
-
-        Slots are counted as held for the next phase that needs them if that is cheaper than releasing and requesting them again.
-        """
-        overhead_s, slowdown = self.around.predict() + before_s, 1 + self.engines.fit.overhead
-        phase_s = decision.time_s * slowdown + overhead_s
-        if decision.plan is None:
-            return phase_s, self.engines.width * decision.actors * phase_s
-        speed, slot_s = self.engine_speed, 0.0
-        needed_next = self.engines.width * decision.actors <= self.learner_slots * self.recipe.learner.ranks
-        for group in decision.plan.groups:
-            own_s = speed.rollout_s(lengths[group].astype(float), prompt_tokens[group]) * slowdown + overhead_s
-            tail_s = max(0.0, phase_s - own_s)
-            if update is None:
-                held = self.drained(tail_s, needed_next).action == "Hold"
-            else:
-                apart_s = update.apart_s if update.rest is None else 0.0  # a partial rollout goes on as soon as the update has ended
-                held = self.hold_idle(max(phase_s, update.seconds) - own_s + apart_s).action == "Hold"
-            slot_s += self.engines.width * (phase_s if held else min(own_s, phase_s))
-        return phase_s, slot_s
-
-    def drained(self, tail_s: float, needed_next: bool) -> Decision:
-        """Decide about the lease of an idle engine while others work for `tail_s` more seconds."""
-        return self.hold_idle(tail_s) if needed_next else Release(0, "the next phase does not need the slot")
-
-    def hold_idle(self, seconds: float) -> Decision:
-        """Decide whether to hold a lease that is needed again in so many seconds."""
-        return self.safely(
-            "weighing an idle slot",
-            lambda: hold_slot(seconds, 1.0, start_cost(REGRANT_S, 1.0, self.value_per_s)),
-            lambda: Release(0, "weighing the idle slot failed"),
-        )
-
-    def keep_warm_s(self, gaps_s: Sequence[float], hold_price: float) -> float:
-        """Return how many seconds to keep a parked process.
-
-        `gaps_s`: durations for which such processes were idle so far. `hold_price`: cost of keeping it, as a share of a slot's
-        price.
-        """
-
-        def weigh() -> float:
-            start = start_cost(self.terms.cold_start.predict(), self.engines.width, self.value_per_s)
-            decision = keep_alive(gaps_s, hold_price, start)
-            return KEEP_WARM_FACTOR * decision.keep_s if isinstance(decision, Park) else 0.0
-
-        return self.safely("weighing parked processes", weigh, lambda: 0.0)
-
-    def prewarm_now(self, phase_left_s: float, start_s: float, hold_price: float) -> bool:
-        """Return whether to start the process of the next phase now."""
-        spread = self.engines.fit.spread * phase_left_s
-        return self.safely(
-            "timing a start ahead",
-            lambda: prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.value_per_s).at_s <= 0,
-            lambda: False,
-        )
-
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int, width: int | None = None) -> list[Plan]:
         """Return the frontier's plans for `lengths`: (n,) known, or (n, S) scenarios. `width`: of the engines, if not the present one."""
         width = width or self.engines.width
-        return self._plans(lengths, self._prompt_tokens(prompts), max_actors, width, self._speed(width))
+        return self._plans(lengths, self.prompt_tokens(prompts), max_actors, width, self._speed(width))
 
     def _plans(self, lengths: np.ndarray, tokens: np.ndarray, max_actors: int, width: int, speed: Speed) -> list[Plan]:
         """Return the frontier's plans. `tokens`: (n,) that each sequence has before.
@@ -439,10 +363,6 @@ class Autoscaler(Predictor):
             lasts=min(self.width_history.horizon(step), self.recipe.run.steps - step + 1),
             gamma=self.recipe.objective.payback,
         )
-
-    def _prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
-        """Return (samples,) prompt tokens of every response."""
-        return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
 
     def _held(self, warm: int) -> int:
         """Return how many of the last step's engines need no start. On a shared pool other runs may hold the devices of the others.
@@ -527,7 +447,7 @@ class Autoscaler(Predictor):
         known = pareto(self._frontier(lengths, prompts, max_actors))
         best = choose_nearest(known, self.objective).plan
         bounds = rollout_bounds(
-            lengths, self.engine_speed, max_actors, prompts=self._prompt_tokens(prompts), price=float(self.engines.width)
+            lengths, self.engine_speed, max_actors, prompts=self.prompt_tokens(prompts), price=float(self.engines.width)
         )
         return row | {
             "plan/clairvoyant_s": best.time_s,

@@ -259,7 +259,7 @@ def test_nothing_that_concerns_planning_only_ends_a_run(monkeypatch):
     for broken in ("predict", "decide", "settle"):
         monkeypatch.setattr(auto.learner, broken, lambda *_, **__: 1 / 0)
     for broken in ("hold_slot", "keep_alive", "prewarm"):
-        monkeypatch.setattr(f"rlhfless_ray.autoscaler.autoscaler.{broken}", lambda *_: 1 / 0)
+        monkeypatch.setattr(f"rlhfless_ray.autoscaler.step_predictor.{broken}", lambda *_: 1 / 0)
     scenarios = auto.forecast(prompts(), 1)
     assert scenarios.lengths.shape == (64, 64) and (scenarios.lengths == 100).all()
     assert auto.expected(prompts()).shape == (16,)

@@ -1,0 +1,101 @@
+"""Predict a step by its plan, and weigh slots and processes that have no work meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
+from placement.scaling.overlapped_step import Update
+from placement.scaling.resize_policy import Decision, Park, Release
+from placement.speed.decode_speed import Speed
+from rlhfless_ray.autoscaler.predictor import REGRANT_S, Predictor
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.types import Prompt
+
+KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, so that a single slow step does not end them
+
+
+class StepPredictor(Predictor):
+    """Predict what a plan takes. Slots count as held where that is cheaper than to release them and request them again."""
+
+    def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
+        super().__init__(recipe, first_speed)
+        self.value_per_s = 1.0  # value of a second of the step, in slot-seconds
+
+    def predict_step(
+        self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int, update: Update | None
+    ) -> tuple[float, float, float]:
+        """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
+        start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
+        phase_s, slot_s = self._predict_phase(decision, lengths, self.prompt_tokens(prompts), start_s, update)
+        tokens = float(lengths.mean(1).sum())
+        apart_s, update_s = self.apart_s(tokens, len(lengths)), self.learner.predict(self.learner_slots, tokens)
+        if update is not None and (rest_s := update.rest_s(phase_s)) is not None:
+            return phase_s, slot_s, apart_s + update.seconds + rest_s
+        is_beside = self.recipe.rollout.rolls_out_ahead and (update is not None or self.recipe.rollout.partial == "off")
+        return phase_s, slot_s, apart_s + (max(phase_s, update_s) if is_beside else phase_s + update_s)
+
+    def _predict_phase(
+        self, decision: Decision, lengths: np.ndarray, prompt_tokens: np.ndarray, before_s: float, update: Update | None
+    ) -> tuple[float, float]:
+        """Return seconds of the rollout phase and slot-seconds of its leases, including overhead besides decoding.
+
+        Slots are counted as held for the next phase that needs them if that is cheaper than releasing and requesting them again.
+        """
+        overhead_s, slowdown = self.around.predict() + before_s, 1 + self.engines.fit.overhead
+        phase_s = decision.time_s * slowdown + overhead_s
+        if decision.plan is None:
+            return phase_s, self.engines.width * decision.actors * phase_s
+        speed, slot_s = self.engine_speed, 0.0
+        needed_next = self.engines.width * decision.actors <= self.learner_slots * self.recipe.learner.ranks
+        for group in decision.plan.groups:
+            own_s = speed.rollout_s(lengths[group].astype(float), prompt_tokens[group]) * slowdown + overhead_s
+            tail_s = max(0.0, phase_s - own_s)
+            if update is None:
+                held = self.drained(tail_s, needed_next).action == "Hold"
+            else:
+                apart_s = update.apart_s if update.rest is None else 0.0  # a partial rollout goes on as soon as the update has ended
+                held = self.hold_idle(max(phase_s, update.seconds) - own_s + apart_s).action == "Hold"
+            slot_s += self.engines.width * (phase_s if held else min(own_s, phase_s))
+        return phase_s, slot_s
+
+    def drained(self, tail_s: float, needed_next: bool) -> Decision:
+        """Decide about the lease of an idle engine while others work for `tail_s` more seconds."""
+        return self.hold_idle(tail_s) if needed_next else Release(0, "the next phase does not need the slot")
+
+    def hold_idle(self, seconds: float) -> Decision:
+        """Decide whether to hold a lease that is needed again in so many seconds."""
+        return self.safely(
+            "weighing an idle slot",
+            lambda: hold_slot(seconds, 1.0, start_cost(REGRANT_S, 1.0, self.value_per_s)),
+            lambda: Release(0, "weighing the idle slot failed"),
+        )
+
+    def keep_warm_s(self, gaps_s: Sequence[float], hold_price: float) -> float:
+        """Return how many seconds to keep a parked process.
+
+        `gaps_s`: durations for which such processes were idle so far. `hold_price`: cost of keeping it, as a share of a slot's
+        price.
+        """
+
+        def weigh() -> float:
+            start = start_cost(self.terms.cold_start.predict(), self.engines.width, self.value_per_s)
+            decision = keep_alive(gaps_s, hold_price, start)
+            return KEEP_WARM_FACTOR * decision.keep_s if isinstance(decision, Park) else 0.0
+
+        return self.safely("weighing parked processes", weigh, lambda: 0.0)
+
+    def prewarm_now(self, phase_left_s: float, start_s: float, hold_price: float) -> bool:
+        """Return whether to start the process of the next phase now."""
+        spread = self.engines.fit.spread * phase_left_s
+        return self.safely(
+            "timing a start ahead",
+            lambda: prewarm(phase_left_s, spread, start_s, 0.5 * start_s, hold_price, self.value_per_s).at_s <= 0,
+            lambda: False,
+        )
+
+    def prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
+        """Return (samples,) prompt tokens of every response."""
+        return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
