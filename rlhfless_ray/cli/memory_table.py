@@ -81,7 +81,7 @@ def _load(path: Path, overrides: list[str]) -> tuple[Recipe, dict[str, ModelSize
         raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
     config = models["policy"].config
     check_config(config, "policy.path")
-    check_family({"config.json": json.dumps(config).encode()})
+    check_family({"config.json": json.dumps(config).encode()}, trusts_code=recipe.policy.trust_remote_code)
     check_policy(recipe, config)
     check_division(recipe, config, *(models[name].config if name in models else None for name in ("reference", "critic")))
     return recipe, models

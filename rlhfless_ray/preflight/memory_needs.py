@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from placement.drafting import MODEL_SEQUENCES
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.section import LEAST_KV_MB
 from rlhfless_ray.rollout.speculation import random_drafter_config
-from rlhfless_ray.weights.model_folder import WEIGHTS, check_sizes, stored_tensors
+from rlhfless_ray.weights.model_folder import WEIGHTS, check_sizes, config_of, stored_tensors
 from rlhfless_ray.weights.quantized_base import has_4_bits
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class ModelSize:
         Raises UserError if config.json has sizes that no model can have.
         """
         try:
-            config = json.loads((path / "config.json").read_bytes())
+            config = config_of({"config.json": (path / "config.json").read_bytes()})
         except (OSError, ValueError):
             return None
         if not isinstance(config, dict):

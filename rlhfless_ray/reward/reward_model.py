@@ -198,7 +198,7 @@ def find_head(files: Files, name: str, normalize: bool, setting: str = KEY) -> H
     config = config_of(files)
     name = config.get("value_head_prefix") or name
     check_files(files, setting)
-    check_family(files, setting)
+    check_family(files, setting, is_causal=False)
     refuse_quantized(config, setting)
     # Of all files, also of a head beside the base that no index names: `ScalarModel.load` finds it.
     headers = [read_header(content) or {} for file, content in files.items() if file.endswith(WEIGHTS)]

@@ -65,7 +65,7 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
     files, owes_warm_start = initial_policy(recipe)
     config = config_of(files)
     if recipe.policy.path and computes:
-        check_family(files)
+        check_family(files, trusts_code=recipe.policy.trust_remote_code)
     check_engines(recipe, config, local_room(recipe).resource if starts_ray(recipe) else "")
     check_policy(recipe, config)
     critic_files = read_model(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None

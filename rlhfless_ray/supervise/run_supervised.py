@@ -370,7 +370,7 @@ def _initial_model(recipe: SupervisedRecipe) -> tuple[Path | None, Files]:
     if recipe.policy.path:
         folder = model_folder(recipe.policy.path, "policy.path").resolve()
         files = read_model(folder)
-        check_family(files)
+        check_family(files, is_causal=recipe.task != "rm", trusts_code=recipe.policy.trust_remote_code)
         refuse_quantized(config_of(files))
         if recipe.task == "rm":
             check_classifier(files)

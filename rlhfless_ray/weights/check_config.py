@@ -21,12 +21,14 @@ DTYPE_NAMES = ("None", "auto", "float16", "bfloat16", "float32", "float64")
 
 
 def check_config(config: Mapping[str, Any], setting: str) -> None:
-    """Raise UserError, which names `setting`, if transformers has the family of a config.json, but cannot build a model from it.
+    """Raise UserError, which names `setting`, if a config.json names no family, or one of which transformers cannot build such a model.
 
-    Models with code of their own are not judged.
+    Models with code of their own are not judged, and neither are families that transformers lacks.
     """
     if config.get("auto_map"):
         return
+    if not config.get("model_type"):
+        raise UserError(f"{setting}: its config.json names no model_type, so nothing can load it; copy the whole model folder")
     with transformers_without_torch():
         from transformers import AutoConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -57,12 +59,14 @@ def _without_messages() -> Iterator[None]:
 
 
 def _unknown_part(text: PreTrainedConfig) -> str:
-    """Return which dtype, activation or rotary embeddings torch or transformers does not have, or an empty string.
+    """Return which dtype, activation, rotary embeddings or padding token torch or transformers does not have, or an empty string.
 
     They are looked up when a worker builds the model. The family's code says by which keys. It is read as text, because it needs torch.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    if isinstance(text, Mapping):
+        return "models of its type have no `text_config`"
     dtype = str(getattr(text, "dtype", None)).removeprefix("torch.")
     if dtype not in DTYPE_NAMES and not dtype.startswith("float8"):
         return f"torch has no numbers of type {dtype!r} for weights (`dtype`)"
@@ -73,6 +77,9 @@ def _unknown_part(text: PreTrainedConfig) -> str:
     for key in re.findall(r"ACT2FN\[config\.(\w+)\]", code) if known else ():
         if isinstance(name := getattr(text, key, None), str) and name not in known:
             return f"transformers has no activation {name!r} (`{key}`)"
+    pad, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(size, int) and not -size <= pad < size and "self.padding_idx)" in code:
+        return f"`pad_token_id` {pad} is not in its vocabulary of {size} tokens"
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *rope.values()) if "ROPE_INIT_FUNCTIONS[" in code else ():
         kind, theta = (part.get("rope_type"), part.get("rope_theta")) if isinstance(part, Mapping) else (None, None)

@@ -51,6 +51,8 @@ def find_obstacle(config: Mapping[str, Any], dtype: str, on_cpu: bool) -> str | 
         return "vLLM needs torchvision for it, which is not installed"
     if kind.startswith(("qwen3_5", "qwen3_next")) and on_cpu and dtype == "float32":
         return "vLLM on CPU computes its linear attention in bfloat16 only; set policy.dtype to it"
+    if any(name.endswith("ForMaskedLM") for name in config.get("architectures") or ()):
+        return "it is no causal language model"
     if lacks_model(config):
         return f"vLLM has no model {config['architectures'][0]}"
     if kind in REFUSED or not on_cpu:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,8 +115,6 @@ def read_model(folder: Path, setting: str = "policy.path") -> Files:
 def check_files(files: Files, setting: str = "policy.path") -> None:
     """Raise UserError for a config that no model has, and for missing or truncated weights, as in partial copies and git-lfs pointers."""
     config = config_of(files)
-    if not (config.get("model_type") or config.get("auto_map")):
-        raise UserError(f"{setting}: its config.json names no model_type, so nothing can load it; copy the whole model folder")
     check_config(config, setting)
     for name, content in files.items():
         if name.endswith(".safetensors") and not is_safetensors(content):
@@ -125,16 +123,19 @@ def check_files(files: Files, setting: str = "policy.path") -> None:
         raise UserError(f"{setting}: {INDEX} names no weights files; copy it again")
     if not has_valid_ends(files):
         raise UserError(f"{setting}: generation_config.json is no JSON object with numbers as `eos_token_id`; copy it again, or remove it")
+    if not files.keys() & {INDEX, "model.safetensors"} and any(name.endswith(".safetensors") for name in files):
+        raise UserError(f"{setting}: it has neither model.safetensors nor {INDEX}, which names weights files; copy the whole model folder")
     if missing := missing_files(files):
         raise UserError(f"{setting}: {missing[0]} is missing, which {INDEX} names; copy the whole model folder")
     _check_shapes(files, config, setting)
 
 
 def _check_shapes(files: Files, config: Mapping[str, Any], setting: str) -> None:
-    """Raise UserError if the weights have other shapes, or fewer layers, than config.json says, for families whose names are known."""
+    """Raise UserError if the weights have other shapes, or fewer layers, than config.json says, or lack some of a layer, for families
+    whose names are known."""
     wanted, layers = stored_shapes(config), 0
-    advice = "take both from the same model"
-    for name, shape in tensor_shapes(files):
+    advice, shapes = "take both from the same model", dict(tensor_shapes(files))
+    for name, shape in shapes.items():
         *_, parent, module, kind = ("", "", *re.sub(r"\.experts\.\d+\.", ".experts.", name).split("."))
         expected = wanted.get(f"{parent}.{module}", wanted.get(module)) if kind == "weight" else None
         layers += (module, kind) == ("input_layernorm", "weight")
@@ -144,14 +145,34 @@ def _check_shapes(files: Files, config: Mapping[str, Any], setting: str) -> None
     least = config.get("num_hidden_layers")
     if wanted and isinstance(least, int) and layers < least:
         raise UserError(f"{setting}: its weights do not fit its config.json: they have {layers} layers instead of {least}; {advice}")
+    if lacking := _missing_in_layers(shapes, config) if wanted and isinstance(least, int) else None:
+        raise UserError(f"{setting}: its weights do not fit its config.json: {lacking} is missing; copy the whole model folder")
 
 
-def check_family(files: Files, setting: str = "policy.path") -> None:
-    """Raise UserError for a model type that neither transformers nor the folder's own code has."""
+def _missing_in_layers(names: Collection[str], config: Mapping[str, Any]) -> str | None:
+    """Return a weight of attention or feed-forward that some layers have and another one lacks, or None."""
+    has_experts = config.get("num_experts") or config.get("num_local_experts")  # layers may differ in them
+    pattern = re.compile(r"(\.layers\.)\d+(\.self_attn\.)" if has_experts else r"(\.layers\.)\d+(\.self_attn\.|\.mlp\.)")
+    alike = sorted({pattern.sub(r"\1{}\2", name) for name in names if pattern.search(name)})
+    each = (name.format(layer) for name in alike for layer in range(config["num_hidden_layers"]))
+    return next((name for name in each if name not in names), None)
+
+
+def check_family(files: Files, setting: str = "policy.path", *, is_causal: bool = True, trusts_code: bool = True) -> None:
+    """Raise UserError for a model type of which neither transformers nor the folder's own code has a causal language model.
+
+    `is_causal`: otherwise any model will do. `trusts_code`: whether the folder's code may run.
+    """
     with transformers_without_torch():
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     consequence = f"so it cannot be {'trained' if setting == 'policy.path' else 'loaded'}; take another model, or a version that has it"
+    config = config_of(files)
+    if config.get("auto_map") and not trusts_code and config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        raise UserError(f"{setting}: only the Python code in the folder can load it; set policy.trust_remote_code=true to run that code")
     _check_type(files, CONFIG_MAPPING_NAMES, setting, "models of the type", consequence)
+    if is_causal:
+        _check_type(files, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, setting, "causal language model of the type", consequence)
 
 
 def check_classifier(files: Files, setting: str = "policy.path") -> None:

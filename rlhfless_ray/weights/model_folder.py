@@ -99,8 +99,11 @@ def read_content(file: Path) -> Content:
 
 
 def config_of(files: Files) -> Any:
-    """Parse a folder's config.json. Raises ValueError if it is not valid JSON."""
-    return json.loads(bytes(files["config.json"]))
+    """Parse a folder's config.json. Raises ValueError if it is not valid JSON, as transformers reads it: in UTF-8, without a mark."""
+    try:
+        return json.loads(bytes(files["config.json"]).decode())
+    except RecursionError:
+        raise ValueError("config.json is nested too deeply") from None
 
 
 def stop_tokens(files: Mapping[str, Content], end_token_id: int | None) -> list[int]:

@@ -18,9 +18,10 @@ def has_4_bits(config: Mapping[str, Any]) -> bool:
     """Return whether config.json is that of a checkpoint of compressed-tensors with 4-bit integers (W4A16)."""
     section = config.get("quantization_config") or {}
     groups = section.get("config_groups")
-    weights = [(group or {}).get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
-    is_packed = section.get("quant_method") == "compressed-tensors" and section.get("format") == "pack-quantized"
-    return is_packed and bool(weights) and all((one.get("num_bits"), one.get("type")) == (4, "int") for one in weights)
+    if not isinstance(groups, Mapping) or (section.get("quant_method"), section.get("format")) != ("compressed-tensors", "pack-quantized"):
+        return False
+    weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
+    return bool(weights) and all(isinstance(w, Mapping) and (w.get("num_bits"), w.get("type")) == (4, "int") for w in weights)
 
 
 def check_quantized(recipe: Recipe, config: Mapping[str, Any]) -> None:

@@ -38,6 +38,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_pos
         ({**QWEN, "dtype": "banana"}, "torch.* has no .*'banana'"),
         ({**QWEN, "rope_theta": "big"}, "`rope_theta` must be a number, not 'big'"),
         ({**QWEN, "rope_parameters": "yarn"}, "Field 'rope_parameters' with value 'yarn'"),
+        ({**QWEN, "vocab_size": 9, "pad_token_id": 9}, "`pad_token_id` 9 is not in its vocabulary of 9 tokens"),
+        ({**QWEN, "text_config": {"hidden_size": 64}}, "models of its type have no `text_config`"),
         ({**QWEN, "eos_token_id": [1, "x"]}, r"Field 'eos_token_id' with value \[1, 'x'\]"),
     ],
 )
@@ -62,10 +64,18 @@ def test_values_that_no_model_has_are_named(config: dict[str, Any], said: str) -
         {"model_type": "mamba", "hidden_act": "silu"},
         {"model_type": "mamba2", "time_step_limit": [0.0, {"__float__": "Infinity"}]},
         {"model_type": "bloom"},
+        {**QWEN, "vocab_size": 9, "pad_token_id": -1},
+        {"model_type": "gpt2", "vocab_size": 9, "pad_token_id": 9},
     ],
 )
 def test_other_values_and_what_transformers_does_not_know_are_left_alone(config: dict[str, Any]) -> None:
     check_config(config, "policy.path")
+
+
+def test_a_config_that_names_no_family_is_named() -> None:
+    for config in ({}, {"hidden_size": 64}, {"model_type": ""}):
+        with pytest.raises(UserError, match=r"^policy.path: its config.json names no model_type, so nothing can load it"):
+            check_config(config, "policy.path")
 
 
 def test_errors_of_other_causes_are_no_fault_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

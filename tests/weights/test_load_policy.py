@@ -90,6 +90,46 @@ def test_files_that_only_a_worker_would_miss_are_named(name: str, content: bytes
         check_files({**whole, name: content})
 
 
+def test_a_weight_that_one_layer_lacks_and_shards_without_an_index_are_named_before_ray(tmp_path: Path) -> None:
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    whole = dict(stored_weights(files))
+    lost = "model.layers.1.mlp.down_proj.weight"
+    shards = split_files(whole, most_bytes=sum(tensor.nbytes for tensor in whole.values()) // 2)
+    del files["model.safetensors"], shards["model.safetensors.index.json"]
+    cases = {
+        f"its weights do not fit its config.json: {lost} is missing": split_files({k: v for k, v in whole.items() if k != lost}),
+        "it has neither model.safetensors nor model.safetensors.index.json": shards,
+    }
+    for number, (said, weights) in enumerate(cases.items()):
+        folder = str(write_folder(tmp_path / f"policy{number}", {**files, **weights}))
+        with pytest.raises(UserError, match=f"^policy.path: {said}"):
+            Runtime(Recipe.parse(small_recipe(tmp_path, policy__path=folder)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model_type": "t5"}, "transformers .* has no causal language model of the type `t5`, so it cannot be trained"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "engines cannot run .*: it is no causal language model"),
+        ({"model_type": "alien", "auto_map": {"AutoConfig": "own.Own"}}, "only the Python code .*; set policy.trust_remote_code=true"),
+    ],
+)
+def test_a_policy_that_the_learner_cannot_load_is_refused_before_ray(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    files["config.json"] = json.dumps({**json.loads(files["config.json"]), **changed}).encode()
+    tree = small_recipe(tmp_path, policy__path=str(write_folder(tmp_path / "policy", files)))
+    with pytest.raises(UserError, match=f"^policy.path: {said}"):
+        Runtime(Recipe.parse(tree))
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbf{}", b"[" * 100_000, '{"a": "é"}'.encode("latin1")])
+def test_a_config_that_transformers_cannot_read_is_named(tmp_path: Path, content: bytes) -> None:
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    folder = write_folder(tmp_path / "policy", {**files, "config.json": content})
+    with pytest.raises(UserError, match=r"^policy.path: its config.json is not valid JSON"):
+        read_folder(folder)
+
+
 def test_quantised_weights_of_any_other_model_are_refused_before_ray(tmp_path: Path) -> None:
     """Critic, reference and reward model passed these checks before, and failed once Ray had started. A teacher is read as a reference."""
     files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))

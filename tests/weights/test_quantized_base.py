@@ -33,6 +33,9 @@ def test_4_bits_below_an_adapter_are_accepted() -> None:
     assert has_4_bits(config)
     check_quantized(recipe(lora={"rank": 8}, policy={"dtype": "bfloat16"}), config)
     check_quantized(recipe(), {"model_type": "qwen2"})
+    for group in ("x", None, {"weights": 4}, {}):  # of no known form
+        config["quantization_config"]["config_groups"]["group_1"] = group
+        assert not has_4_bits(config)
 
 
 @pytest.mark.parametrize(
