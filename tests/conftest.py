@@ -147,11 +147,17 @@ FIXTURE_TIERS = {
 
 # A file whose tests are all of other tiers, by its own words. A session of pure tests does not import it.
 OTHER_TIERS = re.compile(rf"^pytestmark = .*\bpytest\.mark\.(?:{'|'.join(TIERS)})\b", re.MULTILINE)
+# What a file has with a test that is not pure. A session without pure tests imports no other: that is two thirds of all.
+COSTLY = re.compile(rf"\bpytest\.mark\.(?:{'|'.join(TIERS)})\b|\b(?:{'|'.join(FIXTURE_TIERS)})\b")
+WITHOUT_PURE = ("not pure and not long", "long")  # the Makefile's selections
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    is_test_file = collection_path.suffix == ".py" and config.option.markexpr == "pure"
-    return True if is_test_file and OTHER_TIERS.search(collection_path.read_text()) else None
+    selected = config.option.markexpr
+    if collection_path.suffix != ".py" or selected not in ("pure", *WITHOUT_PURE):
+        return None
+    text = collection_path.read_text()
+    return True if (OTHER_TIERS.search(text) if selected == "pure" else not COSTLY.search(text)) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -171,6 +177,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         alone = "engine" in tiers or "no_ray" in getattr(item, "fixturenames", ())
         rank = 0 if item.path in private else 2 if alone else 3 if "learner" in tiers else 4 if "ray" in tiers else 5
         ranks[item.path] = 1 if item.path.name in WAITING else min(rank, ranks.get(item.path, rank))
+    for path in {item.path for item in items if item.get_closest_marker("pure") is None}:
+        if not COSTLY.search(path.read_text()):  # `make test` would run them in neither of its sessions
+            raise pytest.UsageError(f"{path} has tests that are not pure and names neither a tier nor one of {', '.join(FIXTURE_TIERS)}")
     items.sort(key=lambda item: ranks[item.path])
 
 
