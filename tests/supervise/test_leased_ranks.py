@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,26 +21,31 @@ from tests.supervise.test_supervised_run import finish, recipe, rows, start, wai
 pytestmark = [pytest.mark.ray, pytest.mark.learner]
 
 
-WORK = {"data": {"task": "chain", "rows": 960, "batch_rows": 8}, "learner": {"ranks": 2, "learning_rate": 1e-3}}
+WORK = {
+    "data": {"task": "chain", "rows": 960, "batch_rows": 8},
+    "evaluate": {"rows": 8},
+    "checkpoint": {"every_steps": 0},  # ranks that are stopped save one
+}
 COMMANDS = {"cpu": ("rlhfless_ray", "train"), "gpu": ("tests.supervise.logical_gpus",)}
 
 
-def run(folder: Path, name: str, min_ranks: int) -> dict[str, Any]:
-    return {"root": str(folder / "runs"), "seed": 3, "steps": 120, "name": name, "min_ranks": min_ranks}
+def stage(folder: Path, name: str, slot: str, ranks: int) -> Path:
+    """Write the recipe of a stage of up to so many ranks, on the cluster that this process is connected to."""
+    run = {"root": str(folder / "runs"), "seed": 3, "steps": 120, "name": name, "min_ranks": 1}
+    on_cluster = {"cluster": {"address": ray.get_runtime_context().gcs_address}, "functions": {"slot": slot}}
+    return recipe(folder, name, run=run, learner={"ranks": ranks, "learning_rate": 1e-3}, **WORK, **on_cluster)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """What two ranks learn without other runs."""
+def alone(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What one rank learns without other runs. Two learn the same but for rounding."""
     folder = tmp_path_factory.mktemp("alone")
-    finish(start(recipe(folder, "alone", run=run(folder, "alone", 2), **WORK), forks=True))
+    finish(start(stage(folder, "alone", "cpu", 1), forks=True))
     return weights(folder / "runs" / "alone")
 
 
 @pytest.mark.parametrize("slot", ["cpu", pytest.param("gpu", marks=pytest.mark.long)])
 def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluster, slot, alone, tmp_path: Path, monkeypatch) -> None:
-    address = ray.get_runtime_context().gcs_address
-    shared = {**WORK, "cluster": {"address": address}, "functions": {"slot": slot}}
     other = PoolClient(slot, RunInfo("other", share=0.75, least=0))
     try:
         other.bid(Bid("other", (0, 2), (0.0, 1.0)))
@@ -49,7 +53,7 @@ def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluste
         other.ask(held)
         grants = [other.wait(one, time.monotonic() + 60) for one in held]
         assert all(grants)
-        process = start(recipe(tmp_path, "shares", run=run(tmp_path, "shares", 1), **shared), command=COMMANDS[slot], forks=True)
+        process = start(stage(tmp_path, "shares", slot, 2), command=COMMANDS[slot], forks=True)
         folder = tmp_path / "runs" / "shares"
         wait_for_steps(folder, process, 3)
         assert other.view.others == {"shares": 2}
@@ -63,6 +67,7 @@ def test_a_stage_gives_a_rank_to_a_run_that_waits_and_learns_the_same(ray_cluste
             time.sleep(0.1)
         assert other.view.others == {}
         monkeypatch.setattr("rlhfless_ray.local.cluster.connect", lambda address, key: None)  # this process is connected
+        address = ray.get_runtime_context().gcs_address
         found = json.loads(command_here("cluster", "--address", address, "--json").stdout)[0]
     finally:
         other.close()
