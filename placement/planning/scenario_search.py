@@ -15,6 +15,7 @@ RATES = (0.003, 0.02, 0.1, 0.5)  # seconds of lateness worth one actor-second of
 ROUNDS = 6  # rounds of raising the price of actors when a partition takes more than there are
 EXTRA = 0.02  # surcharge per actor in the first of these rounds, as a share of the deadline
 SHIFTS = (1, -1, 2, -2, 4, -4)  # blocks by which local search moves a cut
+SHIFTS_AND_JOIN = np.array((*SHIFTS, 0))
 
 
 class ScenarioSearch:
@@ -101,67 +102,70 @@ class ScenarioSearch:
         cuts, pools, ranges = np.array(choice[0]), np.array(choice[1]), self.ranges
         at = self.at(cuts)
         moves = self._moves(cuts, pools)
+        g, h, of, start, cut, of_rest, end = moves
         seconds = ranges.seconds[pools, at]
-        own = np.concatenate(([0.0], np.cumsum(self.cost[pools, at])))
+        own = np.concatenate(([0.0], self.cost[pools, at].cumsum()))
         none = np.zeros((1, seconds.shape[1]), seconds.dtype)
         before = np.concatenate((none, np.maximum.accumulate(seconds, axis=0)))
         after = np.concatenate((np.maximum.accumulate(seconds[::-1], axis=0)[::-1], none))
-        left = ranges.first[moves[:, 3]] + moves[:, 4] - moves[:, 3] - 1
-        two = moves[:, 6] > moves[:, 4]
+        left = ranges.first[start] + cut - start - 1
+        two = end > cut
         # for a move that leaves a single range, `right` repeats it
-        right = np.where(two, ranges.first[np.where(two, moves[:, 4], 0)] + moves[:, 6] - moves[:, 4] - 1, left)
-        cost = self.cost[moves[:, 2], left] + np.where(two, self.cost[moves[:, 5], right], 0.0)
-        cost -= own[moves[:, 1]] - own[moves[:, 0]]
+        right = np.where(two, ranges.first[np.where(two, cut, 0)] + end - cut - 1, left)
+        cost = self.cost[of, left] + np.where(two, self.cost[of_rest, right], 0.0)
+        cost -= own[h] - own[g]
         # A more expensive neighbour can only be faster if it changes an actor that is the slowest in some scenario.
-        slow = np.concatenate(([0], np.cumsum(np.bincount(seconds.argmax(0), minlength=len(at)) > 0)))
-        worth = np.flatnonzero((cost < 0) | (slow[moves[:, 1]] > slow[moves[:, 0]]))
-        moves, left, right, two, cost = moves[worth], left[worth], right[worth], two[worth], own[-1] + cost[worth]
-        g, h = moves[:, 0], moves[:, 1]
+        slow = np.concatenate(([0], (np.bincount(seconds.argmax(0), minlength=len(at)) > 0).cumsum()))
+        worth = ((cost < 0) | (slow[h] > slow[g])).nonzero()[0]
+        moves, left, right, two, cost = moves[:, worth], left[worth], right[worth], two[worth], own[-1] + cost[worth]
+        g, h, of, _, _, of_rest, _ = moves
         slowest = np.maximum(before[g], after[h])
-        np.maximum(slowest, ranges.seconds[moves[:, 2], left], out=slowest)
-        np.maximum(slowest, ranges.seconds[moves[:, 5], right], out=slowest)
+        np.maximum(slowest, ranges.seconds[of, left], out=slowest)
+        np.maximum(slowest, ranges.seconds[of_rest, right], out=slowest)
         time_s = mean(slowest).astype(float)
         place = np.searchsorted(times, time_s, side="right") - 1
         better = np.isfinite(cost) & (cost < np.where(place < 0, np.inf, costs[place]))
         least = np.inf
-        for m in np.flatnonzero(better)[np.lexsort((cost[better], time_s[better]))]:
+        for m in better.nonzero()[0][np.lexsort((cost[better], time_s[better]))]:
             if cost[m] >= least:
                 continue  # another neighbour is at least as fast and costs less
             least = cost[m]
             a, b = int(g[m]), int(h[m])
-            inner = moves[m, [3, 4]] if two[m] else moves[m, [3]]
-            kinds = moves[m, [2, 5]] if two[m] else moves[m, [2]]
+            inner = moves[[3, 4], m] if two[m] else moves[[3], m]
+            kinds = moves[[2, 5], m] if two[m] else moves[[2], m]
             moved = (*choice[0][:a], *inner.tolist(), *choice[0][b:]), (*choice[1][:a], *kinds.tolist(), *choice[1][b:])
             self.found.setdefault(moved, (float(time_s[m]), float(least)))
 
     def _moves(self, cuts: np.ndarray, pools: np.ndarray) -> np.ndarray:
-        """Return (M, 7) rows (g, h, q, i, cut, p, end).
+        """Return (7, M) moves, with the rows g, h, q, i, cut, p and end.
 
         Groups g … h - 1 become [i, cut) on actor type q and [cut, end) on type p. Where cut = end there is only the
         first.
         """
         stop, k = self.ranges.stop, len(pools)
         every, i, j = np.arange(k), cuts[:-1], cuts[1:]
-        rows = []
+        parts = []
         if k > 1:
             # the last column of shifts stands for joining two groups: its cut is their common end
-            g = np.repeat(every[:-1], len(SHIFTS) + 1)
+            g = every[:-1].repeat(len(SHIFTS) + 1)
             end = cuts[2:][g]
-            cut = (j[:-1, None] + np.array((*SHIFTS, 0))).ravel()
-            join = np.arange(len(g)) % (len(SHIFTS) + 1) == len(SHIFTS)
-            cut[join] = end[join]
+            cut = j[:-1, None] + SHIFTS_AND_JOIN
+            cut[:, -1] = cuts[2:]
+            cut = cut.ravel()
+            join, start = np.arange(len(g)) % (len(SHIFTS) + 1) == len(SHIFTS), i[g]
             inside = np.minimum(np.maximum(cut, 0), end)
-            ok = (i[g] < cut) & (cut <= stop[i[g]]) & (join | (cut < end) & (end <= stop[np.minimum(inside, len(stop) - 1)]))
-            rows.append(np.stack((g, g + 2, pools[g], i[g], cut, pools[g + 1], end), 1)[ok])
-        cut = np.stack((i + 1, (2 * i + j) // 3, (i + j) // 2), 1).ravel()
-        g = np.repeat(every, 3)
-        ok = (i[g] < cut) & (cut < j[g])
-        for p in np.flatnonzero(np.bincount(pools, minlength=len(self.kinds)) < self.limits):
-            rows.append(np.stack((g, g + 1, pools[g], i[g], cut, np.full(len(g), p), j[g]), 1)[ok])
+            ok = (start < cut) & (cut <= stop[start]) & (join | (cut < end) & (end <= stop[np.minimum(inside, len(stop) - 1)]))
+            parts.append(np.array((g, g + 2, pools[g], start, cut, pools[g + 1], end))[:, ok])
+        cut = np.array((i + 1, (2 * i + j) // 3, (i + j) // 2)).T.ravel()
+        g = every.repeat(3)
+        start, end = i[g], j[g]
+        ok = (start < cut) & (cut < end)
+        for p in (np.bincount(pools, minlength=len(self.kinds)) < self.limits).nonzero()[0]:
+            parts.append(np.array((g, g + 1, pools[g], start, cut, np.full(len(g), p), end))[:, ok])
             if len(self.kinds) > 1:
                 kind = np.full(k, p)
-                rows.append(np.stack((every, every + 1, kind, i, j, kind, j), 1)[pools != p])
-        return np.concatenate(rows) if rows else np.zeros((0, 7), int)
+                parts.append(np.array((every, every + 1, kind, i, j, kind, j))[:, pools != p])
+        return np.concatenate(parts, axis=1) if parts else np.zeros((7, 0), int)
 
 
 def _mean_late(seconds: np.ndarray, deadlines: np.ndarray) -> np.ndarray:
