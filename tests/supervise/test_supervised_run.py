@@ -224,6 +224,17 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["none.yaml"]
 
 
+@pytest.fixture(scope="module")
+def progress(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a checkpoint of the recipe says of its progress."""
+    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+    from rlhfless_ray.supervise.run_supervised import SupervisedStage
+    from rlhfless_ray.weights.same_model import model_sizes
+
+    stage = SupervisedStage(SupervisedRecipe.load(recipe(tmp_path_factory.mktemp("progress"), "a")))
+    return {"steps": 8, "order": stage.order.state(), "model": model_sizes(stage.files)}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -237,17 +248,15 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         ([], "the checkpoint is of another model: its num_key_value_heads is 99, and that of policy.path is"),
     ],
 )
-def test_a_resume_does_not_repeat_or_skip_rows(tmp_path: Path, changes: list[str], message: str) -> None:
+def test_a_resume_does_not_repeat_or_skip_rows(tmp_path: Path, progress: dict[str, Any], changes: list[str], message: str) -> None:
     from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
     from rlhfless_ray.supervise.run_supervised import SupervisedStage
-    from rlhfless_ray.weights.same_model import model_sizes
 
     path = recipe(tmp_path, "a")
-    stage = SupervisedStage(SupervisedRecipe.load(path))
-    sizes = model_sizes(stage.files) | ({} if changes else {"num_key_value_heads": 99})
+    sizes = progress["model"] | ({} if changes else {"num_key_value_heads": 99})
     checkpoint = tmp_path / "runs" / "a" / "checkpoints" / "checkpoint_1"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "progress.json").write_text(json.dumps({"steps": 8, "order": stage.order.state(), "model": sizes}))
+    (checkpoint / "progress.json").write_text(json.dumps({**progress, "model": sizes}))
     (tmp_path / "runs" / "a" / "recipe.yaml").write_text(SupervisedRecipe.load(path).to_yaml())
     with pytest.raises(UserError, match=message) if message else nullcontext():
         SupervisedStage(SupervisedRecipe.load(path, changes), resume=True)

@@ -210,7 +210,8 @@ def test_an_adapter_is_no_policy(tmp_path):
 def test_a_cache_too_small_for_the_longest_sequence_is_named_with_what_it_takes(tmp_path):
     tree = small_recipe(tmp_path, policy__hidden_size=512, policy__layers=12, rollout__kv_cache_mb=16, rollout__max_tokens=400)
     recipe = Recipe.parse(tree)
-    files = scratch_policy(recipe, task("chain"))
+    files = scratch_policy(Recipe.parse({**tree, "policy": {"hidden_size": 512, "layers": 1}}), task("chain"))
+    files["config.json"] = json.dumps({**json.loads(files["config.json"]), "num_hidden_layers": 12}).encode()
     # 12 layers, a key and a value of 512 numbers of 4 bytes each, 14 blocks of 32 tokens and vLLM's spare one
     assert kv_cache_bytes(files, 417, 32, "float32") == 12 * 2 * 512 * 4 * 15 * 32 == 22.5 * 2**20
     assert kv_cache_bytes(files, 416, 32, "float32") == 12 * 2 * 512 * 4 * 14 * 32
