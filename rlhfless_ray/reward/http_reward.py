@@ -12,11 +12,16 @@ import urllib.parse
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.reward.openrlhf_reward import BadReturn, Query, query_of, scores_of
 from rlhfless_ray.reward.source import Decode, Score, Source, Worker
 from rlhfless_ray.types import Sample
+
+if TYPE_CHECKING:
+    import ssl
 
 MAX_CONCURRENT = 32  # concurrent requests of one process
 MAX_TRIES = 5  # per request while the server answers others, as in OpenRLHF
@@ -99,6 +104,14 @@ class _Batch:
     sent_s: float = 0.0
 
 
+@cache
+def _tls_context() -> ssl.SSLContext:
+    """Return what all clients of a process verify servers with. Reading the certificates takes 40 ms."""
+    import httpx
+
+    return httpx.create_ssl_context(trust_env=False)
+
+
 class HttpWorker(Worker):
     def __init__(self, source: HttpSource, timeout_s: float) -> None:
         import httpx  # not at the top: drivers of every run load this module
@@ -106,7 +119,7 @@ class HttpWorker(Worker):
         self.source, self.timeout_s = source, timeout_s
         # Reward servers are inside the cluster: ignore the environment's proxies, as OpenRLHF's client does since 0.9.1. FastAPI
         # redirects for a trailing slash.
-        self.client = httpx.Client(trust_env=False, follow_redirects=True, timeout=timeout_s)
+        self.client = httpx.Client(verify=_tls_context(), trust_env=False, follow_redirects=True, timeout=timeout_s)
         self.servers = deque(Server(url) for url in source.urls)
         self.failing_since_s: float | None = None  # start of the current outage of all servers
         self.last_answer_s = 0.0
