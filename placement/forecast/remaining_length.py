@@ -169,7 +169,7 @@ class RemainingLengths:
         soon as it pauses.
         """
         n = len(self.alive)
-        points = np.r_[0.0, self.tokens]
+        points = np.concatenate(([0.0], self.tokens))
         ended = np.log1p(-np.minimum(self.alive, 1 - 1e-12))
         others = np.exp(np.minimum(ended.sum(0) - ended, 0.0))
         others = np.concatenate([np.full((n, 1), float(n == 1)), others, np.ones((n, 1))], 1)

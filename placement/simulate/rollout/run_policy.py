@@ -87,6 +87,6 @@ def make_view(engine: VirtualEngines, job: RolloutJob) -> View:
 
 
 def _check_action(actor: np.ndarray, hold: frozenset[int], finished: np.ndarray, max_actors: int) -> None:
-    used = np.r_[actor[~finished], list(hold)]
-    if actor.shape != finished.shape or used.max(initial=-1) >= max_actors or used.min(initial=0) < -1:
+    is_valid = actor.shape == finished.shape and all(-1 <= a < max_actors for a in {*actor[~finished].tolist(), *hold})
+    if not is_valid:
         raise ValueError(f"a policy must place (n,) sequences on actors 0 … {max_actors - 1}, or -1 for none")
