@@ -32,6 +32,7 @@ from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.runtime.checkpointed_run import StepsDone
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.runtime import Runtime
@@ -132,11 +133,11 @@ class Ended:
         self.did: list[str] = []
         self.run = run = Runtime.__new__(Runtime)
         run.recipe = Recipe.parse(small_recipe(folder, run__steps=9, **overrides))
-        run.inputs = SimpleNamespace(files={"config.json": b"{}"})
+        run.inputs = SimpleNamespace(files={"config.json": b"{}"}, prompts=SimpleNamespace(train=[]))
         run.folder = RunFolder.create(run.recipe)
         run.folder.begin(run.recipe, "machine", 3)
         run.checkpoints, run.best = store(run.folder), Best("none")
-        run.steps_done, run.cursor_done, run.cursor_after, run.saved = 3, [3], [4], 2
+        run.steps_done, run.done, run.cursor_after, run.saved = 3, StepsDone([3]), [4], 2  # type: ignore[arg-type]
         run.dynamic_sampling = DynamicSampling(run.recipe, Cursor(64, 8, True, 3))
         run.partial_rollouts = PartialRollouts(run.recipe)
         run.weights, run.in_update, run.step = WeightVersion(3, ("weights",)), False, Step(4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,16 @@ from rlhfless_ray.weights.remote_folder import writer
 from rlhfless_ray.weights.same_model import model_sizes
 
 
+@dataclass(frozen=True)
+class StepsDone:
+    """The driver's state after the last finished step, from which a stop inside a step repeats the whole step."""
+
+    cursor: dict[str, Any] = field(default_factory=dict)
+    refill: Sequence[dict[str, Any]] = ()  # surplus groups
+    ahead: Sequence[Sample] = ()  # responses of the step after it, without rewards
+    in_flight: Sequence[Group] = ()  # groups that go on in that step, with rollout.partial
+
+
 class CheckpointedRun:
     """The parts of a run whose state is saved. `Runtime` creates them."""
 
@@ -50,21 +60,17 @@ class CheckpointedRun:
     steps_done = 0
     saved = -1  # step of the newest checkpoint
     owes_evaluation = True  # whether one is due before the next step: the first, or one that a stop interrupted
-    # after the last finished step, because a stop inside a step repeats the whole step:
-    cursor_done: dict[str, Any]
-    refill_done: Sequence[dict[str, Any]] = ()  # surplus groups
-    ahead_done: Sequence[Sample] = ()  # responses of the step after it, without rewards
-    in_flight_done: Sequence[Group] = ()  # groups that go on in that step, with rollout.partial
+    done = StepsDone()
 
     def _driver_state(self) -> dict[str, Any]:
         """Return the driver's state after the last finished step as JSON-serialisable values."""
         return {
             "step": self.steps_done,
             "version": self.weights.version if self.weights else 0,
-            "cursor": self.cursor_done,
-            "refill": self.refill_done,
-            **({"ahead": [as_json(sample) for sample in self.ahead_done]} if self.ahead_done else {}),
-            **({"in_flight": self.partial_rollouts.state(self.in_flight_done)} if self.in_flight_done else {}),
+            "cursor": self.done.cursor,
+            "refill": self.done.refill,
+            **({"ahead": [as_json(sample) for sample in self.done.ahead]} if self.done.ahead else {}),
+            **({"in_flight": self.partial_rollouts.state(self.done.in_flight)} if self.done.in_flight else {}),
             "stale_cost": asdict(self.partial_rollouts.stale_cost),
             "autoscaler": self.autoscaler.state(),
             "learning": self.learn_stage.state(),
@@ -81,14 +87,13 @@ class CheckpointedRun:
     def _restore_driver(self, state: dict[str, Any]) -> None:
         """Restore a driver's state. Raises UserError if it is from another version of this program."""
         self.cursor.restore(state["cursor"])
-        self.cursor_done = self.cursor.state()
+        train = self.inputs.prompts.train
         if self.recipe.algorithm.filter_range is not None:
-            self.dynamic_sampling.restore(state.get("refill", []), self.inputs.prompts.train)
-            self.refill_done = self.dynamic_sampling.state()
-        self.ahead_done = [from_json(row, self.inputs.prompts.train) for row in state.get("ahead", [])]
+            self.dynamic_sampling.restore(state.get("refill", []), train)
         if groups := state.get("in_flight"):
-            self.partial_rollouts.restore(groups, self.inputs.prompts.train)
-            self.in_flight_done = self.partial_rollouts.in_flight
+            self.partial_rollouts.restore(groups, train)
+        ahead = [from_json(row, train) for row in state.get("ahead", [])]
+        self.done = StepsDone(self.cursor.state(), self.dynamic_sampling.state(), ahead, self.partial_rollouts.in_flight)
         self.partial_rollouts.stale_cost = StaleCost(**state.get("stale_cost", {}))
         try:
             self.autoscaler.restore(state["autoscaler"])

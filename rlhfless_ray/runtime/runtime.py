@@ -47,6 +47,7 @@ from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
+from rlhfless_ray.runtime.checkpointed_run import StepsDone
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.run_inputs import read_inputs
@@ -126,7 +127,7 @@ class Runtime(StepOperations):
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe, parameters, architectures=config.get("architectures") or ())
         self.shared_pool: PoolClient | None = None  # with the slots of all runs of the cluster, see `cluster.pool`
-        self.cursor_done = self.cursor.state()
+        self.done = StepsDone(self.cursor.state())
         self._steps: Iterator[Step] | None = None
         self._stack = ExitStack()
 

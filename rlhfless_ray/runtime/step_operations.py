@@ -32,7 +32,7 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.runtime.agreement import Agreement
-from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun
+from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun, StepsDone
 from rlhfless_ray.runtime.evaluation import evaluate
 from rlhfless_ray.runtime.export import write_models
 from rlhfless_ray.step.partial_batch import PartialBatch
@@ -199,10 +199,10 @@ class StepOperations(CheckpointedRun):
 
     def has_responses(self, step: Step) -> bool:
         """Return whether the step's responses were generated ahead, by this process or before a resume."""
-        if not step.samples and self.ahead_done and self.rolls_out_ahead:
+        if not step.samples and self.done.ahead and self.rolls_out_ahead:
             count = self.recipe.rollout.samples_per_prompt
-            if [s.prompt.index for s in self.ahead_done] == [p.index for p in step.prompts for _ in range(count)]:
-                step.samples, step.metrics = [replace(sample) for sample in self.ahead_done], RolloutResult().metrics()
+            if [s.prompt.index for s in self.done.ahead] == [p.index for p in step.prompts for _ in range(count)]:
+                step.samples, step.metrics = [replace(sample) for sample in self.done.ahead], RolloutResult().metrics()
         return bool(step.samples)
 
     def prefill(self, step: Step) -> StepPrefixes | None:
@@ -451,10 +451,9 @@ class StepOperations(CheckpointedRun):
 
     def close_step(self, step: Step, starts_next: bool = False) -> dict[str, float]:
         """Mark the step as done, so that a stop saves it. Returns its cost in slot-seconds and money, which are also in its metrics."""
-        self.steps_done, self.cursor_done, self.unrecorded = step.number, self.cursor_after, False
-        self.refill_done = self.dynamic_sampling.state()
-        self.ahead_done = self.ahead
-        self.in_flight_done = self.partial_rollouts.in_flight if self.begun_ahead is None else self.begun_ahead
+        self.steps_done, self.unrecorded = step.number, False
+        in_flight = self.partial_rollouts.in_flight if self.begun_ahead is None else self.begun_ahead
+        self.done = StepsDone(self.cursor_after, self.dynamic_sampling.state(), self.ahead, in_flight)
         step.phase_s, step.wall_s = self.phases.take()
         step.phase_s["passes"] = self.learn_stage.passes_s
         self.ledger.begin_step(step.number + starts_next)
