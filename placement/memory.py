@@ -16,7 +16,10 @@ GRADIENT_BYTES = 4  # gradients are accumulated in float32 whatever the weights'
 MOMENT_BYTES = 8  # Adam's two moments in float32
 MASTER_BYTES = 4  # DeepSpeed's ZeRO optimizers keep a copy of the weights in float32, also of float32 weights
 AVERAGE_BYTES = 4  # an exponential moving average of the weights, in float32 on the host
-TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "smollm3")  # families whose output head is the embeddings unless they say otherwise
+TIED = (  # families whose output head is the embeddings unless they say otherwise
+    *("gpt2", "gpt_bigcode", "gpt_neo", "bloom", "falcon", "mpt", "opt", "starcoder2", "mamba", "lfm2", "lfm2_moe", "minicpm3"),
+    *("gemma", "gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "smollm3"),
+)
 MOST_LAYERS = 10_000  # no model has more; a configuration with more is not counted
 
 # Decoder families whose parameters are counted exactly. For each family:

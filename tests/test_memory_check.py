@@ -109,6 +109,13 @@ def test_every_family_counts_as_transformers_builds_it():
             assert memory.parameter_count(described.to_dict()) == built, (family, variant)
 
 
+def test_families_whose_head_is_the_embeddings_are_those_of_transformers():
+    from transformers import AutoConfig
+
+    for family in {*memory.TIED, *memory.FAMILIES}:
+        assert memory.ties_ends({"model_type": family}) == AutoConfig.for_model(family).tie_word_embeddings, family
+
+
 def test_a_folder_s_size_is_in_its_headers_and_configuration(tmp_path):
     path = folder(tmp_path / "own", {"model_type": "of-my-own"})
     assert ModelSize.of(path, "policy.path") is None  # neither says

@@ -141,7 +141,8 @@ def model(entry: str | dict[str, Any]) -> Model:
             raise ValueError(f"{path}: cannot read a model configuration from it ({type(error).__name__})") from None
         if not isinstance(tree, dict):
             raise ValueError(f"{path}: not a Hugging Face model configuration (a JSON object with `hidden_size` and others)")
-        name = str(entry) if path.parent.parent.name == "snapshots" else path.parent.name or path.stem
+        folder = path.parent.name if path.name == "config.json" else ""
+        name = str(entry) if path.parent.parent.name == "snapshots" else folder or path.stem
         return Model.from_config(name, tree)
     known = sorted(p.stem for p in (DATA / "models").glob("*.json"))
     name = match_name("model", entry, known)

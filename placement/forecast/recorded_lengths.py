@@ -130,7 +130,7 @@ def _json(path: Path, text: str, column: str | None) -> Iterator[Row]:
 
 
 def _jsonl(path: Path, text: str, column: str | None) -> Iterator[Row]:
-    for i, line in enumerate(text.splitlines()):
+    for i, line in enumerate(text.split("\n")):  # responses may contain other line separators
         if not line.strip():
             continue
         entry = _parsed(line, str(path), i)

@@ -22,7 +22,7 @@ SIZES: dict[str, tuple[str, ...]] = {  # names of sizes in Hugging Face configur
     "expert": ("moe_intermediate_size",),
     "layers": ("num_hidden_layers", "n_layer"),
     "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads",),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head": ("head_dim",),
     "vocabulary": ("vocab_size",),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
@@ -30,7 +30,11 @@ SIZES: dict[str, tuple[str, ...]] = {  # names of sizes in Hugging Face configur
     "shared_expert": ("shared_expert_intermediate_size",),
 }
 OPTIONAL = ("kv_heads", "head", "experts", "expert", "experts_per_token", "shared_expert")
-TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "gpt_bigcode")  # feed-forward without a gate
+TWO_MATRICES = (  # families whose feed-forward layers have no gate
+    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "opt", "bloom", "mpt", "phi", "falcon", "starcoder2", "nanochat"),
+    *("arcee", "nemotron", "apertus", "persimmon", "jais2"),
+)
+ONE_KV_HEAD = ("falcon", "gpt_bigcode")  # families whose `multi_query` means this, whatever other keys say
 QUANTIZATIONS = ("off", "int8", "fp8")  # of an engine's weights, as in the recipe's `rollout.quantization`
 FEW_SEQUENCES = 4  # an engine that holds fewer of its longest sequences at once has almost no KV cache
 
@@ -111,6 +115,7 @@ class Model:
         hidden = size("hidden")
         inner = size("intermediate", 4 * hidden if kind in TWO_MATRICES else 0)
         heads, experts = size("heads"), size("experts")
+        shares_kv = kind in ONE_KV_HEAD and config.get("multi_query", True) and not config.get("new_decoder_architecture")
         if not (head_size := size("head")) and hidden < heads:
             raise ValueError(f"model {name}: `hidden_size` {hidden} is smaller than its {heads} `num_attention_heads`")
         return cls(
@@ -119,7 +124,7 @@ class Model:
             size("expert", inner) if experts else inner,
             size("layers"),
             heads,
-            size("kv_heads") or heads,
+            1 if shares_kv else size("kv_heads") or heads,
             size("vocabulary"),
             ties_ends(config),
             head_size or hidden // heads,

@@ -20,6 +20,7 @@ from placement.forecast.recorded_lengths import read_lengths
         ("a.json", '[{"prompt_tokens": 9, "response_tokens": [3, 4]}]', [3, 4], 1),
         ("a.jsonl", "3\n\n[4, 5]\n", [3, 4, 5], 2),
         ("a.jsonl", '{"prompt_index": 7, "tokens": 3}\n{"prompt_index": 7, "tokens": 4}\n{"prompt_index": 8, "tokens": 5}\n', [3, 4, 5], 2),
+        ("a.jsonl", '{"prompt": "a\u2028b", "tokens": 3}\r\n{"prompt": "a\u0085b", "tokens": 4}\r\n', [3, 4], 2),
         ("a.csv", "3\n4\n5\n", [3, 4, 5], 3),
         ("a.csv", "\ufeffanything\n3\n4\n", [3, 4], 2),
         ("a.csv", "prompt_tokens,response_tokens\n9,3\n9,4\n", [3, 4], 2),

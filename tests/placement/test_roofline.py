@@ -173,6 +173,23 @@ def test_names_of_sizes_in_older_configurations() -> None:
     assert small.intermediate_size == 3072 and not small.gated and small.parameters == pytest.approx(124e6, rel=0.01)
 
 
+def test_families_without_a_gate_and_with_shared_kv_heads() -> None:
+    bloom = catalog.model({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100})
+    assert bloom.intermediate_size == 256 and not bloom.gated
+    falcon = {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "vocab_size": 65024}
+    seven = catalog.model({**falcon, "multi_query": True, "num_kv_heads": 71})
+    assert seven.kv_heads == 1 and seven.parameters == pytest.approx(6.92e9, rel=0.001)
+    wide = {"hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8}
+    assert catalog.model({**falcon, **wide, "new_decoder_architecture": True}).kv_heads == 8
+    assert catalog.model({**falcon, "multi_query": False}).kv_heads == 71
+
+
+def test_a_configuration_by_another_name_than_config_json_is_called_by_it(tmp_path) -> None:
+    whole = '{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}'
+    (tmp_path / "mine.json").write_text(whole)
+    assert catalog.model(str(tmp_path / "mine.json")).name == "mine"
+
+
 def test_a_model_by_its_name_in_the_hugging_face_cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--Some--Model"
