@@ -111,6 +111,8 @@ def test_a_file_that_is_no_workflow_is_called_one(tmp_path: Path) -> None:
         ([GENERATE], r"stage g: `\$\{sft\}` is no earlier stage with a result; there are none yet"),
         ([SFT, SFT], "two stages are called sft"),
         ([{"name": "a", "train": {"task": "sft", "dta": {}}}], "stage a: unknown key `dta`; did you mean `data`"),
+        ([{"name": "a", "trian": {"task": "sft"}}], r"unknown key `stages\.0\.trian`; did you mean `train`\?"),
+        ([SFT, {"repeat": 2, "stages": [{"nmae": "a"}]}], r"unknown key `stages\.1\.stages\.0\.nmae`; did you mean `name`\?"),
         ([{"name": "a"}], "one of `train`, `generate` and `evaluate`"),
         ([{"name": "a", "evaluate": {"prompts": {"task": "chain"}}}], "`models` names the stages"),
         ([{"repeat": 2, "stages": []}], "has `stages` and nothing else"),

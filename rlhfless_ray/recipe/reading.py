@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import typing
 from datetime import date
 from typing import Any
 
@@ -107,8 +108,9 @@ def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
     dotted = ".".join(path)
     if first["type"] == "extra_forbidden":
         is_section = isinstance(first.get("input"), dict)
-        nearest = _nearest(model, dotted, is_section=is_section)
-        known = f"; the keys are {', '.join(model.model_fields)}" if is_section and len(path) == 1 else ""
+        item, begin = _list_item(model, path)
+        nearest = _nearest(item, ".".join(path[begin:]), is_section=is_section)
+        known = f"; the keys are {', '.join(item.model_fields)}" if is_section and len(path) == begin + 1 else ""
         return f"unknown key `{dotted}`" + (f"; did you mean `{nearest}`?" if nearest else known)
     section = section_at(model, path)
     if section is not None and first["type"] in ("model_type", "model_attributes_type"):
@@ -120,6 +122,18 @@ def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
     given = first.get("input")
     shown = "" if isinstance(given, (dict, BaseModel)) else f" (got {given!r})"
     return f"`{dotted}`: {message[0].lower()}{message[1:]}{shown}"
+
+
+def _list_item(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], int]:
+    """Return the type of the innermost list's item that a path leads into, and where in the path its own keys begin."""
+    begin, item = 0, model
+    for number, part in enumerate(path):
+        info = item.model_fields.get(part)
+        if info is not None and typing.get_origin(info.annotation) is list:
+            (of,) = typing.get_args(info.annotation)
+            if isinstance(of, type) and issubclass(of, BaseModel):
+                begin, item = number + 2, of
+    return item, begin
 
 
 def section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
