@@ -43,7 +43,7 @@ OUTLIVES = 1.1  # a response longer than its forecast is expected to reach this 
 
 @dataclass(frozen=True)
 class IdleEngines:
-    """What becomes of engines without work. `needed_next`: number of slots that the next phase needs.
+    """Decide about engines without work. `needed_next`: number of slots that the next phase needs.
 
     `decide`: decides about the lease of such an engine, from the seconds until the rollout ends and whether the next phase needs it.
     `give_back`: carries out that decision, unless the listener has work for the slot.
@@ -55,8 +55,8 @@ class IdleEngines:
 
 
 @dataclass(frozen=True)
-class PartialEnd:
-    """What a rollout of a partial batch has from earlier rollouts, and when it ends. Unfinished requests are cut then.
+class PartialRun:
+    """Earlier responses of a partial batch, and the end of its rollout. Unfinished requests are cut then.
 
     `until`: whether the rollout ends now although its groups are not complete, given its driver. `kept`: KV pages of responses that earlier
     rollouts began. None: their contexts are computed again.
@@ -74,11 +74,11 @@ class RolloutDriver:
         expected: (n,) forecast tokens of each request.
         interval_s: Interval at which engines stream new tokens.
         silence_s: A started engine without a report for this long is considered hung.
-        idle: What becomes of engines without work.
+        idle: Decides about engines without work.
         on_progress: Called with the number of finished and of all responses.
         migration: Decides moves of requests between engines. None: requests stay as long as their engine lives.
         start_s: Expected start time of a new engine.
-        partial_end: Of a partial batch. None: the rollout ends with the last response.
+        partial_run: Earlier responses and the end of a partial batch. None: the rollout ends with the last response.
         drafts: Data for drafts that engines share.
         shared: Takes slots from other runs of the cluster, and gives slots to them. None: there are no others.
     """
@@ -97,17 +97,16 @@ class RolloutDriver:
         listener: RolloutListener | None = None,
         migration: MigrationPolicy | None = None,
         start_s: float = 15.0,
-        partial_end: PartialEnd | None = None,
+        partial_run: PartialRun | None = None,
         drafts: SharedDrafts | None = None,
         shared: SharedSlots | None = None,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.start_s, self.idle, self.on_progress = silence_s, start_s, idle, on_progress
         self.listener, self.migration, self.shared = listener, migration, shared
-        self.partial_end, self.kept = partial_end, partial_end.kept if partial_end is not None else None
+        self.partial_run, self.kept = partial_run, partial_run.kept if partial_run is not None else None
         self.stopping = False
-        before = partial_end.batch.before() if partial_end is not None and requests else ()  # episodes have no requests yet
-        self.token_log = TokenLog(requests, before, self.kept is not None)
+        self.token_log = TokenLog(requests, self.logged_before(), self.kept is not None)
         if self.kept is not None:
             self.kept.begin(self.token_log)
         self.calls = EngineCalls(pool, self.token_log, interval_s, drafts, self.kept)
@@ -118,6 +117,10 @@ class RolloutDriver:
         self.decide_at_s, self.looked_s, self.probed_s = 0.0, time.monotonic(), time.monotonic()
         self.draining: set[str] = set()  # ids of nodes that are drained
         self.reloaded: set[int] = set()  # engines that loaded the copy of the weights
+
+    def logged_before(self) -> list[Completion]:
+        """Return the responses of earlier rollouts with which the token log begins."""
+        return self.partial_run.batch.before() if self.partial_run is not None else []
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> RolloutResult:
         """Generate all responses.
@@ -174,7 +177,7 @@ class RolloutDriver:
 
     def may_end(self) -> bool:
         """Return whether the rollout may end. Unfinished requests are cut then."""
-        end = self.partial_end
+        end = self.partial_run
         return end is not None and (end.batch.is_enough(self.ended) or end.until(self))
 
     def stop_if_enough(self) -> None:
@@ -349,7 +352,7 @@ class RolloutDriver:
         """Return the tokens that a live response gets until the rollout ends, by the forecasts."""
         left = np.zeros(len(self.token_log.finished))
         left[~self.token_log.finished] = self.remaining()[0]
-        return float(left.max(initial=0.0)) if self.partial_end is None else self.partial_end.batch.until_enough(left)
+        return float(left.max(initial=0.0)) if self.partial_run is None else self.partial_run.batch.until_enough(left)
 
     def remaining(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens that each unfinished response is expected to still get, and those of its context."""

@@ -19,7 +19,7 @@ from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.messages import Drawn, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.agent.unfinished_episode import replies_of, unfinished_episode, versions_of_turns
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.driver import OUTLIVES, PartialEnd, RolloutDriver, median_step_s
+from rlhfless_ray.rollout.driver import OUTLIVES, RolloutDriver, median_step_s
 from rlhfless_ray.rollout.growable_array import GrowableArray
 from rlhfless_ray.types import UNFINISHED, Completion, Request, WeightVersion
 
@@ -44,9 +44,8 @@ class MultiTurnRollout(RolloutDriver):
             requests: the episodes' keys 0 … n - 1, seeds and sampling parameters. Each turn determines the rest.
             options: keyword arguments of the base class.
         """
-        end: PartialEnd | None = options.get("partial_end")
-        before = end.batch.before() if end is not None else []
         super().__init__(pool, [], np.zeros(0), weights, **{**options, "migration": None})
+        before = super().logged_before()
         self.agents, self.episodes = agents, requests
         self.ended_keys = [completion.key for completion in before if completion.finish_reason != UNFINISHED]
         self.is_over = np.zeros(len(requests), bool)
@@ -65,6 +64,9 @@ class MultiTurnRollout(RolloutDriver):
             self.written[completion.key] = len(completion.token_ids)
         self.home = np.full(len(requests), -1)  # number of each episode's engine
         self.waiting: dict[int, tuple[int, TurnRequest]] = {}  # by request: the agent call's epoch, and the turn it requested
+
+    def logged_before(self) -> list[Completion]:
+        return []  # the log holds turns, and none has begun
 
     # ---- sources of requests --------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.driver import IdleEngines, PartialEnd, RolloutDriver
+from rlhfless_ray.rollout.driver import IdleEngines, PartialRun, RolloutDriver
 from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.listener import OnSamples, RolloutListener, WorkBeside
 from rlhfless_ray.rollout.migration_policy import MigrationPolicy
@@ -243,8 +243,8 @@ class RolloutStage:
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
         samples = self._samples(step.prompts, count, weights)
         listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None, on_samples)
-        end = None if partial_batch is None else PartialEnd(partial_batch, until, self.kept)
-        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, end)
+        partial_run = None if partial_batch is None else PartialRun(partial_batch, until, self.kept)
+        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_run)
         if overlap is not None:
             overlap.finish()
         step.metrics |= {**result.metrics(step.metrics), **(overlap.metrics() if overlap is not None else {})}
@@ -299,7 +299,7 @@ class RolloutStage:
         weights: WeightVersion,
         migration: MigrationPolicy | None,
         listener: RolloutListener,
-        partial_end: PartialEnd | None = None,
+        partial_run: PartialRun | None = None,
     ) -> RolloutResult:
         recipe, autoscaler = self.context.recipe, self.context.autoscaler
         self.began_s = time.monotonic()
@@ -320,7 +320,7 @@ class RolloutStage:
             listener=listener,
             migration=migration,
             start_s=autoscaler.terms.cold_start.predict(),
-            partial_end=partial_end,
+            partial_run=partial_run,
             drafts=self.drafts,
             shared=shared,
         )

@@ -15,7 +15,7 @@ from rlhfless_ray.agent.agent_processes import AgentProcesses
 from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.unfinished_episode import replies_of, token_versions, unfinished_episode, versions_of_turns
-from rlhfless_ray.rollout.driver import IdleEngines, PartialEnd
+from rlhfless_ray.rollout.driver import IdleEngines, PartialRun
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.types import UNFINISHED, Completion, Prompt, Request, Sample, WeightVersion
@@ -71,7 +71,7 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
         interval_s=1.0,
         silence_s=1.0,
         idle=IdleEngines(1, lambda tail_s, needed: Hold(1, ""), lambda *_: None),
-        partial_end=PartialEnd(batch),
+        partial_run=PartialRun(batch),
     )
     left = rollout.run([np.array([1, 2])], 9.0).unfinished
     assert [(one.key, one.token_ids.tolist(), one.turns) for one in left] == [(1, [5, 6], begun.turns), (2, [], ())]
