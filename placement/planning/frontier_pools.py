@@ -21,8 +21,8 @@ def pool_partitions(work: RolloutWorkload, thin: float) -> list[Partition]:
     """Find partitions of known lengths over several actor types. Empty where capacity allows none without waves.
 
     Each order of the pools is tried for a time bound T. The first pool takes the longest sequences, the next pool the
-    following ones, and so on. Any pool may take none. Within its range a pool is filled greedily, which
-    is optimal there (see `frontier`). The limits on actors hold exactly.
+    following ones, and so on. Any pool may take none. Within its range a pool is filled greedily, which is optimal
+    there (see `frontier`). The limits on actors hold exactly.
 
     Exact for that family. With two pools every cut between them is tried at once: prefix sums give the front, and
     doubling the jumps from one actor's first sequence to the next one's gives the rest. With three pools every first

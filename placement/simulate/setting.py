@@ -11,7 +11,7 @@ from typing import Any
 from placement.catalog import catalog
 from placement.speed.roofline import QUANTIZATIONS, Device, Model, check_width, possible_widths
 
-NAMED = {"algorithm": ("grpo", "ppo"), "quantization": QUANTIZATIONS}  # keys that take one of these names
+CHOICES = {"algorithm": ("grpo", "ppo"), "quantization": QUANTIZATIONS}  # keys that take one of these names
 MAX_LAG = 8  # steps: more only fill the pipeline for longer
 MAX_COUNT = 10_000_000  # of devices, responses or updates: more only cost memory and hours
 
@@ -155,8 +155,8 @@ def parse(tree: dict[str, Any], folder: Path = Path(), width: int | str = 1) -> 
     merged["phases"] = {**catalog.values(catalog.read("phases")), **_phases(merged.get("phases") or {})}
     if merged.get("quantization") is False:  # YAML reads `off` so
         merged["quantization"] = "off"
-    for key in NAMED.keys() & merged.keys():
-        merged[key] = catalog.match_name(key, merged[key], list(NAMED[key]))
+    for key in CHOICES.keys() & merged.keys():
+        merged[key] = catalog.match_name(key, merged[key], list(CHOICES[key]))
     merged.setdefault("name", "unnamed")
     merged.setdefault("tensor_parallel", width)
     setting = Setting(**merged)
@@ -215,7 +215,7 @@ def check(s: Setting) -> None:
         raise ValueError(f"`max_lag_steps`: responses that end within their step are at most 1 step old, not {lag}; set `partial` to true")
     if lag == 0 and s.partial:
         raise ValueError("`partial`: a response that outlives a step is trained one step late; set `max_lag_steps` to 1 or more")
-    for key, known in NAMED.items():
+    for key, known in CHOICES.items():
         if (value := getattr(s, key)) not in known:
             raise ValueError(f"`{key}` must be one of {', '.join(known)}, not {value!r}")
     for width in s.widths:

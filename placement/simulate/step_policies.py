@@ -34,10 +34,10 @@ __all__ = ["POLICIES", "Policy", "disaggregated", "elastic", "fixed", "fixed_plu
 def fixed(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
     """Hold all devices for all phases, colocated, phase after phase: VERL (HybridFlow, arXiv 2409.19256).
 
-    As its authors run it. There are engines on every device, and the batch is split evenly. Prompts are prefilled once
-    (vLLM's automatic prefix caching). Weights are resharded in place at the in-process rate. Log-probabilities are
-    recomputed before learning (`compute_log_prob` in its trainer), which is sharded over every device with packed
-    micro-batches.
+    It works as its authors run it. There are engines on every device, and the batch is split evenly. Prompts are
+    prefilled once (vLLM's automatic prefix caching). Weights are resharded in place at the in-process rate.
+    Log-probabilities are recomputed before learning (`compute_log_prob` in its trainer). Learning is sharded over every
+    device with packed micro-batches.
     """
     run = roll_out(times, given, "fixed", engines=times.engines, prefer=1.0, wake_s=times.warm_s)
     tokens, d = float(given.tokens.sum()), times.devices

@@ -148,12 +148,12 @@ class Autoscaler(StepPredictor):
             self.sizes = self.safely("sizing learner and engines", size, lambda: None)
         width = self.engines.width if self.engines.expected else None
         actors = max(min_actors, decision.actors)
-        return RolloutPlan(decision, actors, tuple(plans), *predicted, width=width, update=update, failed=made is None)
+        return RolloutPlan(decision, actors, tuple(plans), *predicted, width=width, update=update, has_failed=made is None)
 
-    def _keep_last(self, without: int) -> Decision:
-        """Hold as many engines as the last plan, or `without` one so many. Its groups are of other sequences, so they are left out."""
+    def _keep_last(self, fallback_actors: int) -> Decision:
+        """Hold the last plan's engines, or `fallback_actors` if there is none. Its groups are of other sequences, so they are left out."""
         if (last := self.last) is None:
-            return Hold(without, f"the planner failed; no plan before it, {without} actors")
+            return Hold(fallback_actors, f"the planner failed; no plan before it, {fallback_actors} actors")
         return Hold(last.actors, f"the planner failed; the last good plan is kept: {last.reason}", last.time_s, last.cost)
 
     def _shared(

@@ -1,1 +1,1 @@
-"""What runs in an engine's process: vLLM, its drafts and its sampler, and the values that the driver exchanges with it."""
+"""Run vLLM in an engine's process, with its drafts and its sampler, and exchange values with the driver."""

@@ -19,7 +19,7 @@ def load_reward(recipe: Recipe, tokenizer: Any = None) -> Source:
     """Return the recipe's reward source, checked as far as possible without scoring anything.
 
     Runs the top-level code of a user's file once. Raises UserError for a missing file or function, a syntax or import error (with its
-    line), and an object that is not callable or has other parameters. It does so for an invalid address, too, and for a model without a
+    line), and an object that is not callable or has other parameters. Also raises it for an invalid address, and for a model without a
     single score or with other tokens than the policy's `tokenizer`.
     """
     reward, column = recipe.reward, recipe.answer_column

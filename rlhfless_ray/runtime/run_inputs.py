@@ -38,9 +38,9 @@ from rlhfless_ray.weights.tensor_file import Files
 
 @dataclass
 class RunInputs:
-    """What a run reads before Ray starts."""
+    """Inputs of a run, read and checked before Ray starts."""
 
-    files: Files  # of the initial policy's folder, after a warm start those of its result
+    files: Files  # of the initial policy's folder. `Runtime._start` replaces them after a warm start and on a resume
     owes_warm_start: bool
     critic_files: Files | None  # None: the critic begins as the policy
     reference: Path | None  # folder of another reference model

@@ -1,1 +1,1 @@
-"""What one step consists of: its plan, its requests, its groups and its prefix KV."""
+"""One step's plan, requests, groups and prefix KV."""

@@ -26,7 +26,7 @@ class RolloutPlan:
     predicted_step_s: float = 0.0  # the whole step, with scoring, learning and everything else
     width: int | None = None  # slots of an engine, where the planner chooses it
     update: Update | None = None  # beside the rollout, as predicted
-    failed: bool = False  # whether planning failed, so that the size of the last good plan is kept
+    has_failed: bool = False  # whether planning failed, so that the size of the last good plan is kept
 
     @property
     def reason(self) -> str:
@@ -58,7 +58,7 @@ class RolloutPlan:
             "plan/rollout_s": self.predicted_s,
             "plan/cost_slot_s": self.predicted_slot_s,
             "plan/step_s": self.predicted_step_s,
-            "plan/failed": self.failed,
+            "plan/failed": self.has_failed,
             "plan/frontier_time_s": [plan.time_s for plan in points],
             "plan/frontier_cost_slot_s": [p.cost for p in points],
             "plan/frontier_actors": [plan.actors for plan in points],

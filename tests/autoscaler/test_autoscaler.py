@@ -142,7 +142,7 @@ def test_a_planner_that_fails_keeps_the_last_good_size_and_says_so(monkeypatch):
     auto.actors = good.actors
     monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
     bad = auto.plan(auto.forecast(prompts(), 8), prompts(), 4, step=8, warm=4)
-    assert bad.failed and bad.actors == good.actors and bad.decision.time_s == good.decision.time_s
+    assert bad.has_failed and bad.actors == good.actors and bad.decision.time_s == good.decision.time_s
     assert bad.reason == f"the planner failed; the last good plan is kept: {good.reason}"
     assert "planning engines failed (ZeroDivisionError: division by zero)" in auto.troubles
     assert bad.decision.plan is None, "the groups were of other sequences"
