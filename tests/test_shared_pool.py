@@ -47,7 +47,7 @@ def test_two_runs_share_the_slots_of_a_cluster_and_pay_for_them_once(ray_cluster
     address = ray.get_runtime_context().gcs_address
     watch = PoolClient("gpu", RunInfo("watch", share=0.0, least=0))  # keeps the pool when the last run has left
     try:
-        runs = [start(tmp_path, "short", address, 4), start(tmp_path, "long", address, 6)]
+        runs = [start(tmp_path, "short", address, 3), start(tmp_path, "long", address, 5)]
         said = [run.communicate(timeout=300)[0] for run in runs]
         assert [run.returncode for run in runs] == [0, 0], said
         cluster = forked([sys.executable, "-m", "rlhfless_ray", "cluster", "--address", address, "--json"])
@@ -73,7 +73,7 @@ def test_a_run_waits_for_its_slot_that_another_run_gives_back(ray_cluster, tmp_p
     source = PoolClient("cpu", RunInfo("other", share=0.5, least=0))
     leases = LeaseManager("cpu", Ledger("cpu"), 60.0, "other", source)
     cores = {"functions": {"slot": "cpu"}, "learner": {"overlap": "off", "max_slots_per_rank": 2}}
-    run = start(tmp_path, "own", address, 7, learn_s=16.0, actors=1, **cores)
+    run = start(tmp_path, "own", address, 7, learn_s=8.0, actors=1, **cores)
     steps, taken, end_s = tmp_path / "own" / "runs" / "own" / "metrics.jsonl", [], time.monotonic() + 240
     try:
         while run.poll() is None and time.monotonic() < end_s:
