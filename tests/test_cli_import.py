@@ -74,6 +74,12 @@ def test_openrlhf(tmp_path: Path) -> None:
 def test_drawn_lengths_are_like_the_logs(tmp_path: Path) -> None:
     drawn = read_log(written(tmp_path / "verl.log", VERL)).lengths(128, 8)
     assert drawn.shape == (128, 8) and drawn.mean() == pytest.approx(294.7, rel=0.02) and 860 < drawn.max() <= 962
+    for mean, longest in (("288.7", "100"), ("1e300", "1e308")):
+        odd = f"step:1 - response_length/mean:{mean} - response_length/max:{longest} - timing_s/step:0\n"
+        log = read_log(written(tmp_path / "odd.log", odd))
+        assert log.step_s is None
+        with pytest.raises(ValueError, match="no lengths have both"):
+            log.lengths(4, 2)
 
 
 def test_the_command_compares_with_a_plan(tmp_path: Path, capsys) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from placement.forecast.recorded_lengths import MAX_TOKENS
+
 LENGTHS = {  # of each system: its names for the mean and the longest response, the step's time, and the beginning of its phases' times
     "verl": ("response_length/mean", "response_length/max", "timing_s/step", "timing_s/"),
     "TRL": ("completions/mean_length", "completions/max_length", "step_time", ""),
@@ -34,7 +36,7 @@ class TrainingLog:
     """Medians over the steps of a log.
 
     mean_tokens, max_tokens: of a step's responses; max_tokens is None where the log lacks it. phases_s: seconds by the log's own
-    names, without names that are inside another. step_s: seconds of a step, None where the log lacks it.
+    names, without names that are inside another. step_s: seconds of a step, None where the log lacks it or has 0.
     """
 
     system: str
@@ -45,9 +47,15 @@ class TrainingLog:
     step_s: float | None
 
     def lengths(self, prompts: int, samples: int) -> np.ndarray:
-        """Return log-normal lengths with the log's mean and longest response, shape (prompts, samples)."""
+        """Return log-normal lengths with the log's mean and longest response, shape (prompts, samples).
+
+        Raises ValueError if the log lacks the longest response, or if no lengths have these two.
+        """
         if self.max_tokens is None:
             raise ValueError(f"a log of {self.system} without the longest response: its lengths cannot be drawn")
+        if not self.mean_tokens <= self.max_tokens <= MAX_TOKENS:
+            both = f"a mean of {self.mean_tokens:g} tokens and a longest response of {self.max_tokens:g}"
+            raise ValueError(f"a log of {self.system} with {both}: no lengths have both")
         count = prompts * samples
         likely = NormalDist().inv_cdf(count / (count + 1))  # of the longest of them
         spread = likely - math.sqrt(max(0.0, likely**2 - 2 * math.log(self.max_tokens / self.mean_tokens)))
@@ -79,7 +87,7 @@ def read_log(path: Path) -> TrainingLog:
 
     named = sorted({name for row in steps for name in row if phase and name.startswith(phase) and name not in (step, phase)})
     phases = {name.removeprefix(phase): float(middle(name) or 0) for name in named if "/" not in name.removeprefix(phase)}
-    return TrainingLog(system, len(steps), float(middle(mean) or 0), middle(longest), phases, middle(step))
+    return TrainingLog(system, len(steps), float(middle(mean) or 0), middle(longest), phases, middle(step) or None)
 
 
 def _rows(text: str) -> Iterator[dict[str, float]]:
