@@ -33,7 +33,7 @@ $(VENV)/.installed: .ci/requirements-cpu.txt setup.cfg pyproject.toml
 demo: install
 	@$(BIN)/rlhfless train recipes/quickstart.yaml
 
-# Format, lint, types and the pure tests: about two minutes on two cores.
+# Format, lint, types and the pure tests: about a minute and a half on two cores.
 check: install
 	@$(MAKE) --no-print-directory -j 3 lint pure types
 

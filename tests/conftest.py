@@ -310,7 +310,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Guard the pure tier, fixtures included: `make check` stays under a minute only while its tests start nothing heavy."""
+    """Guard the pure tier, fixtures included: `make check` stays quick only while its tests start nothing heavy."""
     global refused
     if item.get_closest_marker("pure") is None:
         return (yield)
