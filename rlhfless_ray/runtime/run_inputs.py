@@ -21,6 +21,7 @@ from rlhfless_ray.reward.preflight_reward import check_references, dry_call
 from rlhfless_ray.reward.source import Source
 from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
 from rlhfless_ray.runtime.load_reward import load_reward
+from rlhfless_ray.weights.adapter import check_targets
 from rlhfless_ray.weights.known_differences import check_differences, check_engines
 from rlhfless_ray.weights.load_policy import (
     check_classifier,
@@ -71,6 +72,8 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
     critic_files = read_model(Path(recipe.critic.path), "critic.path") if recipe.critic.path else None
     if critic_files is not None:
         refuse_quantized(config_of(critic_files), "critic.path")
+    if recipe.lora.rank:
+        check_targets(recipe.lora.target_modules, files, critic_files or {})
     if recipe.learns and recipe.algorithm.has_critic and (recipe.critic.path or recipe.policy.path):
         check_classifier(critic_files or files, "critic.path" if recipe.critic.path else "policy.path")
     if recipe.critic.normalize:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.weights.model_folder import ADAPTER, stored_tensors
+from rlhfless_ray.weights.model_folder import ADAPTER, PACKED, stored_tensors, tensor_shapes
+from rlhfless_ray.weights.tensor_file import Files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,8 @@ UNSUPPORTED = (
 SERVED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 MAX_RANK = 512  # vLLM's limit
+MADE_HEADS = ("lm_head", "score")  # heads that weights files may lack
+MOST_NAMES = 20  # layers that a message lists
 SERVED_PARAMETERS, SERVED_TOKENS = 100_000_000, 64  # see `choose_publish`
 
 
@@ -135,6 +138,20 @@ def not_served(model_type: str, rank: int, targets: Sequence[str]) -> str | None
     if other := [name for name in targets if name != "all-linear" and name.rsplit(".", 1)[-1] not in ADAPTABLE]:
         return f"engines adapt linear layers only, and lora.target_modules has {other[0]}"
     return f"engines take a rank of {MAX_RANK} at most, and lora.rank is {rank}" if rank > MAX_RANK else None
+
+
+def check_targets(targets: Sequence[str], *models: Files) -> None:
+    """Raise UserError for an entry of `lora.target_modules` that is the end of no layer's name in any of these models' weights.
+
+    Otherwise it would be ignored beside others. The output head may be that of the embeddings, and a critic's head is made.
+    """
+    stored = [name for files in models for name, _ in tensor_shapes(files)]
+    layers = {name.rpartition(".")[0] for name in stored if name.endswith((".weight", PACKED))}
+    for target in targets:
+        if not layers or target in ("all-linear", *MADE_HEADS) or any(f".{name}".endswith(f".{target}") for name in layers):
+            continue
+        ends = sorted({name.rpartition(".")[2] for name in layers})
+        raise UserError(f"lora.target_modules: no layer is called `{target}`; the weights have {', '.join(ends[:MOST_NAMES])}")
 
 
 def choose_publish(publish: str, served: bool, device: str, parameters: int, longest_response: int) -> str:

@@ -122,6 +122,19 @@ def test_a_policy_that_the_learner_cannot_load_is_refused_before_ray(tmp_path: P
         Runtime(Recipe.parse(tree))
 
 
+def test_a_layer_that_no_model_has_gets_no_adapter(tmp_path: Path) -> None:
+    """Beside others it would be ignored. A critic may have layers that the policy lacks."""
+    lora = {"learner__zero_stage": 1, "lora__rank": 4}
+    files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
+    folder = str(write_folder(tmp_path / "policy", files))
+    for targets, said in ((["q_proj", "v_prj"], "v_prj"), (["self_attn"], "self_attn"), (["proj"], "proj")):
+        tree = small_recipe(tmp_path, policy__path=folder, lora__target_modules=targets, **lora)
+        with pytest.raises(UserError, match=f"^lora.target_modules: no layer is called `{said}`; the weights have down_proj, .*q_proj"):
+            Runtime(Recipe.parse(tree))
+    for targets in (["q_proj", "mlp.up_proj", "score"], ["all-linear"]):
+        Runtime(Recipe.parse(small_recipe(tmp_path, policy__path=folder, lora__target_modules=targets, **lora)))
+
+
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbf{}", b"[" * 100_000, '{"a": "é"}'.encode("latin1")])
 def test_a_config_that_transformers_cannot_read_is_named(tmp_path: Path, content: bytes) -> None:
     files = scratch_policy(Recipe.parse(small_recipe(tmp_path)), task("chain"))
