@@ -563,7 +563,7 @@ def test_a_day_of_arrivals_kills_and_stops(seed: int) -> None:
                 ended += 1
             elif rng.random() < 0.006:
                 run.dead = True  # killed, or it hangs
-            elif surplus := state.view(name, now).surplus:
+            elif now % 2 and (surplus := state.view(name, now).surplus):  # a run looks every two seconds
                 state.release(granted[:surplus], now)
             elif len(granted) + sum(one.run == name for one in state.requests.values()) < max(run.need, 2):
                 run.asked += 1
