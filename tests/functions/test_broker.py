@@ -121,7 +121,7 @@ class Counting(SlotBroker):
 
 @pytest.mark.ray
 @pytest.mark.engine
-def test_every_lease_of_a_run_has_one_owner_after_every_phase(no_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_lease_of_a_run_has_one_owner_after_every_phase(private_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhfless_ray.runtime.worker_pools.SlotBroker", Counting)
     monkeypatch.setattr(Counting, "checks", [], raising=False)
     with Runtime(Recipe.parse(small_recipe(tmp_path, run__steps=3))) as run:

@@ -18,7 +18,7 @@ from tests.conftest import samples, small_recipe
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(900)]
 
 
-def test_a_killed_learner_ends_where_an_unbroken_one_does(no_ray: None, tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_killed_learner_ends_where_an_unbroken_one_does(private_ray: None, tmp_path: Path, uninterrupted: Path) -> None:
     """In the middle of an update, and after one whose state is on its way out of the process."""
     moments = {(2, "update"), (3, "published")}
 
