@@ -90,6 +90,15 @@ def test_a_run_alone_may_plan_with_every_slot():
     assert left == {1: FRONTIER} and note == "" and bids.most == 4
 
 
+@pytest.mark.parametrize(("budget", "slots"), [(45.0, (1, 2, 3, 4)), (41.0, (1, 2)), (30.0, (1,))])
+def test_an_update_and_a_rollout_beside_it_are_valued_under_a_budget_as_a_rollout_alone_is(budget: float, slots: tuple[int, ...]) -> None:
+    """Clearing compares both bids with those of other runs. The last budget is less than any plan costs."""
+    bids = MarketBids(Pool(pool(4), "x"), Objective(budget=budget), 1)
+    bids.divide({1: FRONTIER}, 0, as_they_are)
+    bids.room_for_pairs([(plan.actors, plan) for plan in FRONTIER], FRONTIER)
+    assert bids.pair == bids.rollout and bids.pair.slots == slots
+
+
 @pytest.mark.parametrize("prefer", [0.1, 0.5, 0.8, 0.9, 0.97])
 def test_a_run_that_nobody_disturbs_chooses_as_it_would_alone(prefer):
     """Bids took a second for p / (1 - p) slot-seconds, however many slots had work: runs left free slots that they would pay for."""
