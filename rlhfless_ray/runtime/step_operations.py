@@ -139,7 +139,7 @@ class StepOperations(CheckpointedRun):
         others = {width: (n, warm(width)) for width, n in limits.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
         most = max(least, limits[now])  # the rollout waits for the fewest
-        return self.autoscaler.plan(
+        plan = self.autoscaler.plan(
             scenarios,
             step.prompts,
             most,
@@ -150,6 +150,15 @@ class StepOperations(CheckpointedRun):
             rooms=rooms,
             rest_actors=rest_actors,
         )
+        self._tell_troubles(step)  # now, because the rollout may end the run
+        return plan
+
+    def _tell_troubles(self, step: Step) -> None:
+        """Print what has failed in planning since the last call, and record it with the step."""
+        if new := [trouble for trouble in self.autoscaler.troubles if trouble not in step.troubles]:
+            step.troubles += new
+            self.record.progress.message(f"step {step.number}: {'; '.join(new)}; the run continues")
+        self.autoscaler.troubles.clear()
 
     def plan_rest(self, step: Step) -> None:
         """Plan what a rollout beside the update has left of a step, with all slots. Does nothing if no response is left.
@@ -315,7 +324,7 @@ class StepOperations(CheckpointedRun):
         prompts = list(step.prompts)
 
         def answer() -> list[Sample]:
-            extra = Step(step.number, before=list(prompts))
+            extra = Step(step.number, before=list(prompts), troubles=step.troubles)
             if self.recipe.rollout.partial == "off":
                 extra.prompts = [self.inputs.prompts.train[i] for i in self.dynamic_sampling.draw()]
             elif missing := self.dynamic_sampling.missing:
@@ -386,10 +395,9 @@ class StepOperations(CheckpointedRun):
         step.metrics["epoch"] = self.cursor.epoch
         if self.recipe.prompts.overlong == "cut_left":
             step.metrics["prompts/cut"] = sum(prompt.cut_tokens > 0 for prompt in step.prompts)
-        if troubles := "; ".join(self.autoscaler.troubles):
-            self.autoscaler.troubles.clear()
-            step.metrics["plan/trouble"] = troubles
-            self.record.progress.message(f"step {step.number}: {troubles}; planning continues without it")
+        self._tell_troubles(step)
+        if step.troubles:
+            step.metrics["plan/trouble"] = "; ".join(step.troubles)
         self.cursor_after = self.cursor.state()
         self._end_when_prompts_are_used_up(step.number)
 

@@ -31,6 +31,7 @@ class Step:
     samples: list[Sample] = field(default_factory=list)  # those that are learned from
     stats: UpdateStats | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
+    troubles: list[str] = field(default_factory=list)  # what failed in planning
     metrics: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, float] = field(default_factory=dict)  # slot-seconds and money of this step
     phase_s: dict[str, float] = field(default_factory=dict)  # seconds of each phase, as the driver sees them

@@ -152,6 +152,26 @@ def test_a_planner_that_fails_keeps_the_last_good_size_and_says_so(monkeypatch):
     assert sorted(np.concatenate(shares).tolist()) == list(range(64))
 
 
+def test_a_planner_that_fails_before_any_plan_keeps_the_engines_within_the_limits(monkeypatch):
+    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
+    for last, fewest, engines in ((0, 1, 1), (0, 2, 2), (3, 1, 3), (9, 1, 4)):
+        auto = Autoscaler(recipe(rollout={"min_actors": fewest}), SPEED)
+        auto.actors = last
+        plan = auto.plan(auto.forecast(prompts(), 1), prompts(), 4, step=1, warm=4)
+        assert plan.has_failed and plan.actors == engines
+        assert plan.reason == f"the planner failed; no plan before it, {engines} actors"
+
+
+def test_stopping_is_not_a_failed_plan():
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    auto = Autoscaler(recipe(), SPEED)
+    with pytest.raises(KeyboardInterrupt):
+        auto.safely("planning engines", stop, lambda: None)
+    assert not auto.troubles
+
+
 def test_what_does_not_fit_an_engine_waits_for_room_or_gets_another_engine():
     plans = {}
     for capacity in (None, 400):
@@ -450,6 +470,22 @@ def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
     assert min(one.actors for one in auto.plan(scenarios, prompts(), 4, step=1, warm=2).frontier) > 1, "a dominated plan decides nothing"
 
 
+def test_a_failed_plan_is_told_before_its_rollout_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told after the rollout, so never in a run that ended there."""
+    monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
+    run, said = Runtime.__new__(Runtime), list[str]()
+    run.recipe, run.in_update, run.autoscaler = recipe(), False, Autoscaler(recipe(), SPEED)
+    run.context = SimpleNamespace(most_engines=lambda width: 4, most_by_width={})  # type: ignore[assignment]
+    run.rollout_stage = SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
+    run.record = SimpleNamespace(progress=SimpleNamespace(message=said.append))  # type: ignore[assignment]
+    step = Step(3)
+    step.prompts, step.forecast = prompts(), run.autoscaler.forecast(prompts(), 3)
+    assert run.plan(step).has_failed
+    assert said == ["step 3: planning engines failed (ZeroDivisionError: division by zero); the run continues"]
+    run.plan(step)
+    assert len(said) == len(step.troubles) == 1, "a step tells each failure once"
+
+
 def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_their_own_nodes():
     spot, most, told = {"market": "spot"}, list[int](), list[object]()
     run = Runtime.__new__(Runtime)
@@ -466,7 +502,7 @@ def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_th
         return SimpleNamespace(decision=Hold(1, ""))
 
     learner = SimpleNamespace(counts=[1, 2, 4])
-    run.autoscaler = SimpleNamespace(engines=SimpleNamespace(width=1), plan=plan, learner=learner)  # type: ignore[assignment]
+    run.autoscaler = SimpleNamespace(engines=SimpleNamespace(width=1), plan=plan, learner=learner, troubles=[])  # type: ignore[assignment]
     step = Step(1)
     step.prompts, step.forecast = prompts(), None  # type: ignore[assignment]
     run.plan(step)

@@ -183,7 +183,8 @@ def test_a_planner_that_failed_is_a_warning_with_its_reason(tmp_path: Path) -> N
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         if row["step"] == 4:
-            row["plan/failed"], row["pool/reason"] = True, "the planner failed (ValueError: odd); the last good plan is kept: 2 actors"
+            row["plan/failed"], row["pool/reason"] = True, "the planner failed; the last good plan is kept: 2 actors"
+            row["plan/trouble"] = "planning engines failed (ValueError: odd)"
         if row["step"] == 5:
             row["plan/trouble"] = "the forecast failed (KeyError: 7)"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
