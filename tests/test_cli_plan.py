@@ -323,6 +323,7 @@ def test_memory_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
 def test_a_fleet_is_chosen_among_those_that_nothing_beats(grouped: Path, capsys) -> None:
     found = said(capsys, grouped, "--model", "qwen2.5-7b", "--fleet", "4", "--prefer", "0", "--steps", "10")
     rows, chosen = found["best"], found["best"][found["chosen"]]
+    assert len(rows) > 1 and chosen is not rows[0], "the cheapest is not the fastest"
     assert [row["time_s"] for row in rows] == sorted(row["time_s"] for row in rows)
     assert [row["cost"] for row in rows] == sorted((row["cost"] for row in rows), reverse=True)
     assert chosen["cost"] == min(row["cost"] for row in rows)

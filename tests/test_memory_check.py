@@ -102,9 +102,10 @@ def test_every_family_counts_as_transformers_builds_it():
         for variant in variants:
             described = AutoConfig.for_model(family, **small, **variant)
             with torch.device("meta"):
-                sizes = {name: p.numel() for name, p in AutoModelForCausalLM.from_config(described).named_parameters()}
-            built = sum(sizes.values())
-            assert memory.expert_parameters(described.to_dict()) == sum(n for name, n in sizes.items() if ".experts." in name)
+                counts = {name: p.numel() for name, p in AutoModelForCausalLM.from_config(described).named_parameters()}
+            built = sum(counts.values())
+            routed = sum(count for name, count in counts.items() if ".experts." in name)
+            assert memory.expert_parameters(described.to_dict()) == routed, (family, variant)
             assert memory.parameter_count({"model_type": family, **small, **variant}) == built, (family, variant)
             assert memory.parameter_count(described.to_dict()) == built, (family, variant)
 

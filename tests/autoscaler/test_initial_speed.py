@@ -31,7 +31,11 @@ def test_on_a_gpu_a_step_reads_the_weights_at_the_devices_bandwidth_and_the_rest
 def test_values_of_four_bytes_take_twice_the_time_and_the_room() -> None:
     half, whole = (expected_engine(recipe(dtype=dtype), QWEN, "H200") for dtype in ("bfloat16", "float32"))
     assert whole.speed.base_s == pytest.approx(2 * half.speed.base_s)
-    weights, token = catalog.model("qwen2.5-3b").weight_bytes, 36 * 1024
+    model, device = catalog.model("qwen2.5-3b"), catalog.device("H200")
+    activations = model.activation_bytes_per_token - 12 * model.vocab_size  # logits are float32 for either type
+    more = activations / device.memory_bytes_per_s / device.decode_efficiency
+    assert whole.speed.per_seq_s - half.speed.per_seq_s == pytest.approx(more)
+    weights, token = model.weight_bytes, 36 * 1024
     assert whole.capacity == int((0.85 * 141e9 - 2 * weights) // (2 * token))
 
 
