@@ -54,7 +54,7 @@ OF_RAY_TRAIN = (
     "rlhfless_ray.recipe.supervised_sections",
     "rlhfless_ray.supervise.supervised_rank",
 )
-# What other folders' processes import, by name because this folder uses none of it
+# What engines and ranks import. By name, because import statements would close a circle of folders
 ENGINE_IMPORTS = "rlhfless_ray.engine.prepare_vllm"
 OF_ENGINES = ("rlhfless_ray.prefix.connector", "rlhfless_ray.engine.engine_actor", "rlhfless_ray.engine.vllm_engine")
 LIBRARIES_OF_RANKS = ("deepspeed", "peft", "transformers")
@@ -100,7 +100,7 @@ class ForkServer:
         code = self.process.wait()
         os.close(self.ended)
         if code and not self.is_closed:
-            why = failed.read_text() if failed.exists() else f"it ended with exit code {code}"
+            why = failed.read_text() if failed.exists() and not self.has_told else f"it ended with exit code {code}"
             print(f"note: workers cannot be forked, so each imports everything itself: {why}", file=sys.stderr, flush=True)
 
     def _say_ray_failed(self) -> None:

@@ -285,9 +285,9 @@ def test_a_server_that_is_closed_says_nothing(tmp_path: Path, monkeypatch: pytes
     assert server.process.returncode == 1 and capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize(("closed", "killed"), [(False, False), (False, True), (True, False)])
 def test_a_failure_to_import_ray_is_told_once(
-    closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    closed: bool, killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fork_server, "server_command", lambda *_: ["cat"])
     monkeypatch.setattr(fork_server, "LOOK_EVERY_S", 100.0 if closed else 0.05)
@@ -298,9 +298,13 @@ def test_a_failure_to_import_ray_is_told_once(
     while not closed and not said and time.monotonic() < end:
         said = capfd.readouterr().err
         time.sleep(0.01)
+    if killed:
+        server.process.kill()
+        server.watch.join(20)
     server.close()
+    later = "note: workers cannot be forked, so each imports everything itself: it ended with exit code -9\n" if killed else ""
     assert said + capfd.readouterr().err == (
-        "note: workers are forked without Ray, so each imports it itself: RuntimeError: too many threads\n"
+        "note: workers are forked without Ray, so each imports it itself: RuntimeError: too many threads\n" + later
     )
     assert closed or said
 
@@ -309,9 +313,9 @@ IDS = """
 import os, sys
 from importlib import import_module
 from tests.warm_workers import MORE
-from rlhfless_ray.local.fork_server import OF_RAY
+from rlhfless_ray.local.fork_server import OF_ENGINES, OF_RANKS, OF_RAY, OF_RAY_TRAIN
 
-for module in (*OF_RAY, *MORE):
+for module in (*OF_RAY, *OF_ENGINES, *OF_RANKS, *OF_RAY_TRAIN, *MORE):
     import_module(module)
 from ray._raylet import ActorClassID
 
