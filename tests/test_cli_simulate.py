@@ -46,9 +46,12 @@ def test_plain_fixed_has_neither_drafts_nor_8_bit_weights(tmp_path):
     assert changed["plain_fixed"] == plain["plain_fixed"] and (changed["quantization"], changed["acceptance"]) == ("int8", 0.5)
     speedups = [found["policies"]["fixed"]["over_plain_fixed"]["speedup"] for found in (plain, changed)]
     assert speedups[1] > 1.1 * speedups[0]
-    narrow = spec(tmp_path, quantization="int8", device="B200", model="llama-2-70b", tensor_parallel=1)
-    done = command_here("simulate", narrow, "--policy", "fixed")
+    large = {"quantization": "int8", "device": "B200", "model": "llama-2-70b"}
+    done = command_here("simulate", spec(tmp_path, **large, tensor_parallel=1), "--policy", "fixed")
     assert "engines of 1; plain fixed has engines of 2 without drafts or 8-bit weights" in " ".join(done.stdout.split()), done.stderr
+    done = command_here("simulate", spec(tmp_path, **large, nodes=16, devices_per_node=1), "--policy", "fixed")
+    said = "plain fixed has engines of 1 without drafts and with int8 weights, because no width holds the model in bf16, and takes"
+    assert said in " ".join(done.stdout.split()), done.stderr
 
 
 @pytest.mark.parametrize(

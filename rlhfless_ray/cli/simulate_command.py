@@ -69,7 +69,8 @@ def simulate(
             chosen = chosen.but(max_lag_steps=max_lag_steps)
         runs = [simulator.simulate(chosen, policy, seed) for seed in range(seeds)]
         narrowest = simulator.PhaseTimes.from_setting(chosen).width  # of the engines that hold the model
-        plain = [simulator.simulate(_plain(chosen), ["fixed"], seed) for seed in range(seeds)]
+        basic = _plain(chosen)
+        plain = [simulator.simulate(basic, ["fixed"], seed) for seed in range(seeds)]
     except (ValueError, OSError) as error:
         raise UserError(one_line(error)) from None
     results = summary(runs, plain)
@@ -85,23 +86,28 @@ def simulate(
 
 
 def _plain(chosen: Setting) -> Setting:
-    """Return the setting with synchronous steps, without drafts, and with the narrowest engines that hold the model in bf16."""
+    """Return the setting with synchronous steps, without drafts, and in bf16 if engines of some width hold the model in it.
+
+    The engines have the setting's width. If that is `auto` or too narrow for bf16, they have the narrowest that holds the model.
+    """
     from placement.simulate import PhaseTimes
 
-    basic = chosen.but(max_lag_steps=0, partial=False, acceptance=0.0, quantization="off")
-    try:
-        width = PhaseTimes.from_setting(basic).width
-    except ValueError:  # engines of the width that is set hold the model in 8 bits only
-        width = PhaseTimes.from_setting(basic.but(tensor_parallel="auto")).width
-    return basic.but(tensor_parallel=width)
+    basic = chosen.but(max_lag_steps=0, partial=False, acceptance=0.0)
+    in_bf16 = basic.but(quantization="off")
+    for tried in (in_bf16, in_bf16.but(tensor_parallel="auto")):
+        try:
+            return tried.but(tensor_parallel=PhaseTimes.from_setting(tried).width)
+        except ValueError:  # engines of this width hold the model in 8 bits only
+            continue
+    return basic.but(tensor_parallel=PhaseTimes.from_setting(basic).width)
 
 
 def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, Any]:
     """Return means and standard deviations over seeds: seconds per step, device-seconds held and worked, and the bounds.
 
-    `plain`: `fixed` in `_plain(setting)`, on the same workloads. Ratios are of means. `saving_if_all_are_billed`
-    is for clusters where nobody takes released devices at once, so that all devices are billed throughout. With partial rollouts a
-    response may be spread over steps, so there is no bound of one.
+    `plain`: `fixed` on the same workloads, with synchronous steps and without drafts or 8-bit weights. Ratios are of means.
+    `saving_if_all_are_billed` is for clusters where nobody takes released devices at once, so that all devices are billed throughout. With
+    partial rollouts a response may be spread over steps, so there is no bound of one.
     """
     import numpy as np
 
@@ -145,6 +151,7 @@ def summary(runs: list[SimulatedRun], plain: list[SimulatedRun]) -> dict[str, An
         "tensor_parallel": setting.tensor_parallel,
         "plain_fixed": {
             "tensor_parallel": plain[0].setting.tensor_parallel,
+            "quantization": plain[0].setting.quantization,
             "step_s": float(np.mean([r.policies["fixed"].step_s for r in plain])),
         },
         "seeds": len(runs),
@@ -188,6 +195,8 @@ def _show(results: dict[str, Any]) -> None:
         else f"engines of {results['tensor_parallel']}"
     )
     plain = "without drafts or 8-bit weights " * bool(results["acceptance"] or results["quantization"] != "off")
+    if (kind := results["plain_fixed"]["quantization"]) != "off":
+        plain = f"without drafts and with {kind} weights, because no width holds the model in bf16, "
     console.print(
         f"{wide}; plain fixed has engines of {width} {plain}and takes {results['plain_fixed']['step_s']:.2f} s a step. Cost: with released "
         "devices sold at once, and in brackets with all devices billed throughout (`--prefer 1` plans for that)."
