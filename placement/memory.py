@@ -194,12 +194,16 @@ def header_parameters(tensors: Iterable[tuple[str, list[int], str]], head: bool 
 
 
 def end_parameters(config: Mapping[str, Any]) -> int:
-    """Return the parameters of embeddings and output head, 0 if the configuration lacks their sizes."""
+    """Return the parameters of embeddings and output head, 0 if the configuration lacks their sizes.
+
+    They count as shared if an unknown family's configuration does not say it.
+    """
     config = text_part(config)
     vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size")
     if not isinstance(vocabulary, int) or not isinstance(hidden, int):
         return 0
-    return vocabulary * hidden * (1 if ties_ends(config) else 2)
+    is_known = "tie_word_embeddings" in config or config.get("model_type") in FAMILIES
+    return vocabulary * hidden * (2 if is_known and not ties_ends(config) else 1)
 
 
 def expert_parameters(config: Mapping[str, Any]) -> int:

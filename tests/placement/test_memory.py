@@ -170,4 +170,6 @@ def test_ranks_that_share_a_copy_hold_a_part_of_all_but_its_ends():
     four = Training(4, 1, 2, tensor_parallel=2, undivided=ends)  # two copies divide the optimizer's state
     assert rank_memory(ends + layers, four).optimizer == 6 * (ends + layers // 2)
     assert rank_memory(ends + layers, alone).weights == 2 * (ends + layers)
-    assert end_parameters({"vocab_size": 50, "hidden_size": 8}) == 800 and end_parameters({"model_type": "other"}) == 0
+    own = {"model_type": "other", "vocab_size": 50, "hidden_size": 8}
+    assert end_parameters(own) == 400, "its head may be its embeddings"
+    assert end_parameters({**own, "tie_word_embeddings": False}) == 800 and end_parameters({"model_type": "other"}) == 0
