@@ -84,7 +84,7 @@ class Setting:
 
     def but(self, **changes: Any) -> Setting:
         """Return the setting with some fields changed. Raises ValueError as `parse` does."""
-        changed = replace(self, **changes)
+        changed = replace(self, **{**changes, **_match_choices(changes)})
         check(changed)
         return changed
 
@@ -155,13 +155,17 @@ def parse(tree: dict[str, Any], folder: Path = Path(), width: int | str = 1) -> 
     merged["phases"] = {**catalog.values(catalog.read("phases")), **_phases(merged.get("phases") or {})}
     if merged.get("quantization") is False:  # YAML reads `off` so
         merged["quantization"] = "off"
-    for key in CHOICES.keys() & merged.keys():
-        merged[key] = catalog.match_name(key, merged[key], list(CHOICES[key]))
+    merged.update(_match_choices(merged))
     merged.setdefault("name", "unnamed")
     merged.setdefault("tensor_parallel", width)
     setting = Setting(**merged)
     check(setting)
     return setting
+
+
+def _match_choices(given: dict[str, Any]) -> dict[str, str]:
+    """Return the values of keys that take a name, as `CHOICES` spells them. Raises ValueError for an unknown one."""
+    return {key: catalog.match_name(key, given[key], list(known)) for key, known in CHOICES.items() if key in given}
 
 
 def _phases(given: dict[str, Any]) -> dict[str, float]:
@@ -215,9 +219,6 @@ def check(s: Setting) -> None:
         raise ValueError(f"`max_lag_steps`: responses that end within their step are at most 1 step old, not {lag}; set `partial` to true")
     if lag == 0 and s.partial:
         raise ValueError("`partial`: a response that outlives a step is trained one step late; set `max_lag_steps` to 1 or more")
-    for key, known in CHOICES.items():
-        if (value := getattr(s, key)) not in known:
-            raise ValueError(f"`{key}` must be one of {', '.join(known)}, not {value!r}")
     for width in s.widths:
         if s.devices_per_node % width:
             raise ValueError(f"`tensor_parallel`: {width} does not divide the {s.devices_per_node} devices of a node")

@@ -78,5 +78,7 @@ def test_a_setting_names_its_quantisation(tmp_path) -> None:
         assert (load(file).quantization, load(file).algorithm) == (read, "ppo")
     with pytest.raises(ValueError, match="unknown quantization `int4`; did you mean `int8`"):
         small(quantization="int4")
-    with pytest.raises(ValueError, match="`quantization` must be one of off, int8, fp8, not 'half'"):
+    with pytest.raises(ValueError, match="unknown quantization `half`; known are off, int8, fp8"):
         small().but(quantization="half")
+    changed = small().but(algorithm="PPO", quantization="FP8")
+    assert (changed.algorithm, changed.quantization) == ("ppo", "fp8")
