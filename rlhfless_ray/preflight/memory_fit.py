@@ -1,7 +1,7 @@
 """Predict the peak memory of a run's functions, and choose the settings that are `auto` so that they fit.
 
 Predictions are estimates (`placement.peak_memory`). They determine `auto` settings, and refuse a run only if no choice of these fits.
-A recipe without `auto` settings is refused only by lower bounds (`run.memory_check`).
+A recipe without `auto` settings is refused only by lower bounds (`preflight.memory_check`).
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ class LearnerConfig(Section):
 
     @property
     def max_micro_batch_tokens(self) -> int:
-        """Padded tokens of one micro-batch. `auto` counts as 8192 until `run.memory_fit` has decided."""
+        """Padded tokens of one micro-batch. `auto` counts as 8192 until `preflight.memory_fit` has decided."""
         return DEFAULT_MICRO_BATCH_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
     @property

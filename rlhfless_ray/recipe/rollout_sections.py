@@ -142,7 +142,7 @@ class RolloutConfig(Section):
 
     @property
     def engine_kv_mb(self) -> int:
-        """Return the MB of one engine's KV cache on CPU. `auto` counts as 256 until `run.memory_fit` has decided."""
+        """Return the MB of one engine's KV cache on CPU. `auto` counts as 256 until `preflight.memory_fit` has decided."""
         return DEFAULT_KV_MB if self.kv_cache_mb == "auto" else self.kv_cache_mb
 
     @property
