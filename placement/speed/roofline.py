@@ -150,6 +150,11 @@ class Model:
             return 0
         return self._products(experts if self.quantization == "fp8" else 0)
 
+    def _read_bytes(self, experts: float) -> float:
+        """Return the weight bytes that a decode step reads with this many experts in each layer."""
+        read = self._layers(experts) + self.vocab_size * self.hidden_size
+        return self.value_bytes * read - (self.value_bytes - 1) * self._quantised(experts)
+
     @cached_property
     def layer_parameters(self) -> int:
         """Return the parameters of all layers: attention, feed-forward, router and norms."""
@@ -181,8 +186,7 @@ class Model:
     @property
     def read_bytes(self) -> int:
         """Return the weight bytes that a full decode step reads: all but the input embedding, of which it reads a row per sequence."""
-        read = self.layer_parameters + self.vocab_size * self.hidden_size
-        return self.value_bytes * read - (self.value_bytes - 1) * self.quantised_parameters
+        return int(self._read_bytes(self.experts))
 
     def step_read_bytes(self, running: float) -> float:
         """Return the weight bytes that a decode step with `running` sequences reads: of the experts those that some token is sent to.
@@ -191,9 +195,7 @@ class Model:
         """
         if not self.experts:
             return self.read_bytes
-        chosen = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** running)
-        read = self._layers(chosen) + self.vocab_size * self.hidden_size
-        return self.value_bytes * read - (self.value_bytes - 1) * self._quantised(chosen)
+        return self._read_bytes(self.experts * (1 - (1 - self.experts_per_token / self.experts) ** running))
 
     @property
     def flops_per_token(self) -> float:

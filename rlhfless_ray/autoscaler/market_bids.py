@@ -46,14 +46,13 @@ class MarketBids:
         every = [(width, plan) for width, plans in frontiers.items() for plan in plans]
         self.value_per_s, self.besides = time_value(self.objective, [plan for _, plan in every]), besides
         self.points = self._points(((plan.actors * width, plan) for width, plan in every), self.value_per_s)
-        within = [one for one in every if self.objective.budget is None or one[1].cost <= self.objective.budget] or every
+        within = [(width, plan) for width, plan in every if self._is_affordable(plan)] or every
         sized = ((plan.actors * width, started(width, plan)) for width, plan in within)
         self.rollout = self._bid(self._points(sized, self.value_per_s), self.value_per_s, besides)
         cleared = self.pool.what_if(self.rollout)
         room = cleared.slots[self.rollout.run] - besides
-        if room >= self.most and (
-            self.objective.prefer is not None or self.objective.budget is not None
-        ):  # it bids for the number that it would choose alone
+        bids_as_alone = self.objective.prefer is not None or self.objective.budget is not None  # for the number that it would choose alone
+        if bids_as_alone and room >= self.most:
             return {width: list(plans) for width, plans in frontiers.items()}, ""
         left = {width: [plan for plan in plans if plan.actors * width <= room] for width, plans in frontiers.items()}
         kept = {width: plans or [min(frontiers[width], key=lambda plan: plan.actors)] for width, plans in left.items()}
@@ -66,9 +65,8 @@ class MarketBids:
         `pairs`: slots of both together, and the time and cost by which the objective compares them. `started`: the same with the starts of
         engines, which the bid counts too.
         """
-        both, budget = list(zip(pairs, started, strict=True)), self.objective.budget
-        if budget is not None:  # of the rollout alone, as its costs are
-            both = [one for one in both if one[0][1].cost <= budget] or both
+        every = list(zip(pairs, started, strict=True))
+        both = [((slots, plan), later) for (slots, plan), later in every if self._is_affordable(plan)] or every
         value_per_s = time_value(self.objective, [plan for (_, plan), _ in both])
         self.pair = self._bid(self._points(((slots, plan) for (slots, _), plan in both), value_per_s), value_per_s)
         return self._slots_for(self.pair)
@@ -77,6 +75,10 @@ class MarketBids:
         """Return the slots that the pool would have for a rollout that goes on once its update has ended. `plans`: with their slots."""
         value_per_s = time_value(self.objective, [plan for _, plan in plans])
         return self._slots_for(self._bid(self._points(plans, value_per_s), value_per_s))
+
+    def _is_affordable(self, plan: Plan) -> bool:
+        """Return whether a plan is within the budget, which is one of the rollout alone."""
+        return self.objective.budget is None or plan.cost <= self.objective.budget
 
     def _slots_for(self, bid: Bid) -> int:
         return self.pool.view.slots if self.alone else self.pool.what_if(bid).slots[bid.run]
