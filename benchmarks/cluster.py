@@ -215,7 +215,7 @@ class Kept:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cluster")
-    parser.add_argument("--quick", action="store_true", help="one seed, two settings: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="one seed, one setting of a part, an eighth of its prompts: shows that it runs")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="some parts, in this order")
     parser.add_argument("--settings", nargs="*", choices=PAPER, default=None, help="some of the paper's settings")
@@ -231,8 +231,12 @@ def main() -> None:
 
     measured = range(TUNED, TUNED + seeds)
 
+    def of_size(name: str, **changes: Any) -> Setting:
+        found = named(name)
+        return found.but(prompts=found.prompts // 8, epochs=2, **changes) if options.quick else found.but(**changes)
+
     def fast(name: str) -> Setting:
-        return named(name).but(prefer=PREFER)
+        return of_size(name, prefer=PREFER)
 
     def table(setting: Setting, policies: Sequence[Any], name: str, title: str) -> dict[str, Any]:
         some = ["fixed", *(p for p in policies if p in options.policies)] if options.policies else policies
@@ -249,7 +253,7 @@ def main() -> None:
         "quantised": (lambda name: measure_quantised(fast(name), measured), PAPER, chosen),
         "lag": (lambda name: lag_table(name, bounds(name), console), PAPER, chosen),
         "paper": (lambda name: table(fast(name), list(POLICIES), name, "paper"), PAPER, chosen),
-        "cheap": (lambda name: table(named(name).but(prefer=CHEAPER), cheap, name, f"prefer {CHEAPER}"), PAPER, chosen),
+        "cheap": (lambda name: table(of_size(name, prefer=CHEAPER), cheap, name, f"prefer {CHEAPER}"), PAPER, chosen),
         "ablation": (lambda name: table(fast(name), ABLATION, name, "ablation"), list(ABLATED), [n for n in ABLATED if n in chosen]),
         "sensitivity": (
             lambda name: table(changed[name], ["fixed", "fixed+", "ours"], name, f"sensitivity of {chosen[0]}"),

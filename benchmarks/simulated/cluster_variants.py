@@ -10,7 +10,7 @@ from placement.simulate import PhaseTimes, Setting, StepPlanSettings, StepRun
 from placement.simulate.elastic_policy import ROUGH_POLICY, elastic
 from placement.simulate.plan_candidates import candidates, neighbours
 from placement.simulate.plan_search import Planner
-from placement.simulate.simulate_step import StepInput
+from placement.simulate.simulate_step import StepInput, all_phases
 
 ABLATED = ("qwen3b-gsm8k-grpo", "qwen3b-gpqa-ppo")
 
@@ -18,9 +18,15 @@ ABLATED = ("qwen3b-gsm8k-grpo", "qwen3b-gpqa-ppo")
 def variant(
     name: str, rollout: str = "ours", *, without: Callable[[PhaseTimes, StepPlanSettings], bool] | None = None, **changes: Any
 ) -> Any:
-    """Ours with parts taken away, planned anew without them. without: step plans that are forbidden; changes: of `elastic`;
-    release=False: every device is billed throughout."""
+    """Return `ours` with parts taken away. The search plans without them.
+
+    Args:
+        without: whether a step plan is forbidden.
+        changes: arguments of `elastic`. release=False: every device is billed throughout. gradients="as built": early gradients
+            only where the runtime takes them.
+    """
     release = changes.pop("release", True)
+    as_built = changes.get("gradients") == "as built"
 
     def allowed(times: PhaseTimes) -> list[StepPlanSettings]:
         found = candidates(times)
@@ -32,8 +38,9 @@ def variant(
         return list(dict.fromkeys([*kept, *(k for k in later if not without(times, k))]))
 
     def made(times: PhaseTimes, view: StepInput, plan: StepPlanSettings, policy: str) -> StepRun:
-        done = elastic(times, view, plan, rollout=policy, name=name, **changes)
-        return done if release else replace(done, full=done.time_s * times.devices)
+        early = {"gradients": times.early_gradients(plan.early or plan.late)} if as_built else {}
+        done = elastic(times, view, plan, rollout=policy, name=name, **{**changes, **early})
+        return done if release else replace(done, holds=all_phases(times.devices, done.time_s))
 
     def step(times: PhaseTimes, given: StepInput, planner: Planner) -> StepRun:
         plan = planner.search(
@@ -50,8 +57,10 @@ def variant(
 
 AS_BUILT = "ours (as built)"
 # without what the runtime does not do on GPUs: a learner that grows within a step, engines awake beside it or woken before its update
-# ends, optimizer state on the host except during the update, and whitened gradients by linearity
-AS_BUILT_POLICY = variant(AS_BUILT, without=lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, prewarmed=False)
+# ends, optimizer state on the host except during the update, whitened gradients by linearity, and early gradients that it refuses
+AS_BUILT_POLICY = variant(
+    AS_BUILT, without=lambda _, k: k.awake or k.hosted or k.linear or 0 < k.early < k.late, prewarmed=False, gradients="as built"
+)
 
 ABLATION: list[Any] = [
     "fixed",

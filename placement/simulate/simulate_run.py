@@ -93,7 +93,7 @@ def workload_of(setting: Setting, seed: int) -> SyntheticWorkload:
     """Return the setting's workload: its recording, or synthetic lengths. Raises ValueError as `replay` and `synthesise` do."""
     s = setting
     if s.trace is not None:
-        recorded = replay(s.trace, prompts=s.prompts, epochs=s.epochs, response_limit=s.response_limit, column=s.trace_column)
+        recorded = replay(s.trace, prompts=s.prompts, epochs=s.epochs, response_limit=s.response_limit, column=s.trace_column, seed=seed)
         if s.algorithm == "grpo" and recorded.lengths.shape[2] < 2:
             raise ValueError(
                 f"{s.trace}: one response to each prompt, and GRPO compares several; name the prompt of each row in a column "

@@ -96,12 +96,19 @@ def synthesise(
     )
 
 
-def replay(path: Path, *, prompts: int, epochs: int, response_limit: int, column: str | None = None) -> SyntheticWorkload:
-    """Replay recorded lengths (see `read_lengths`), the same ones in the recorded order in every epoch.
+def replay(path: Path, *, prompts: int, epochs: int, response_limit: int, column: str | None = None, seed: int = 0) -> SyntheticWorkload:
+    """Replay recorded lengths (see `read_lengths`) in the first epoch, and draw lengths from them in later ones.
 
-    A prompt's history is then exact after one epoch. Lengths above the limit are cut there. The recording determines
-    how many samples a prompt has. Where it names no prompts, every response is a prompt's only one. column: name of the
-    lengths, if it is not a known one. Raises ValueError naming the first entry that is wrong.
+    A recording has one epoch, but a policy answers a prompt anew in each. From the second epoch on every length is drawn with
+    replacement from the recorded responses to its prompt, or from the whole recording where a prompt has only one response.
+    Lengths above the limit are cut there. The recording determines how many samples a prompt has. Where it names no prompts,
+    every response is a prompt's only one.
+
+    Args:
+        column: name of the lengths, if it is not a known one.
+
+    Raises:
+        ValueError: naming the first entry that is wrong.
     """
     recorded = read_lengths(path, column)
     order = np.argsort(recorded.group, kind="stable")
@@ -115,10 +122,17 @@ def replay(path: Path, *, prompts: int, epochs: int, response_limit: int, column
     index = np.arange(steps * prompts).reshape(steps, prompts)
     shape = (len(each), each[0])
     tokens = recorded.prompt_tokens[order].reshape(shape)[: steps * prompts, 0].reshape(steps, prompts)
-    lengths = recorded.tokens[order].reshape(shape)[: steps * prompts].reshape(steps, prompts, -1)
+    every = recorded.tokens[order].reshape(shape)
+    epoch_lengths, rng = [every[: steps * prompts]], np.random.default_rng([seed, 2])
+    for _ in range(epochs - 1):
+        if each[0] == 1:
+            epoch_lengths.append(rng.choice(every, steps * prompts))
+        else:
+            epoch_lengths.append(np.take_along_axis(every, rng.integers(0, each[0], shape), 1)[: steps * prompts])
+    lengths = np.concatenate(epoch_lengths).reshape(epochs * steps, prompts, -1)
     return SyntheticWorkload(
         np.tile(index, (epochs, 1)),
         np.tile(np.maximum(tokens, 1), (epochs, 1)),  # the recording has 0 where it does not say
-        np.tile(np.minimum(lengths, response_limit), (epochs, 1, 1)),
+        np.minimum(lengths, response_limit),
         np.repeat(np.arange(epochs), steps),
     )

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhfless_ray.common.estimators import ESTIMATORS
 from rlhfless_ray.learn.batch import counts_of, spans_of
 from rlhfless_ray.learn.estimators import advantages_of, shaped_rewards
 from rlhfless_ray.learn.reward_shaping import overlong_penalty, stop_properly
@@ -72,16 +71,3 @@ def penalized(
     if reward.stop_properly_penalty is not None:
         shaped = stop_properly(shaped, truncated.reshape(shaped.shape), reward.stop_properly_penalty)
     return shaped
-
-
-def obstacle(algorithm: AlgorithmConfig) -> str | None:
-    """Return why advantages cannot be computed from a part of the groups, or None if they can."""
-    name = algorithm.advantage.estimator
-    estimator = ESTIMATORS[name]
-    if estimator.critic:
-        return f"algorithm.advantage.estimator {name}: the critic values the whole batch first"
-    if algorithm.advantage.whitens or estimator.whole_batch:
-        return f"algorithm.advantage.estimator {name}: an advantage depends on all rewards of the batch"
-    if algorithm.kl.coefficient and algorithm.kl.place == "reward":
-        return "algorithm.kl.place reward: rewards need the KL of the whole batch first"
-    return None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhfless_ray.learn.compute_advantages import obstacle as of_credit
+from placement.early_gradients import Obstacle, early_gradient_obstacle
+from rlhfless_ray.common.estimators import ESTIMATORS
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig, LearnerConfig, LoraConfig, Recipe
@@ -62,24 +63,33 @@ def inexact(algorithm: AlgorithmConfig, learner: LearnerConfig, lora: LoraConfig
     Gradients add up over a batch if all are taken at the same weights and no sample's loss depends on samples that are not there yet.
     A common divisor is an exception: it can be applied at the end. The arguments are sections of the recipe.
     """
-    later = "a later update needs weights that the first one must have changed already"
-    if algorithm.updates_per_step > 1:
-        return f"algorithm.updates_per_step: {later}"
-    if algorithm.epochs > 1:
-        return f"algorithm.epochs: {later}"
-    if algorithm.batch_samples is not None:
-        return f"algorithm.batch_samples: they are drawn from all samples, and {later}"
+    advantage, estimator = algorithm.advantage, ESTIMATORS[algorithm.advantage.estimator]
+    several = {
+        "updates_per_step": algorithm.updates_per_step > 1,
+        "epochs": algorithm.epochs > 1,
+        "batch_samples": algorithm.batch_samples is not None,
+    }
+    found = early_gradient_obstacle(
+        updates=1 + any(several.values()),
+        critic=estimator.critic,
+        whole_batch=advantage.whitens or estimator.whole_batch,
+        sharded_weights=learner.zero_stage == 3,
+    )
+    if found is Obstacle.UPDATES:
+        return f"algorithm.{next(key for key, is_set in several.items() if is_set)}: {found.value}"
+    if found is Obstacle.SHARDED_WEIGHTS:
+        return f"learner.zero_stage 3: {found.value}"
+    if found is not None:
+        return f"algorithm.advantage.estimator {advantage.estimator}: {found.value}"
     own_mean = algorithm.regularization_mean not in (None, algorithm.loss_mean)
     if own_mean and (algorithm.loss.entropy_coefficient or (algorithm.kl.coefficient and algorithm.kl.place == "loss")):
         return "algorithm.regularization_mean: gradients of two means would need two divisors at the end"
-    if reason := of_credit(algorithm):
-        return reason
+    if algorithm.kl.coefficient and algorithm.kl.place == "reward":
+        return "algorithm.kl.place reward: rewards need the KL of the whole batch first"
     if algorithm.loss.router_aux:
         return "algorithm.loss.router_aux: the auxiliary loss depends on which samples share a micro-batch"
     if algorithm.filter_range is not None:
         return "algorithm.filter_range: the trained groups are known only when all are scored"
     if lora.dropout:
         return "lora.dropout: a sample's dropout mask depends on its place in the whole batch"
-    if learner.zero_stage == 3:
-        return "learner.zero_stage 3: DeepSpeed has no hook to divide its gradients before the step"
     return None
