@@ -62,6 +62,7 @@ def measure(setting: Setting, seeds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.break_even")
+    parser.add_argument("--quick", action="store_true", help="one seed, two points of each curve, few prompts: shows that it runs")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "break_even.png")
     parser.add_argument("--only", nargs="*", choices=list(sweeps()), help="some curves; the others stay as they are")
@@ -75,7 +76,9 @@ def main() -> None:
     for name, (what, settings) in sweeps().items():
         if options.only and name not in options.only:
             continue
-        rows = {x: measure(s, options.seeds) for x, s in settings.items()}
+        if options.quick:
+            settings = {x: s.but(prompts=max(8, s.prompts // 8)) for x, s in list(settings.items())[:2]}
+        rows = {x: measure(s, 1 if options.quick else options.seeds) for x, s in settings.items()}
         curves[name] = {"varies": what, "points": rows}
         table = Table(
             what, "time, × fixed", "full cost, × fixed", "busy cost, × fixed", "steps held", title=f"{BASE}: {name}", title_justify="left"
@@ -83,10 +86,12 @@ def main() -> None:
         for x, r in rows.items():
             table.add_row(f"{x:g}", *(f"{r[k]:.2f}" for k in ("time", "full", "busy")), f"{r['held']:.0%}")
         console.print(table)
-    save("break_even", {"setting": BASE, "prefer": PREFER, "seeds": options.seeds, "curves": curves}, console=console)
-    _plot(curves, options.plot)
-    console.print(f"written: {options.plot}", highlight=False)
-    write_page()
+    content = {"setting": BASE, "prefer": PREFER, "seeds": 1 if options.quick else options.seeds, "curves": curves}
+    save("break_even", content, console=console, quick=options.quick)
+    if not options.quick:
+        _plot(curves, options.plot)
+        console.print(f"written: {options.plot}", highlight=False)
+        write_page()
     console.print(f"{time.process_time() - began:.0f} s of this process", highlight=False)
 
 

@@ -215,7 +215,9 @@ class Kept:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cluster")
-    parser.add_argument("--quick", action="store_true", help="one seed, one setting of a part, an eighth of its prompts: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, one setting of a part, an eighth of its prompts: shows that it runs"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="some parts, in this order")
     parser.add_argument("--settings", nargs="*", choices=PAPER, default=None, help="some of the paper's settings")

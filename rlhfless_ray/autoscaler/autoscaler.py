@@ -173,7 +173,7 @@ class Autoscaler(StepPredictor):
         if update is None:
             kept, note = self.bids.divide(frontiers, learner, started)
             return {width: pareto(plans) for width, plans in kept.items()}, note
-        compared = {width: self._compared(plans, width, update) for width, plans in frontiers.items()}
+        compared = {width: self._compared(plans, update) for width, plans in frontiers.items()}
         kept, note = self.bids.divide(compared, learner, started)
         left = {id(plan) for plans in kept.values() for plan in plans}
         pairs = {width: zip(plans, compared[width], strict=True) for width, plans in frontiers.items()}
@@ -220,7 +220,7 @@ class Autoscaler(StepPredictor):
                 plans = [started_later(plan, now, transition) for plan in plans]
             if self.running_update is not None:
                 left_s = max(0.0, self.update_ends_s - time.monotonic())
-                plans = self._compared(plans, 1, replace(self.running_update, seconds=left_s, rest=None))
+                plans = self._compared(plans, replace(self.running_update, seconds=left_s, rest=None))
             return bids.renew_rollout(plans)
 
         return self.safely("renewing the bid", renew, lambda: max_actors)
@@ -232,14 +232,15 @@ class Autoscaler(StepPredictor):
         """
         if not rest_actors:
             return None
-        width, slowdown = self.engines.width, 1 + self.engines.fit.overhead
+        width, around_s = self.engines.width, self.around.predict()
         plans = self._frontier(lengths, prompts, rest_actors)
         if self.bids is not None:
-            room = self.bids.room_for_rest([(plan.actors * width, plan) for plan in self._with_overhead(plans, width)])
+            room = self.bids.room_for_rest([(plan.actors * width, plan) for plan in plans])
             most = max(min(plan.actors for plan in plans), room // width)
             plans = [plan for plan in plans if plan.actors <= most]
-        best = plans[choose_nearest(self._with_overhead(plans, width), self.objective).index]
-        return Rest(best.actors * width, best.time_s * slowdown, best.cost * slowdown, self.terms.pause.predict())
+        best = choose_nearest(plans, self.objective).plan
+        slots = best.actors * width
+        return Rest(slots, best.time_s - around_s, best.cost - around_s * slots, self.terms.pause.predict())
 
     def most_after_update(self, most: int) -> int:
         """Return how many engines a rollout has slots for once the update beside it has ended, `most` at most."""
@@ -267,8 +268,7 @@ class Autoscaler(StepPredictor):
             update = self._update(per_rank, per_rank * ranks, tokens, lengths, rest)
             for width, most in by_width.items():
                 if most >= self.recipe.rollout.min_actors:
-                    found = self._with_overhead(self._frontier(lengths, prompts, most, width), width)
-                    pairs += [(update, width, plan) for plan in found]
+                    pairs += [(update, width, plan) for plan in self._frontier(lengths, prompts, most, width)]
         if self.bids is not None and pairs:
             figures = [(update.slots + plan.actors * width, step_plan(plan, update, self.objective)) for update, width, plan in pairs]
             with_widths = zip(figures, pairs, strict=True)
@@ -326,12 +326,19 @@ class Autoscaler(StepPredictor):
         return decision_for(per_rank, now, self.sizes.reason, self.learner.predict(per_rank, tokens))
 
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int, width: int | None = None) -> list[Plan]:
-        """Return the frontier's plans for `lengths`: (n,) known, or (n, S) scenarios. `width`: of the engines, if not the present one."""
+        """Return the frontier's plans with their predicted time and cost, overhead besides decoding included.
+
+        `lengths`: (n,) known, or (n, S) scenarios. `width`: of the engines, if not the present one.
+        """
         width = width or self.engines.width
-        return self._plans(lengths, self.prompt_tokens(prompts), max_actors, width, self._speed(width))
+        overhead_s, slowdown = self.around.predict(), 1 + self.engines.fit.overhead
+        return [
+            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * width)
+            for plan in self._plans(lengths, self.prompt_tokens(prompts), max_actors, width, self._speed(width))
+        ]
 
     def _plans(self, lengths: np.ndarray, tokens: np.ndarray, max_actors: int, width: int, speed: Speed) -> list[Plan]:
-        """Return the frontier's plans. `tokens`: (n,) that each sequence has before.
+        """Return the frontier's plans, with the time and cost of decoding alone. `tokens`: (n,) that each sequence has before.
 
         On a shared pool there is always one with the fewest actors, even if it is no cheaper: it may be all that others leave. If they
         leave more, `pareto` drops it again.
@@ -348,7 +355,7 @@ class Autoscaler(StepPredictor):
 
     def _decide_width(self, frontiers: dict[int, list[Plan]], warm: dict[int, int], step: int, update: Update | None) -> WidthDecision:
         """Decide about the engines' width. `warm`: processes of each width without a cold start."""
-        adjusted = {width: self._compared(plans, width, update) for width, plans in frontiers.items()}
+        adjusted = {width: self._compared(plans, update) for width, plans in frontiers.items()}
         width, best = best_width(adjusted, self.objective)
         now = choose_nearest(adjusted[self.engines.width], self.objective)
         self.width_history = self.width_history.record(step, width)
@@ -377,17 +384,15 @@ class Autoscaler(StepPredictor):
         return Transition(cold_s, restart_s=warm_s, price=width, warm=warm)
 
     def _decide(self, plans: list[Plan], step: int, warm: int, update: Update | None, urgent: str = "") -> Decision:
-        adjusted = self._compared(plans, self.engines.width, update)
+        adjusted = self._compared(plans, update)
         choice = choose_nearest(adjusted, self.objective)
-        figures = plans if update is None else adjusted  # beside an update, a resize must pay back in the step's time and cost
-        chosen = figures[choice.index]
+        chosen = choice.plan
         self.value_per_s = max(time_value(self.objective, adjusted), MIN_SECOND_VALUE)
         self.history = self.history.record(step, chosen.actors)
         held = self._held(warm)
 
         def best_for(actors: int) -> Plan | None:
-            best = best_held_plan(adjusted, actors, self.objective) if actors else None
-            return next((plan for plan, adjusted_plan in zip(figures, adjusted, strict=True) if adjusted_plan is best), None)
+            return best_held_plan(adjusted, actors, self.objective) if actors else None
 
         weigh = partial(
             decide,
@@ -413,26 +418,13 @@ class Autoscaler(StepPredictor):
             decision = counted_from(decision, self.actors, f"{ready} of the last step's {self.actors} engines need no start")
         if update is None:
             return decision
-        own = next(plan for plan, figure in zip(plans, figures, strict=True) if figure is decision.plan)
+        own = next(plan for plan, figure in zip(plans, adjusted, strict=True) if figure is decision.plan)
         reason = f"beside an update of {update.seconds:.3g} s on {slots(update.slots)}: {decision.reason}"
         return replace(decision, reason=reason, plan=own, time_s=own.time_s, cost=own.cost)
 
-    def _compared(self, plans: list[Plan], width: int, update: Update | None) -> list[Plan]:
-        """Return the plans with the time and cost by which the objective compares them.
-
-        Beside an update these are the step's. Objectives with a deadline or budget cover the overhead besides decoding too.
-        """
-        if update is not None:
-            return [step_plan(plan, update, self.objective) for plan in self._with_overhead(plans, width)]
-        return plans if self.objective.deadline_s is None and self.objective.budget is None else self._with_overhead(plans, width)
-
-    def _with_overhead(self, plans: list[Plan], width: int) -> list[Plan]:
-        """Add the overhead besides decoding to plans."""
-        overhead_s, slowdown = self.around.predict(), 1 + self.engines.fit.overhead
-        return [
-            replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * width)
-            for plan in plans
-        ]
+    def _compared(self, plans: list[Plan], update: Update | None) -> list[Plan]:
+        """Return the plans with the time and cost by which the objective compares them: beside an update, those of the step."""
+        return plans if update is None else [step_plan(plan, update, self.objective) for plan in plans]
 
     def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """Return metrics of the step's forecast, of the best plan for the true lengths, and of the lower bounds."""

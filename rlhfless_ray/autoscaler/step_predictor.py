@@ -44,8 +44,8 @@ class StepPredictor(Predictor):
 
         Slots are counted as held for the next phase that needs them if that is cheaper than releasing and requesting them again.
         """
-        overhead_s, slowdown = self.around.predict() + before_s, 1 + self.engines.fit.overhead
-        phase_s = decision.time_s * slowdown + overhead_s
+        overhead_s, slowdown = self.around.predict() + before_s, 1 + self.engines.fit.overhead  # of each engine; the plan has both
+        phase_s = decision.time_s + before_s
         if decision.plan is None:
             return phase_s, self.engines.width * decision.actors * phase_s
         speed, slot_s = self.engine_speed, 0.0

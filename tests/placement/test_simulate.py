@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,10 +177,35 @@ def test_recorded_lengths_are_replayed(tmp_path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("prompt,prompt_tokens,response_tokens\na,10,100\na,10,120\nb,20,5000\nb,20,30\n")
     work = replay(path, prompts=1, epochs=2, response_limit=2048)
-    assert work.lengths.tolist() == [[[100, 120]], [[2048, 30]]] * 2 and work.prompt_tokens.ravel().tolist() == [10, 20, 10, 20]
+    assert work.lengths[:2].tolist() == [[[100, 120]], [[2048, 30]]] and work.prompt_tokens.ravel().tolist() == [10, 20, 10, 20]
     path = tmp_path / "lengths.json"
     path.write_text('[[100, 120], {"prompt_tokens": 20, "lengths": [7, 8]}]')
     assert replay(path, prompts=2, epochs=1, response_limit=2048).lengths.tolist() == [[[100, 120], [7, 8]]]
+
+
+def test_later_epochs_of_a_recording_are_drawn_anew_within_its_groups(tmp_path) -> None:
+    rng = np.random.default_rng(5)
+    center = np.exp(5 + 0.8 * rng.standard_normal((400, 1)))
+    recorded = np.round(np.clip(center * np.exp(0.6 * rng.standard_normal((400, 8))), 1, 9000))
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(recorded.tolist()))
+    work = replay(path, prompts=100, epochs=3, response_limit=10**5, seed=3)
+    first, *later = work.lengths.reshape(3, 400, 8)
+    assert (first == recorded).all()
+    for epoch in later:
+        assert all(set(drawn) <= set(group) for drawn, group in zip(epoch.tolist(), recorded.tolist(), strict=True))
+        assert (epoch == recorded).mean() < 0.3, "the same samples would be known to the token"
+    assert (later[0] == later[1]).mean() < 0.3
+    single = replay(_column(tmp_path, recorded[:, 0]), prompts=100, epochs=2, response_limit=10**5).lengths.reshape(2, 400)
+    assert set(single[1]) <= set(recorded[:, 0]) and (single[0] == single[1]).mean() < 0.1
+    again = replay(path, prompts=100, epochs=3, response_limit=10**5, seed=4)
+    assert (again.lengths[:4] == work.lengths[:4]).all() and (again.lengths[4:] != work.lengths[4:]).any()
+
+
+def _column(folder: Path, lengths: np.ndarray) -> Path:
+    path = folder / "single.csv"
+    path.write_text("response_tokens\n" + "\n".join(str(int(n)) for n in lengths))
+    return path
 
 
 def test_a_trace_is_whatever_the_planner_reads(tmp_path) -> None:
