@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,14 +57,21 @@ def correction_weights(
         statistic = sequence_means(statistic, sequence, sequences)[sequence]
     if loss.correction_gating == "ratio":
         statistic = statistic.exp()
-    kept = (statistic >= low) & (statistic <= high)
+    kept = statistic <= high
+    if loss.correction_gating == "ratio":  # a divergence has no lower bound
+        kept &= statistic >= low
     return torch.where(kept, ratios, torch.zeros_like(ratios)), ~kept
 
 
 def binary_kl(sampler_logprobs: Tensor, learner_logprobs: Tensor) -> Tensor:
     """Return KL(sampler ‖ learner) of the event that the drawn token is drawn, (tokens,).
 
-    This is p·log(p/q) + (1-p)·log((1-p)/(1-q)), with probabilities kept 1e-6 away from 0 and 1.
+    This is p·log(p/q) + (1-p)·log((1-p)/(1-q)), with probabilities kept 1e-6 away from 0 and 1. With d = log(q/p) and
+    r = (q-p)/(1-p) it equals p·(exp(d) - 1 - d) + (1-p)·(-log(1-r) - r). Neither term is negative. In float64 the terms keep eight
+    digits where p and q agree up to float32's rounding.
     """
-    p, q = (x.exp().clamp(SURE, 1 - SURE) for x in (sampler_logprobs, learner_logprobs))
-    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    log_p, log_q = (x.double().clamp(math.log(SURE), math.log1p(-SURE)) for x in (sampler_logprobs, learner_logprobs))
+    difference, p, rest = log_q - log_p, log_p.exp(), -log_p.expm1()
+    moved = p * difference.expm1() / rest
+    divergence = p * (difference.expm1() - difference) - rest * ((-moved).log1p() + moved)
+    return divergence.clamp(min=0).to(sampler_logprobs.dtype)

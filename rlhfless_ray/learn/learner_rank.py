@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhfless_ray.learn.importance import correction_weights, importance_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel
-from rlhfless_ray.learn.losses import clipped_loss, sequence_ratios, token_ratios, token_weights
+from rlhfless_ray.learn.losses import clipped_loss, mean_divisor, sequence_ratios, token_ratios, token_weights
 from rlhfless_ray.learn.micro_batch_tensors import padded, passed
 from rlhfless_ray.learn.micro_batches import PromptSharing
 from rlhfless_ray.learn.overlap_rules import inexact
@@ -98,13 +98,13 @@ class LearnerRank:
         total, self.early = self.early, None
         if len(share):
             total = total.plus(self._unscaled(share))
-        return self._apply(total, 1 / total.divisor)
+        return self._apply(total, 1 / max(total.divisor, 1.0))
 
     def _unscaled(self, share: Share) -> _Sums:
         """Accumulate gradients over the whole batch, with weights that do not depend on the rest of the step."""
         (step,) = share.steps
         lengths = torch.from_numpy(share.response_lengths)
-        divisor = float(lengths.sum() if self.algorithm.loss_mean == "token" else len(lengths))
+        divisor = mean_divisor(lengths, self.algorithm.loss_mean)
         return self._backward(share, step, None, self._weights(lengths)[:, share.indices] * divisor, divisor)
 
     def _weights(self, lengths: Tensor) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
@@ -143,3 +144,29 @@ def test_the_objective_is_decoupled_ppo(moved: float) -> None:
     assert (behavior.exp() * coupled).sum().item() != pytest.approx(-objective.item()), (
         "clipped from the old version it is another objective"
     )
+
+
+@pytest.mark.parametrize("logprob", [0.0, -1e-9, -1e-4, -0.01, -0.3, -3.0, -10.4, -13.0, -80.0])
+@pytest.mark.parametrize("gap", [0.0, 1e-7, -1e-7, 1e-5, -3e-4, 0.02, -2.0])
+def test_binary_kl_equals_its_formula_in_fifty_digits(logprob: float, gap: float) -> None:
+    """In float32 the plain formula loses every digit where both probabilities agree up to rounding."""
+    sampler, learner = (torch.tensor([min(x, 0.0)], dtype=torch.float32) for x in (logprob, logprob + gap))
+    with mpmath.workdps(50):
+        p, q = (min(max(mpmath.exp(mpmath.mpf(x.item())), mpmath.mpf("1e-6")), 1 - mpmath.mpf("1e-6")) for x in (sampler, learner))
+        exact = float(p * mpmath.log(p / q) + (1 - p) * mpmath.log((1 - p) / (1 - q)))
+    found = binary_kl(sampler, learner)
+    assert found.dtype == torch.float32 and float(found) >= 0
+    assert float(found) == pytest.approx(exact, rel=1e-5, abs=1e-17)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("gating", ["binary_kl", "tv"])
+@pytest.mark.parametrize("noise", [0.0, 1e-7, 3e-6])
+def test_no_token_is_left_out_where_engine_and_learner_agree(level: Any, gating: Any, noise: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    learner = -torch.rand(8000, generator=generator).pow(3) * 9
+    sampler = (learner + noise * torch.randn(8000, generator=generator)).clamp(max=0)
+    section = LossConfig(correction_level=level, correction_gating=gating, correction_high=0.002)
+    sequence = torch.arange(2000).repeat_interleave(4)
+    weights, left_out = correction_weights(section, learner, sampler, sequence, 2000)
+    assert not left_out.any() and torch.allclose(weights, torch.ones(8000), atol=1e-4)
