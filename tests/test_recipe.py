@@ -341,7 +341,7 @@ def test_a_name_on_the_command_line_stays_what_it_is(tmp_path: Path, text: str) 
 def test_a_switch_word_is_no_path(tmp_path: Path) -> None:
     """`off` would be taken for a folder or a column of this name, which is not what its user wants."""
     for key in ("watch.mlflow", "save.path", "critic.path", "run.root", "checkpoint.path", "prompts.answer_column"):
-        with pytest.raises(UserError, match=rf"`{key}`: input should be a valid string \(got False\)"):
+        with pytest.raises(UserError, match=rf"`{key}`: expected a text, not the switch `off`"):
             Recipe.load(write(tmp_path, YAML), [f"{key}=off"])
     assert Recipe.load(write(tmp_path, YAML), ["watch.wandb_group=null"]).watch.wandb_group is None
 

@@ -15,7 +15,8 @@ from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
 from rlhfless_ray.compat.openrlhf.translate import translate
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
-from rlhfless_ray.recipe.reading import known_keys, read_yaml, section_at, set_key
+from rlhfless_ray.recipe.mistakes import known_keys, section_at
+from rlhfless_ray.recipe.reading import read_yaml, set_key
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.without_effect import COMMON, OF_RUNS, OF_STAGES, ON_CPU, ON_GPU, ON_JOINED, ON_PRIVATE, without_effect

@@ -23,13 +23,19 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from rlhfless_ray import __version__
 
         print(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    pass
 
 
 app.command()(plan)
@@ -47,10 +53,9 @@ def train(
     Exit code 0 after the final save, 2 for a mistake in the input, 1 for a failed run.
     """
     from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.recipe.recipe_file import read_tree
+    from rlhfless_ray.recipe.recipe_file import is_stage
 
-    tree = read_tree(recipe, overrides or [])
-    if "task" in tree:
+    if is_stage(recipe, overrides or []):
         from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
         from rlhfless_ray.supervise.run_supervised import run_supervised
 

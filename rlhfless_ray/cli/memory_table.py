@@ -69,7 +69,7 @@ def _load(path: Path, overrides: list[str]) -> tuple[Recipe, dict[str, ModelSize
     from rlhfless_ray.weights.load_policy import check_family, model_folder
     from rlhfless_ray.weights.model_folder import read_folder
 
-    tree = read_tree(path, overrides)
+    tree = read_tree(path, overrides, model=Recipe)
     for key, (what, command) in OTHER_KINDS.items():
         if key in tree:
             raise UserError(f"--memory {path}: `{key}` makes it a {what}, whose memory is checked when `rlhfless {command}` starts it")

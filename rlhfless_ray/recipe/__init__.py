@@ -19,7 +19,7 @@ from rlhfless_ray.recipe.learn_sections import (
     mistakes_in_precision,
     mistakes_in_slices,
 )
-from rlhfless_ray.recipe.reading import known_keys
+from rlhfless_ray.recipe.mistakes import known_keys
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import AgentConfig, PolicyConfig, RewardConfig, RolloutConfig, WarmStartConfig
 from rlhfless_ray.recipe.run_sections import (

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhfless_ray.recipe.section import MAX_ROWS, Section
+from rlhfless_ray.recipe.local_path import LocalPath, LocalPaths
+from rlhfless_ray.recipe.section import MAX_ROWS, Name, Section
 
 
 def one_gap(template: str) -> str:
@@ -26,10 +27,10 @@ class DataSources(Section):
     section: ClassVar[str]  # name of the section in its recipe
     task: str = ""
     """A built-in task: `chain` or `sort`. Set exactly one of this, `path` and `paths`."""
-    path: str = ""
+    path: LocalPath = ""
     """A JSONL, JSON, CSV, parquet or Arrow file, a folder that `datasets` can load (or one written by it), a Python file
     with a `datasets` builder, or a data set's name on the Hugging Face hub."""
-    paths: list[str] = Field(default_factory=list)
+    paths: list[LocalPath] = Field(default_factory=list)
     """Several data sets; `name@subdir` is a folder of one. They follow each other, or are mixed by `probabilities`."""
     probabilities: list[float] | None = None
     """Shares of `paths` in the mix. Rows are drawn by these shares until every data set is used up; smaller ones repeat."""
@@ -80,7 +81,7 @@ class PromptsConfig(DataSources):
     """`chat`: wrap each prompt as a user turn with the tokenizer's chat template."""
     input_template: Annotated[str, AfterValidator(one_gap)] | None = None
     """Text with one `{}` into which each prompt is put, for `template: none`."""
-    system: str = ""
+    system: Name = ""
     """System turn put before each prompt when `template` is `chat`."""
     add_bos: bool = True
     """For `template: none`: begin with the tokenizer's beginning-of-text token, if it has one."""
@@ -104,7 +105,7 @@ class PromptsConfig(DataSources):
 
 
 class EvaluateConfig(Section):
-    path: str = ""
+    path: LocalPaths = ""
     """A data set to evaluate on, as in `prompts.path`, or several separated by commas. Empty: held-out rows."""
     split: str = Field("train", min_length=1)
     """Split of that data set."""

@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.local_path import given_path
 from rlhfless_ray.recipe.reading import apply_override, merge_sections
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.rollout_sections import RolloutConfig
@@ -71,11 +72,11 @@ class GenerationRecipe(Recipe):
             for override in overrides:
                 apply_override(tree, override, cls)
         else:
-            tree = read_tree(Path(path), overrides, model=cls)
-            name = re.sub(r"[^\w.-]+", "-", f"{Path(path).stem}-{name}").lstrip(".-")
+            tree, path = read_tree(path, overrides, model=cls), given_path(path, cls.kind)
+            name = re.sub(r"[^\w.-]+", "-", f"{path.stem}-{name}").lstrip(".-")
         where = "recipe" if path is None else f"recipe {path}"
         recipe = cls.of(tree, name, where)
-        if path is not None and (named := recipe.read_from(Path(path), overrides)._named) is not None:
+        if path is not None and (named := recipe.read_from(path, overrides)._named) is not None:
             recipe._left_out = tuple(one for one in recipe._left_out if any(f"{key}.".startswith(f"{one}.") for key in named))
         return recipe
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlhfless_ray.common.estimators import ESTIMATORS, OTHER_NAMES, EstimatorName
+from rlhfless_ray.recipe.local_path import LocalPath
 from rlhfless_ray.recipe.section import CountOrAuto, Decay, OffIsAWord, ScheduleName, Section, Share, SwitchOrAuto, raise_first
 
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # the first value that placement.peak_memory tries; processes without a planner do not import that
@@ -362,7 +363,7 @@ def mistakes_in_precision(dtype: str, learner: LearnerConfig) -> Iterator[str]:
 
 
 class CriticConfig(Section):
-    path: str = ""
+    path: LocalPath = ""
     """A local Hugging Face folder of a causal LM, reward model or critic. Empty: the policy the run starts from."""
     ranks: int = Field(1, ge=1)
     """Number of the critic's ranks, which share each batch. ZeRO stage, micro-batches, threads and deadline are the learner's."""
@@ -408,7 +409,7 @@ class CriticConfig(Section):
 
 
 class ReferenceConfig(Section):
-    path: str = ""
+    path: LocalPath = ""
     """A Hugging Face folder of the reference, or of the teacher that `on_policy_distill` needs. Its tokenizer must have the policy's
     vocabulary. Empty: the initial policy."""
     ranks: int = Field(1, ge=1)

@@ -1,64 +1,46 @@
-"""Read a recipe's YAML, list its keys, and describe a mistake in one sentence."""
+"""Read a recipe's overrides and merge its sections."""
 
 from __future__ import annotations
 
-import difflib
-import typing
-from datetime import date
+from contextlib import suppress
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.recipe.section import FreeWord
+from rlhfless_ray.recipe.mistakes import section_at
+from rlhfless_ray.recipe.section import takes_text
+from rlhfless_ray.recipe.yaml_text import SWITCHES, Word, read_yaml
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Reject duplicate keys, of which YAML readers would silently keep the last one."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key `{key.value}` occurs twice", key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-def read_yaml(text: str) -> Any:
-    """Parse YAML without duplicate keys. Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)
-
-
-def apply_override(tree: dict[str, Any], override: str, model: type[BaseModel] | None = None) -> None:
-    """Set one `section.key=value` in a recipe's tree. `model`: the recipe's, whose texts stay texts. Raises UserError."""
+def apply_override(tree: dict[str, Any], override: str, model: type[BaseModel]) -> None:
+    """Set one `section.key=value` in the tree of a recipe of type `model`. Raises UserError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"override `{override}`: expected section.key=value, for example rollout.temperature=0.7")
     try:
-        value = read_yaml(text)
+        value = read_value(model, key, text)
     except yaml.YAMLError:
         raise UserError(f"override `{override}`: the value is not valid YAML") from None
-    if isinstance(value, bool | int | float | date) and model is not None and _is_text(model, key, value):
-        value = text.strip()  # a name such as `off` or `2024`
-    if "#" in text and (value is None or isinstance(value, str)) and not text.lstrip().startswith(("'", '"')):
-        value = text.strip()  # a command line has no comments, which YAML would cut off after ` #`
-    set_key(tree, key, value if text != "" else "", f"override `{override}`")
+    set_key(tree, key, value, f"override `{override}`")
 
 
-def _is_text(model: type[BaseModel], key: str, value: Any) -> bool:
-    """Return whether a key takes texts only, so that YAML's boolean, number or date is one.
-
-    A boolean is one for names only. Elsewhere, as in `watch.mlflow=off` or `save.path=off`, it is a mistake to report.
-    """
+def read_value(model: type[BaseModel], key: str, text: str) -> Any:
+    """Read the value of a key on a command line: YAML, but a key that takes a text takes it as it stands. Raises yaml.YAMLError."""
     *sections, name = key.split(".")
     section = section_at(model, sections)
     info = section.model_fields.get(name) if section is not None else None
-    if info is None or info.annotation is not str:
-        return False
-    return not isinstance(value, bool) or any(isinstance(one, FreeWord) for one in info.metadata)
+    if not text or info is None or not takes_text(info.annotation):
+        return read_yaml(text) if text else ""
+    if text.lstrip().startswith(("'", '"')):  # in quotes of YAML, inside those of the shell
+        with suppress(yaml.YAMLError):
+            if isinstance(quoted := read_yaml(text), str):
+                return quoted
+    text = text.strip()
+    if text in ("null", "~") and info.annotation is not str:
+        return None
+    return Word(text) if text.lower() in (*SWITCHES, "null", "~") else text
 
 
 def set_key(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
@@ -99,76 +81,6 @@ def _merged(below: dict[str, Any], above: dict[str, Any], model: type[BaseModel]
         if isinstance(value, dict) and isinstance(below.get(key), dict) and model is not None and (inner := section_at(model, [key]))
     }
     return {**below, **above, **both}
-
-
-def describe_mistake(model: type[BaseModel], error: ValidationError) -> str:
-    """Describe the first mistake of a validation error in one sentence, with its key and value."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    dotted = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        is_section = isinstance(first.get("input"), dict)
-        item, begin = _list_item(model, path)
-        nearest = _nearest(item, ".".join(path[begin:]), is_section=is_section)
-        known = f"; the keys are {', '.join(item.model_fields)}" if is_section and len(path) == begin + 1 else ""
-        return f"unknown key `{dotted}`" + (f"; did you mean `{nearest}`?" if nearest else known)
-    section = section_at(model, path)
-    if section is not None and first["type"] in ("model_type", "model_attributes_type"):
-        example = next(iter(section.model_fields))
-        return f"`{dotted}`: expected a section with keys such as `{example}`, not a value (got {first.get('input')!r})"
-    message = first["msg"].removeprefix("Value error, ")
-    if not dotted or message.startswith((f"{dotted}.", f"{dotted}:")):
-        return message
-    given = first.get("input")
-    shown = "" if isinstance(given, (dict, BaseModel)) else f" (got {given!r})"
-    return f"`{dotted}`: {message[0].lower()}{message[1:]}{shown}"
-
-
-def _list_item(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], int]:
-    """Return the type of the innermost list's item that a path leads into, and where in the path its own keys begin."""
-    begin, item = 0, model
-    for number, part in enumerate(path):
-        info = item.model_fields.get(part)
-        if info is not None and typing.get_origin(info.annotation) is list:
-            (of,) = typing.get_args(info.annotation)
-            if isinstance(of, type) and issubclass(of, BaseModel):
-                begin, item = number + 2, of
-    return item, begin
-
-
-def section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
-    """Return the section at a path of keys, or None."""
-    for part in path:
-        info = model.model_fields.get(part)
-        annotation = info.annotation if info is not None else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return None
-        model = annotation
-    return model
-
-
-def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return every dotted key of the recipe, sections included."""
-    keys: list[str] = []
-    for name, info in model.model_fields.items():
-        dotted = f"{prefix}{name}"
-        keys.append(dotted)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            keys += known_keys(info.annotation, f"{dotted}.")
-    return keys
-
-
-def _nearest(model: type[BaseModel], dotted: str, *, is_section: bool) -> str | None:
-    keys = known_keys(model)
-    if is_section and "." not in dotted:
-        inner = [key for key in keys if key.endswith(f".{dotted}")]  # a section of a section, such as `kl`
-        return next(iter([*difflib.get_close_matches(dotted, model.model_fields, n=1, cutoff=0.6), *inner]), None)
-    close = difflib.get_close_matches(dotted, keys, n=1, cutoff=0.6)
-    if close:
-        return close[0]
-    leaves = {key.rsplit(".", 1)[-1]: key for key in keys}
-    close = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.5)
-    return leaves[close[0]] if close else None
 
 
 def drop_without_effect(tree: dict[str, Any]) -> None:

@@ -11,8 +11,11 @@ import yaml
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.recipe.reading import apply_override, describe_mistake, drop_without_effect, read_yaml
+from rlhfless_ray.recipe.local_path import given_path
+from rlhfless_ray.recipe.mistakes import describe_mistake
+from rlhfless_ray.recipe.reading import apply_override, drop_without_effect
 from rlhfless_ray.recipe.section import Section
+from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
 
 OTHER_KINDS = {
     "task": ("supervised stage", "train"),
@@ -23,17 +26,26 @@ OTHER_KINDS = {
 """Keys that only another kind of file has → that kind, and the command that runs it."""
 
 
-def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe", model: type[BaseModel] | None = None) -> dict[str, Any]:
+def read_tree(path: str | Path, overrides: Sequence[str] = (), kind: str = "recipe", model: type[BaseModel] = Section) -> dict[str, Any]:
     """Return a recipe's file as a nested dict with the overrides applied, see `apply_override`.
 
     Raises UserError, whose message begins with `kind`.
     """
-    if not path.is_file():
-        raise UserError(f"{kind} {path}: " + (f"a folder; name the {kind}'s YAML file" if path.is_dir() else "no such file"))
+    if not isinstance(path, str | Path):
+        raise UserError(f"{kind}: expected the path of a YAML file, not {type(path).__name__}; a dict is read by `parse`")
+    if isinstance(overrides, str) or not all(isinstance(one, str) for one in overrides):
+        raise UserError(f"{kind} {path}: overrides: expected a list of texts such as ['run.steps=3'], got {overrides!r}")
+    path = given_path(path, kind)
     try:
-        tree = read_yaml(path.read_text()) or {}
+        if not path.is_file():
+            what = f"a folder; name the {kind}'s YAML file" if path.is_dir() else "no regular file" if path.exists() else "no such file"
+            raise UserError(f"{kind} {path}: {what}")
+        tree = read_yaml(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{kind} {path}: not valid YAML: {one_line(_at_line(error))}") from None
+    except (OSError, ValueError) as error:  # no permission; a name that is too long, or has a null character
+        raise UserError(f"{kind} {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         example = {"recipe": "sections such as `rollout:`", "sweep": "keys such as `grid:`"}.get(kind, "the key `stages:`")
         raise UserError(f"{kind} {path}: expected {example} at the top, found {type(tree).__name__}")
@@ -42,6 +54,11 @@ def read_tree(path: Path, overrides: Sequence[str] = (), kind: str = "recipe", m
     for override in overrides:
         apply_override(tree, override, model)
     return tree
+
+
+def is_stage(path: str | Path, overrides: Sequence[str]) -> bool:
+    """Return whether a recipe is that of a supervised stage, which has a `task`."""
+    return "task" in read_tree(path) or any(one.startswith("task=") for one in overrides)
 
 
 def _is_of_run(path: Path) -> bool:
@@ -85,8 +102,8 @@ class RecipeFile(Section):
             >>> recipe.run.name, recipe.rollout.temperature
             ('quickstart', 0.7)
         """
-        path = Path(path)
         tree = read_tree(path, overrides, cls.kind, cls)
+        path = given_path(path, cls.kind)
         for key, (what, command) in OTHER_KINDS.items():
             if key in tree and key not in cls.model_fields:
                 raise UserError(f"{cls.kind} {path}: `{key}` makes it a {what}; run it with `rlhfless {command}`")
@@ -127,6 +144,4 @@ class RecipeFile(Section):
 
     def to_yaml(self) -> str:
         """Return the whole recipe as YAML, defaults included."""
-        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C it takes a quarter of the time
-        text: str = yaml.dump(self.model_dump(mode="json"), Dumper=dumper, sort_keys=False, allow_unicode=True)
-        return text
+        return write_yaml(self.model_dump(mode="json"))

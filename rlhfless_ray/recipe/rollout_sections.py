@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rlhfless_ray.recipe.local_path import LocalPath
 from rlhfless_ray.recipe.section import CountOrAuto, KvSizeOrAuto, NumberOrAuto, OffIsAWord, Section, Texts
 
 
 class PolicyConfig(Section):
-    path: str = ""
+    path: LocalPath = ""
     """A Hugging Face folder of a causal LM, or its name `org/name` on the hub. Empty: a small policy is made from scratch for a
     built-in task."""
     hidden_size: int = Field(128, ge=32, multiple_of=32)
@@ -107,7 +108,7 @@ class RolloutConfig(Section):
     """Draft tokens from the text of other responses, and verify several in one decode step. In float32 the sampled tokens do not change;
     in bfloat16 rounding may decide near-ties differently. `auto`: each engine step drafts the tokens that are expected to save time.
     `on`: all drafts from text are verified. An engine keeps 400,000 tokens of responses for it, which take about 120 MB."""
-    drafter: str = ""
+    drafter: LocalPath = ""
     """Folder (or Hugging Face hub name) of a small causal language model with the policy's tokenizer, or of an EAGLE-3 head for the policy.
     Each engine loads it, and drafts with it if drafts from text have few expected tokens. It draws with the same random numbers as the
     policy. Needs `speculation`."""
@@ -176,7 +177,7 @@ class RolloutConfig(Section):
 
 
 class AgentConfig(Section):
-    path: str = ""
+    path: LocalPath = ""
     """A Python file with a class `AgentExecutor`, or another of OpenRLHF's contracts (see docs/agents.md). It returns feedback after each
     turn of the policy, and the reward. Empty: a response is one turn, and rewards come from section `reward`."""
     max_tokens: int | None = Field(None, ge=2)
@@ -191,7 +192,7 @@ class AgentConfig(Section):
 
 
 class RewardConfig(Section):
-    function: str = ""
+    function: LocalPath = ""
     """`task` (the built-in task's verifier), `math` (math-verify on the text after `####` or in a box), or
     `path/to/file.py:name` with `def name(prompt: str, response: str, row: dict) -> float`. Set this, `url` or `model_path`."""
     contract: Literal["row", "openrlhf"] = "row"
@@ -199,7 +200,7 @@ class RewardConfig(Section):
     returns rewards or a dict with `rewards`, `scores` and `extra_logs`."""
     url: Texts = Field(default_factory=list)
     """HTTP servers of rewards: POST of query, prompts and labels in OpenRLHF's JSON. Several addresses are used in turn."""
-    model_path: str = ""
+    model_path: LocalPath = ""
     """A local Hugging Face folder of a model with a scalar head and the policy's tokenizer. The reward is its value at the last
     token."""
     value_head: str = "score"

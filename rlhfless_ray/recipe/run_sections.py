@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rlhfless_ray.recipe.local_path import AddressOrPath, LocalPath
 from rlhfless_ray.recipe.section import Name, OffIsAWord, RunName, Section
 
 
 class RunConfig(Section):
     name: RunName = ""
     """Name of the run's folder below `root`. Empty: the recipe's file name. A number is added if that folder exists already."""
-    root: str = Field("runs", min_length=1)
+    root: LocalPath = Field("runs", min_length=1)
     """Folder for run folders."""
     steps: int = Field(100, ge=0)
     """Steps to train in total. A resumed run counts the steps before it."""
@@ -126,7 +127,7 @@ class PriceConfig(Section):
 
 
 class CheckpointConfig(Section):
-    path: str = ""
+    path: LocalPath = ""
     """Folder for checkpoints in OpenRLHF's layout: `_actor/global_step<n>`, `_actor/latest`. Empty: the run folder."""
     every_steps: int = Field(20, ge=1)
     """Steps between two checkpoints. The last step always has one."""
@@ -161,7 +162,7 @@ class CheckpointConfig(Section):
 
 
 class SaveConfig(Section):
-    path: str = ""
+    path: LocalPath = ""
     """Second folder for the final model, in the format of Hugging Face's libraries and vLLM. Other files there stay. Empty: it is
     only in the run folder's `model/`."""
 
@@ -179,7 +180,7 @@ class WatchConfig(Section):
     """Team or user in Weights & Biases. None: the account's own."""
     wandb_group: str | None = None
     """Group of runs in Weights & Biases. None: the name of the run, which joins the parts of a resumed run."""
-    mlflow: str = ""
+    mlflow: AddressOrPath = ""
     """MLflow's tracking address, or a folder. Empty: off. Needs the extra `mlflow`."""
     mlflow_experiment: Name = Field("rlhfless-ray", min_length=1)
     """Experiment in MLflow."""
@@ -189,7 +190,7 @@ class WatchConfig(Section):
     """Export metrics through Ray's own, for Prometheus. The cluster must collect metrics; a private Ray does not."""
     run_name: Name = ""
     """Name of the run in Weights & Biases, and of its folder below `tensorboard_path`. Empty: the run folder's name."""
-    tensorboard_path: str = ""
+    tensorboard_path: LocalPath = ""
     """Folder for TensorBoard's files, below which each run has a folder of its name. Empty: the run folder's `tensorboard/`."""
     metric_names: Literal["own", "openrlhf"] = "own"
     """`openrlhf`: TensorBoard and Weights & Biases get OpenRLHF's names for metrics that it logs too, and each step is printed as

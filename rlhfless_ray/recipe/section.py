@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Annotated, Any, Literal, Self
+from functools import cache, partial
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe.mistakes import describe_mistake
+from rlhfless_ray.recipe.yaml_text import Word, as_texts, switch
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 LEAST_KV_MB = 16  # of the KV cache of an engine on CPU
 MAX_ROWS = 1_000_000  # rows that a built-in task generates, in half a minute
@@ -20,23 +31,60 @@ ScheduleName = Literal[
 
 
 class FreeWord:
-    """Marks a text that may be any word, also one that YAML reads as a boolean, such as `off`."""
+    """Marks a text that may be any word, also one that looks like a switch, such as `off`."""
 
 
 Name = Annotated[str, FreeWord()]
 RunName = Annotated[Name, Field(pattern=r"^(\w[\w.-]*)?$")]
 
 
-class Section(BaseModel):
+class _ByConstructor(ModelMetaclass):
+    def __call__(cls, *arguments: Any, **settings: Any) -> Any:
+        """Make a section from keywords. Raises UserError for the first mistake, as reading a file does."""
+        if arguments:
+            advice = "; read a dict with its method `parse`, and a file with `load`" if hasattr(cls, "load") else ""
+            raise UserError(f"{cls.__name__}: expected keys as keyword arguments, not {type(arguments[0]).__name__}{advice}")
+        try:
+            return super().__call__(**settings)
+        except ValidationError as error:
+            raise UserError(f"{cls.__name__}: {describe_mistake(cls, error)}") from None
+
+
+class Section(BaseModel, metaclass=_ByConstructor):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_booleans_as_numbers(cls: type[Self], value: Any, info: ValidationInfo) -> Any:
-        """Reject `true` for a number, which Python takes for 1."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in NUMBERS:
+    def _read_by_type(cls: type[Self], value: Any, info: ValidationInfo) -> Any:
+        """Give a key for texts the text of a number. Reject `true` for a number, which Python takes for 1, and `off` for a text."""
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and field.annotation in NUMBERS:
             raise ValueError("expected a number, not true or false")
-        return value
+        if isinstance(value, Word) and field.annotation in NUMBERS:
+            raise ValueError(f"expected a number, not the word `{value}`")
+        is_text = takes_text(field.annotation)
+        if is_text and isinstance(value, bool | Word) and not (isinstance(value, Word) and FreeWord in map(type, field.metadata)):
+            raise ValueError(f"expected a text, not the switch `{str(value).lower()}`; leave it empty for none, or write a text in quotes")
+        return as_texts(value) if is_text or _has_texts_only(field.annotation) else value
+
+
+def takes_text(annotation: Any) -> bool:
+    """Return whether a key takes one text, and nothing else but None."""
+    return _leaves(annotation) - {NoneType} == {str} and typing.get_origin(annotation) not in (list, dict)
+
+
+def _has_texts_only(annotation: Any) -> bool:
+    """Return whether all values in a list or mapping are texts."""
+    return _leaves(annotation) - {NoneType} == {str}
+
+
+@cache
+def _leaves(annotation: Any) -> frozenset[Any]:
+    """Return the types of which an annotation is made."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Annotated:
+        arguments = arguments[:1]
+    return frozenset({annotation} if not arguments else set().union(*map(_leaves, arguments)))
 
 
 def raise_first(*checks: Callable[[], Iterator[str]]) -> None:
@@ -49,12 +97,12 @@ def raise_first(*checks: Callable[[], Iterator[str]]) -> None:
             raise ValueError(mistake)
 
 
-def _yaml_word(value: Any) -> Any:
-    """Convert true and false, as YAML reads bare `on` and `off`, back to the words."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+def _on_or_off(value: Any) -> Any:
+    """Convert true, `yes` and the like to `on`, and false to `off`."""
+    return {True: "on", False: "off"}[value] if isinstance(value := switch(value), bool) else value
 
 
-OffIsAWord = BeforeValidator(_yaml_word)
+OffIsAWord = BeforeValidator(_on_or_off)
 
 
 def _count_or_auto(value: Any, least: int = 1) -> Any:
@@ -71,7 +119,7 @@ def _number_or_auto(value: Any) -> Any:
 
 
 def _switch_or_auto(value: Any) -> Any:
-    if value == "auto" or isinstance(value, bool):
+    if (value := switch(value)) == "auto" or isinstance(value, bool):
         return value
     raise ValueError("expected `auto`, true or false")
 

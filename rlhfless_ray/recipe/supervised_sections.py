@@ -9,10 +9,11 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rlhfless_ray.recipe.data_sections import DataSources, one_gap
 from rlhfless_ray.recipe.learn_sections import LearnerConfig, LoraConfig, mistakes_in_precision, mistakes_in_slices
+from rlhfless_ray.recipe.local_path import LocalPath, LocalPaths
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.run_sections import ClusterConfig, PriceConfig, SaveConfig, WatchConfig
-from rlhfless_ray.recipe.section import MAX_ROWS, RunName, Section, SwitchOrAuto, raise_first
+from rlhfless_ray.recipe.section import MAX_ROWS, Name, RunName, Section, SwitchOrAuto, raise_first
 
 SupervisedTask = Literal["sft", "rm", "dpo", "kto", "kd", "prm"]
 PAIRED = ("rm", "dpo")
@@ -26,7 +27,7 @@ WITH_NEXT = ("rm", "prm")
 class SupervisedRun(Section):
     name: RunName = ""
     """Name of the run's folder below `root`. Empty: the recipe's file name. A number is added if that folder exists already."""
-    root: str = Field("runs", min_length=1)
+    root: LocalPath = Field("runs", min_length=1)
     """Folder for run folders. With several nodes it must be on a file system that all of them share, because Ray Train requires it."""
     epochs: int = Field(1, ge=1)
     """Passes over the rows. They determine the number of optimizer steps unless `steps` is set."""
@@ -69,7 +70,7 @@ class SupervisedData(DataSources):
     label_column: str = Field("label", min_length=1)
     """kto: column that says whether the response is desirable: true or false. prm: column with a list, which has a label for each
     placeholder of the text: one of `reward_tokens`, or the probability of the first of them."""
-    placeholder_token: str = ""
+    placeholder_token: Name = ""
     """prm: the token that ends each step of a text. The reward of the step is predicted there."""
     reward_tokens: list[str] | None = Field(None, min_length=2)
     """prm: tokens that a label may be, the best one first. The loss compares their logits only. None: any token of the vocabulary."""
@@ -103,7 +104,7 @@ class SupervisedData(DataSources):
 
 
 class SupervisedEvaluation(Section):
-    path: str = ""
+    path: LocalPaths = ""
     """A data set to evaluate on, or several separated by commas. Empty: held-out rows."""
     split: str = Field("train", min_length=1)
     """Split of that data set."""
@@ -151,18 +152,18 @@ class SupervisedLearner(LearnerConfig):
 
 
 class SupervisedReference(Section):
-    path: str = ""
+    path: LocalPath = ""
     """dpo, kto: a Hugging Face folder of the reference model. Empty: the policy before its first step."""
 
 
 class SupervisedTeacher(Section):
-    path: str = ""
+    path: LocalPath = ""
     """kd: a Hugging Face folder of the teacher, whose tokenizer must have the policy's vocabulary. Every rank holds the whole
     teacher, or one slice of it with `learner.tensor_parallel`."""
 
 
 class SupervisedCheckpoints(Section):
-    path: str = ""
+    path: LocalPath = ""
     """Folder for checkpoints, in which Ray Train makes one of the run folder's name. Empty: the run folder."""
     every_steps: int = Field(0, ge=0)
     """Steps between two checkpoints. 0: only when the run ends or is stopped."""

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.local_path import LocalPath
 from rlhfless_ray.recipe.reading import merge_sections
 from rlhfless_ray.recipe.recipe_file import RecipeFile
 from rlhfless_ray.recipe.section import RunName, Section
@@ -76,7 +77,7 @@ class WorkflowStage(Section):
 class WorkflowRun(Section):
     name: RunName = ""
     """Name of the workflow's folder below `root`. Empty: the file name."""
-    root: str = Field("runs", min_length=1)
+    root: LocalPath = Field("runs", min_length=1)
     """Folder for workflow folders."""
 
 

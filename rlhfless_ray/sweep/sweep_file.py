@@ -16,11 +16,14 @@ from pydantic import Field, ValidationError, model_validator
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.recipe.reading import describe_mistake, section_at, set_key
+from rlhfless_ray.recipe.local_path import LocalPath, given_path
+from rlhfless_ray.recipe.mistakes import describe_mistake, section_at
+from rlhfless_ray.recipe.reading import set_key
 from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.run_sections import ClusterConfig
 from rlhfless_ray.recipe.section import CountOrAuto, RunName, Section
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.recipe.yaml_text import as_texts
 
 POLICY_METRICS = ("reward/mean", "eval/accuracy_sampled", "eval/accuracy_greedy", "learn/kl", "length/mean")
 SUPERVISED_METRICS = ("learn/loss", "learn/accuracy", "eval/loss", "eval/accuracy")
@@ -43,11 +46,11 @@ class SweepRun(Section):
 
     name: RunName = ""
     """Name of the run's folder below the sweep's. Empty: made from the grid's values."""
-    recipe: str = ""
+    recipe: LocalPath = ""
     """Recipe, relative to the sweep's file. Empty: the sweep's `recipe`."""
     set: dict[str, Any] = Field({})
     """Dotted recipe keys and their values, which take precedence over those of the sweep."""
-    alone: str = ""
+    alone: LocalPath = ""
     """Folder of a run that did the same work alone, for comparison."""
 
 
@@ -56,9 +59,9 @@ class SweepFile(Section):
 
     name: RunName = ""
     """Name of the sweep's folder below `root`. Empty: the file's name."""
-    root: str = Field("runs", min_length=1)
+    root: LocalPath = Field("runs", min_length=1)
     """Folder for the sweep's folder."""
-    recipe: str = ""
+    recipe: LocalPath = ""
     """Recipe of runs that name none, relative to the sweep's file."""
     set: dict[str, Any] = Field({})
     """Dotted recipe keys and their values for every run."""
@@ -127,7 +130,7 @@ class Sweep:
 
 def load_sweep(path: Path) -> Sweep:
     """Read a sweep's file and every recipe that it makes. Raises UserError for the first mistake."""
-    tree = read_tree(path, kind="sweep")
+    tree, path = read_tree(path, kind="sweep"), given_path(path, "sweep")
     tree["name"] = tree.get("name") or re.sub(r"[^\w.-]+", "-", path.stem).lstrip(".-")
     where = f"sweep {path}"
     try:
@@ -185,7 +188,7 @@ def _planned(file: SweepFile, given: SweepRun, point: dict[str, Any], folder: Pa
 
 def _word(value: Any, values: list[Any]) -> str:
     """Return a grid's value as a part of a run's name, or its number if it is not a word or reads like another one."""
-    texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
+    texts = [f"{float(one):g}" if isinstance(one, float) else str(as_texts(one)) for one in values]
     text = texts[number := values.index(value)]
     return text if re.fullmatch(r"[\w.-]+", text) and texts.count(text) == 1 else str(number + 1)
 

@@ -19,7 +19,7 @@ from rlhfless_ray.compat.openrlhf.launcher_flags import versions_of
 from rlhfless_ray.compat.openrlhf.post_processors import processed
 from rlhfless_ray.compat.openrlhf.resources import fit_width
 from rlhfless_ray.recipe.generation import GenerationRecipe
-from rlhfless_ray.recipe.reading import known_keys
+from rlhfless_ray.recipe.mistakes import known_keys
 from tests.conftest import command_here
 
 LEAST = ["--pretrain", "m", "--dataset", "rows.jsonl", "--output_path", "out.jsonl"]

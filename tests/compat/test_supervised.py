@@ -21,7 +21,7 @@ from rlhfless_ray.compat.openrlhf.starters import OWN_VARIABLES, process_place
 from rlhfless_ray.compat.openrlhf.supervised import _newest, translate_supervised
 from rlhfless_ray.compat.openrlhf.supervised_table import OLDER_NAMES, RULES, TASKS
 from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
-from rlhfless_ray.recipe.reading import known_keys
+from rlhfless_ray.recipe.mistakes import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, PROGRESS

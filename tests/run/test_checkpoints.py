@@ -147,7 +147,7 @@ def test_a_run_goes_on_in_its_folder_or_in_a_new_one(tmp_path: Path) -> None:
 
 def test_what_needs_a_path_says_so() -> None:
     for setting in ({"save_hf": True}, {"resumable": False}):
-        with pytest.raises(ValueError, match=r"needs a folder in checkpoint.path"):
+        with pytest.raises(UserError, match=r"needs a folder in checkpoint.path"):
             CheckpointConfig(**setting)
 
 

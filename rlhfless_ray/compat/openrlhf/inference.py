@@ -14,7 +14,7 @@ from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, Val
 from rlhfless_ray.compat.openrlhf.outcomes import NO_EFFECT, REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.recipe.generation import GenerationRecipe
-from rlhfless_ray.recipe.reading import known_keys
+from rlhfless_ray.recipe.mistakes import known_keys
 
 RULES = {BATCH: BATCH_RULES, CHAT: CHAT_RULES}
 

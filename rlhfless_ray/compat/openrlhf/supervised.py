@@ -16,7 +16,7 @@ from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.compat.openrlhf.starters import process_place
 from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, OWN, RANKS, RM, RULES, SFT, TASKS
-from rlhfless_ray.recipe.reading import known_keys
+from rlhfless_ray.recipe.mistakes import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 EVALUATED_SHARE = 0.01  # of the training rows, by train_rm without an evaluation data set
