@@ -371,3 +371,9 @@ def test_a_warning_where_almost_no_kv_is_left(tmp_path: Path, capsys) -> None:
     assert "room for" in (warned := capsys.readouterr().err) and warned.count("\n") == 1
     run(path, "--model", "qwen2.5-7b", "--device", "H200", "--actors", "2")
     assert capsys.readouterr().err == ""
+
+
+def test_memory_of_shipped_recipes_whose_policy_is_made_from_scratch(unjoined: None, capsys) -> None:
+    for name in ("quickstart", "sort"):
+        told = said(capsys, Path(__file__).parents[1] / "recipes" / f"{name}.yaml", "--memory")
+        assert "a learner rank" in told and "every need fits" in told

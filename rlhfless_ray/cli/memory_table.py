@@ -77,6 +77,8 @@ def _load(path: Path, overrides: list[str]) -> tuple[Recipe, dict[str, ModelSize
     models = models_of(recipe)
     if "policy" not in models and recipe.policy.path:
         read_folder(model_folder(recipe.policy.path, "policy.path"))  # says what is wrong with it
+    if not recipe.policy.path:
+        models |= _scratch_models(recipe)
     if "policy" not in models:
         raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
     config = models["policy"].config
@@ -85,6 +87,17 @@ def _load(path: Path, overrides: list[str]) -> tuple[Recipe, dict[str, ModelSize
     check_policy(recipe, config)
     check_division(recipe, config, *(models[name].config if name in models else None for name in ("reference", "critic")))
     return recipe, models
+
+
+def _scratch_models(recipe: Recipe) -> dict[str, ModelSize]:
+    """Return the models of a policy that a run makes from scratch."""
+    from placement.memory import parameter_count
+    from rlhfless_ray.preflight.memory_fit import policy_models
+    from rlhfless_ray.weights.load_policy import initial_policy
+
+    config = json.loads(initial_policy(recipe)[0]["config.json"])
+    parameters = parameter_count(config)
+    return {} if parameters is None else policy_models(recipe, config, parameters)
 
 
 def _longest_prompt(recipe: Recipe, config: dict[str, Any]) -> int:
