@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -61,7 +62,10 @@ def test_what_fails_for_every_response_is_named(body: str, words: str) -> None:
 @pytest.mark.slow
 def test_a_process_that_no_signal_reaches_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_S", 8.0)
-    deaf = "import signal, time\ndef reward_func(q, p, l):\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    time.sleep(99)"
+    deaf = (
+        "import signal, time\ndef reward_func(q, p, l):\n    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+        "    time.sleep(99)"
+    )
     with pytest.raises(UserError, match=r"a dry call did not return within 9.2 s"):
         called(deaf, timeout_s=0.3)
 
@@ -80,6 +84,24 @@ with open({str(note)!r}, "a") as file:
     while (left := [one for one in started if lives(one)]) and time.monotonic() < end:
         time.sleep(0.01)
     assert started and not left
+
+
+@pytest.mark.parametrize("body", ["return [1.0] * len(queries)", "import os; os._exit(3)"])
+def test_processes_in_a_session_of_their_own_end_with_a_dry_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    monkeypatch.setattr(module, "START_S", 60.0)
+    note = tmp_path / "helper"
+    file = f"""
+import subprocess
+def reward_func(queries, prompts, labels):
+    helper = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    with open({str(note)!r}, "a") as file:
+        file.write(f"{{helper.pid}} ")
+    {body}
+"""
+    with contextlib.suppress(UserError):
+        called(file)
+    started = [int(one) for one in note.read_text().split()]
+    assert started and not any(lives(one) for one in started)
 
 
 @pytest.mark.slow

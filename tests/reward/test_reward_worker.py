@@ -94,6 +94,61 @@ def test_a_slow_sample_ends_in_time(response: str) -> None:
     assert time.monotonic() - start < 25  # of thirty
 
 
+OWN_LIMITS = """
+import signal, time
+def ring(*_):
+    raise TimeoutError("own limit")
+def score(prompt, response, row):
+    if response == "own alarm":
+        signal.signal(signal.SIGALRM, ring)
+        signal.alarm(60)
+    elif response == "own timer":
+        signal.setitimer(signal.ITIMER_REAL, 60)
+    elif response == "ignored alarm":
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    elif response == "rings later":
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        return 1.0
+    elif response == "quick":
+        return 2.0
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            time.sleep(1)
+        except Exception:
+            pass
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("response", ["own alarm", "own timer", "ignored alarm"])
+def test_a_function_with_limits_of_its_own_cannot_take_ours_away(response: str) -> None:
+    limited = RewardWorker(RewardSource("file", "score", file=UserFile("own.py", OWN_LIMITS)), 0.3)
+    start_s = time.monotonic()
+    first, second = limited.score([(1, "", response, {}), (2, "", "quick", {})])
+    assert first == Score(1, None, "took longer than reward.timeout_s = 0.3 s") and second == Score(2, 2.0)
+    assert time.monotonic() - start_s < 10
+
+
+def test_a_limit_that_a_function_leaves_behind_rings_no_more() -> None:
+    limited = RewardWorker(RewardSource("file", "score", file=UserFile("own.py", OWN_LIMITS)), 30.0)
+    assert limited.score([(1, "", "rings later", {})]) == [Score(1, 1.0)]
+    time.sleep(0.2)  # the default action of SIGALRM would end this process
+
+
+def test_a_call_that_blocks_every_signal_fails_when_it_returns() -> None:
+    text = (
+        "import signal, time\ndef score(prompt, response, row):\n    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+        "    time.sleep(0.5)\n    return 1.0\n"
+    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        (found,) = RewardWorker(RewardSource("file", "score", file=UserFile("own.py", text)), 0.1).score([(1, "", "", {})])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert found.reward is None and found.error is not None and "took longer" in found.error
+
+
 def test_a_batch_keeps_order_and_keys_around_bad_samples() -> None:
     responses = ["int", "raise", "slow", "nan", "numpy", "swallow Exception", "int"]
     scores = worker(1.0).score([(10 + i, "p", r, {"answer": "1"}) for i, r in enumerate(responses)])
