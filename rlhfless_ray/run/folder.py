@@ -23,7 +23,7 @@ from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_by_parts, 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.checkpoints import Checkpoints, driver_state, swap_folder
+from rlhfless_ray.run.checkpoints import Checkpoints, swap_folder
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.model_folder import ADAPTER, INDEX, WEIGHTS
@@ -107,45 +107,46 @@ class RunFolder:
         )
 
     @classmethod
-    def latest(cls, recipe: Recipe) -> RunFolder | None:
+    def latest(cls, recipe: Recipe, *, previous: bool = False) -> RunFolder | None:
         """Return the most recent of `<name>`, `<name>-2`, … with a checkpoint.
 
-        With checkpoints elsewhere, this is the folder of the run that wrote the newest one. It may no longer exist.
+        With checkpoints elsewhere, this is the folder of the run that wrote the chosen one. It may no longer exist.
         """
         if recipe.checkpoint.path:
-            newest = Checkpoints(recipe.checkpoint, Path(recipe.run.root)).newest()
-            if newest is None:
-                return None
-            before = Path(driver_state(newest[1]).get("run_folder", ""))
-            return cls(before)
+            checkpoints = Checkpoints(recipe.checkpoint, Path(recipe.run.root))
+            chosen = checkpoints.chosen(previous=previous)
+            return None if chosen is None else cls(Path(str(checkpoints.driver(chosen[0]).get("run_folder", ""))))
         with_any = [path for path in folders_of(recipe) if Checkpoints(recipe.checkpoint, path).newest()]
         return cls(max(with_any, key=status_written_s)) if with_any else None
 
     @classmethod
-    def resumed(cls, recipe: Recipe, check: Callable[[dict[str, Any]], None] = lambda state: None) -> RunFolder:
+    def resumed(
+        cls, recipe: Recipe, check: Callable[[dict[str, Any]], None] = lambda state: None, *, previous: bool = False
+    ) -> RunFolder:
         """Return the latest folder, or a new one if only its checkpoints are left.
 
-        `check`: raises UserError for a driver's state that cannot be continued, before a folder is made.
+        `check`: raises UserError for a driver's state that cannot be continued, before a folder is made. `previous`: see `Checkpoints`.
         Raises UserError if there is none, or if this recipe cannot continue it.
         """
-        folder = cls.latest(recipe)
-        newest = Checkpoints(recipe.checkpoint, folder.path).newest() if folder else None
-        if folder is None or newest is None:
+        folder = cls.latest(recipe, previous=previous)
+        checkpoints = Checkpoints(recipe.checkpoint, folder.path if folder else Path())
+        chosen = checkpoints.chosen(previous=previous) if folder else None
+        if folder is None or chosen is None:
             where = recipe.checkpoint.path or Path(recipe.run.root) / recipe.run.name
             raise UserError(f"--resume: no run with a checkpoint in {where}; start it without --resume")
-        done = newest[0]
+        done, state = chosen[0], checkpoints.driver(chosen[0])
         if recipe.run.steps < done:
             raise UserError(
                 f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start without --resume"
             )
-        in_flight = len(driver_state(newest[1]).get("in_flight", ())) if recipe.rollout.partial == "off" else 0
+        in_flight = len(state.get("in_flight", ())) if recipe.rollout.partial == "off" else 0
         if in_flight:
             raise UserError(
                 f"rollout.partial: the checkpoint of step {done} has {in_flight} groups in flight, which would be lost; set it to continue "
                 "or restart, or start without --resume"
             )
         if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
-            check(driver_state(newest[1]))  # a folder without a status would look like that of a killed run
+            check(state)  # a folder without a status would look like that of a killed run
             return cls.create(recipe)
         folder.check_same_policy(recipe)
         if recipe.algorithm.kl.coefficient > 0 and recipe.keeps_start and not (folder.path / "reference").is_dir():

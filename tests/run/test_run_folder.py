@@ -21,7 +21,8 @@ from rlhfless_ray.recipe import CheckpointConfig, Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run import checkpoints as saving
 from rlhfless_ray.run import folder as module
-from rlhfless_ray.run.checkpoints import Checkpoints, driver_state
+from rlhfless_ray.run.checkpoint_files import driver_state
+from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, Prompt, Sample
