@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhfless_ray.common.disk_space import append
+from rlhfless_ray.common.errors import shortened
 from rlhfless_ray.types import Span
 
 BUSY = ("work",)
@@ -314,7 +315,9 @@ class Ledger:
         are unknown. `least_rows`: rows that the file had at the checkpoint. Returns messages for the user about lost rows.
         """
         if not path.exists():
-            return [f"{path} is missing: the {least_rows} rows that it had at the checkpoint are lost, and their costs"] if least_rows else []
+            return (
+                [f"{path} is missing: the {least_rows} rows that it had at the checkpoint are lost, and their costs"] if least_rows else []
+            )
         rows, problems = read_ledger_lines(path)
         self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in rows]
         self.summed_totals, self.summed_rows, self.forgotten, self.by_kind = np.zeros(4), 0, 0, {}
@@ -324,9 +327,10 @@ class Ledger:
         temporary.unlink(missing_ok=True)
         self.append_to(temporary)
         os.replace(temporary, path)
-        messages = [f"{path}: {', '.join(problems)} not complete and left out, and so are their costs"] if problems else []
+        messages = [f"{path}: {shortened(problems)} not complete and left out, and so are their costs"] if problems else []
         if len(rows) < least_rows:
-            messages.append(f"{path}: {least_rows - len(rows)} of the {least_rows} rows that it had at the checkpoint are lost, and their costs")
+            lost = least_rows - len(rows)
+            messages.append(f"{path}: {lost} of the {least_rows} rows that it had at the checkpoint are lost, and their costs")
         return messages
 
 
@@ -339,7 +343,7 @@ def read_ledger_lines(path: Path) -> tuple[list[Row], list[str]]:
     """Return the complete rows of a ledger.csv, and the lines that are none, such as the last one of a killed run: `line 7 (step 3)`."""
     rows, problems = [], []
     lines = path.read_bytes().decode(errors="replace").split("\n")
-    header = next(csv.reader(lines[:1]), []) if lines else []
+    header = lines[0].rstrip("\r").split(",")
     for number, text in enumerate(lines[1:], 2):
         if not text.strip():
             continue

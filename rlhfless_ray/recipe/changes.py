@@ -117,7 +117,7 @@ def changes(
             differs = not moved
         if not differs and key in new and key in old and new[key] != old[key]:
             found.append(Change(key, f"{_shown(value)} has other content now", True))
-    return Changes(found, str(now.model_dump()["learner"]["schedule"]))
+    return Changes(found, str(getattr(getattr(now, "learner", None), "schedule", "constant")))
 
 
 def is_learned(key: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import append, replace_file
-from rlhfless_ray.common.errors import one_line_with_type
+from rlhfless_ray.common.errors import one_line_with_type, shortened
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report.openrlhf_names import SAMPLE, Shown, renamed, step_line
 from rlhfless_ray.report.sinks import MAX_ERROR_CHARS, MlflowRun, Prometheus, Sink, SinkRun, TensorBoard, TrackioRun, WandbRun
@@ -198,7 +198,7 @@ def _drop_after(path: Path, step: int | None) -> list[str]:
     whole = b"".join(kept)
     if whole != text:
         replace_file(path, whole)
-    messages = [f"{path}: {', '.join(torn)} not complete and left out, as after a crash"] if torn else []
+    messages = [f"{path}: {shortened(torn)} not complete and left out, as after a crash"] if torn else []
     if missing := [number for number in range(1, (step or 0) + 1) if number not in steps]:
         messages.append(f"{path}: no row of {step_ranges(missing)}, which the checkpoint has done: these metrics are lost")
     return messages

@@ -22,6 +22,7 @@ from rlhfless_ray.recipe.run_sections import CheckpointConfig
 from rlhfless_ray.report.openrlhf_names import renamed
 from rlhfless_ray.run.checkpoint_files import CHECKSUMS, DRIVER, LISTED, DamagedCheckpoint, driver_state, read_checkpoint, write_checksums
 from rlhfless_ray.weights.remote_folder import StoredFiles, Writer, writer
+from rlhfless_ray.weights.tensor_file import Files
 
 METRIC, LATEST = "metric.json", "latest"
 BEST = "best_"
@@ -82,7 +83,7 @@ class Checkpoints:
         """Write a checkpoint's model and state, each if the recipe asks for it, and yield each folder once it is there."""
 
         def write(folder: Path) -> None:
-            own = {DRIVER: json.dumps({**driver, LISTED: CHECKSUMS}).encode()}
+            own: Files = {DRIVER: json.dumps({**driver, LISTED: CHECKSUMS}).encode()}
             if metric is not None:
                 own[METRIC] = json.dumps({"metric_key": metric[0], "metric_value": metric[1]}).encode()
             write_checksums(folder, learner(folder) | writer(own)(folder))
