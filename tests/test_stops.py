@@ -355,8 +355,8 @@ def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytes
         run.__enter__()
     assert caught.value.signal_number == signal.SIGTERM and left == [True] and not caught.value.resumable
     folder = RunFolder.create(run.recipe)
-    store(folder, 1).save(2, writer({}), {"cursor": {}, "step": 2})
-    run.resume, run.cursor = True, SimpleNamespace(restore=lambda _: None)  # type: ignore[assignment]
+    store(folder, 1).save(2, writer({}), {"cursor": {"taken": 4}, "step": 2})
+    run.resume, run.cursor = True, SimpleNamespace(check=lambda _: None)  # type: ignore[assignment]
     with pytest.raises(Stopped) as caught:
         run.__enter__()
     assert caught.value.resumable, "what was there before this start is there still"

@@ -51,7 +51,7 @@ MAX_VALUE_CHARS = 80  # of a value in a message
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A key that differs. `text`: its old and new value."""
 
     key: str
@@ -66,14 +66,14 @@ class Change:
 class Changes:
     """What differs from the recipe of a checkpoint."""
 
-    found: Sequence[Change] = ()
+    found: Sequence[SettingChange] = ()
     schedule: str = "constant"  # of the learning rate, now
 
     def __bool__(self) -> bool:
         return bool(self.found)
 
     @property
-    def learned(self) -> list[Change]:
+    def learned(self) -> list[SettingChange]:
         return [change for change in self.found if change.is_learned]
 
     def check(self, folder: Path, step: int, *, accepted: bool) -> None:
@@ -113,10 +113,10 @@ def changes(
             if value == "auto" and not is_learned(key):  # the run decides it again
                 continue
             moved = key in new and new[key] == old.get(key) and _named(was) == _named(value)
-            found.append(Change(key, f"{_shown(was)} → {_shown(value)}", is_learned(key) and not moved))
+            found.append(SettingChange(key, f"{_shown(was)} → {_shown(value)}", is_learned(key) and not moved))
             differs = not moved
         if not differs and key in new and key in old and new[key] != old[key]:
-            found.append(Change(key, f"{_shown(value)} has other content now", True))
+            found.append(SettingChange(key, f"{_shown(value)} has other content now", True))
     return Changes(found, str(getattr(getattr(now, "learner", None), "schedule", "constant")))
 
 
@@ -171,5 +171,5 @@ def _shown(value: Any) -> str:
     return f"`{text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + '…'}`"
 
 
-def _joined(found: Sequence[Change]) -> str:
+def _joined(found: Sequence[SettingChange]) -> str:
     return "; ".join(map(str, found))

@@ -104,7 +104,7 @@ def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:
             )
 
 
-def _run(path: Path, stage: PlannedStage, say: Callable[[str], None], how: Resume, resume_changed: bool) -> None:
+def _run(path: Path, stage: PlannedStage, say: Callable[[str], None], how: Resume = True, resume_changed: bool = False) -> None:
     recipe = stage.recipe
     if path.is_dir() and not _can_resume(path, stage):
         shutil.rmtree(path)  # it ended before its first checkpoint

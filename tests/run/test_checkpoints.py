@@ -65,7 +65,7 @@ def test_a_new_run_outlives_the_higher_steps_of_an_earlier_one_in_the_same_folde
 
 
 def test_a_limit_in_bytes_leaves_the_newest(tmp_path: Path) -> None:
-    kept = store(tmp_path, keep=9, max_gib=900 / 2**30)
+    kept = store(tmp_path, keep=9, max_gib=600 / 2**30)
     for step in (1, 2, 3, 4):
         kept.save(step, LEARNER, {})
     assert [step for step, _ in kept.list()] == [3, 4]
