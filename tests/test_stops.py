@@ -143,7 +143,7 @@ class Ended:
         run.weights, run.in_update, run.step = WeightVersion(3, ("weights",)), False, Step(4)
         run.agreement, run.memory = None, SimpleNamespace(take=dict)
         run.least_mb, run.memory_fit = {}, Fit(run.recipe, [])
-        run.ledger = SimpleNamespace(step=3, begin_step=lambda step: None)
+        run.ledger = SimpleNamespace(step=3, begin_step=lambda step: None, saved_rows=0)
         run.autoscaler = SimpleNamespace(
             state=lambda: {},
             observe_update=lambda *_: None,
@@ -196,7 +196,7 @@ class Ended:
 
     def restore(self, driver: dict[str, Any], restore: Callable[[Any], None] = lambda _: None) -> Runtime:
         """Take over what a checkpoint of step 3 holds. `restore`: of the planner."""
-        self.run.cursor = SimpleNamespace(restore=lambda _: None, state=lambda: [3])  # type: ignore[assignment]
+        self.run.cursor = SimpleNamespace(restore=lambda _, check: None, state=lambda: [3])  # type: ignore[assignment]
         self.run.autoscaler.restore = restore  # type: ignore[method-assign]
         self.run._restore_driver(driver)
         return self.run
@@ -355,8 +355,8 @@ def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytes
         run.__enter__()
     assert caught.value.signal_number == signal.SIGTERM and left == [True] and not caught.value.resumable
     folder = RunFolder.create(run.recipe)
-    store(folder, 1).save(2, writer({}), {"cursor": {}, "step": 2})
-    run.resume, run.cursor = True, SimpleNamespace(restore=lambda _: None)  # type: ignore[assignment]
+    store(folder, 1).save(2, writer({}), {"cursor": {"taken": 4}, "step": 2})
+    run.resume, run.cursor = True, SimpleNamespace(check=lambda _: None)  # type: ignore[assignment]
     with pytest.raises(Stopped) as caught:
         run.__enter__()
     assert caught.value.resumable, "what was there before this start is there still"

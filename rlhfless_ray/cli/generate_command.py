@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rlhfless_ray.cli.resume_option import ChangedOption, From, resume_of
+
 ARGUMENTS = typer.Argument(help="A recipe in YAML, if any, then keys to set, as section.key=value.", show_default=False)
 RESUME = typer.Option("--resume", help="Continue the latest run of this name. Existing responses are not generated again.")
 
@@ -73,7 +75,16 @@ def evaluate(
 def workflow(
     file: Annotated[Path, typer.Argument(help="A workflow in YAML.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Keys to set, as section.key=value.", show_default=False)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the workflow of this name; finished stages are kept.")] = False,
+    resume: Annotated[
+        From | None,
+        typer.Option(
+            "--resume",
+            help="Continue the workflow of this name; finished stages are kept. --resume=previous: the stopped stage continues from the "
+            "checkpoint before its newest.",
+            show_default=False,
+        ),
+    ] = None,
+    resume_changed: ChangedOption = False,
 ) -> None:
     """Run the stages of a file one after another: training, generation, evaluation. One report covers all of them."""
     from rlhfless_ray.recipe.workflow_file import Workflow
@@ -83,4 +94,5 @@ def workflow(
     from rlhfless_ray.runtime.run_workflow import run_workflow
 
     say = ProgressDisplay("plain", 0).message  # unlike print, it does not fail on a closed pipe
-    print(f"report: {(run_workflow(parsed, resume=resume, say=say) / 'report.html').resolve()}")
+    folder = run_workflow(parsed, resume=resume_of(resume, resume_changed), resume_changed=resume_changed, say=say)
+    print(f"report: {(folder / 'report.html').resolve()}")

@@ -14,6 +14,7 @@ from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.cli.import_command import import_logs
 from rlhfless_ray.cli.passthrough import PassthroughCommand
 from rlhfless_ray.cli.plan_command import plan
+from rlhfless_ray.cli.resume_option import ChangedOption, ResumeCommand, ResumeOption, resume_of
 from rlhfless_ray.cli.run_command import run, submit
 from rlhfless_ray.cli.simulate_command import simulate
 from rlhfless_ray.common.errors import UserError
@@ -42,11 +43,12 @@ app.command()(plan)
 app.command()(import_logs)
 
 
-@app.command()
+@app.command(cls=ResumeCommand)
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe in YAML.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Recipe keys to set, as section.key=value.", show_default=False)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the latest run of this name from its checkpoint.")] = False,
+    resume: ResumeOption = None,
+    resume_changed: ChangedOption = False,
 ) -> None:
     """Train a policy, or run the supervised stage that `task` names.
 
@@ -60,12 +62,13 @@ def train(
         from rlhfless_ray.supervise.run_supervised import run_supervised
 
         stage = SupervisedRecipe.load(recipe, overrides or [])
-        print_results(run_supervised(stage, resume=resume).path, stage.save.path)
+        goes_on = resume_of(resume, resume_changed)
+        print_results(run_supervised(stage, resume=goes_on, resume_changed=resume_changed).path, stage.save.path)
         return
     parsed = Recipe.load(recipe, overrides or [])
     from rlhfless_ray.runtime.runtime import Runtime
 
-    with Runtime(parsed, resume=resume) as run:
+    with Runtime(parsed, resume=resume_of(resume, resume_changed), resume_changed=resume_changed) as run:
         for _ in run:
             pass
     print_results(run.folder.path, parsed.save.path)
@@ -75,6 +78,9 @@ def train(
 def sweep(
     file: Annotated[Path, typer.Argument(help="A sweep in YAML.")],
     resume: Annotated[bool, typer.Option("--resume", help="Continue the latest sweep of this name; finished runs are kept.")] = False,
+    resume_changed: Annotated[
+        bool, typer.Option("--resume-changed", help="Continue runs although the sweep changes what they learn or count; implies --resume.")
+    ] = False,
 ) -> None:
     """Run many runs on one cluster, a limited number at once.
 
@@ -85,7 +91,7 @@ def sweep(
     planned = load_sweep(file)
     from rlhfless_ray.sweep.run_sweep import SweepRunner
 
-    SweepRunner(planned, resume=resume).run()
+    SweepRunner(planned, resume=resume or resume_changed, resume_changed=resume_changed).run()
 
 
 def print_results(folder: Path, saved: str = "") -> None:
@@ -113,7 +119,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, sto
 
 app.command()(generate)
 app.command()(evaluate)
-app.command()(workflow)
+app.command(cls=ResumeCommand)(workflow)
 app.command()(simulate)
 app.command()(cluster)
 for command in (explain, run, submit):

@@ -35,6 +35,7 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
     from rlhfless_ray.cli.main import print_results
     from rlhfless_ray.common.disk_space import DiskFull
     from rlhfless_ray.common.errors import Stopped
+    from rlhfless_ray.compat.openrlhf.elastic_flags import resume_options
     from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
     from rlhfless_ray.local.machine_memory import visible_gpus
 
@@ -46,12 +47,13 @@ def _train(launcher: str, tokens: Sequence[str]) -> None:
     from rlhfless_ray.supervise.find_checkpoints import has_checkpoint, newest_folder
     from rlhfless_ray.supervise.run_supervised import run_supervised
 
+    previous, changed = resume_options(tokens)
     resumes = translation.resumes and has_checkpoint(recipe)
     if resumes and not recipe.checkpoint.has_regular:  # OpenRLHF keeps no checkpoint at the end of such a run, which would be found here
         resumes = not newest_folder(recipe).is_done
     try:
         with translation.flags_in_errors():
-            run = run_supervised(recipe, resume=resumes)
+            run = run_supervised(recipe, resume="previous" if previous else resumes, resume_changed=changed)
     except (Stopped, DiskFull) as stop:
         if recipe.checkpoint.path:
             stop.continue_with = translation.load_flag

@@ -39,11 +39,11 @@ def _print_help() -> None:
 def _train(tokens: Sequence[str]) -> None:
     from rlhfless_ray.compat.openrlhf.translate import translate
 
-    train_translated(translate(tokens))
+    train_translated(translate(tokens), tokens)
 
 
-def train_translated(translation: Translation) -> None:
-    """Train with the recipe that a command line was translated to."""
+def train_translated(translation: Translation, tokens: Sequence[str]) -> None:
+    """Train with the recipe that a command line was translated to. `tokens`: the command line."""
     from rlhfless_ray.cli.main import print_results
     from rlhfless_ray.compat.openrlhf.explain_report import summary
     from rlhfless_ray.compat.openrlhf.resources import fit
@@ -56,10 +56,12 @@ def train_translated(translation: Translation) -> None:
         print(f"[rlhfless] {line}", flush=True)
     for name, value in translation.secrets.items():
         os.environ.setdefault(name, value)
+    from rlhfless_ray.compat.openrlhf.elastic_flags import resume_options
     from rlhfless_ray.runtime.runtime import Runtime
 
+    previous, changed = resume_options(tokens)
     try:
-        with translation.flags_in_errors(), (run := Runtime(recipe)):
+        with translation.flags_in_errors(), (run := Runtime(recipe, resume="previous" if previous else False, resume_changed=changed)):
             for _ in run:
                 pass
     except (Stopped, DiskFull) as stop:

@@ -8,4 +8,4 @@ from rlhfless_ray.compat.openrlhf.command import MOLT
 from rlhfless_ray.compat.openrlhf.molt import translate_molt
 
 if __name__ == "__main__":
-    start(MOLT, lambda tokens: train_translated(translate_molt(tokens)))
+    start(MOLT, lambda tokens: train_translated(translate_molt(tokens), tokens))

@@ -38,6 +38,11 @@ def one_line_with_type(error: BaseException, max_chars: int | None = None) -> st
     return f"{type(error).__name__}: {one_line(text, max_chars)}"
 
 
+def shortened(names: list[str], most: int = 5) -> str:
+    """Join the first names with commas, and count the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")
+
+
 def describe_failure(action: str, error: Exception) -> str:
     """Describe in one line, for log and report, an action that failed without ending the run."""
     return f"{action} failed ({one_line_with_type(error, 200)})"

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhfless_ray.common.disk_space import append
+from rlhfless_ray.common.errors import shortened
 from rlhfless_ray.types import Span
 
 BUSY = ("work",)
@@ -302,15 +303,23 @@ class Ledger:
         append(path, text.getvalue().encode())
         self.written = len(self.rows)
 
-    def resume_from(self, path: Path, last_step: int) -> None:
+    @property
+    def saved_rows(self) -> int:
+        """Number of rows that are on disk."""
+        return self.forgotten + self.written
+
+    def resume_from(self, path: Path, last_step: int, least_rows: int = 0) -> list[str]:
         """Continue the ledger of an earlier run. Rows after `last_step`, whose steps are repeated, are marked `repeated`.
 
         The clock continues after the last row: time in which nothing ran is not billed. Rows that a killed run had not written
-        are unknown.
+        are unknown. `least_rows`: rows that the file had at the checkpoint. Returns messages for the user about lost rows.
         """
         if not path.exists():
-            return
-        self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in read_ledger(path)]
+            return (
+                [f"{path} is missing: the {least_rows} rows that it had at the checkpoint are lost, and their costs"] if least_rows else []
+            )
+        rows, problems = read_ledger_lines(path)
+        self.rows = [row if row.step <= last_step else replace(row, repeated=1) for row in rows]
         self.summed_totals, self.summed_rows, self.forgotten, self.by_kind = np.zeros(4), 0, 0, {}
         self.started_s = time.time() - max((row.to_s for row in self.rows), default=0.0)
         self.written = 0
@@ -318,18 +327,37 @@ class Ledger:
         temporary.unlink(missing_ok=True)
         self.append_to(temporary)
         os.replace(temporary, path)
+        messages = [f"{path}: {shortened(problems)} not complete and left out, and so are their costs"] if problems else []
+        if len(rows) < least_rows:
+            lost = least_rows - len(rows)
+            messages.append(f"{path}: {lost} of the {least_rows} rows that it had at the checkpoint are lost, and their costs")
+        return messages
 
 
 def read_ledger(path: Path) -> list[Row]:
-    """Return the rows of a ledger.csv, without a last line that a killed run left incomplete."""
-    text = path.read_text()
-    rows = []
-    for line in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
-        try:
-            rows.append(_row_of(line))
-        except (TypeError, ValueError):
+    """Return the complete rows of a ledger.csv."""
+    return read_ledger_lines(path)[0]
+
+
+def read_ledger_lines(path: Path) -> tuple[list[Row], list[str]]:
+    """Return the complete rows of a ledger.csv, and the lines that are none, such as the last one of a killed run: `line 7 (step 3)`."""
+    rows, problems = [], []
+    lines = path.read_bytes().decode(errors="replace").split("\n")
+    header = lines[0].rstrip("\r").split(",")
+    for number, text in enumerate(lines[1:], 2):
+        if not text.strip():
             continue
-    return rows
+        cells: list[str] = []
+        try:
+            cells = next(csv.reader([text.removesuffix("\r")]))
+            if number == len(lines) or len(cells) != len(header) or "\ufffd" in text:  # the last line has no end
+                raise ValueError
+            rows.append(_row_of(dict(zip(header, cells, strict=True))))
+        except (csv.Error, TypeError, ValueError, KeyError, StopIteration):
+            at = dict(zip(header, cells, strict=False)).get("step", "")
+            whole = len(cells) > header.index("step") + 1 if "step" in header else False  # otherwise digits of it may be missing
+            problems.append(f"line {number}" + (f" (step {at})" if whole and at.isdigit() else ""))
+    return rows, problems
 
 
 def _row_totals(row: Row) -> np.ndarray:

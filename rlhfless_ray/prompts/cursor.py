@@ -82,9 +82,14 @@ class Cursor:
         """Raise UserError if the rows or their order are not those of `state`."""
         check_unchanged(state, self, TITLES)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. The batch size may have changed. Raises UserError as `check` does."""
-        self.check(state)
+    def has_same_rows(self, state: Mapping[str, Any]) -> bool:
+        """Return whether the rows are those of `state`, in whatever order."""
+        return all(state.get(name) == getattr(self, name) for name in ("n_rows", "checksum"))
+
+    def restore(self, state: dict[str, Any], *, check: bool = True) -> None:
+        """Continue from `state`. The batch size may have changed. Raises UserError as `check` does, which may be left out."""
+        if check:
+            self.check(state)
         self._rows_taken = int(state["taken"])
 
     def _permutation(self, epoch: int) -> np.ndarray:

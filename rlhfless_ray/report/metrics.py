@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.disk_space import append, replace_file
-from rlhfless_ray.common.errors import one_line_with_type
+from rlhfless_ray.common.errors import one_line_with_type, shortened
 from rlhfless_ray.recipe import WatchConfig
 from rlhfless_ray.report.openrlhf_names import SAMPLE, Shown, renamed, step_line
 from rlhfless_ray.report.sinks import MAX_ERROR_CHARS, MlflowRun, Prometheus, Sink, SinkRun, TensorBoard, TrackioRun, WandbRun
@@ -37,7 +38,8 @@ class Metrics:
         self._watch = watch
         self._noted: set[str] = set()
         self.path = Path(run_folder) / "metrics.jsonl"
-        _drop_after(self.path, resume_after_step)
+        for message in _drop_after(self.path, resume_after_step):
+            self._say(message)
         self._owed = b""  # rows for which there was no space
         self._append()
         self._sinks: dict[str, Sink] = {}
@@ -173,22 +175,51 @@ def rows_of(lines: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
     return rows, torn
 
 
-def _drop_after(path: Path, step: int | None) -> None:
-    """Keep only complete rows of steps up to `step` (None: every step), in one atomic replacement."""
+def _drop_after(path: Path, step: int | None) -> list[str]:
+    """Keep only complete rows of steps up to `step` (None: every step), in one atomic replacement.
+
+    Returns messages for the user: lines that are not complete, and steps up to `step` that have no row.
+    """
     if not path.exists():
-        return
+        return [f"{path} is missing, so the rows of steps 1 to {step} are lost"] if step else []
     text = path.read_bytes()
-    kept = []
-    for line in text.splitlines(keepends=True):
+    kept, steps, torn = [], set(), []
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             at = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off by a crash: its step is repeated or lost, and appending to it would damage the next row too
-        if line.endswith(b"\n") and (step is None or at <= step):
-            kept.append(line)
+            in_time = step is None or at <= step
+        except (ValueError, KeyError, TypeError):  # appending to a line that a crash cut off would damage the next row too
+            if line.strip():
+                torn.append(f"line {number}{_torn_step(line)}")
+            continue
+        if in_time:
+            steps.add(at)
+            kept.append(line + b"\n")
     whole = b"".join(kept)
     if whole != text:
         replace_file(path, whole)
+    messages = [f"{path}: {shortened(torn)} not complete and left out, as after a crash"] if torn else []
+    if missing := [number for number in range(1, (step or 0) + 1) if number not in steps]:
+        messages.append(f"{path}: no row of {step_ranges(missing)}, which the checkpoint has done: these metrics are lost")
+    return messages
+
+
+def _torn_step(line: bytes) -> str:
+    """Return the step that an incomplete row names, if it is still there: ` (step 4)`."""
+    found = re.match(rb'\s*\{"step":\s*(\d+)\s*,', line)
+    return f" (step {int(found[1])})" if found else ""
+
+
+def step_ranges(steps: Iterable[int]) -> str:
+    """Format sorted steps, with runs of them shortened: `steps 2, 5 to 9`."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and spans[-1][1] == step - 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    shown = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
+    return f"step{'' if len(spans) == 1 and spans[0][0] == spans[0][1] else 's'} {shown}"
 
 
 def _clean(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:

@@ -12,6 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from rlhfless_ray.common.disk_space import replace_file, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.run_sections import CheckpointConfig
 from rlhfless_ray.report.openrlhf_names import renamed
-from rlhfless_ray.weights.model_folder import read_files
-from rlhfless_ray.weights.remote_folder import StoredFiles, Writer
-from rlhfless_ray.weights.tensor_file import checksum
+from rlhfless_ray.run.checkpoint_files import CHECKSUMS, DRIVER, LISTED, DamagedCheckpoint, driver_state, read_checkpoint, write_checksums
+from rlhfless_ray.weights.remote_folder import StoredFiles, Writer, writer
+from rlhfless_ray.weights.tensor_file import Files
 
-DRIVER, METRIC, LATEST = "driver.json", "metric.json", "latest"
+METRIC, LATEST = "metric.json", "latest"
 BEST = "best_"
-SUMS = "xxh3"  # in DRIVER: checksums of the learner's files, because a power loss can keep a name without its content
+ASIDE = "aside_"  # a checkpoint that --resume=previous left out
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of renameat2(2)
 
 
@@ -37,6 +38,7 @@ class Checkpoints:
         self.elsewhere = Path(section.path) if section.path else None
         self.folder = self.elsewhere / "_actor" if self.elsewhere else run_folder / "checkpoints"
         self.prefix = "global_step" if self.elsewhere else "step_"
+        self.note = ""  # message for the user about the checkpoint that was loaded
 
     def list(self) -> list[tuple[int, Path]]:
         """Return (step, folder) of every complete checkpoint but the best, oldest first."""
@@ -81,10 +83,10 @@ class Checkpoints:
         """Write a checkpoint's model and state, each if the recipe asks for it, and yield each folder once it is there."""
 
         def write(folder: Path) -> None:
-            sums = learner(folder)
+            own: Files = {DRIVER: json.dumps({**driver, LISTED: CHECKSUMS}).encode()}
             if metric is not None:
-                (folder / METRIC).write_text(json.dumps({"metric_key": metric[0], "metric_value": metric[1]}))
-            (folder / DRIVER).write_text(json.dumps({**driver, SUMS: sums}))
+                own[METRIC] = json.dumps({"metric_key": metric[0], "metric_value": metric[1]}).encode()
+            write_checksums(folder, learner(folder) | writer(own)(folder))
 
         if self.elsewhere is not None and model is not None and self.exports:
             yield swap_folder(self.elsewhere / f"{name}_hf", model)
@@ -115,29 +117,70 @@ class Checkpoints:
         checkpoints = self.list()
         latest = self.folder / LATEST
         if self.elsewhere is not None and latest.is_file():
-            name = latest.read_text().strip()
+            name = latest.read_text(errors="replace").strip()
             checkpoints = [(step, path) for step, path in checkpoints if path.name == name] or checkpoints
         if not checkpoints:
             return None
         return checkpoints[-1]
 
-    def load(self) -> tuple[int, StoredFiles, dict[str, Any]]:
-        """Load the newest checkpoint: step, the learner's files, which are mapped, and the driver's state."""
+    def chosen(self, *, previous: bool) -> tuple[int, Path] | None:
+        """Return the newest checkpoint or, if `previous`, the newest undamaged one before it. Raises UserError if there is none before."""
         newest = self.newest()
-        if newest is None:
+        if newest is None or not previous:
+            return newest
+        for step, path in reversed(self.list()):
+            if step < newest[0]:
+                with suppress(DamagedCheckpoint):
+                    read_checkpoint(path)
+                    return step, path
+        raise UserError(f"--resume=previous: there is no undamaged checkpoint before {newest[1]}; start without --resume")
+
+    def set_aside_after(self, step: int) -> str:
+        """Set the checkpoints aside that --resume=previous left out, and make that of `step` the newest. Returns a message for the user."""
+        newest = self.newest()
+        if newest is None or newest[0] <= step:
+            return ""
+        aside = [path for number, path in self.list() if step < number <= newest[0]]
+        for path in aside:
+            target = self.folder / f"{ASIDE}{path.name}"
+            shutil.rmtree(target, ignore_errors=True)  # of an earlier --resume=previous
+            os.rename(path, target)
+        if self.elsewhere is not None:
+            replace_file(self.folder / LATEST, f"{self.prefix}{step}".encode())
+        names = ", ".join(f"{ASIDE}{path.name}" for path in aside)
+        return f"--resume=previous: going on after step {step}; what came after it is in {names} of {self.folder}, which may be removed"
+
+    def driver(self, step: int) -> dict[str, Any]:
+        """Return the driver's state in the checkpoint of a step. Raises DamagedCheckpoint."""
+        with self._naming_what_is_before(step):
+            return driver_state(self.folder / f"{self.prefix}{step}")
+
+    def load(self, *, previous: bool = False) -> tuple[int, StoredFiles, dict[str, Any]]:
+        """Load a checkpoint, see `chosen`: step, the learner's files, which are mapped, and the driver's state.
+
+        Raises DamagedCheckpoint if a file is not as it was written.
+        """
+        found = self.chosen(previous=previous)
+        if found is None:
             raise UserError(f"--resume: no checkpoint in {self.folder}; start without --resume")
-        step, path = newest
-        files = {name: content for name, content in read_files(path).items() if name not in (DRIVER, METRIC)}
-        driver = driver_state(path)
-        for name, expected in driver.pop(SUMS, {}).items():  # older checkpoints have no checksums
-            if name not in files:
-                raise UserError(f"--resume: {path / name} is missing; remove {path} to continue from the checkpoint before")
-            if checksum(files[name]) != expected:
-                raise UserError(
-                    f"--resume: {path / name} differs from the file that was written (did the machine lose power, or the disk fail?); "
-                    f"remove {path} to continue from the checkpoint before"
-                )
-        return step, StoredFiles(path, files), driver
+        step, path = found
+        with self._naming_what_is_before(step):
+            files, driver, is_covered = read_checkpoint(path)
+            if driver.get("step", step) != step:
+                raise DamagedCheckpoint(path / DRIVER, f"is of step {driver['step']}")
+        self.note = "" if is_covered else f"{path} has no {CHECKSUMS} (of an earlier version), so its {DRIVER} is taken unverified"
+        learner = {name: content for name, content in files.items() if name not in (DRIVER, METRIC)}
+        return step, StoredFiles(path, learner), driver
+
+    @contextmanager
+    def _naming_what_is_before(self, step: int) -> Iterator[None]:
+        """Make DamagedCheckpoint offer what there is before a checkpoint."""
+        try:
+            yield
+        except DamagedCheckpoint as error:
+            if any(number < step for number, _ in self.list()):
+                raise
+            raise DamagedCheckpoint(error.path, error.what, "there is no checkpoint before it, so start without --resume") from None
 
 
 class Best:
@@ -181,16 +224,8 @@ def _worth(path: Path) -> tuple[bool, float, int]:
     written_ns = path.stat().st_mtime_ns  # step numbers do not tell: an earlier run may have got further in the same folder
     try:
         return True, float(json.loads((path / METRIC).read_text())["metric_value"]), written_ns
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False, 0.0, written_ns
-
-
-def driver_state(path: Path) -> dict[str, Any]:
-    """Read the driver's state from a checkpoint. Raises UserError if it is missing or incomplete."""
-    try:
-        return dict(json.loads((path / DRIVER).read_text()))
-    except (OSError, ValueError, TypeError):
-        raise UserError(f"--resume: {path} is not a complete checkpoint; remove it to continue from the checkpoint before") from None
 
 
 def _remove(path: Path) -> None:

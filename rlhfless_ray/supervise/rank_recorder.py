@@ -48,7 +48,8 @@ class RankRecorder:
     def open(self, done: int | None) -> None:
         """Open metrics and ledger, of a run that is resumed after the step `done`."""
         self._open_metrics(done)
-        self.ledger.resume_from(self.folder.path / "ledger.csv", self.done)
+        for message in self.ledger.resume_from(self.folder.path / "ledger.csv", self.done):
+            self.progress.message(message)
 
     def _open_metrics(self, done: int | None) -> None:
         """Open the metrics after the step `done`; rows of later ones are dropped."""

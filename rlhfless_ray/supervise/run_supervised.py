@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhfless_ray.common.deadlines import POLL_S, STOP
 from rlhfless_ray.common.disk_space import DiskFull
@@ -22,6 +22,7 @@ from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.local.slot_check import check_slots
 from rlhfless_ray.preflight.memory_check import Room, local_room, ray_room, starts_ray
 from rlhfless_ray.prompts.cursor import check_unchanged
+from rlhfless_ray.recipe.changes import Changes, changes
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.progress_display import ProgressDisplay
@@ -29,7 +30,17 @@ from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder, check_writable, put_model
 from rlhfless_ray.supervise.examples import TITLES, RowOrder
-from rlhfless_ray.supervise.find_checkpoints import CHECKPOINTS, newest_checkpoint, newest_folder, progress_saved, remove_torn, steps_saved
+from rlhfless_ray.supervise.find_checkpoints import (
+    CHECKPOINTS,
+    RANKS,
+    chosen_checkpoint,
+    newest_checkpoint,
+    newest_folder,
+    progress_of,
+    remove_torn,
+    set_aside_after,
+    steps_saved,
+)
 from rlhfless_ray.supervise.load_rows import check_vocabulary, end_note, load_rows
 from rlhfless_ray.supervise.memory_check import check_stage
 from rlhfless_ray.supervise.memory_fit import fit_stage
@@ -60,12 +71,13 @@ if TYPE_CHECKING:
 STOP_S = 60.0  # time for the ranks to finish their step and save after Ctrl-C
 
 
-def run_supervised(recipe: SupervisedRecipe, *, resume: bool = False) -> RunFolder:
+def run_supervised(recipe: SupervisedRecipe, *, resume: bool | Literal["previous"] = False, resume_changed: bool = False) -> RunFolder:
     """Train to the end and return the run's folder, whose `model/` is the result.
 
     Args:
         recipe: The recipe.
-        resume: Continue the newest run of this name from its checkpoint.
+        resume: Continue the newest run of this name from its checkpoint, or with `"previous"` from the one before that.
+        resume_changed: Continue it although the recipe changes what is learned or counted.
 
     Raises:
         UserError: For mistakes in the recipe, the data or the files it names, before Ray starts if they need no Ray.
@@ -79,21 +91,26 @@ def run_supervised(recipe: SupervisedRecipe, *, resume: bool = False) -> RunFold
         >>> (folder.path / "model" / "config.json").exists()
         True
     """
-    return SupervisedStage(recipe, resume=resume).run()
+    return SupervisedStage(recipe, resume=resume, resume_changed=resume_changed).run()
 
 
 class SupervisedStage:
     """One supervised stage. The constructor checks everything that needs no Ray."""
 
-    def __init__(self, recipe: SupervisedRecipe, *, resume: bool = False) -> None:
-        self.recipe, self.given, self.resume = recipe, recipe, resume
+    changes = Changes()  # since the checkpoint
+
+    def __init__(self, recipe: SupervisedRecipe, *, resume: bool | Literal["previous"] = False, resume_changed: bool = False) -> None:
+        self.recipe, self.given, self.resume = recipe, recipe, bool(resume)
         RunFolder.check_root(recipe)
         for setting, path in (("save.path", recipe.save.path), ("checkpoint.path", recipe.checkpoint.path)):
             if path:
                 check_writable(Path(path), setting)
         self.folder = newest_folder(recipe) if resume else RunFolder(Path())
-        self.resume_notes = self.folder.notes_on_rate(recipe) if resume else ()
+        self.left_out = False  # whether checkpoints after the chosen one are set aside
         if resume:
+            self.left_out = resume == "previous"
+            self.checkpoint = chosen_checkpoint(self.storage, previous=self.left_out)
+            progress = progress_of(self.checkpoint)
             self.folder.check_same_policy(recipe)
         else:
             _check_no_checkpoints(recipe)
@@ -101,7 +118,7 @@ class SupervisedStage:
             check_stage(recipe, lambda: local_room(recipe))
         self.model_path, self.files = _initial_model(recipe)
         if resume:
-            check_same_model(progress_saved(self.storage).get("model", {}), self.files)
+            check_same_model(progress.get("model", {}), self.files)
         with nullcontext() if recipe.policy.trust_remote_code else transformers_without_torch():
             tokenizer = load_tokenizer(self.files, recipe.policy.trust_remote_code)
         check_width("learner", recipe.learner.tensor_parallel, config_of(self.files))
@@ -138,9 +155,9 @@ class SupervisedStage:
                 f"data.batch_rows: the {len(self.rows.train)} rows do not fill one batch of {data.batch_rows}, and data.remainder is "
                 f"{data.remainder}; lower batch_rows, or set remainder to short"
             )
-        if resume:
-            check_unchanged(progress_saved(self.storage).get("order", {}), self.order, TITLES)
         self.recipe = recipe.with_settings({"run.steps": self.order.steps})
+        if resume:
+            self._check_changes(progress, accepted=resume_changed)
         self.memory_notes = self._fit_memory(lambda: local_room(recipe)) if starts_ray(recipe) else None
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20
         self.cluster = RayCluster(
@@ -149,6 +166,17 @@ class SupervisedStage:
             architectures=config_of(self.files).get("architectures") or (),
             engines=False,
         )
+
+    def _check_changes(self, progress: dict[str, Any], *, accepted: bool) -> None:
+        """Find what has changed since the checkpoint. Raises UserError if the stage cannot go on from it."""
+        self.progress_before, order = progress, progress.get("order", {})
+        before = progress.get("recipe") or self.folder.recipe_before()
+        if before is not None:
+            was, now = _content(order), {} if self.recipe.data.task else _content(self.order.state())
+            self.changes = changes(before, self.recipe, was, now)
+            self.changes.check(self.folder.path, progress.get("steps", 0), accepted=accepted)
+        if not accepted:
+            check_unchanged(order, self.order, TITLES)
 
     def run(self) -> RunFolder:
         import ray
@@ -169,12 +197,15 @@ class SupervisedStage:
                 self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
             shares = self._join_pool(resource, stack)
-            self.folder.begin(self.recipe, f"{platform.machine()}, {slots} {resource} slots", 0)
+            resume_notes = self._begin_resume() if self.resume else []
+            done = self.progress_before.get("steps", 0) if self.resume else 0
+            earlier = self.progress_before.get("recipe") if self.resume else None
+            self.folder.begin(self.recipe, f"{platform.machine()}, {slots} {resource} slots", done, self.changes, earlier)
             ledger = Ledger(resource, self.recipe.price.slot_per_hour(resource))
             ledger.name_of = self.cluster.node_name
             self.progress = ProgressDisplay(self.recipe.watch.progress, self.recipe.run.steps or 0, title=self.folder.path.name)
             unread = without_effect(self.given, resource, private=self.cluster.private)
-            notes = [*self.resume_notes, *unread, *self.rows.notes, *self.memory_notes, self.folder.deletion_note(self.recipe)]
+            notes = [*resume_notes, *unread, *self.rows.notes, *self.memory_notes, self.folder.deletion_note(self.recipe)]
             for message in filter(None, notes):
                 self.progress.message(message)
             self.slots = None if shares is None else self._leased_ranks(shares, ledger)  # None: Ray Train takes them from Ray's queue
@@ -185,6 +216,13 @@ class SupervisedStage:
             self._train(resource)
             self._write_model()
         return self.folder
+
+    def _begin_resume(self) -> list[str]:
+        """Set aside what is newer than the chosen checkpoint. Returns messages for the user about this checkpoint and what has changed."""
+        aside = [set_aside_after(self.checkpoint)] if self.left_out else []
+        unverified = f"{self.checkpoint} has no checksums (of an earlier version), so it is taken unverified"
+        notes = [] if RANKS in self.progress_before else [unverified]
+        return [*notes, *aside, *remove_torn(self.storage), *self.changes.said(self.progress_before.get("steps", 0))]
 
     def _fit_memory(self, find_room: Callable[[], Room]) -> tuple[str, str]:
         """Check that the ranks fit the memory with the longest row, and decide the settings of updates that are `auto`. Returns notes."""
@@ -351,6 +389,12 @@ class SupervisedStage:
             error.resumable = steps_saved(self.storage) is not None
         status = "done" if error is None else "stopped" if stopped else "failed"
         close_folder(self.folder, self.progress, self.recorder.last_works(), status, "" if error is None else str(error))
+
+
+def _content(order: Mapping[str, Any]) -> dict[str, str]:
+    """Return {key: checksum} of the rows that the keys of the data sets name, from the state of their order."""
+    rows = f"{order.get('checksum')}/{order.get('labels')}"
+    return {"data.path": rows, "data.paths": rows} if order.get("checksum") else {}
 
 
 def _check_no_checkpoints(recipe: SupervisedRecipe) -> None:

@@ -25,16 +25,17 @@ from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE
+from rlhfless_ray.run.checkpoint_files import write_checksums
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.supervise.examples import Examples
-from rlhfless_ray.supervise.find_checkpoints import PROGRESS, newest_checkpoint
+from rlhfless_ray.supervise.find_checkpoints import PROGRESS, RANKS, newest_checkpoint
 from rlhfless_ray.supervise.rank_start import INBOX, MODEL, VISIBLE, RankStart
 from rlhfless_ray.supervise.supervised_rank import StepResult, SupervisedRank
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.adapter import with_base
 from rlhfless_ray.weights.model_folder import move_model, read_content, write_folder
-from rlhfless_ray.weights.tensor_file import Files
+from rlhfless_ray.weights.tensor_file import Files, checksum
 
 REFERENCES = "reference_logprobs.npz"
 SPARE_BYTES = 2**16  # for each rank, beside its files: folders, blocks that are not full, Ray Train's list of checkpoints
@@ -165,14 +166,17 @@ class _Loop:
         begin = time.time()
         with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as name:
             folder = Path(name)
-            has_space = _has_written(folder, self.work.trainer.state_files())
+            own: Files = dict(self.work.trainer.state_files())
+            if self.rank == 0:
+                own = {**own, PROGRESS: json.dumps(self._progress(done)).encode()}
+            has_space = _has_written(folder, own)
+            if has_space:
+                sums = {name: checksum(content) for name, content in own.items()}
+                write_checksums(folder, sums, f"checksums-{self.rank:05d}-of-{self.ranks:05d}.json")
             if model:
                 has_space &= self._has_written_model(folder / MODEL)
                 if self.recipe.lora.rank:
                     has_space &= self._has_written_model(folder / "adapter", adapter=True)
-            if self.rank == 0:
-                progress = {"steps": done, "order": self.order.state(), "model": self.start.sizes}
-                has_space &= _has_written(folder, {PROGRESS: json.dumps(progress).encode()})
             if self._sum(float(not has_space)):
                 raise DiskFull(folder.parent)
             self._check_space(folder)
@@ -181,6 +185,10 @@ class _Loop:
         self._span("work", "checkpoint", begin)
         if self.rank == 0:
             self.post("saved", done)
+
+    def _progress(self, done: int) -> dict[str, Any]:
+        recipe = self.recipe.model_dump(mode="json")
+        return {"steps": done, "order": self.order.state(), "model": dict(self.start.sizes), "recipe": recipe, RANKS: self.ranks}
 
     def _save_folder(self, done: int) -> None:
         """Write the model, or the adapter, as a Hugging Face folder beside the checkpoints."""

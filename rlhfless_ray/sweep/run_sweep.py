@@ -69,10 +69,10 @@ def next_runs(waiting: list[PlannedRun], running: list[PlannedRun], at_most: int
 class SweepRunner:
     """A running sweep. `run` returns once every run has ended."""
 
-    def __init__(self, sweep: Sweep, *, resume: bool = False) -> None:
+    def __init__(self, sweep: Sweep, *, resume: bool = False, resume_changed: bool = False) -> None:
         """Check everything that does not need Ray. Raises UserError."""
         file = sweep.file
-        self.sweep, self.resume = sweep, resume
+        self.sweep, self.resume, self.resume_changed = sweep, resume, resume_changed
         self.folder = SweepFolder.resumed(sweep) if resume else SweepFolder.new(sweep)
         self.states = {state.name: state for state in self.folder.states}
         self.metrics: dict[str, GrowingMetrics] = {}
@@ -175,7 +175,7 @@ class SweepRunner:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it saved anything
         file = self.folder.recipe_file(run.name)
         replace_file(file, recipe.to_yaml().encode())
-        words = [sys.executable, "-m", "rlhfless_ray", "train", str(file), *(["--resume"] if resumes else [])]
+        words = [sys.executable, "-m", "rlhfless_ray", "train", str(file), *self._resume_options(resumes)]
         with (path / "logs" / f"{run.name}.log").open("ab") as log:
             # a session of its own: Ctrl-C reaches the sweep alone, which then asks each run to end
             process = subprocess.Popen(
@@ -184,6 +184,9 @@ class SweepRunner:
         state.state, state.reason = "running", ""
         self.running.append(RunningRun(run, state, process))
         self.display.message(f"{run.name}: {'goes on from its checkpoint' if resumes else 'started'}")
+
+    def _resume_options(self, resumes: bool) -> list[str]:
+        return (["--resume", "--resume-changed"] if self.resume_changed else ["--resume"]) if resumes else []
 
     def _read(self, name: str) -> int | None:
         """Read the new rows of a run's metrics. Returns the step at which it turns out to have fallen behind."""

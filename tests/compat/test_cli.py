@@ -98,11 +98,12 @@ def test_the_launcher_hands_its_recipe_to_the_runtime(monkeypatch, capsys):
     import rlhfless_ray.runtime.runtime
     from rlhfless_ray.cli.train_ppo_ray import _train
 
-    got = []
+    got, how = [], []
 
     class Recording:
-        def __init__(self, recipe):
+        def __init__(self, recipe, *, resume, resume_changed):
             got.append(recipe)
+            how.append((resume, resume_changed))
             self.folder = type("Folder", (), {"path": ROOT})()
 
         def __enter__(self):
@@ -121,6 +122,8 @@ def test_the_launcher_hands_its_recipe_to_the_runtime(monkeypatch, capsys):
     line = LINE.replace("/d.jsonl", "/d.jsonl --use_wandb " + key) + " --perf --elastic.cluster.cpus 2"
     _train(line.split())
     (recipe,) = got
+    _train(f"{line} --elastic.resume previous --elastic.resume changed".split())
+    assert how == [(False, False), ("previous", True)] and got[1] == recipe, "no recipe keeps how a run is continued"
     assert recipe.policy.path == "/m" and recipe.rollout.samples_per_prompt == 4 and recipe.rollout.max_actors == 2
     assert recipe.reward.function == "/r.py:reward_func" and recipe.run.seed == 42 and recipe.watch.wandb == "online"
     assert os.environ["WANDB_API_KEY"] == key and key not in recipe.to_yaml()

@@ -387,7 +387,8 @@ def test_a_run_is_continued_as_in_openrlhf(
         (folder / PROGRESS).write_text('{"steps": 4}')
     (run.path / "status.json").write_text(json.dumps({"status": status}))
 
-    def run_supervised(recipe: SupervisedRecipe, *, resume: bool) -> RunFolder:
+    def run_supervised(recipe: SupervisedRecipe, *, resume: bool, resume_changed: bool) -> RunFolder:
+        assert not resume_changed
         resumed.append(resume)
         if signal_number is not None:
             stop = Stopped(signal_number)

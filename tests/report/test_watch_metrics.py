@@ -65,7 +65,7 @@ def test_reopening_repairs_a_torn_line_and_keeps_the_rest(tmp_path: Path) -> Non
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')  # whole JSON, but its newline never came
     with Metrics(tmp_path, FILE_ONLY) as sink:
         sink.write({"step": 2, "again": True})
-    assert rows_of(tmp_path) == [{"step": 1}, {"step": 2, "again": True}]
+    assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 2, "again": True}], "no row is lost"
 
 
 def test_read_rows_counts_what_is_not_whole(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from rlhfless_ray.recipe import CheckpointConfig, Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run import checkpoints as saving
 from rlhfless_ray.run import folder as module
-from rlhfless_ray.run.checkpoints import Checkpoints, driver_state
+from rlhfless_ray.run.checkpoint_files import driver_state
+from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.types import Completion, Prompt, Sample
@@ -174,19 +175,6 @@ def test_a_refused_resume_of_checkpoints_elsewhere_leaves_no_folder(tmp_path: Pa
     assert run._folder_to_resume().path == tmp_path / "try" and (tmp_path / "try").is_dir()
 
 
-def test_a_resumed_stage_tells_of_another_learning_rate(tmp_path: Path) -> None:
-    stage = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}, "learner": {"learning_rate": 1e-6}})
-    assert RunFolder(tmp_path).notes_on_rate(stage) == (), "only its checkpoints are left"
-    (tmp_path / "recipe.yaml").write_text(stage.to_yaml().replace("  schedule_end: last_step\n", ""))
-    assert RunFolder(tmp_path).notes_on_rate(stage) == ()
-    now = stage.with_settings({"learner.learning_rate": 1e-5, "run.schedule_end": "whole_batches"})
-    rate, schedule_end = RunFolder(tmp_path).notes_on_rate(now)
-    assert rate == (
-        "learner.learning_rate: the run was trained with 1e-06 until now and goes on with 1e-05; set it to 1e-06 to go on as before"
-    )
-    assert schedule_end.endswith("last_step until now and goes on with whole_batches; set it to last_step to go on as before")
-
-
 @pytest.mark.parametrize(("key", "value"), [("alpha", 32), ("target_modules", ["q_proj"])])
 def test_adapters_go_on_with_the_scale_and_layers_that_they_were_trained_with(tmp_path: Path, key: str, value: Any) -> None:
     begun(tmp_path)
@@ -290,35 +278,6 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert (step, stored.files, driver) == (2, files(content=b"n"), {"a": 2})
 
 
-@pytest.mark.parametrize("spoilt", ["gone", "{torn"])
-def test_an_incomplete_checkpoint_is_named(tmp_path: Path, spoilt: str) -> None:
-    store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
-    path = tmp_path / "checkpoints" / "step_4"
-    (path / "driver.json").unlink()
-    if spoilt != "gone":
-        (path / "driver.json").write_text(spoilt)
-    with pytest.raises(UserError, match=r"step_4 is not a complete checkpoint; remove it"):
-        store(RunFolder(tmp_path)).load()
-
-
-@pytest.mark.parametrize("left", [b"", b"w" * 9, b"\0" * 10, None])
-def test_a_file_that_lost_its_content_is_named(tmp_path: Path, left: bytes | None) -> None:
-    """As after a loss of power: its name was written down, what is in it was not, or not all."""
-    store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
-    torn = tmp_path / "checkpoints" / "step_4" / "optimizer.safetensors"
-    torn.unlink() if left is None else torn.write_bytes(left)
-    what = "is missing" if left is None else "differs from the file .*"
-    with pytest.raises(UserError, match=rf"step_4/optimizer.safetensors {what}; remove .*step_4 to continue"):
-        store(RunFolder(tmp_path)).load()
-
-
-def test_a_checkpoint_without_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
-    store(RunFolder(tmp_path), 2).save(4, learner(), {"a": 1})
-    (tmp_path / "checkpoints" / "step_4" / "driver.json").write_text('{"a": 1}')
-    step, stored, driver = store(RunFolder(tmp_path)).load()
-    assert (step, stored.files, driver) == (4, files(), {"a": 1})
-
-
 @pytest.mark.parametrize("dies_in", ["writer", "exchange", "replace", "rmtree"])
 @pytest.mark.parametrize("step", [5, 6])
 def test_dying_at_any_point_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str, step: int) -> None:
@@ -352,7 +311,7 @@ def test_dying_at_any_point_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyt
     if not (dies_in == "replace" and step == 5):  # the one instant in which the old one is aside and the new one not there
         found, stored, driver = store(RunFolder(tmp_path)).load()
         assert driver == {"step": found} and stored.files in (files(), files(content=b"n"))
-    assert all(len(list(path.iterdir())) == 3 for _, path in store(RunFolder(tmp_path)).list())
+    assert all(len(list(path.iterdir())) == 4 for _, path in store(RunFolder(tmp_path)).list())
     store(folder, 1).save(7, learner(), {"step": 7})
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_7"], "what was left over is cleared away"
 
@@ -382,7 +341,7 @@ def test_a_killed_process_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
         for step, folder in found:
             assert driver_state(folder)["step"] == step
             assert (folder / "model.safetensors").read_bytes() == bytes([step % 250]) * 300_000
-            assert len(list(folder.iterdir())) == 3
+            assert len(list(folder.iterdir())) == 4
         shutil.rmtree(path)
 
 

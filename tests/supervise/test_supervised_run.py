@@ -238,13 +238,14 @@ def progress(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["data.rows=400"], "the number of training rows was 480 when the checkpoint was saved and is 400 now"),
-        (["data.batch_rows=4"], "data.batch_rows was 8 when the checkpoint was saved and is 4 now"),
-        (["run.seed=4"], "run.seed was 3"),
-        (["data.shuffle=false"], "data.shuffle was True"),
-        (["data.remainder=drop"], "data.remainder=drop was False"),
+        (["data.rows=400"], "data.rows: `480` → `400`; set them back, start a new run without --resume, or go on with --resume-changed"),
+        (["data.batch_rows=4"], "data.batch_rows: `8` → `4`"),
+        (["run.seed=4"], "run.seed: `3` → `4`"),
+        (["data.shuffle=false"], "data.shuffle: `True` → `False`"),
+        (["data.remainder=drop", "loss.mean=sequence"], "data.remainder: `short` → `drop`; loss.mean: `token` → `sequence`"),
         (["lora.rank=4"], "lora.rank: .*a was trained with 0, and its checkpoint does not fit 4"),
-        (["run.epochs=2", "learner.learning_rate=1e-4"], ""),
+        (["learner.learning_rate=1e-4"], "learner.learning_rate: `.*` → `0.0001`"),
+        (["run.epochs=2", "watch.tensorboard=false"], ""),
         ([], "the checkpoint is of another model: its num_key_value_heads is 99, and that of policy.path is"),
     ],
 )

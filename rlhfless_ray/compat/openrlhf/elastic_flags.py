@@ -17,6 +17,7 @@ from rlhfless_ray.common.errors import UserError
 
 SHORT = ("functions", "objective")
 DIALECT = "--elastic.dialect"
+RESUME, PREVIOUS, CHANGED = "--elastic.resume", "previous", "changed"  # how OpenRLHF's flag continues a run; no recipe keeps it
 
 
 def separate(tokens: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]], str | None]:
@@ -28,7 +29,15 @@ def separate(tokens: Sequence[str]) -> tuple[list[str], list[tuple[str, str | No
             if value is None:
                 raise UserError(f"{DIALECT}: name a version, for example {DIALECT} 0.9.10")
             version = value
-    return theirs, [one for one in ours if one[0] != DIALECT], version
+        if flag == RESUME and value not in (PREVIOUS, CHANGED):
+            raise UserError(f"{RESUME}: expected `{PREVIOUS}` or `{CHANGED}`, not `{value or ''}`")
+    return theirs, [one for one in ours if one[0] not in (DIALECT, RESUME)], version
+
+
+def resume_options(tokens: Sequence[str]) -> tuple[bool, bool]:
+    """Return whether a run continues from the checkpoint before the newest, and whether it does so with a changed recipe."""
+    values = {value for _, value in take_options(tokens, lambda flag: flag == RESUME)[1]}
+    return PREVIOUS in values, CHANGED in values
 
 
 def take_options(tokens: Sequence[str], is_taken: Callable[[str], bool]) -> tuple[list[str], list[tuple[str, str | None]]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.elastic_flags import CHANGED, PREVIOUS, RESUME
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 
 HONOURED, HINT, NO_EFFECT, REFUSED = "honoured", "hint", "no effect", "refused"
@@ -73,7 +74,8 @@ class CommandTranslation(ABC):
         try:
             yield
         except UserError as error:
-            raise self.by_flag(error) from None
+            text = str(error).replace("--resume=previous", f"{RESUME} {PREVIOUS}").replace("--resume-changed", f"{RESUME} {CHANGED}")
+            raise self.by_flag(UserError(text)) from None
 
 
 def block(title: str, entries: list[str]) -> list[str]:
