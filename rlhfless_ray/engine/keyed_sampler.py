@@ -61,9 +61,9 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
-    logits: (rows, vocabulary) float. temperature: (rows,), 0 for greedy. uniform: (rows,) float64 in [0, 1). truncation: None: no row has top-p
-    or top-k. Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 under the sampling distribution (at temperature 1
-    for greedy rows, which ignore it).
+    logits: (rows, vocabulary) float. temperature: (rows,), 0 for greedy. uniform: (rows,) float64 in [0, 1). truncation: None: no
+    row has top-p or top-k. Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 under the sampling distribution (at
+    temperature 1 for greedy rows, which ignore it).
     """
     greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
@@ -128,9 +128,9 @@ class KeyedSampler:
     with and without drafts, as far as the model's kernels give the same logits for one token of a sequence and for several.
 
     `SamplingParams.extra_args` of a request: `key` (int, unique among the requests that the engine knows), `seed` (int),
-    `temperature` (float), `top_p` (float, default 1), `top_k` (int, default 0), `offset` (tokens generated before a cut). With `min_tokens` (int) the tokens
-    `ends` (list of int) cannot be drawn before that many tokens of the whole response. They are excluded before temperature,
-    top_k and top_p, as by vLLM's own `min_tokens`, and log-probabilities are those of the remaining tokens.
+    `temperature` (float), `top_p` (float, default 1), `top_k` (int, default 0), `offset` (tokens generated before a cut).
+    With `min_tokens` (int) the tokens `ends` (list of int) cannot be drawn before that many tokens of the whole response. They are
+    excluded before temperature, top_k and top_p, as by vLLM's own `min_tokens`, and log-probabilities are those of the remaining tokens.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -99,7 +99,9 @@ def chunked_distillation(
 NUCLEUS_TOKENS = 32
 
 
-def nucleus_logprobs(head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = 0) -> Tensor:
+def nucleus_logprobs(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = 0
+) -> Tensor:
     """Return the targets' log-probabilities (tokens,) in the distribution of top-k and top-p sampling, -inf outside of it.
 
     Arguments as in `chunked_logprobs`; no gradient. The head is called once; the rest works on NUCLEUS_TOKENS tokens at a time.

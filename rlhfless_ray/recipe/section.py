@@ -86,7 +86,7 @@ def _stop_words(value: Any) -> Any:
     words = [value] if isinstance(value, str) else value
     if isinstance(words, list | tuple) and all(isinstance(word, str) and word for word in words):
         return list(words)
-    raise ValueError('expected texts that are not empty, such as ["</answer>"]; put numbers into quotes, and write [] for none')
+    raise ValueError('expected texts that are not empty, each in quotes, such as ["</answer>"], or [] for none')
 
 
 StopWords = Annotated[list[str], BeforeValidator(_stop_words)]

@@ -97,5 +97,6 @@ def _notes(values: Values) -> list[str]:
     if not values["greedy_sampling"]:
         top_k = _top_k_of_transformers(Path(values["pretrain"] or ""))
         likeliest = f"the {top_k} likeliest" if top_k else "all of the vocabulary"
-        notes.append(f"tokens are drawn from {likeliest} (top_k), as by transformers, which OpenRLHF uses here; --elastic.rollout.top_k sets it")
+        drawn = f"tokens are drawn from {likeliest} (top_k), as by transformers, which OpenRLHF uses here"
+        notes.append(f"{drawn}; --elastic.rollout.top_k changes it")
     return notes
