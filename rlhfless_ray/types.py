@@ -45,6 +45,7 @@ class Request:
     stop: tuple[str, ...] = ()  # stop words: the token that completes one in the text ends the response
     stop_token_ids: tuple[int, ...] = ()  # in addition to those that end every response
     top_p: float = 1.0  # total probability of the most likely tokens that are sampled from; not used for greedy requests
+    top_k: int = 0  # number of the most likely tokens that are sampled from, before top_p; 0: all; not used for greedy requests
     min_tokens: int = 0  # nothing ends the response before this many tokens
     cache_version: int | None = None  # weight version that names the KV of its context; None: the engine's
 
@@ -55,7 +56,7 @@ class Completion:
 
     key: int
     token_ids: np.ndarray  # (length,) int32, with the end-of-sequence token if it was sampled
-    logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature and top-p applied, before the sampling noise
+    logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature, top-k and top-p applied, before the sampling noise
     finish_reason: str  # "stop": it ended by itself; "length": it reached max_tokens; UNFINISHED: it goes on in the next step
     version: int  # weight version of the last token
     versions: tuple[tuple[int, int], ...] = ()  # (version, tokens) in order; () means a single version

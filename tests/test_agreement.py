@@ -36,9 +36,9 @@ class Learner:
     def __init__(self, apart: float, moved: float = 1e-6) -> None:
         self.apart, self.moved, self.asked, self.working, self.ranks, self.slots = apart, moved, [], True, 1, 1
 
-    def compute(self, what: str, batch: Any, temperature: float, top_p: float, noisy: bool = False) -> dict[str, np.ndarray]:
+    def compute(self, what: str, batch: Any, temperature: float, top_p: float, top_k: int, noisy: bool = False) -> dict[str, np.ndarray]:
         if not noisy:
-            self.asked.append((batch, temperature, top_p))
+            self.asked.append((batch, temperature, top_p, top_k))
         return {what: batch.logprobs - np.float32(self.apart) + np.float32(noisy * self.moved)}
 
     def park(self) -> list[str]:
@@ -98,7 +98,7 @@ def test_the_first_samples_and_those_after_the_first_update_are_checked() -> Non
     checks.check(samples[1], versions[2], 0.7, parks=True)
     assert len(learner.asked) == 1, "these are of older weights than the learner holds"
     checks.check(samples[2], versions[2], 0.0, parks=True)
-    assert [asked[1:] for asked in learner.asked] == [(0.7, 1.0), (1.0, 1.0)], "greedy ones have log-probabilities at temperature 1"
+    assert [asked[1:] for asked in learner.asked] == [(0.7, 1.0, 0), (1.0, 1.0, 0)], "greedy ones have log-probabilities at temperature 1"
     assert checks.context.broker.free == ("lease",)
     checks.updated(UpdateStats(applied=1, trained_tokens=9))
     checks.check(samples[3], versions[3], 0.7, parks=False)
@@ -153,13 +153,14 @@ def test_why_no_tensor_is_named_is_told() -> None:
         checks.check([sample(0, 9)], WeightVersion(0, ()), 1.0, parks=False)
 
 
-def test_bfloat16_and_top_p_have_their_own_tolerance() -> None:
+def test_bfloat16_top_p_and_top_k_have_their_own_tolerance() -> None:
     learner = Learner(0.02)
-    checks, _ = agreement(learner, policy={"dtype": "bfloat16"}, learner={"zero_stage": 1}, rollout={"top_p": 0.9})
+    checks, _ = agreement(learner, policy={"dtype": "bfloat16"}, learner={"zero_stage": 1}, rollout={"top_p": 0.9, "top_k": 7})
     checks.check([sample(0, 9)], WeightVersion(0, ()), 0.6, parks=False)
-    assert learner.asked[0][1:] == (0.6, 0.9), "the learner computes what was sampled from, so no tolerance is needed for the nucleus"
+    assert learner.asked[0][1:] == (0.6, 0.9, 7), "the learner computes what was sampled from, so no tolerance is needed for what is cut"
     stats = UpdateStats(skipped=1, trained_tokens=9)
     assert compare_mismatch(stats, 0.01, 0.9)["learn/mismatch_tolerance"] == pytest.approx(0.01 - math.log(0.9))
+    assert compare_mismatch(UpdateStats(trained_tokens=9, mismatch_mean=1.0), 0.01, 1.0, top_k=7) == {}, "top-k has no such bound"
 
 
 def test_what_rounding_explains_is_no_disagreement() -> None:
@@ -170,8 +171,8 @@ def test_what_rounding_explains_is_no_disagreement() -> None:
     with pytest.raises(RunError, match=r"differ by 0.01 nats .*float32: 0.008\)"):
         checks.check([sample(0, 9)], WeightVersion(0, ()), 1.0, parks=False)
     edge = np.array([-1.0, -np.inf, -np.inf, -2.0], np.float32)
-    assert compute_distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), 0.9)[:3].tolist() == [0.5, 1.0, 0.0]
-    assert np.isnan(compute_distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), 0.9)[3])
+    assert compute_distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), True)[:3].tolist() == [0.5, 1.0, 0.0]
+    assert np.isnan(compute_distances(edge, np.array([-1.5, -3.0, -np.inf, np.nan]), True)[3])
 
 
 def row_of(mismatch: float) -> dict[str, Any]:

@@ -346,6 +346,7 @@ def test_a_resumed_generation_samples_the_same_tokens(tmp_path: Path, ray_cluste
     tree = small_recipe(
         tmp_path, prompts__rows=18, rollout__samples_per_prompt=3, rollout__max_actors=2, run__name="gen", functions__slot="cpu"
     )
+    tree["rollout"] |= {"stop": ["7", "a3"], "top_k": 12}
     done = generate(GenerationRecipe.of(tree), out=tmp_path / "copy.jsonl")
     whole = rows_of(done)
     assert (tmp_path / "copy.jsonl").read_bytes() == done.read_bytes()
@@ -353,11 +354,16 @@ def test_a_resumed_generation_samples_the_same_tokens(tmp_path: Path, ray_cluste
     for row in whole:
         assert row["reward"] == pytest.approx(-len(row["response"]) / 10)
         assert len(row["token_ids"]) == len(row["logprobs"]) and all(value <= 0 for value in row["logprobs"])
+        ended = row["response"].endswith(("7", "a3"))
+        assert ended == ("7" in row["response"] or "a3" in row["response"]) and (row["finish"] == "stop" or not ended)
+    assert any(row["response"].endswith("7") for row in whole)
     lines = (done.parent / RECORD).read_bytes().splitlines(keepends=True)
     (done.parent / RECORD).write_bytes(b"".join(lines[: len(lines) // 2]) + lines[-1][:9])
     kept = sum(b'"response"' in line for line in lines[: len(lines) // 2])
     assert 0 < kept < len(whole)
 
+    with pytest.raises(UserError, match=r"another rollout.stop \(\['7', 'a3'\] before, \[\] now\)"):
+        Generation(GenerationRecipe.of({**tree, "rollout": {**tree["rollout"], "stop": []}}), resume=True)
     tree["prompts"]["batch_prompts"], tree["rollout"]["samples_per_prompt"] = 5, 4
     with Generation(GenerationRecipe.of(tree), resume=True) as run:
         steps = list(run)

@@ -139,6 +139,11 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("algorithm.kl.estimator", "k4", "`algorithm.kl.estimator`"),
         ("rollout.samples_per_prompt", 1, "at least 2"),
         ("rollout.min_actors", 3, "must not exceed rollout.max_actors"),
+        ("rollout.stop", "", "`rollout.stop`: expected texts that are not empty, each in quotes"),
+        ("rollout.stop", ["</s>", ""], '`rollout.stop`: expected texts that are not empty, each in quotes, such as ["</answer>"]'),
+        ("rollout.stop", ["x", 7], "(got ['x', 7])"),
+        ("rollout.stop", True, "or [] for none (got True)"),
+        ("rollout.top_k", -1, "`rollout.top_k`: input should be greater than or equal to 0 (got -1)"),
         ("rollout.min_tokens", 257, "rollout.min_tokens: must not exceed rollout.max_tokens"),
         ("reward.overlong_limit_tokens", 9, "reward.overlong_buffer_tokens: reward.overlong_limit_tokens needs it"),
         ("reward.overlong_penalty", 0.5, "reward.overlong_buffer_tokens: reward.overlong_penalty needs it"),
@@ -215,6 +220,16 @@ ONLINE_DPO = {
 )
 def test_combinations_of_an_algorithm(changes: dict[str, Any], said: str) -> None:
     assert said in refused(*((f"algorithm.{key}", value) for key, value in changes.items()))
+
+
+def test_top_k_needs_a_correction_and_stop_words_are_texts() -> None:
+    off = ("algorithm.importance_cap", 0)
+    assert "rollout.top_k: 20 leaves out tokens of the policy, and nothing corrects for it" in refused(("rollout.top_k", 20), off)
+    for corrected in ([], [off, ("algorithm.loss.correction_level", "token")]):
+        assert Recipe.parse(merged(("rollout.top_k", 20), *corrected)).rollout.top_k == 20
+    assert Recipe.parse(merged(off)).rollout.top_k == 0, "off by default, as in recipes from before it"
+    for words, read in (("</answer>", ["</answer>"]), (["\n\n", "7"], ["\n\n", "7"]), ([], [])):
+        assert Recipe.parse(merged(("rollout.stop", words))).rollout.stop == read
 
 
 def test_the_shortest_horizon_keeps_the_sign_of_an_adapted_coefficient() -> None:

@@ -138,7 +138,8 @@ class AgentActor:
         given = SamplingParams(
             temperature=start.temperature,
             top_p=start.top_p,
-            top_k=-1,
+            top_k=start.top_k or -1,
+            stop=list(start.stop) or None,
             max_tokens=None,
             min_tokens=start.min_tokens,
             logprobs=1,

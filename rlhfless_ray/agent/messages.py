@@ -20,6 +20,8 @@ class EpisodeStart:
     label: Any
     temperature: float
     top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    stop: tuple[str, ...] = ()  # of a policy turn, unless the agent requests others
     min_tokens: int = 0  # of a policy turn, unless the agent requests another number
     earlier_replies: tuple[tuple[tuple[int, ...], PolicyReply], ...] = ()
 

@@ -303,4 +303,4 @@ class Drafter:
 
         state = self.runner.sampler.rows[name]
         begin = len(state["output"])
-        return Ask(key, tokens.astype(np.int64), state["noise"][begin : begin + most], most, state["temperature"], state["top_p"])
+        return Ask(key, tokens.astype(np.int64), state["noise"][begin : begin + most], most, state["temperature"], state["truncation"])

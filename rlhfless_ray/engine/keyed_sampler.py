@@ -4,14 +4,14 @@ vLLM's own generator restarts when a request is continued elsewhere, so a cut re
 has a Philox stream. This generator is counter-based: number i depends only on the key and i (Salmon et al., SC 2011). The token at
 position i is drawn with number i by inverting the cumulative distribution. It does not depend on the batch or the engine.
 
-The log-probability of a token is that of the sampling distribution, with temperature and top-p. vLLM offers it only before the
+The log-probability of a token is that of the sampling distribution, with temperature, top-k and top-p. vLLM offers it only before the
 temperature or after all processors, so it is kept here and fetched by request key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,22 @@ _numbers = np.random.Generator(_philox)
 _place: Any = _philox.state  # with an empty buffer
 
 
+class Truncation(NamedTuple):
+    """What is left of each row's distribution, see `nucleus`: (rows,) float64 in (0, 1], 1 for all, and (rows,) int64, 0 for all."""
+
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[float, int]], device: torch.device) -> Truncation | None:
+        """Make the truncation of rows with these (top_p, top_k). None: every row has its whole distribution."""
+        pairs = list(rows)
+        if not any(top_p < 1 or top_k for top_p, top_k in pairs):
+            return None
+        top_p, top_k = zip(*pairs, strict=True)
+        return cls(torch.tensor(top_p, dtype=torch.float64, device=device), torch.tensor(top_k, dtype=torch.int64, device=device))
+
+
 def draw_uniforms(seed: int, count: int, offset: int = 0) -> np.ndarray:
     """Return `count` numbers of a request's stream from number `offset`, float64 in [0, 1). `seed`: below 2**64."""
     whole, rest = divmod(offset, PER_COUNT)
@@ -41,20 +57,20 @@ def draw_uniforms(seed: int, count: int, offset: int = 0) -> np.ndarray:
 
 
 def draw(
-    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, top_p: torch.Tensor | None = None
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, truncation: Truncation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
-    logits: (rows, vocabulary) float. temperature: (rows,), 0 for greedy. uniform: (rows,) float64 in [0, 1). top_p: (rows,) in
-    (0, 1]; None: 1 for all. Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 under the sampling
-    distribution (at temperature 1 for greedy rows).
+    logits: (rows, vocabulary) float. temperature: (rows,), 0 for greedy. uniform: (rows,) float64 in [0, 1). truncation: None: no
+    row has top-p or top-k. Returns tokens (rows,) int64 and their log-probabilities (rows,) float32 under the sampling distribution (at
+    temperature 1 for greedy rows, which ignore it).
     """
     greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
-    if top_p is not None:
-        whole = (greedy | (top_p >= 1)).unsqueeze(1)
-        cut = logprobs.masked_fill(~nucleus(logprobs, top_p), -torch.inf)
-        logprobs = torch.where(whole, logprobs, cut - cut.logsumexp(-1, keepdim=True))
+    if truncation is not None:
+        whole = (greedy | ((truncation.top_p >= 1) & (truncation.top_k == 0))).unsqueeze(1)
+        kept = logprobs.masked_fill(~nucleus(logprobs, *truncation), -torch.inf)
+        logprobs = torch.where(whole, logprobs, kept - kept.logsumexp(-1, keepdim=True))
     tokens = invert(logprobs.exp(), uniform)
     if greedy.any():
         tokens = torch.where(greedy, logprobs.argmax(dim=-1), tokens)
@@ -90,15 +106,16 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def draw_in_chunks(
-    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, top_p: torch.Tensor | None = None
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, truncation: Truncation | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call `draw` on chunks of rows whose probabilities take at most CHUNK_BYTES. Rows are independent."""
     size = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     if len(logits) <= size:
-        return draw(logits, temperature, uniform, top_p)
+        return draw(logits, temperature, uniform, truncation)
+    chunks = [slice(i, i + size) for i in range(0, len(logits), size)]
     parts = [
-        draw(logits[i : i + size], temperature[i : i + size], uniform[i : i + size], None if top_p is None else top_p[i : i + size])
-        for i in range(0, len(logits), size)
+        draw(logits[c], temperature[c], uniform[c], None if truncation is None else Truncation(truncation.top_p[c], truncation.top_k[c]))
+        for c in chunks
     ]
     tokens, logprobs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
@@ -111,9 +128,9 @@ class KeyedSampler:
     with and without drafts, as far as the model's kernels give the same logits for one token of a sequence and for several.
 
     `SamplingParams.extra_args` of a request: `key` (int, unique among the requests that the engine knows), `seed` (int),
-    `temperature` (float), `top_p` (float, default 1), `offset` (tokens generated before a cut). With `min_tokens` (int) the tokens
-    `ends` (list of int) cannot be drawn before that many tokens of the whole response. They are excluded before temperature and
-    top_p, as by vLLM's own `min_tokens`, and log-probabilities are those of the remaining tokens.
+    `temperature` (float), `top_p` (float, default 1), `top_k` (int, default 0), `offset` (tokens generated before a cut).
+    With `min_tokens` (int) the tokens `ends` (list of int) cannot be drawn before that many tokens of the whole response. They are
+    excluded before temperature, top_k and top_p, as by vLLM's own `min_tokens`, and log-probabilities are those of the remaining tokens.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -140,7 +157,7 @@ class KeyedSampler:
         return {
             "key": extra["key"],
             "temperature": extra["temperature"],
-            "top_p": extra.get("top_p", 1.0),
+            "truncation": (extra.get("top_p", 1.0), extra.get("top_k", 0)),
             # vLLM may fill up a request's drafts, also beyond its end
             "noise": draw_uniforms(extra["seed"], params.max_tokens + self.runner.num_spec_tokens, offset),
             "output": request.output_token_ids,
@@ -184,13 +201,11 @@ class KeyedSampler:
         positions = starts[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         noise = np.concatenate([row["noise"][start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)])
         temperature = torch.tensor([row["temperature"] for row in rows], dtype=torch.float32)[owner]
-        top_p = None
-        if any(row["top_p"] < 1 for row in rows):
-            top_p = torch.tensor([row["top_p"] for row in rows], dtype=torch.float64)[owner].to(logits.device)
+        truncation = Truncation.of((rows[i]["truncation"] for i in owner), logits.device)
         for i in np.flatnonzero(positions < np.array([row["open_until"] for row in rows])[owner]):
             logits[i, [token for token in rows[owner[i]]["ends"] if token < logits.shape[1]]] = -torch.inf
         device = logits.device
-        tokens, logprobs = draw_in_chunks(logits, temperature.to(device), torch.from_numpy(noise).to(device), top_p)
+        tokens, logprobs = draw_in_chunks(logits, temperature.to(device), torch.from_numpy(noise).to(device), truncation)
         keys = np.array([row["key"] for row in rows])
         if drafts:
             kept = self._count_kept(tokens.tolist(), drafted, drafts)

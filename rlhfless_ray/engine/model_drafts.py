@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from placement.drafting import MODEL_SEQUENCES, SOURCES, Draft
 from rlhfless_ray.engine.fused_layer import FusedLayer, RotaryTable, can_be_fused, rms_norm
-from rlhfless_ray.engine.keyed_sampler import draw_in_chunks
+from rlhfless_ray.engine.keyed_sampler import Truncation, draw_in_chunks
 
 MOST_LOGIT = 1e4  # limit on logits: from an overflow, no token can be drawn, and on GPU a wrong index ends the process
 LEAST_CACHED = 256  # tokens of a sequence for which the cache has room at first
@@ -34,7 +34,7 @@ class Ask:
     uniforms: np.ndarray
     most: int
     temperature: float
-    top_p: float
+    truncation: tuple[float, int]  # top-p and top-k
 
 
 class DraftSource(ABC):
@@ -84,13 +84,12 @@ class DraftSource(ABC):
         slots = self._slots_of(asks)
         new = [self._unread(slot, ask) for slot, ask in zip(slots.tolist(), asks, strict=True)]
         drafts = [Draft([], [], 0, SOURCES.index("model")) for _ in asks]
-        temperature, top_p = self._tensor([ask.temperature for ask in asks], torch.float32), None
-        if any(ask.top_p < 1 for ask in asks):
-            top_p = self._tensor([ask.top_p for ask in asks], torch.float64)
+        temperature = self._tensor([ask.temperature for ask in asks], torch.float32)
+        truncation = Truncation.of((ask.truncation for ask in asks), self.device)
         for count in range(max(ask.most for ask in asks)):
             logits = self._forward(slots, new).nan_to_num_(0.0).clamp_(-MOST_LOGIT, MOST_LOGIT)
             uniform = self._tensor([ask.uniforms[min(count, len(ask.uniforms) - 1)] for ask in asks], torch.float64)
-            tokens, logprobs = draw_in_chunks(logits, temperature, uniform, top_p)
+            tokens, logprobs = draw_in_chunks(logits, temperature, uniform, truncation)
             new = [np.array([token]) for token in tokens.tolist()]
             for draft, ask, token, chance in zip(drafts, asks, tokens.tolist(), logprobs.exp().tolist(), strict=True):
                 if count < ask.most:

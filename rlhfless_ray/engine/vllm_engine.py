@@ -309,6 +309,7 @@ class VllmEngine:
                 "seed": request.seed,
                 "temperature": request.temperature,
                 "top_p": request.top_p,
+                "top_k": request.top_k,
                 "offset": before,
             }
             ends = [*self.stop_token_ids, *request.stop_token_ids]
@@ -376,6 +377,8 @@ class VllmEngine:
                     if self.stop_strings.has_completed(response, row.request.stop, row.request.generated, row.request.min_tokens):
                         self.live.end(number, response, ENDS.index("stop"))
                         ended.append(number)
+                        if self.drafter is not None:
+                            self.drafter.finish(number, response)
                         break
                 row.searched = length
         self.engine.abort_request([str(number) for number in ended])

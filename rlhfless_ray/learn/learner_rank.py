@@ -120,13 +120,14 @@ class LearnerRank:
         modules = {"old": self.trainer.engine, "reference": self.base}
         return {name: self._passed(modules[name], share).cpu().numpy() for name in names}
 
-    def agreement(self, share: Share, temperature: float, top_p: float, noisy: bool = False) -> np.ndarray:
+    def agreement(self, share: Share, temperature: float, top_p: float, top_k: int = 0, noisy: bool = False) -> np.ndarray:
         """Return log-probabilities of the share's tokens in the distribution that an engine with these settings draws from.
 
         The result is (response tokens,) float32, as in `logprobs`. `noisy`: see `rounding_noise`.
         """
         with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
-            logprobs = passed(lambda tensors: self.trainer.engine(temperature, top_p, **tensors)[0], share.batch, share.passes, self.device)
+            drawn_from = temperature, top_p, top_k
+            logprobs = passed(lambda tensors: self.trainer.engine(*drawn_from, **tensors)[0], share.batch, share.passes, self.device)
         return logprobs.cpu().numpy()
 
     def _old(self, share: Share) -> Tensor | None:

@@ -99,15 +99,18 @@ def chunked_distillation(
 NUCLEUS_TOKENS = 32
 
 
-def nucleus_logprobs(head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Return the targets' log-probabilities (tokens,) in the distribution of top-p sampling, -inf outside of the nucleus.
+def nucleus_logprobs(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = 0
+) -> Tensor:
+    """Return the targets' log-probabilities (tokens,) in the distribution of top-k and top-p sampling, -inf outside of it.
 
     Arguments as in `chunked_logprobs`; no gradient. The head is called once; the rest works on NUCLEUS_TOKENS tokens at a time.
     """
     parts = []
     for logits, target in zip(head(hidden).split(NUCLEUS_TOKENS), targets.split(NUCLEUS_TOKENS), strict=True):
         logprobs = torch.log_softmax(_scaled(logits, temperature), dim=-1)
-        kept = nucleus(logprobs, torch.full((len(logprobs),), top_p, dtype=torch.float64, device=logprobs.device))
+        rows = torch.ones(len(logprobs), dtype=torch.float64, device=logprobs.device)
+        kept = nucleus(logprobs, top_p * rows, (top_k * rows).long())
         cut = logprobs.masked_fill(~kept, -torch.inf)
         parts.append((cut - cut.logsumexp(-1, keepdim=True)).gather(-1, target[:, None]).squeeze(-1))
     return torch.cat(parts)

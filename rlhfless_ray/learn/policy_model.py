@@ -38,16 +38,16 @@ class TokenLogprobs(nn.Module):
         self.balances = balances
         self.replay = RouterReplay(model) if replays else None
 
-    def forward(self, temperature: float, top_p: float = 1.0, **tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 log-probabilities are those of the
-        nucleus, without gradient, and there are no entropies (0). `tensors`: see `micro_batch_tensors.padded`."""
+    def forward(self, temperature: float, top_p: float = 1.0, top_k: int = 0, **tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return log-probabilities and entropies, both (tokens,) float32. With `top_p` below 1 or `top_k` log-probabilities are those of
+        the tokens that are left, without gradient, and there are no entropies (0). `tensors`: see `micro_batch_tensors.padded`."""
         balances = self.balances and torch.is_grad_enabled()
         if self.replay is not None:
             self.replay.begin_pass(tensors.get("experts"))
         outputs = base_outputs(self.model, tensors, **({"output_router_logits": True} if balances else {}))
         hidden, head, targets = at_tokens(outputs, tensors), output_head(self.model), tensors["targets"]
-        if top_p < 1:
-            logprobs = nucleus_logprobs(head, hidden, targets, temperature, top_p)
+        if top_p < 1 or top_k:
+            logprobs = nucleus_logprobs(head, hidden, targets, temperature, top_p, top_k)
             return logprobs, torch.zeros_like(logprobs)
         size, calls = head_chunks(self.model, len(targets))
         log = chunked_logprobs(head, hidden, targets, size, temperature, calls)

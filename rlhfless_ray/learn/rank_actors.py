@@ -165,8 +165,8 @@ class LearnerActor(RankActor):
     def accumulate(self, share: Share, threads: int) -> list[Span]:
         return timed(lambda: self.rank.accumulate(share), "work", "accumulate", threads)[1]
 
-    def agreement(self, share: Share, threads: int, temperature: float, top_p: float, noisy: bool = False) -> PassReply:
-        logprobs, spans = timed(lambda: self.rank.agreement(share, temperature, top_p, noisy), "work", "check agreement", threads)
+    def agreement(self, share: Share, threads: int, temperature: float, top_p: float, top_k: int = 0, noisy: bool = False) -> PassReply:
+        logprobs, spans = timed(lambda: self.rank.agreement(share, temperature, top_p, top_k, noisy), "work", "check agreement", threads)
         return {"agreement": logprobs}, share.spans, spans
 
     def weights(self, *share: int) -> tuple[Shard, tuple[dict[str, int], list[Span]]]:

@@ -187,6 +187,11 @@ class Recipe(RecipeFile):
                 f"rollout.quantization: {self.rollout.quantization} changes what engines sample from, and nothing corrects for it; set "
                 "algorithm.importance_cap to 2, or algorithm.loss.correction_level"
             )
+        if self.rollout.top_k and not corrected:
+            yield (
+                f"rollout.top_k: {self.rollout.top_k} leaves out tokens of the policy, and nothing corrects for it; set "
+                "algorithm.importance_cap to 2, or algorithm.loss.correction_level, or top_k to 0"
+            )
         if self.rollout.max_lag_steps and not corrected and not algorithm.uncorrected_lag:
             yield (
                 "rollout.max_lag_steps: responses of older weights need importance weights, and nothing corrects for them; set "

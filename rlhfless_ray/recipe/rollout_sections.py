@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless_ray.recipe.local_path import LocalPath
-from rlhfless_ray.recipe.section import CountOrAuto, KvSizeOrAuto, NumberOrAuto, OffIsAWord, Section, Texts
+from rlhfless_ray.recipe.section import CountOrAuto, KvSizeOrAuto, NumberOrAuto, OffIsAWord, Section, StopWords, Texts
 
 
 class PolicyConfig(Section):
@@ -44,7 +44,7 @@ class RolloutConfig(Section):
     """Responses to each prompt: the group size."""
     max_tokens: int = Field(256, ge=1)
     """Maximum tokens of a response. It ends earlier at the tokenizer's end-of-sequence token, or at one that the model's
-    generation_config.json names. A response cut at the maximum has finish reason `length`."""
+    generation_config.json names, or at a stop word. A response cut at the maximum has finish reason `length`."""
     min_tokens: int = Field(0, ge=0)
     """Minimum tokens of a response (with an agent: of a turn). Before that no token that would end the response is sampled, and no stop
     word ends it. The sampler's log-probabilities there are those of the distribution without these tokens. The trained policy has
@@ -57,6 +57,12 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample only from the most likely tokens that together have this probability. The policy that is trained is still the whole
     distribution; importance weights correct for the difference."""
+    top_k: int = Field(0, ge=0)
+    """Sample only from this many of the most likely tokens, and of them as `top_p` says; 0: from all. The policy that is trained is still
+    the whole distribution. Importance weights correct for the difference, so they must be on."""
+    stop: StopWords = Field(default_factory=list)
+    """Stop words, such as `</answer>`: the token that completes one in the response's text ends the response, with finish reason `stop`.
+    This token and the word stay in the response, so the policy learns to write them. With an agent: of each turn, unless it sets others."""
     agreement: Literal["end", "warn"] = "end"
     """Action if engines and learner compute different log-probabilities of the same tokens under the same weights, beyond rounding in
     `policy.dtype`. This is checked before and after the first update. `end`: the run ends and names the tensors that differ. `warn`:

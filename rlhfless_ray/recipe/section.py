@@ -129,6 +129,15 @@ def _one_or_several(value: Any) -> Any:
     return ([value] if value else []) if isinstance(value, str) else value
 
 
+def _stop_words(value: Any) -> Any:
+    """Read one word as a list of it. Reject other values in one sentence: pydantic would name a place in the list."""
+    words = [value] if isinstance(value, str) else value
+    if isinstance(words, list | tuple) and all(isinstance(word, str) and word for word in words):
+        return list(words)
+    raise ValueError('expected texts that are not empty, each in quotes, such as ["</answer>"], or [] for none')
+
+
+StopWords = Annotated[list[str], BeforeValidator(_stop_words)]
 Texts = Annotated[list[str], BeforeValidator(_one_or_several)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 KvSizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(partial(_count_or_auto, least=LEAST_KV_MB))]

@@ -56,6 +56,7 @@ OF_RUNS = (
         "evaluate.prompts is 0, so nothing is evaluated",
         lambda r: r.learns and not r.evaluate.prompts,
     ),
+    UnusedKeys("rollout.top_p rollout.top_k", "rollout.temperature is 0, which is greedy", lambda r: r.rollout.temperature == 0),
     UnusedKeys("rollout.migrate_tau", "rollout.migrate is not `tau`", lambda r: r.rollout.migrate != "tau"),
     UnusedKeys("rollout.drafter_learning_rate", "rollout.drafter_train is off", lambda r: r.rollout.drafter_train == "off"),
     UnusedKeys(

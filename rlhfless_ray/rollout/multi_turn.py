@@ -52,7 +52,17 @@ class MultiTurnRollout(RolloutDriver):
         self.is_over[self.ended_keys] = True
         earlier = {completion.key: replies_of(completion) for completion in before}
         self.openings = [
-            EpisodeStart(request.key, prompt, label, request.temperature, request.top_p, request.min_tokens, earlier.get(request.key, ()))
+            EpisodeStart(
+                request.key,
+                prompt,
+                label,
+                request.temperature,
+                request.top_p,
+                request.top_k,
+                request.stop,
+                request.min_tokens,
+                earlier.get(request.key, ()),
+            )
             for request, (prompt, label) in zip(requests, labels, strict=True)
             if not self.is_over[request.key]
         ]

@@ -33,7 +33,7 @@ QUANTIZED = {"off": 0.0, "int8": 0.1, "fp8": 0.2}
 # Rounding changes a sharp or badly conditioned policy more. Above the tolerance the learner therefore scores the tokens again, with noise
 # of the size of rounding after every layer. Correct engines differed by 0.8 to 2.8 times what that changed, wrong weights by 30 or more.
 ROUNDING = 8.0
-MAX_TOP_P_NATS = 1.0  # limit of a token's difference with top-p: rounding decides whether a token at its edge is included
+MAX_CUT_NATS = 1.0  # limit of a token's difference with top-p or top-k: rounding decides whether a token at the edge is included
 SAMPLES = 8  # number of samples that are compared, spread over the step
 TOKENS = 32  # tokens of each; few enough for one call of the output head, see `nucleus_logprobs`
 NAMING_S = 180.0  # timeout for finding the tensors that differ
@@ -44,13 +44,13 @@ def tolerance(dtype: str, quantization: str) -> float:
     return max(TOLERANCE[dtype], QUANTIZED[quantization])
 
 
-def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float, min_tokens: int = 0) -> dict[str, Any]:
+def compare_mismatch(stats: UpdateStats, tolerance: float, top_p: float, min_tokens: int = 0, top_k: int = 0) -> dict[str, Any]:
     """Return the tolerance of a step's mean mismatch, and 1 if the mismatch is above it, else 0.
 
-    Sampling with top-p raises log-probabilities by at most -log(top_p). Empty if the learner trained on no token, and with `min_tokens`:
-    before them ends of a response are left out, which raises the others' log-probabilities without such a bound.
+    Sampling with top-p raises log-probabilities by at most -log(top_p). Empty if the learner trained on no token. Empty also with
+    `min_tokens` and `top_k`, which leave tokens out and so raise the others' log-probabilities without such a bound.
     """
-    if not stats.trained_tokens or min_tokens:
+    if not stats.trained_tokens or min_tokens or top_k:
         return {}
     limit = tolerance - math.log(top_p)
     return {"learn/mismatch_tolerance": limit, "learn/mismatch_warning": int(not stats.mismatch_mean <= limit)}
@@ -86,7 +86,8 @@ class Agreement:
         self.had_old_tokens = has_old_tokens
         if has_old_tokens or had_old_tokens:
             return {}
-        return compare_mismatch(stats, self.tolerance, recipe.rollout.top_p, recipe.rollout.min_tokens)
+        rollout = recipe.rollout
+        return compare_mismatch(stats, self.tolerance, rollout.top_p, rollout.min_tokens, rollout.top_k)
 
     def check(self, samples: Sequence[Sample], weights: WeightVersion, temperature: float, *, parks: bool) -> None:
         """Compare some of the samples' log-probabilities with the learner's, which holds `weights`, if a check is due.
@@ -104,14 +105,15 @@ class Agreement:
             return
         self.is_due, self.width = False, self.engines.width
         recipe, learner = self.context.recipe, self.worker_groups.learner
-        drawn_from = (temperature, recipe.rollout.top_p) if temperature else (1.0, 1.0)
+        drawn_from = (temperature, recipe.rollout.top_p, recipe.rollout.top_k) if temperature else (1.0, 1.0, 0)
+        is_cut = drawn_from[1] < 1 or drawn_from[2] > 0
         if not learner.working:
             learner.slots = learner.ranks
             self.context.broker.staff(learner)
         logprobs = learner.compute("agreement", batch, *drawn_from)["agreement"]
-        apart = compute_distances(logprobs, batch.logprobs, drawn_from[1])
+        apart = compute_distances(logprobs, batch.logprobs, is_cut)
         if not apart.mean() <= self.tolerance:
-            moved = compute_distances(logprobs, learner.compute("agreement", batch, *drawn_from, True)["agreement"], drawn_from[1])
+            moved = compute_distances(logprobs, learner.compute("agreement", batch, *drawn_from, True)["agreement"], is_cut)
             self.tolerance = float(np.nanmax([self.tolerance, ROUNDING * moved.mean()]))
         if not apart.mean() <= self.tolerance:
             message = (
@@ -155,12 +157,12 @@ class Agreement:
         )
 
 
-def compute_distances(a: np.ndarray, b: np.ndarray, top_p: float) -> np.ndarray:
-    """Return |a - b| (tokens,) float64 of log-probabilities. With top-p each is limited to MAX_TOP_P_NATS."""
+def compute_distances(a: np.ndarray, b: np.ndarray, is_cut: bool) -> np.ndarray:
+    """Return |a - b| (tokens,) float64 of log-probabilities. With top-p or top-k (`is_cut`) each is limited to MAX_CUT_NATS."""
     with np.errstate(invalid="ignore"):
         apart = np.abs(a.astype(np.float64) - b)
-    if top_p < 1:
-        apart = np.where(np.isneginf(a) & np.isneginf(b), 0.0, np.minimum(apart, MAX_TOP_P_NATS))
+    if is_cut:
+        apart = np.where(np.isneginf(a) & np.isneginf(b), 0.0, np.minimum(apart, MAX_CUT_NATS))
     return apart
 
 

@@ -145,7 +145,7 @@ class Generation(Runtime):
         for prompt in self.inputs.prompts.train:
             prompts.update(np.array([prompt.index, *prompt.token_ids], np.int64).tobytes())
         model = [checksum(content) for name, content in sorted(self.inputs.files.items()) if name.endswith(WEIGHTS)]
-        keys = ("temperature", "top_p", "max_tokens", "min_tokens", "max_total_tokens", "quantization")
+        keys = ("temperature", "top_p", "top_k", "stop", "max_tokens", "min_tokens", "max_total_tokens", "quantization")
         of_rollout = {f"rollout.{key}": getattr(rollout, key) for key in keys}
         rest = {"policy.dtype": self.recipe.policy.dtype, "run.seed": self.recipe.run.seed}
         reward = {f"reward.{key}": getattr(self.recipe.reward, key) for key in ("function", "url", "model_path")}

@@ -43,4 +43,15 @@ def make_request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, s
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     max_tokens = recipe.rollout.response_tokens(len(prompt.token_ids))
     min_tokens = min(recipe.rollout.min_tokens, max_tokens)
-    return Request(key, prompt.token_ids, seed, max_tokens, temperature, top_p=recipe.rollout.top_p, min_tokens=min_tokens)
+    rollout = recipe.rollout
+    return Request(
+        key,
+        prompt.token_ids,
+        seed,
+        max_tokens,
+        temperature,
+        stop=tuple(rollout.stop),
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_tokens=min_tokens,
+    )

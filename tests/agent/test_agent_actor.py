@@ -14,7 +14,7 @@ from rlhfless_ray.agent.agent_actor import AgentActor
 from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.load_agent import AgentSource
 from rlhfless_ray.agent.messages import AgentHung, CpuTime, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
-from rlhfless_ray.agent.multi_turn_loop import AgentError, min_tokens_of
+from rlhfless_ray.agent.multi_turn_loop import AgentError, check_sampling, min_tokens_of
 from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.agent.sampling_params import SamplingParams
 from rlhfless_ray.common.errors import UserError
@@ -194,6 +194,20 @@ def test_the_minimum_length_of_a_turn_is_that_of_the_agent_or_the_recipe(made: C
     for wrong in (-1, 1.5, "2", True):
         with pytest.raises(AgentError, match="min_tokens"):
             min_tokens_of(SamplingParams(min_tokens=wrong))
+
+
+def test_a_turn_has_the_recipes_stop_words_until_the_agent_sets_others(made: Callable[..., AgentActor]) -> None:
+    actor = made()
+    _, asked, _ = play(
+        actor, [EpisodeStart(0, "12=", "a", 1.0, top_k=4, stop=("#", ";;")), EpisodeStart(1, "12=", "words", 1.0, stop=("#",))]
+    )
+    by_key = {key: [one.stop for one in sorted(asked, key=lambda one: one.turn) if one.key == key] for key in (0, 1)}
+    assert by_key == {0: [("#", ";;")] * 2, 1: [("#",), ("3",)]}
+    with pytest.raises(AgentError, match=r"another top_k \(7 instead of 4\)"):
+        check_sampling(SamplingParams(top_k=4), SamplingParams(top_k=7))
+    reply = PolicyReply(actor.tokenizer("12;;", add_special_tokens=False)["input_ids"], "", [], "stop")
+    given = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
+    assert actor._reply_text(reply, given, (";;",)) == "12;;"
 
 
 @pytest.mark.parametrize(("text", "word", "found"), [("12=", "=", True), ("12=", "2=", True), ("12=", "1", True), ("12=", "3", False)])

@@ -76,12 +76,24 @@ def test_each_task_reads_its_own_flags() -> None:
     assert found["generate"].settings["rollout.temperature"] == 0.0
     drawn = translate_inference(BATCH, ["--eval_task", "generate", *LEAST])
     assert "(top_k)" in drawn.notes[-1] and "(top_k)" not in " ".join([*found["generate"].notes, *found["generate_vllm"].notes])
+    assert drawn.settings["rollout.top_k"] == 50, "transformers' default"
+    assert "rollout.top_k" not in {**found["generate"].settings, **found["generate_vllm"].settings, **found["rm"].settings}
     assert status["rm"]["--post_processor"] == "honoured" and status["generate"]["--post_processor"] == "no effect"
     for flag, value, other in (("--csft_prompt", "x", ["--enable_csft"]), ("--rollout_batch_size", "4", ["--iter", "0"])):
         for more, what in (([], "no effect"), (other, "honoured")):
             one = translate_inference(BATCH, ["--eval_task", "generate", *LEAST, flag, value, *more])
             assert {flag: status for flag, status, _ in one.flags}[flag] == what
     assert found["rm"].settings["batch_inference.processor"] == "rs" and found["rm"].recipe() is None
+
+
+@pytest.mark.parametrize(("config", "top_k"), [({"top_k": 20}, 20), ({"top_k": None}, 0), ({"top_k": 0}, 0), ({"top_p": 0.8}, 50)])
+def test_generate_draws_from_the_models_own_top_k(tmp_path: Path, config: dict[str, Any], top_k: int) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    found = translate_inference(BATCH, ["--eval_task", "generate", *LEAST, "--pretrain", str(tmp_path)])
+    assert found.settings["rollout.top_k"] == top_k and (f"the {top_k} likeliest" if top_k else "all of the vocabulary") in found.notes[-1]
+    own = translate_inference(BATCH, ["--eval_task", "generate", *LEAST, "--pretrain", str(tmp_path), "--elastic.rollout.top_k", "7"])
+    recipe = own.recipe()
+    assert recipe is not None and recipe.rollout.top_k == 7
 
 
 @pytest.mark.parametrize(

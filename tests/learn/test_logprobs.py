@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhfless_ray.learn.logprobs import TargetLogprobs, chunked_distillation, chunked_logprobs
+from rlhfless_ray.learn.logprobs import TargetLogprobs, chunked_distillation, chunked_logprobs, nucleus_logprobs
 
 WIDTH, VOCABULARY = 16, 53
 
@@ -181,3 +181,21 @@ def test_no_matrix_of_all_tokens_is_ever_made() -> None:
     with Largest() as naive:
         whole(head, hidden, targets, 1.0)
     assert naive.most == tokens * VOCABULARY
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 5), (0.6, 0), (0.6, 5), (1.0, VOCABULARY + 9)])
+def test_a_truncated_distribution_is_that_of_what_is_left(top_p: float, top_k: int) -> None:
+    """Against transformers' own processors, which `generate` applies in this order."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    head, hidden, targets, _, _ = case(torch.float32, tokens=70)
+    with torch.no_grad():
+        left = TemperatureLogitsWarper(0.7)(targets, head(hidden))
+        if top_k:
+            left = TopKLogitsWarper(top_k)(targets, left)
+        left = TopPLogitsWarper(top_p)(targets, left)
+        targets[::2] = left[::2].argmax(-1)
+        expected = torch.log_softmax(left, -1).gather(-1, targets[:, None]).squeeze(-1)
+        found = nucleus_logprobs(head, hidden, targets, 0.7, top_p, top_k)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert found.isneginf().any() == (top_p < 1 or top_k < VOCABULARY) and not found[::2].isneginf().any()

@@ -145,11 +145,12 @@ def bent(name: str, tokens: list[int]) -> dict[str, Any]:
         "stop_token_ids": {"stop_token_ids": (next(token for token in tokens[15:] if token not in tokens[:15]),)},
         "temperature": {"temperature": 0.7},
         "top_p": {"top_p": 0.8},
+        "top_k": {"top_k": 3},
         "min_tokens": {"min_tokens": 15, "stop_token_ids": (tokens[3],), "stop": (f"<{tokens[1]}>",)},
     }[name]
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "stop", "stop_token_ids", "temperature", "top_p", "min_tokens"])
+@pytest.mark.parametrize("name", ["max_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_tokens"])
 def test_settings_that_end_or_change_a_response_survive_cuts(
     engines: list[Any], whole: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -188,6 +189,7 @@ def test_every_setting_of_a_request_has_a_cut_test() -> None:
         "stop_token_ids",
         "temperature",
         "top_p",
+        "top_k",
         "min_tokens",
     }
 

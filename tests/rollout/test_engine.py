@@ -112,6 +112,26 @@ def test_top_p_holds_for_a_request_whatever_runs_beside_it(engine: Any) -> None:
     assert checked > 100
 
 
+def test_samples_of_top_k_follow_its_distribution(engine: Any) -> None:
+    """First tokens over many seeds, against the renormalised probabilities of the most likely ones. Greedy requests ignore top-k."""
+    from scipy.stats import chisquare
+
+    prompt, count, top_k = (5, 9, 17), 1500, 12
+    asked = [Request(i, prompt, 20_000 + i, 1, 1.0, top_k=top_k) for i in range(count)]
+    found = answer(engine, asked)
+    with torch.no_grad():
+        p = torch.softmax(load(FILES["A"])(torch.tensor([prompt])).logits[0, -1].double(), -1).numpy()
+    likeliest = np.argsort(-p)[:top_k]
+    expected = p[likeliest] / p[likeliest].sum()
+    seen = np.array([sum(int(done.token_ids[0]) == token for done in found.values()) for token in likeliest])
+    assert seen.sum() == count, "no other token is drawn"
+    assert chisquare(seen, expected * count).pvalue > 1e-3
+    for done in found.values():
+        assert done.logprobs[0] == pytest.approx(np.log(expected[likeliest == done.token_ids[0]][0]), abs=1e-4)
+    greedy = requests(6, temperature=0.0)
+    assert_same(answer(engine, [replace(one, top_k=1 + one.key) for one in greedy]), answer(engine, greedy))
+
+
 def test_greedy_equals_transformers(engine: Any) -> None:
     asked = requests(temperature=0.0)
     model = load(FILES["A"])

@@ -52,7 +52,7 @@ def test_fused_layers_equal_the_modules(tmp_path: Path, kind: str) -> None:
         if turn == 6:
             source.load({name: parameter.detach().numpy() for name, parameter in models[1].named_parameters()})
         batch = [name for name in tokens if rng.random() < 0.7]
-        asks = [Ask(name, np.array(tokens[name]), rng.random(3), 3, 1.0, 1.0) for name in batch]
+        asks = [Ask(name, np.array(tokens[name]), rng.random(3), 3, 1.0, (1.0, 0)) for name in batch]
         passes = iter([True, True, False])
         computed.clear()
         drafts = source.propose(asks, lambda _: next(passes))  # noqa: B023
@@ -79,5 +79,5 @@ def test_other_models_keep_their_modules(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     source = ModelSource(tmp_path, VOCABULARY, LONGEST, torch.device("cpu"))
     tokens = np.array([3, 7, 5])
-    (draft,) = source.propose([Ask(0, tokens, np.zeros(1), 1, 0.0, 1.0)], lambda _: False)
+    (draft,) = source.propose([Ask(0, tokens, np.zeros(1), 1, 0.0, (1.0, 0))], lambda _: False)
     assert source.fused is None and draft.tokens == [int(model(torch.tensor(tokens)[None]).logits[0, -1].argmax())]

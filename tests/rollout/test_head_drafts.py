@@ -134,7 +134,7 @@ def test_drafts_do_not_depend_on_the_steps_before(sampling: ModuleType, tmp_path
         asks = []
         for name in batch:
             if rng.random() < 0.6 and source.fits(name, tokens[name][: done[name] + 1], 3):
-                asks.append(Ask(name, tokens[name][: done[name] + 1], np.zeros(8), 3, 0.0, 1.0))
+                asks.append(Ask(name, tokens[name][: done[name] + 1], np.zeros(8), 3, 0.0, (1.0, 0)))
         if not asks:
             continue
         passes = iter([True, True, False])

@@ -245,24 +245,30 @@ def test_what_was_drawn_is_handed_out_once_in_order(sampling: ModuleType) -> Non
     assert len(sampler.take()[0]) == 0
 
 
-@given(st.integers(0, 2**32), st.floats(0.3, 2.0), st.floats(0.05, 1.0), st.floats(0, 1, exclude_max=True))
-@settings(max_examples=80, deadline=None)
-def test_top_p_draws_from_the_nucleus(sampling: ModuleType, seed: int, temperature: float, top_p: float, uniform: float) -> None:
+@given(st.integers(0, 2**32), st.floats(0.3, 2.0), st.floats(0.05, 1.0), st.integers(0, 33), st.floats(0, 1, exclude_max=True))
+@settings(max_examples=120, deadline=None)
+def test_top_k_and_top_p_draw_from_the_tokens_that_are_left(
+    sampling: ModuleType, seed: int, temperature: float, top_p: float, top_k: int, uniform: float
+) -> None:
     """Against a loop over sorted tokens, with vLLM's own masking as a second opinion on which are left."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     logits = 3 * torch.randn(1, 29, generator=torch.Generator().manual_seed(seed))
     p = probabilities(logits[0], temperature)
     kept: list[int] = []
-    for token in sorted(range(29), key=lambda token: -p[token]):
-        if kept and sum(p[kept]) >= top_p - 1e-6:
+    candidates = sorted(range(29), key=lambda token: -p[token])[: top_k or 29]
+    reached = top_p * sum(p[candidates])  # of what top-k leaves
+    for token in candidates:
+        if kept and top_p < 1 and sum(p[kept]) >= reached - 1e-6:
             break
         kept.append(token)
-    if abs(sum(p[kept]) - top_p) < 1e-5:
+    if top_p < 1 and abs(sum(p[kept]) - reached) < 1e-5:
         return  # rounding decides
     mask = np.isin(np.arange(29), kept)
-    assert np.array_equal(sampling.nucleus(torch.from_numpy(np.log(p))[None], torch.tensor([top_p]))[0], mask)
-    by_vllm = apply_top_k_top_p_pytorch((logits / temperature).clone(), None, torch.tensor([top_p]))
+    assert np.array_equal(sampling.nucleus(torch.from_numpy(np.log(p))[None], torch.tensor([top_p]), torch.tensor([top_k]))[0], mask)
+    by_vllm = apply_top_k_top_p_pytorch(
+        (logits / temperature).clone(), torch.tensor([min(top_k or 29, 29)]), torch.tensor([top_p]) if top_p < 1 else None
+    )
     assert np.array_equal(torch.isfinite(by_vllm[0]), mask)
     q = np.where(mask, p, 0) / p[mask].sum()
     rows = logits.expand(3, -1)
@@ -270,24 +276,26 @@ def test_top_p_draws_from_the_nucleus(sampling: ModuleType, seed: int, temperatu
         rows,
         torch.tensor([temperature, temperature, 0.0]),
         torch.full((3,), uniform, dtype=torch.float64),
-        torch.tensor([top_p, 1.0, top_p]),
+        sampling.Truncation(torch.tensor([top_p, 1.0, top_p]), torch.tensor([top_k, 0, top_k])),
     )
     wanted = int(np.searchsorted(np.cumsum(q), uniform, side="right"))
     if abs(np.cumsum(q) - uniform).min() > 1e-5:
         assert int(tokens[0]) == wanted
     assert float(logprobs[0]) == pytest.approx(np.log(q[int(tokens[0])]), abs=3e-5)
-    assert float(logprobs[1]) == pytest.approx(np.log(p[int(tokens[1])]), abs=3e-5), "another row's top-p is its own"
+    assert float(logprobs[1]) == pytest.approx(np.log(p[int(tokens[1])]), abs=3e-5), "another row's distribution is its own"
     assert int(tokens[2]) == int(np.argmax(p))
     assert float(logprobs[2]) == pytest.approx(np.log(probabilities(logits[0], 1.0)[int(tokens[2])]), abs=3e-5)
 
 
-@pytest.mark.parametrize("top_p", [None, 0.7])
-def test_rows_are_drawn_from_in_chunks_as_all_at_once(sampling: ModuleType, monkeypatch: pytest.MonkeyPatch, top_p: float | None) -> None:
+@pytest.mark.parametrize("left", [(1.0, 0), (0.7, 0), (1.0, 9)])
+def test_rows_are_drawn_from_in_chunks_as_all_at_once(
+    sampling: ModuleType, monkeypatch: pytest.MonkeyPatch, left: tuple[float, int]
+) -> None:
     """What is held while a token is drawn does not grow with the rows."""
     rows, words = 11, 64
     logits = torch.randn(rows, words, generator=torch.Generator().manual_seed(5))
     temperature, uniform = torch.tensor([0.0, 0.7, 1.0] * 4)[:rows], torch.from_numpy(np.random.default_rng(6).random(rows))
-    cut = None if top_p is None else torch.full((rows,), top_p, dtype=torch.float64)
+    cut = sampling.Truncation.of([left] * rows, logits.device)
     whole, seen = sampling.draw(logits, temperature, uniform, cut), []
     draw = sampling.draw
     monkeypatch.setattr(sampling, "draw", lambda x, *more: (seen.append(len(x)), draw(x, *more))[1])

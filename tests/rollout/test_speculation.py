@@ -146,7 +146,7 @@ def test_a_drafter_that_overflows_or_lacks_padding_of_the_vocabulary_drafts_on(e
         assert drafter.source is model
     finally:
         model.load(before)
-    [draft] = model.propose([Ask(-1, np.array([1, 10**6, 2]), np.array([0.5]), 1, 1.0, 1.0)], lambda _: False)
+    [draft] = model.propose([Ask(-1, np.array([1, 10**6, 2]), np.array([0.5]), 1, 1.0, (1.0, 0))], lambda _: False)
     assert len(draft.tokens) == 1
 
 
@@ -164,11 +164,13 @@ def test_an_engine_drafts_from_texts_of_other_engines(engines: dict[str, Any]) -
 
 
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 2**16), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([1.0, 0.8]), st.booleans())
-def test_drafts_and_cuts_change_no_token(engines: dict[str, Any], seed: int, temperature: float, top_p: float, stops: bool) -> None:
+@given(st.integers(0, 2**16), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([1.0, 0.8]), st.sampled_from([0, 5]), st.booleans())
+def test_drafts_and_cuts_change_no_token(
+    engines: dict[str, Any], seed: int, temperature: float, top_p: float, top_k: int, stops: bool
+) -> None:
     """A cut response goes on in an engine with other drafts, from text, from siblings and from a model."""
     rng = np.random.default_rng(seed)
-    asked = [replace(one, top_p=top_p) for one in requests(6, temperature, seed=seed, longest=24)]
+    asked = [replace(one, top_p=top_p, top_k=top_k) for one in requests(6, temperature, seed=seed, longest=24)]
     if stops:
         plain = answer(engines["off"], asked)
         asked = [replace(one, stop=(f"{plain[one.key].token_ids[-1]};",), min_tokens=3) for one in asked]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
 from rlhfless_ray.engine.stop_strings import EXTRA_TOKENS, StopStrings
 
 
@@ -37,3 +41,25 @@ def test_only_the_newest_tokens_of_a_long_response_are_searched() -> None:
     assert words.has_completed([*b"nd"], ("end",), before=(*long, ord("e"))), "it began on another engine"
     assert words.has_completed([], ("end",), before=(*long, *b"end")) and not words.has_completed([], ("end",))
     assert max(letters.read) == len("end") + EXTRA_TOKENS
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """A tokenizer as Llama 2's and Mistral's: characters beyond its vocabulary, and line breaks, are written as bytes."""
+    made = Tokenizer(models.BPE({name: number for number, name in enumerate([*BYTES, "a"])}, [], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.mark.parametrize("character", ["é", "한", "🦜"])
+@pytest.mark.parametrize("count", [1, 3, 7, 40])
+def test_a_word_after_many_characters_of_several_bytes_is_found(character: str, count: int) -> None:
+    """The newest tokens may begin within a character, and such a tokenizer then shows none of the bytes that follow."""
+    words, tokenizer = StopStrings(byte_fallback), byte_fallback()
+    response = [256, *f"{character * count}\n\n".encode()]
+    assert tokenizer.decode(response) == f"a{character * count}\n\n"
+    for cut in range(len(response)):
+        assert words.has_completed(response[cut:], ("\n\n",), before=response[:cut]), "a cut changes no end"
+    assert not any(words.has_completed(response[:size], ("\n\n",)) for size in range(len(response)))

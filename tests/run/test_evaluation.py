@@ -7,7 +7,7 @@ import pytest
 
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.evaluation import choose_sampling, compute_accuracies, compute_mean_and_best, compute_source_metrics
-from rlhfless_ray.step.requests import make_evaluation_requests
+from rlhfless_ray.step.requests import make_evaluation_requests, make_step_requests
 from rlhfless_ray.types import Completion, Prompt, Sample
 
 
@@ -50,7 +50,7 @@ def test_requests_of_an_evaluation_lie_prompt_by_prompt() -> None:
         "prompts": {"task": "chain"},
         "reward": {"function": "task"},
         "evaluate": {"temperature": 0.5, "samples_per_prompt": 2},
-        "rollout": {"max_tokens": 8, "max_total_tokens": 10},
+        "rollout": {"max_tokens": 8, "max_total_tokens": 10, "stop": "</a>", "top_k": 9, "top_p": 0.9},
     }
     recipe = Recipe.parse(tree)
     asked = choose_sampling(recipe)
@@ -60,3 +60,5 @@ def test_requests_of_an_evaluation_lie_prompt_by_prompt() -> None:
     assert [r.key for r in found] == list(range(6)) and [r.temperature for r in found] == [0.5] * 4 + [0.0] * 2
     assert [len(r.token_ids) for r in found] == [1, 1, 4, 4, 1, 4] and [r.max_tokens for r in found] == [8, 8, 6, 6, 8, 6]
     assert len({r.seed for r in found[:4]}) == 4
+    assert {(r.stop, r.top_k, r.top_p) for r in found} == {(("</a>",), 9, 0.9)}
+    assert {(r.stop, r.top_k, r.top_p) for r in make_step_requests(recipe, 1, prompts)} == {(("</a>",), 9, 0.9)}

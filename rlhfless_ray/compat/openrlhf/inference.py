@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.mistakes import known_keys
 
 RULES = {BATCH: BATCH_RULES, CHAT: CHAT_RULES}
+TRANSFORMERS_TOP_K = 50  # of `generate`, where neither its caller nor generation_config.json names one
 
 
 @dataclass
@@ -71,7 +73,18 @@ def _always(values: Values) -> dict[str, Any]:
     }
     if values["eval_task"] == VLLM:
         settings["policy.dtype"] = str(stored_dtype(Path(values["pretrain"] or "")) or "float32")
+    elif values["eval_task"] == HF and not values["greedy_sampling"]:
+        settings["rollout.top_k"] = _top_k_of_transformers(Path(values["pretrain"] or ""))
     return settings
+
+
+def _top_k_of_transformers(folder: Path) -> int:
+    """Return the top-k that transformers' `generate` uses for a model if its caller names none."""
+    try:
+        found = json.loads((folder / "generation_config.json").read_bytes()).get("top_k", TRANSFORMERS_TOP_K)
+    except (OSError, ValueError, AttributeError):  # a broken file is refused when the model is loaded
+        found = TRANSFORMERS_TOP_K
+    return max(found, 0) if isinstance(found, int) else 0  # null switches it off
 
 
 def _notes(values: Values) -> list[str]:
@@ -82,7 +95,8 @@ def _notes(values: Values) -> list[str]:
         "prompts above --prompt_max_len lose their first tokens; OpenRLHF cuts the last ones here",
     ]
     if not values["greedy_sampling"]:
-        notes.append(
-            "tokens are drawn from all of the vocabulary; transformers, which OpenRLHF uses here, draws from the 50 likeliest (top_k)"
-        )
+        top_k = _top_k_of_transformers(Path(values["pretrain"] or ""))
+        likeliest = f"the {top_k} likeliest" if top_k else "all of the vocabulary"
+        drawn = f"tokens are drawn from {likeliest} (top_k), as by transformers, which OpenRLHF uses here"
+        notes.append(f"{drawn}; --elastic.rollout.top_k changes it")
     return notes
