@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.prompts.read_rows import (
-    LostParts,
-    NamedRow,
-    cell_of,
-    check_characters,
-    lost_parts,
-    missing_column,
-    rendering_problem,
-    tools_of,
-    turn_problem,
-    without_nulls,
-)
+from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, Lost, RowCounts, Turn, cell_of, is_conversation, reads
+from rlhfless_ray.prompts.first_token import FirstToken
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, tools_of
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
+from rlhfless_ray.supervise import repeated_prompts
 from rlhfless_ray.supervise.examples import Example, Examples
+from rlhfless_ray.supervise.trained_turns import FLAGS, trained
 
 NAMED = 5  # number of rows that a note names
 NOT_THE_MODEL = ("user", "system", "developer", "tool", "function")  # roles of turns that the model does not write
+CUT_TEXTS = "texts inside a longer one that begin with the beginning-of-text token, which is left out of them"
+CUT_TURNS = (
+    "turns that begin with the beginning-of-text token, which is left out of them because the chat template writes it (set data.template "
+    "to none if they are whole texts already)"
+)
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,15 @@ class RowReader:
         self.cut: list[str] = []
         self.same: list[str] = []
         self.sliced: list[str] = []  # see `_rendered`
-        self.lost_parts = LostParts()
-        self.lost: set[str] = set()  # what the chat template leaves out of the row that is read
+        self.lost: Lost | None = None  # what the chat template leaves out of the row that is read
+        self.said: list[tuple[str, str]] = []  # what that row says and how it is taken, see `_notes`
+        self.counts: dict[str, RowCounts] = {}  # by such a sentence
+        self.rows = 0  # that are counted
+        self.repeats = False  # whether the texts of this data set repeat their prompts
         self.name = self.row = ""  # of the row that is read, with and without the data set's
         self.tools: list[dict[str, Any]] | None = None  # of that row
-        self.bos: list[int] = []
         self.reward_tokens: list[int] = []
-        if self.data.add_bos and getattr(tokenizer, "bos_token_id", None) is not None:
-            self.bos = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
+        self.first = FirstToken(tokenizer, self.data.template == "none" and self.data.add_bos)
         further = int(self.task in WITH_NEXT)  # token of a sequence, which data.max_tokens counts and OpenRLHF's limit does not
         self.limit = self.data.max_tokens - (further if self.data.contract == "own" else 0)
         if context_tokens is not None:
@@ -73,19 +72,25 @@ class RowReader:
             raise UserError("policy.path: its tokenizer has no end-of-sequence token, so responses would have no end; set eos_token")
         if self.data.template == "chat" and not getattr(tokenizer, "chat_template", None):
             raise UserError("data.template: the tokenizer of policy.path has no chat template; set data.template to none")
-
+        self.flags = FLAGS if self.task in ("sft", "kd", "dpo", "kto") else ()  # others train no tokens of turns
+        self.renderer: ChatRenderer | None = None
+        self.cuts_first = self.first.is_added or self.first.begins(self.data.input_template or "")
+        if self.data.template == "chat":
+            self.renderer = ChatRenderer(tokenizer, own_keys=self.flags, refuse_calls=self.data.contract == "own")
+            self.cuts_first = self.first.template_writes_it(tokenizer)
         if self.task == "prm":
             self.placeholder = self._single(self.data.placeholder_token, "data.placeholder_token")
             self.reward_tokens = [self._single(token, "data.reward_tokens") for token in self.data.reward_tokens or []]
 
     def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
         examples, same_before, cut_before = [], len(self.same), len(self.cut)
+        self.repeats = self._texts_repeat(rows, where)
         for name, row in rows:
             self.name, self.row, cut = f"{where}, {name}", name, len(self.cut)
-            self.lost = set()
+            self.lost, self.said = None, []
             try:
                 examples.append(self._row(row))
-                self.lost_parts.count(self.lost)
+                self._count(name, row)
                 self.cut[cut + 1 :] = []  # both sides of a pair, which is one row
             except _LeftOut:
                 self.cut[cut:] = []
@@ -133,8 +138,45 @@ class RowReader:
                 )
                 if names
             )
-            + self.lost_parts.notes
+            + (self.renderer.notes if self.renderer else ())
+            + tuple(f"{what}: {counts.shown(self.rows)}" for what, counts in self.counts.items())
         )
+
+    def _count(self, name: str, row: dict[str, Any]) -> None:
+        """Count what a row says and how it was taken, and what nobody reads of it."""
+        if self.renderer and self.lost:
+            self.renderer.count(self.lost, name)
+        if not self.data.task:
+            data, chat = self.data, self.data.template == "chat"
+            read = {data.prompt_column, data.tools_column if chat else ""}
+            read |= {data.chosen_column, data.rejected_column} if self.task in PAIRED else set()
+            read |= {data.response_column} if self.task in ("sft", "kto", "kd") else set()
+            read |= {data.margin_column} if self.task == "rm" else {data.label_column} if self.task in ("kto", "prm") else set()
+            unread = [column for column, cell in row.items() if column not in read and cell not in (None, "", [], {})]
+            self.said += [("columns that nothing reads", column) for column in unread]
+        self.rows += 1
+        for what, found in dict.fromkeys(self.said):
+            self.counts.setdefault(what, RowCounts()).count([found], name)
+
+    def _texts_repeat(self, rows: Sequence[NamedRow], where: str) -> bool:
+        """Return whether the responses of this data set are texts that repeat their prompts."""
+        data = self.data
+        columns = [data.chosen_column, data.rejected_column] if self.task in PAIRED else [data.response_column]
+        if data.task or self.task == "prm" or not data.prompt_column or not all(columns):
+            return False
+        texts = []
+        for name, row in rows:
+            prompt, sides = row.get(data.prompt_column), [row.get(column) for column in columns]
+            if isinstance(prompt, str) and all(isinstance(side, str) for side in sides):
+                texts.append((name, self.first.cut(prompt), [self.first.cut(str(side)) for side in sides]))
+        try:
+            repeat, first, count = repeated_prompts.decide(texts)
+        except ValueError as error:
+            raise UserError(f"{where}, {error}") from None
+        if count:
+            taken = "which is trained once" if repeat else "and are taken as responses that quote it"
+            self.notes += (f"responses of {count} of {len(rows)} rows begin with the prompt's text, {taken} (first {first})",)
+        return repeat
 
     # ---- texts and tokens of a row --------------------------------------------------------------------------------------
 
@@ -144,7 +186,7 @@ class RowReader:
         prompt = self._cell(row, self.data.prompt_column, "prompt_column")
         if self.data.template == "chat":
             return self._template(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}], prompts=True)
-        return prompt if self.data.input_template is None else self.data.input_template.format(prompt)
+        return prompt if self.data.input_template is None else self.data.input_template.format(self._without_first(prompt))
 
     def texts(self, name: str, row: dict[str, Any]) -> tuple[str, str]:
         """Return prompt and response as a model sees them."""
@@ -174,6 +216,7 @@ class RowReader:
         if self.task in PAIRED:
             self._check_prompts(row)
             chosen, rejected = (self._pair_side(row, column) for column in (data.chosen_column, data.rejected_column))
+            self._check_contexts(chosen, rejected)
             if list(chosen.tokens) == list(rejected.tokens):
                 if data.contract == "own":
                     raise UserError(
@@ -208,10 +251,22 @@ class RowReader:
             self._cell(row, column, f"{side}_column")
             for side, column in (("chosen", data.chosen_column), ("rejected", data.rejected_column))
         )
-        if isinstance(chosen, list) and isinstance(rejected, list) and _as_read(chosen[:-1]) != _as_read(rejected[:-1]):
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        histories = [repeated_prompts.comparable(side[:-1], template) for side in (chosen, rejected) if isinstance(side, list)]
+        if len(histories) == 2 and histories[0] != histories[1]:
             raise UserError(
                 f"{self.name}: the conversations in `{data.chosen_column}` and `{data.rejected_column}` differ before their last turn; "
                 "put the turns that they share into a column and name it in data.prompt_column, or remove the row"
+            )
+
+    def _check_contexts(self, chosen: Example, rejected: Example) -> None:
+        """Raise UserError if one side of a pair brought a system turn to the prompt and the other did not."""
+        heads = [list(side.tokens[: side.context_tokens]) for side in (chosen, rejected)]
+        is_split = self.task == "dpo" and self.data.contract == "own" and self.data.template == "chat" and self.data.prompt_column
+        if is_split and heads[0] != heads[1]:
+            raise UserError(
+                f"{self.name}: `{self.data.chosen_column}` and `{self.data.rejected_column}` have different turns before the response, so "
+                "they are no responses to one prompt; fix or remove the row"
             )
 
     def _pair_side(self, row: dict[str, Any], column: str) -> Example:
@@ -222,10 +277,17 @@ class RowReader:
     def _cell(self, row: dict[str, Any], column: str, key: str) -> Any:
         if column not in row:
             raise UserError(f"{self.name}: {missing_column(row, column, f'data.{key}')}")
-        value = cell_of(row, column)
-        turns = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
+        try:
+            value = cell_of(row, column) if key != "label_column" else row[column]
+        except ValueError as error:
+            raise UserError(f"{self.name}: {error}; fix or remove the row") from None
+        if isinstance(value, list) and not value and isinstance(row[column], str):
+            value = row[column]
+        turns = is_conversation(value)
         if key != "label_column" and not (isinstance(value, str) or (turns and self.data.template == "chat")):
-            kind = "null" if value is None else "a list of turns" if turns else f"of type {type(value).__name__}"
+            kind = (
+                "null" if value is None else "a list of turns" if turns else "empty" if value == [] else f"of type {type(value).__name__}"
+            )
             need = "a string or a list of turns" if self.data.template == "chat" else "a string"
             hint = "; set data.template to chat" if turns else "; fix the row or the column's name"
             raise UserError(f"{self.name}: column `{column}` is {kind}, not {need}{hint}")
@@ -233,31 +295,44 @@ class RowReader:
 
     def _sequence(self, prompt: Any, response: Any, column: str) -> Example:
         """Return one sequence. Without a prompt or without a response the other is the whole text or conversation."""
-        before, after = self._texts(prompt, response, column)
         if self.data.template == "chat":
+            turns, first = self._split(prompt, response, column)
+            before, after = self._chat_texts(turns, first, column, is_one=prompt is None or response is None)
             if self.data.contract == "openrlhf":
-                return self._as_openrlhf(before, after)
+                if not self._says_untrained(turns if self.data.train_on == "all" else turns[first:]):
+                    self._name_flags(turns, range(first))
+                    return self._as_openrlhf(before, after)
+                whole = before + after if self.data.train_on == "all" else self._ended(before + after)
+                return self._marked(whole, self._spans(turns, first, before, after))
             if self.task == "rm":
                 after = self._until_end(after)
-            return self._marked(before + after, [(len(before), len(before) + len(after))])
+            return self._marked(before + after, self._spans(turns, first, before, after))
+        before, after = self._texts(prompt, response, column)
         if self.data.contract == "openrlhf":
             return self._as_openrlhf(before, after)
         if not after:
             if self.data.overlong == "leave_out":
                 raise _LeftOut
             raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
-        head, tail = [*self.bos, *(self.ids(before) if before else [])], self.ids(after)
+        if not before:
+            whole = self.first.put(self.ids(self.first.ready(after)))
+            return self._limited([*whole, *self._end(whole)], int(whole[:1] == [self.first.id]))
+        head, tail = self.first.put(self.ids(self.first.ready(before))), self.ids(after)
         return self._limited([*head, *tail, *self._end(tail)], len(head))
 
     def _texts(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
         """Return the text before the trained text, and the trained text."""
-        own_texts = self.task == "rm" or (self.task == "dpo" and self.data.contract == "openrlhf" and self.data.template == "none")
-        whole = self.data.train_on == "all" or (own_texts and prompt is None)
         if self.data.template == "chat":
-            before, after = self._rendered(prompt, response, column)
-            return ("", before + after) if whole else (before, after)
+            turns, first = self._split(prompt, response, column)
+            return self._chat_texts(turns, first, column, is_one=prompt is None or response is None)
+        own_texts = self.task == "rm" or (self.task == "dpo" and self.data.contract == "openrlhf")
+        whole = self.data.train_on == "all" or (own_texts and prompt is None)
+        if prompt is not None and response is not None:
+            response = self._without_prompt(prompt, response)
+            if self.first.begins(response) and (self.cuts_first or self.first.begins(prompt)):
+                response = self._without_first(response, always=True)
         if prompt is not None and self.data.input_template is not None:
-            prompt = self.data.input_template.format(prompt)
+            prompt = self.data.input_template.format(self._without_first(prompt))
         if prompt is None or response is None:
             if not whole:
                 missing = "prompt" if prompt is None else "response"
@@ -265,6 +340,18 @@ class RowReader:
                 raise UserError(f"{self.name}: there is no {missing} beside column `{column}`; set data.{missing}_column{other}")
             return "", prompt or response
         return ("", prompt + response) if whole else (prompt, response)
+
+    def _without_prompt(self, prompt: str, response: str) -> str:
+        """Return a response without the prompt, if the responses of this data set repeat it."""
+        asked, said = self.first.cut(prompt), self.first.cut(response)
+        return said[len(asked) :] if self.repeats and repeated_prompts.repeats(asked, said) else response
+
+    def _without_first(self, text: str, always: bool = False) -> str:
+        """Return a text that is put behind the beginning-of-text token without one of its own."""
+        if not self.first.begins(text) or not (always or self.cuts_first):
+            return text
+        self.said.append((CUT_TEXTS, self.first.text))
+        return self.first.cut(text)
 
     def _until_end(self, text: str) -> str:
         """Return a rendered conversation without blanks after its end-of-sequence token, with which a rollout ends."""
@@ -328,7 +415,7 @@ class RowReader:
         """Return a text whose steps end with placeholders. The token after a placeholder counts as trained."""
         data = self.data
         text, labels = self._cell(row, data.prompt_column, "prompt_column"), self._cell(row, data.label_column, "label_column")
-        tokens = [*self.bos, *self.ids(text)]
+        tokens = self.first.put(self.ids(self.first.ready(text)))
         steps = tokens.count(self.placeholder)
         if not steps:
             raise UserError(
@@ -374,65 +461,129 @@ class RowReader:
 
     # ---- turns --------------------------------------------------------------------------------------------------------
 
-    def _turns(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _turns(self, row: dict[str, Any]) -> list[Turn]:
         """Return the whole conversation of a row."""
         data = self.data
-        turns: list[dict[str, Any]] = []
-        for column, key, role in ((data.prompt_column, "prompt_column", "user"), (data.response_column, "response_column", "assistant")):
-            if column and not (key == "response_column" and column not in row):
-                cell = self._cell(row, column, key)
-                turns += cell if isinstance(cell, list) else [{"role": role, "content": cell}]
-        return turns
+        prompt = self._cell(row, data.prompt_column, "prompt_column") if data.prompt_column else None
+        has_response = bool(data.response_column) and data.response_column in row
+        response = self._cell(row, data.response_column, "response_column") if has_response else None
+        return self._split(prompt, response, data.response_column if has_response else data.prompt_column)[0]
 
-    def _rendered(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
-        """Return the text before the response, and the rest of the conversation's text."""
+    def _split(self, prompt: Any, response: Any, column: str) -> tuple[list[Turn], int]:
+        """Return the turns of a conversation, and the number of those before the response."""
+        if isinstance(prompt, str) and isinstance(response, str):
+            left = self._without_prompt(prompt, response)
+            response = left if left == response else left.lstrip()
         before = prompt if isinstance(prompt, list) else [] if prompt is None else [{"role": "user", "content": prompt}]
         after = response if isinstance(response, list) else [] if response is None else [{"role": "assistant", "content": response}]
+        if prompt is not None and isinstance(response, list):
+            shown, template = before, str(self.tokenizer.chat_template)
+            try:
+                before, after = repeated_prompts.split(before, after, template)
+            except ValueError as error:
+                raise UserError(f"{self.name}: column `{column}` {error} (data.prompt_column); fix the row or the columns' names") from None
+            if len(after) < len(response):
+                self.said.append(("conversations that repeat the prompt, which is trained once", column))
+            if before is not shown:
+                self.said.append(
+                    ("conversations with a system turn that the prompt's column lacks, which is put before the prompt", column)
+                )
         turns = [*before, *after]
         if not turns:
             raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
-        if prompt is None or response is None:
-            before = turns[:-1]
+        if self.cuts_first and (cut := self.first.cut_turns(turns)) != turns:
+            self.said.append((CUT_TURNS, self.first.text))
+            turns = cut
+        return turns, len(turns) - 1 if prompt is None or response is None else len(before)
+
+    def _chat_texts(self, turns: list[Turn], first: int, column: str, *, is_one: bool) -> tuple[str, str]:
+        """Return the text before the response, and the rest of the conversation's text.
+
+        `first`: number of turns before the response. `is_one`: whether one column has them all.
+        """
+        before = turns[:first]
         whole = self._whole(turns)
         # A reward model also reads what an agent did until its last tool call, and OpenRLHF trains on any last turn.
         refused = NOT_THE_MODEL if self.data.contract == "own" and self.task != "rm" else ("user",)
         if (role := turns[-1].get("role")) in refused and self.data.train_on != "all":
             raise UserError(f"{self.name}: the last turn of column `{column}` is of role `{role}`, not a response; fix or remove the row")
-        if self.task == "rm" and (prompt is None or response is None):
+        if self.data.train_on == "all" or (self.task == "rm" and is_one):
             return "", whole  # which is read as one text
         if not before:
             head = self._opening(whole)
-            return head, whole[len(head) :]
-        head = self._template(before, prompts=True)
-        if not whole.startswith(head) and self.data.contract == "openrlhf":  # it takes what lies beyond the length of the beginning
-            self.sliced = list(dict.fromkeys([*self.sliced, self.row]))
-        elif not whole.startswith(head):
-            raise UserError(
-                f"{self.name}: the chat template of policy.path does not render a conversation as its beginning and a response, so the "
-                "response's tokens cannot be told apart; use another template, or data.template none"
-            )
-        return head, whole[len(head) :]
-
-    def _every_turn(self, turns: list[dict[str, Any]]) -> Example:
-        whole, spans = self._whole(turns), []
-        for number, turn in enumerate(turns):
-            if turn.get("role") != "assistant":
-                continue
-            tail = self._template(turns[: number + 1])
-            head = self._template(turns[:number], prompts=True) if number else self._opening(tail)
-            if not whole.startswith(tail) or not tail.startswith(head):
+        else:
+            head = self._template(before, prompts=True)
+            if not whole.startswith(head) and self.data.contract == "openrlhf":  # it takes what lies beyond the length of the beginning
+                self.sliced = list(dict.fromkeys([*self.sliced, self.row]))
+            elif not whole.startswith(head):
                 raise UserError(
-                    f"{self.name}: the chat template of policy.path renders turn {number + 1} differently when others follow it, so its "
-                    "tokens cannot be told apart; set data.train_on to response, or use another template"
+                    f"{self.name}: the chat template of policy.path does not render a conversation as its beginning and a response, so the "
+                    "response's tokens cannot be told apart; use another template, or data.template none"
                 )
-            spans.append((len(head), len(tail)))
-        if not spans:
+        return ("", whole) if self.task == "rm" else (head, whole[len(head) :])
+
+    def _every_turn(self, turns: list[Turn]) -> Example:
+        whole = self._whole(turns)
+        if not any(turn.get("role") == "assistant" for turn in turns):
             raise UserError(f"{self.name}: the conversation has no turn of the assistant; fix or remove the row")
+        spans = self._spans_of_turns(turns, 0, whole)
         if self.data.contract == "openrlhf":
             if len(turns) > 1 and len(self.ids(self._template(turns[:-1], prompts=True))) >= self.data.max_tokens - 2:
                 raise _LeftOut
             return self._marked(self._ended(whole), spans)
         return self._marked(whole, spans)
+
+    def _spans(self, turns: list[Turn], first: int, before: str, after: str) -> list[tuple[int, int]]:
+        """Return the spans of characters that are trained. `first`: number of turns before the response."""
+        whole, end = before + after, len(before + after)
+        if self.task == "rm":
+            return [(len(before), end)]
+        if self.data.train_on == "all":
+            untrained = self._spans_of_turns(turns, 0, whole, untrained=True)
+            bounds = [0, *(place for span in untrained for place in span), end]
+            return list(zip(bounds[::2], bounds[1::2], strict=True))
+        if len(turns) - first == 1:
+            says, words = self._says(len(turns), turns[-1])
+            if says is False:
+                raise UserError(
+                    f"{self.name}: the response says `{words}`, so nothing is left to train on; remove the row, or change what it says"
+                )
+            self._check_trained(len(turns), turns[-1])
+            self._name_flags(turns, range(first))
+            return [(len(before), end)]
+        spans = self._spans_of_turns(turns, first, whole)
+        if (
+            spans
+            and spans[-1][1] < end
+            and turns[-1].get("role") not in NOT_THE_MODEL
+            and self._says(len(turns), turns[-1])[0] is not False
+        ):
+            spans[-1] = (spans[-1][0], end)
+        return spans
+
+    def _spans_of_turns(self, turns: list[Turn], first: int, whole: str, *, untrained: bool = False) -> list[tuple[int, int]]:
+        """Return the spans of characters of the model's turns from `first` on that are trained, or of all turns that say they are not."""
+        spans, skipped = [], []
+        for number, turn in enumerate(turns):
+            says = self._says(number + 1, turn)[0]
+            is_model = turn.get("role") == "assistant" or (first > 0 and turn.get("role") not in NOT_THE_MODEL)
+            is_trained = says is not False and (untrained or (number >= first and is_model))
+            if not is_trained:
+                skipped.append(number)
+            if is_trained == untrained:
+                continue
+            tail = self._template(turns[: number + 1])
+            head = self._template(turns[:number], prompts=is_model) if number else self._opening(tail) if is_model else ""
+            if not whole.startswith(tail) or not tail.startswith(head):
+                raise UserError(
+                    f"{self.name}: the chat template of policy.path renders turn {number + 1} differently when others follow it, so its "
+                    "tokens cannot be told apart; set data.train_on to response, or use another template"
+                )
+            if not untrained:
+                self._check_trained(number + 1, turn)
+            spans.append((len(head), len(tail)))
+        self._name_flags(turns, skipped)
+        return spans
 
     def _opening(self, text: str) -> str:
         """Return what the chat template puts before a response without a prompt, if it renders that and `text` begins with it."""
@@ -442,30 +593,61 @@ class RowReader:
             return ""
         return head if text.startswith(head) else ""
 
-    def _whole(self, turns: list[dict[str, Any]]) -> str:
+    def _says(self, number: int, turn: Turn) -> tuple[bool | None, str]:
+        """Return whether turn `number` (from 1) says that it is trained, see `trained`."""
+        try:
+            return trained(turn) if self.flags else (None, "")
+        except ValueError as error:
+            raise UserError(f"{self.name}: turn {number} {error}") from None
+
+    def _says_untrained(self, turns: list[Turn]) -> bool:
+        return any(self._says(number, turn)[0] is False for number, turn in enumerate(turns, 1))
+
+    def _name_flags(self, turns: list[Turn], untrained: Iterable[int]) -> None:
+        """Note what the turns that are not trained say about it."""
+        for number in untrained:
+            says, words = self._says(number + 1, turns[number])
+            if says:
+                self.said.append(("turns that say they are trained, which are not because of data.train_on or their role", words))
+            elif says is False and turns[number].get("role") == "assistant":
+                self.said.append(("turns that are not trained because they say so", words))
+
+    def _check_trained(self, number: int, turn: Turn) -> None:
+        """Refuse a turn of the model that is empty, which would teach to end at once. OpenRLHF trains on it."""
+        assert self.renderer is not None
+        content = turn.get("content")
+        is_empty = not (content.strip() if isinstance(content, str) else content)
+        others = (key for key, value in turn.items() if value and key not in ("role", "content", *self.flags))
+        if is_empty and self.data.contract == "own" and not any(reads(key, self.renderer.template) for key in others):
+            if self.data.overlong == "leave_out":
+                raise _LeftOut
+            raise UserError(f"{self.name}: turn {number} is empty, and it would be trained; fix or remove the row")
+
+    def _whole(self, turns: list[Turn]) -> str:
         """Render a row's whole conversation, and note what the chat template leaves out of it."""
+        assert self.renderer is not None
         text = self._template(turns)
-        self.lost |= lost_parts(turns, text, str(self.tokenizer.chat_template))
+        lost = self.renderer.lost(turns, text, self.tools, prompts=False)
+        self.lost = lost if self.lost is None else Lost(*(a | b for a, b in zip(self.lost, lost, strict=True)))
         return text
 
-    def _template(self, turns: list[dict[str, Any]], prompts: bool = False) -> str:
-        if wrong := turn_problem(turns, str(self.tokenizer.chat_template)):
-            raise UserError(f"{self.name}: {wrong}; fix or remove the row")
+    def _template(self, turns: list[Turn], prompts: bool = False) -> str:
+        assert self.renderer is not None
         try:
-            text = str(
-                self.tokenizer.apply_chat_template(without_nulls(turns), tools=self.tools, tokenize=False, add_generation_prompt=prompts)
-            )
+            return self.renderer.render(turns, self.tools, prompts=prompts)
+        except BadTurns as error:
+            raise UserError(f"{self.name}: {error}") from None
         except Exception as error:  # a template may raise anything
             whose = "data.chat_template" if self.data.chat_template else "the chat template of policy.path"
             raise UserError(f"{self.name}: {whose} refuses the conversation: {one_line(error, 200)}") from None
-        if wrong := rendering_problem(turns, text, str(self.tokenizer.chat_template), refuse_calls=self.data.contract == "own"):
-            raise UserError(f"{self.name}: {wrong}")
-        return text
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Example:
         """Tokenize a rendered conversation; the tokens that begin within `spans` of characters are trained."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError("policy.path: its tokenizer is a slow one, which cannot map tokens to text positions; save a fast tokenizer")
+        if self.first.text and text.startswith(2 * self.first.text):  # a template that writes it before a turn that has one
+            cut = len(self.first.text)
+            text, spans = text[cut:], [(max(0, start - cut), end - cut) for start, end in spans]
         encoded = self._encoded(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = np.array([start for start, _ in encoded["offset_mapping"]])
         mask = np.zeros(len(starts), bool)
@@ -485,11 +667,6 @@ class RowReader:
     def _encoded(self, text: str, **options: Any) -> Any:
         check_characters(text, self.name)
         return self.tokenizer(text, **options)
-
-
-def _as_read(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return turns without keys that chat templates do not read, such as a time or a score."""
-    return [{key: turn[key] for key in ("role", "content", "tool_calls") if turn.get(key)} for turn in turns]
 
 
 def _only_last(tokens: list[int], context: int) -> np.ndarray:
