@@ -28,10 +28,14 @@ class FirstToken:
         return text
 
     def put(self, tokens: list[int]) -> list[int]:
-        """Return the tokens of a whole text, which begin with this token once if it is added."""
+        """Return the tokens of a whole text. They begin with this token once if it is added, whether or not the text has it."""
+        return self.once([self.id, *tokens]) if self.is_added and self.id is not None else tokens
+
+    def once(self, tokens: list[int]) -> list[int]:
+        """Return tokens that do not begin with this token twice."""
         while self.id is not None and tokens[:2] == [self.id, self.id]:
             tokens = tokens[1:]
-        return [self.id, *tokens] if self.is_added and self.id is not None and tokens[:1] != [self.id] else tokens
+        return tokens
 
     def template_writes_it(self, tokenizer: Any) -> bool:
         """Return whether texts of the chat template begin with the token."""

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, Lost, RowCounts, Turn, cell_of, is_conversation, reads
-from rlhfless_ray.prompts.first_token import FirstToken
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.conversations import RowCounts, Turn, cell_of, is_conversation
 from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, tools_of
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
 from rlhfless_ray.supervise import repeated_prompts
+from rlhfless_ray.supervise.conversation_reader import ConversationReader, LeftOut
 from rlhfless_ray.supervise.examples import Example, Examples
-from rlhfless_ray.supervise.trained_turns import FLAGS, trained
 
 NAMED = 5  # number of rows that a note names
-NOT_THE_MODEL = ("user", "system", "developer", "tool", "function")  # roles of turns that the model does not write
-CUT_TEXTS = "texts inside a longer one that begin with the beginning-of-text token, which is left out of them"
-CUT_TURNS = (
-    "turns that begin with the beginning-of-text token, which is left out of them because the chat template writes it (set data.template "
-    "to none if they are whole texts already)"
-)
 
 
 @dataclass(frozen=True)
@@ -35,33 +28,22 @@ class SupervisedRows:
     notes: tuple[str, ...] = ()  # messages for the user about rows that were left out or cut
 
 
-class _LeftOut(Exception):
-    """A row that the recipe says to leave out."""
-
-
 Rendered = tuple[list[Example], float]
 
 
-class RowReader:
+class RowReader(ConversationReader):
     """Convert rows to sequences of tokens, and count those that are left out or cut."""
 
     def __init__(self, recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | None) -> None:
-        self.data, self.task = recipe.data, recipe.task
-        self.tokenizer, self.context_tokens = tokenizer, context_tokens
+        super().__init__(recipe, tokenizer)
+        self.context_tokens = context_tokens
         self.notes: tuple[str, ...] = ()  # messages about the data sets, for those about rows to follow
         self.left_out: list[str] = []
         self.cut: list[str] = []
         self.same: list[str] = []
-        self.sliced: list[str] = []  # see `_rendered`
-        self.lost: Lost | None = None  # what the chat template leaves out of the row that is read
-        self.said: list[tuple[str, str]] = []  # what that row says and how it is taken, see `_notes`
-        self.counts: dict[str, RowCounts] = {}  # by such a sentence
+        self.counts: dict[str, RowCounts] = {}  # by what `said` names
         self.rows = 0  # that are counted
-        self.repeats = False  # whether the texts of this data set repeat their prompts
-        self.name = self.row = ""  # of the row that is read, with and without the data set's
-        self.tools: list[dict[str, Any]] | None = None  # of that row
         self.reward_tokens: list[int] = []
-        self.first = FirstToken(tokenizer, self.data.template == "none" and self.data.add_bos)
         further = int(self.task in WITH_NEXT)  # token of a sequence, which data.max_tokens counts and OpenRLHF's limit does not
         self.limit = self.data.max_tokens - (further if self.data.contract == "own" else 0)
         if context_tokens is not None:
@@ -70,14 +52,6 @@ class RowReader:
             self.data = self.data.model_copy(update={"max_tokens": context_tokens})
         if tokenizer.eos_token_id is None:
             raise UserError("policy.path: its tokenizer has no end-of-sequence token, so responses would have no end; set eos_token")
-        if self.data.template == "chat" and not getattr(tokenizer, "chat_template", None):
-            raise UserError("data.template: the tokenizer of policy.path has no chat template; set data.template to none")
-        self.flags = FLAGS if self.task in ("sft", "kd", "dpo", "kto") else ()  # others train no tokens of turns
-        self.renderer: ChatRenderer | None = None
-        self.cuts_first = self.first.is_added or self.first.begins(self.data.input_template or "")
-        if self.data.template == "chat":
-            self.renderer = ChatRenderer(tokenizer, own_keys=self.flags, refuse_calls=self.data.contract == "own")
-            self.cuts_first = self.first.template_writes_it(tokenizer)
         if self.task == "prm":
             self.placeholder = self._single(self.data.placeholder_token, "data.placeholder_token")
             self.reward_tokens = [self._single(token, "data.reward_tokens") for token in self.data.reward_tokens or []]
@@ -87,12 +61,12 @@ class RowReader:
         self.repeats = self._texts_repeat(rows, where)
         for name, row in rows:
             self.name, self.row, cut = f"{where}, {name}", name, len(self.cut)
-            self.lost, self.said = None, []
+            self.lost, self.said, self.head = None, [], ""
             try:
                 examples.append(self._row(row))
                 self._count(name, row)
                 self.cut[cut + 1 :] = []  # both sides of a pair, which is one row
-            except _LeftOut:
+            except LeftOut:
                 self.cut[cut:] = []
                 self.left_out.append(name)
         if rows and not examples:
@@ -108,7 +82,7 @@ class RowReader:
         return examples
 
     def collect(self, train: list[Rendered], heldout: list[Rendered]) -> SupervisedRows:
-        return SupervisedRows(self._examples(train), self._examples(heldout), self.reward_tokens or None, self.notes + self._notes())
+        return SupervisedRows(self._examples(train), self._examples(heldout), self.reward_tokens or None, self.notes + self.row_notes())
 
     def _examples(self, rows: list[Rendered]) -> Examples:
         if self.task == "kto":  # each response with the prompt of another row, to estimate the KL divergence
@@ -121,7 +95,8 @@ class RowReader:
         tokens = [*own_example.tokens[: own_example.context_tokens], *theirs.tokens[theirs.context_tokens :]][: self.data.max_tokens]
         return Example(tokens, own_example.context_tokens)
 
-    def _notes(self) -> tuple[str, ...]:
+    def row_notes(self) -> tuple[str, ...]:
+        """Return messages for the user about all rows that were read."""
         longer = f"of more than {self.limit} tokens (data.max_tokens) are"
         return (
             tuple(
@@ -154,6 +129,9 @@ class RowReader:
             read |= {data.margin_column} if self.task == "rm" else {data.label_column} if self.task in ("kto", "prm") else set()
             unread = [column for column, cell in row.items() if column not in read and cell not in (None, "", [], {})]
             self.said += [("columns that nothing reads", column) for column in unread]
+        self._count_said(name)
+
+    def _count_said(self, name: str) -> None:
         self.rows += 1
         for what, found in dict.fromkeys(self.said):
             self.counts.setdefault(what, RowCounts()).count([found], name)
@@ -181,11 +159,20 @@ class RowReader:
     # ---- texts and tokens of a row --------------------------------------------------------------------------------------
 
     def prompt_text(self, name: str, row: dict[str, Any]) -> str:
-        """Return the prompt as a model sees it."""
-        self.name = name
+        """Return the prompt as a model sees it, and count what was taken otherwise than it says."""
+        self.name, self.said = name, []
+        text = self._prompt_text(row)
+        self._count_said(name)
+        return text
+
+    def _prompt_text(self, row: dict[str, Any]) -> str:
         prompt = self._cell(row, self.data.prompt_column, "prompt_column")
         if self.data.template == "chat":
-            return self._template(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}], prompts=True)
+            assert self.renderer is not None
+            turns = self._split(prompt, None, self.data.prompt_column)[0]
+            text = self._template(turns, prompts=True)
+            self.renderer.count(self.renderer.lost(turns, text, None, prompts=True), self.name)
+            return text
         return prompt if self.data.input_template is None else self.data.input_template.format(self._without_first(prompt))
 
     def texts(self, name: str, row: dict[str, Any]) -> tuple[str, str]:
@@ -201,7 +188,7 @@ class RowReader:
         """Return the sequence that OpenRLHF makes of these texts, or None if it leaves the row out."""
         try:
             return self._as_openrlhf(prompt, response).tokens
-        except _LeftOut:
+        except LeftOut:
             return None
 
     # ---- one row ------------------------------------------------------------------------------------------------------
@@ -215,8 +202,13 @@ class RowReader:
                 raise UserError(f"{self.name}: {error}; fix or remove the row, or set data.tools_column to nothing") from None
         if self.task in PAIRED:
             self._check_prompts(row)
-            chosen, rejected = (self._pair_side(row, column) for column in (data.chosen_column, data.rejected_column))
-            self._check_contexts(chosen, rejected)
+            chosen, chosen_head = self._pair_side(row, data.chosen_column), self.head
+            rejected = self._pair_side(row, data.rejected_column)
+            if self.task == "dpo" and data.contract == "own" and data.prompt_column and self.head != chosen_head:
+                raise UserError(
+                    f"{self.name}: `{data.chosen_column}` and `{data.rejected_column}` have different turns before the response, so they "
+                    "are no responses to one prompt; fix or remove the row"
+                )
             if list(chosen.tokens) == list(rejected.tokens):
                 if data.contract == "own":
                     raise UserError(
@@ -257,16 +249,6 @@ class RowReader:
             raise UserError(
                 f"{self.name}: the conversations in `{data.chosen_column}` and `{data.rejected_column}` differ before their last turn; "
                 "put the turns that they share into a column and name it in data.prompt_column, or remove the row"
-            )
-
-    def _check_contexts(self, chosen: Example, rejected: Example) -> None:
-        """Raise UserError if one side of a pair brought a system turn to the prompt and the other did not."""
-        heads = [list(side.tokens[: side.context_tokens]) for side in (chosen, rejected)]
-        is_split = self.task == "dpo" and self.data.contract == "own" and self.data.template == "chat" and self.data.prompt_column
-        if is_split and heads[0] != heads[1]:
-            raise UserError(
-                f"{self.name}: `{self.data.chosen_column}` and `{self.data.rejected_column}` have different turns before the response, so "
-                "they are no responses to one prompt; fix or remove the row"
             )
 
     def _pair_side(self, row: dict[str, Any], column: str) -> Example:
@@ -312,11 +294,11 @@ class RowReader:
             return self._as_openrlhf(before, after)
         if not after:
             if self.data.overlong == "leave_out":
-                raise _LeftOut
+                raise LeftOut
             raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
         if not before:
-            whole = self.first.put(self.ids(self.first.ready(after)))
-            return self._limited([*whole, *self._end(whole)], int(whole[:1] == [self.first.id]))
+            tokens = self.first.put(self.ids(self.first.ready(after)))
+            return self._limited([*tokens, *self._end(tokens)], int(tokens[:1] == [self.first.id]))
         head, tail = self.first.put(self.ids(self.first.ready(before))), self.ids(after)
         return self._limited([*head, *tail, *self._end(tail)], len(head))
 
@@ -341,18 +323,6 @@ class RowReader:
             return "", prompt or response
         return ("", prompt + response) if whole else (prompt, response)
 
-    def _without_prompt(self, prompt: str, response: str) -> str:
-        """Return a response without the prompt, if the responses of this data set repeat it."""
-        asked, said = self.first.cut(prompt), self.first.cut(response)
-        return said[len(asked) :] if self.repeats and repeated_prompts.repeats(asked, said) else response
-
-    def _without_first(self, text: str, always: bool = False) -> str:
-        """Return a text that is put behind the beginning-of-text token without one of its own."""
-        if not self.first.begins(text) or not (always or self.cuts_first):
-            return text
-        self.said.append((CUT_TEXTS, self.first.text))
-        return self.first.cut(text)
-
     def _until_end(self, text: str) -> str:
         """Return a rendered conversation without blanks after its end-of-sequence token, with which a rollout ends."""
         head, end, rest = text.rpartition(self.tokenizer.eos_token)
@@ -373,7 +343,7 @@ class RowReader:
                     "shorten or remove the row, or set data.overlong to leave_out"
                 )
             if self.data.overlong == "leave_out":
-                raise _LeftOut
+                raise LeftOut
             self.cut.append(self.row)
             tokens = tokens[:limit]
             mask = None if mask is None else mask[:limit]
@@ -386,7 +356,7 @@ class RowReader:
         if len(tokens) <= context or (trained is not None and not trained.any()):
             if self.data.overlong == "stop":
                 raise UserError(f"{self.name}: nothing is left to train on; fix or remove the row")
-            raise _LeftOut
+            raise LeftOut
         return Example(tokens, context, trained)
 
     def _as_openrlhf(self, before: str, after: str) -> Example:
@@ -395,9 +365,9 @@ class RowReader:
             return self._limited(self.ids(after)[: self.data.max_tokens], 0)
         context = len(self.ids(before)) if before else 0
         if self.task in ("sft", "kd") and not (before and after):
-            raise _LeftOut
+            raise LeftOut
         if self.task != "rm" and context >= self.data.max_tokens - 2:
-            raise _LeftOut
+            raise LeftOut
         return self._limited(self._cut(self.ids(self._ended(before + after))), context)
 
     def _ended(self, text: str) -> str:
@@ -432,7 +402,7 @@ class RowReader:
         example = self._limited(tokens, 1, np.array(tokens) == self.placeholder)
         assert example.mask is not None
         if not example.mask.any():
-            raise _LeftOut
+            raise LeftOut
         return replace(example, labels=values[: int(example.mask.sum())])
 
     def _label(self, label: Any) -> float:
@@ -469,59 +439,6 @@ class RowReader:
         response = self._cell(row, data.response_column, "response_column") if has_response else None
         return self._split(prompt, response, data.response_column if has_response else data.prompt_column)[0]
 
-    def _split(self, prompt: Any, response: Any, column: str) -> tuple[list[Turn], int]:
-        """Return the turns of a conversation, and the number of those before the response."""
-        if isinstance(prompt, str) and isinstance(response, str):
-            left = self._without_prompt(prompt, response)
-            response = left if left == response else left.lstrip()
-        before = prompt if isinstance(prompt, list) else [] if prompt is None else [{"role": "user", "content": prompt}]
-        after = response if isinstance(response, list) else [] if response is None else [{"role": "assistant", "content": response}]
-        if prompt is not None and isinstance(response, list):
-            shown, template = before, str(self.tokenizer.chat_template)
-            try:
-                before, after = repeated_prompts.split(before, after, template)
-            except ValueError as error:
-                raise UserError(f"{self.name}: column `{column}` {error} (data.prompt_column); fix the row or the columns' names") from None
-            if len(after) < len(response):
-                self.said.append(("conversations that repeat the prompt, which is trained once", column))
-            if before is not shown:
-                self.said.append(
-                    ("conversations with a system turn that the prompt's column lacks, which is put before the prompt", column)
-                )
-        turns = [*before, *after]
-        if not turns:
-            raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
-        if self.cuts_first and (cut := self.first.cut_turns(turns)) != turns:
-            self.said.append((CUT_TURNS, self.first.text))
-            turns = cut
-        return turns, len(turns) - 1 if prompt is None or response is None else len(before)
-
-    def _chat_texts(self, turns: list[Turn], first: int, column: str, *, is_one: bool) -> tuple[str, str]:
-        """Return the text before the response, and the rest of the conversation's text.
-
-        `first`: number of turns before the response. `is_one`: whether one column has them all.
-        """
-        before = turns[:first]
-        whole = self._whole(turns)
-        # A reward model also reads what an agent did until its last tool call, and OpenRLHF trains on any last turn.
-        refused = NOT_THE_MODEL if self.data.contract == "own" and self.task != "rm" else ("user",)
-        if (role := turns[-1].get("role")) in refused and self.data.train_on != "all":
-            raise UserError(f"{self.name}: the last turn of column `{column}` is of role `{role}`, not a response; fix or remove the row")
-        if self.data.train_on == "all" or (self.task == "rm" and is_one):
-            return "", whole  # which is read as one text
-        if not before:
-            head = self._opening(whole)
-        else:
-            head = self._template(before, prompts=True)
-            if not whole.startswith(head) and self.data.contract == "openrlhf":  # it takes what lies beyond the length of the beginning
-                self.sliced = list(dict.fromkeys([*self.sliced, self.row]))
-            elif not whole.startswith(head):
-                raise UserError(
-                    f"{self.name}: the chat template of policy.path does not render a conversation as its beginning and a response, so the "
-                    "response's tokens cannot be told apart; use another template, or data.template none"
-                )
-        return ("", whole) if self.task == "rm" else (head, whole[len(head) :])
-
     def _every_turn(self, turns: list[Turn]) -> Example:
         whole = self._whole(turns)
         if not any(turn.get("role") == "assistant" for turn in turns):
@@ -529,125 +446,14 @@ class RowReader:
         spans = self._spans_of_turns(turns, 0, whole)
         if self.data.contract == "openrlhf":
             if len(turns) > 1 and len(self.ids(self._template(turns[:-1], prompts=True))) >= self.data.max_tokens - 2:
-                raise _LeftOut
+                raise LeftOut
             return self._marked(self._ended(whole), spans)
         return self._marked(whole, spans)
-
-    def _spans(self, turns: list[Turn], first: int, before: str, after: str) -> list[tuple[int, int]]:
-        """Return the spans of characters that are trained. `first`: number of turns before the response."""
-        whole, end = before + after, len(before + after)
-        if self.task == "rm":
-            return [(len(before), end)]
-        if self.data.train_on == "all":
-            untrained = self._spans_of_turns(turns, 0, whole, untrained=True)
-            bounds = [0, *(place for span in untrained for place in span), end]
-            return list(zip(bounds[::2], bounds[1::2], strict=True))
-        if len(turns) - first == 1:
-            says, words = self._says(len(turns), turns[-1])
-            if says is False:
-                raise UserError(
-                    f"{self.name}: the response says `{words}`, so nothing is left to train on; remove the row, or change what it says"
-                )
-            self._check_trained(len(turns), turns[-1])
-            self._name_flags(turns, range(first))
-            return [(len(before), end)]
-        spans = self._spans_of_turns(turns, first, whole)
-        if (
-            spans
-            and spans[-1][1] < end
-            and turns[-1].get("role") not in NOT_THE_MODEL
-            and self._says(len(turns), turns[-1])[0] is not False
-        ):
-            spans[-1] = (spans[-1][0], end)
-        return spans
-
-    def _spans_of_turns(self, turns: list[Turn], first: int, whole: str, *, untrained: bool = False) -> list[tuple[int, int]]:
-        """Return the spans of characters of the model's turns from `first` on that are trained, or of all turns that say they are not."""
-        spans, skipped = [], []
-        for number, turn in enumerate(turns):
-            says = self._says(number + 1, turn)[0]
-            is_model = turn.get("role") == "assistant" or (first > 0 and turn.get("role") not in NOT_THE_MODEL)
-            is_trained = says is not False and (untrained or (number >= first and is_model))
-            if not is_trained:
-                skipped.append(number)
-            if is_trained == untrained:
-                continue
-            tail = self._template(turns[: number + 1])
-            head = self._template(turns[:number], prompts=is_model) if number else self._opening(tail) if is_model else ""
-            if not whole.startswith(tail) or not tail.startswith(head):
-                raise UserError(
-                    f"{self.name}: the chat template of policy.path renders turn {number + 1} differently when others follow it, so its "
-                    "tokens cannot be told apart; set data.train_on to response, or use another template"
-                )
-            if not untrained:
-                self._check_trained(number + 1, turn)
-            spans.append((len(head), len(tail)))
-        self._name_flags(turns, skipped)
-        return spans
-
-    def _opening(self, text: str) -> str:
-        """Return what the chat template puts before a response without a prompt, if it renders that and `text` begins with it."""
-        try:
-            head = str(self.tokenizer.apply_chat_template([], tokenize=False, add_generation_prompt=True))
-        except Exception:  # a template may raise anything
-            return ""
-        return head if text.startswith(head) else ""
-
-    def _says(self, number: int, turn: Turn) -> tuple[bool | None, str]:
-        """Return whether turn `number` (from 1) says that it is trained, see `trained`."""
-        try:
-            return trained(turn) if self.flags else (None, "")
-        except ValueError as error:
-            raise UserError(f"{self.name}: turn {number} {error}") from None
-
-    def _says_untrained(self, turns: list[Turn]) -> bool:
-        return any(self._says(number, turn)[0] is False for number, turn in enumerate(turns, 1))
-
-    def _name_flags(self, turns: list[Turn], untrained: Iterable[int]) -> None:
-        """Note what the turns that are not trained say about it."""
-        for number in untrained:
-            says, words = self._says(number + 1, turns[number])
-            if says:
-                self.said.append(("turns that say they are trained, which are not because of data.train_on or their role", words))
-            elif says is False and turns[number].get("role") == "assistant":
-                self.said.append(("turns that are not trained because they say so", words))
-
-    def _check_trained(self, number: int, turn: Turn) -> None:
-        """Refuse a turn of the model that is empty, which would teach to end at once. OpenRLHF trains on it."""
-        assert self.renderer is not None
-        content = turn.get("content")
-        is_empty = not (content.strip() if isinstance(content, str) else content)
-        others = (key for key, value in turn.items() if value and key not in ("role", "content", *self.flags))
-        if is_empty and self.data.contract == "own" and not any(reads(key, self.renderer.template) for key in others):
-            if self.data.overlong == "leave_out":
-                raise _LeftOut
-            raise UserError(f"{self.name}: turn {number} is empty, and it would be trained; fix or remove the row")
-
-    def _whole(self, turns: list[Turn]) -> str:
-        """Render a row's whole conversation, and note what the chat template leaves out of it."""
-        assert self.renderer is not None
-        text = self._template(turns)
-        lost = self.renderer.lost(turns, text, self.tools, prompts=False)
-        self.lost = lost if self.lost is None else Lost(*(a | b for a, b in zip(self.lost, lost, strict=True)))
-        return text
-
-    def _template(self, turns: list[Turn], prompts: bool = False) -> str:
-        assert self.renderer is not None
-        try:
-            return self.renderer.render(turns, self.tools, prompts=prompts)
-        except BadTurns as error:
-            raise UserError(f"{self.name}: {error}") from None
-        except Exception as error:  # a template may raise anything
-            whose = "data.chat_template" if self.data.chat_template else "the chat template of policy.path"
-            raise UserError(f"{self.name}: {whose} refuses the conversation: {one_line(error, 200)}") from None
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Example:
         """Tokenize a rendered conversation; the tokens that begin within `spans` of characters are trained."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError("policy.path: its tokenizer is a slow one, which cannot map tokens to text positions; save a fast tokenizer")
-        if self.first.text and text.startswith(2 * self.first.text):  # a template that writes it before a turn that has one
-            cut = len(self.first.text)
-            text, spans = text[cut:], [(max(0, start - cut), end - cut) for start, end in spans]
         encoded = self._encoded(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = np.array([start for start, _ in encoded["offset_mapping"]])
         mask = np.zeros(len(starts), bool)
