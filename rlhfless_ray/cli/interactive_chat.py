@@ -10,6 +10,7 @@ from rlhfless_ray.cli.supervised_launcher import start
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.inference import translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import CHAT
+from rlhfless_ray.prompts.first_token import FirstToken
 
 ASKS = "Please enter a prompt (or type 'exit' to quit): "
 
@@ -51,8 +52,11 @@ class Conversation:
         return self.text
 
     def tokens(self, prompt: str) -> Any:
-        """Add a prompt, and return the whole text's tokens (1, tokens) as the tokenizer makes them, a beginning-of-text token included."""
-        return self.tokenizer(self.ask(prompt), return_tensors="pt")["input_ids"]
+        """Add a prompt, and return the whole text's tokens (1, tokens) as the tokenizer makes them, with one beginning-of-text token."""
+        import torch
+
+        first = FirstToken(self.tokenizer, allowed=False)
+        return torch.tensor([first.once(self.tokenizer(first.ready(self.ask(prompt)))["input_ids"])])
 
     def answer(self, response: str) -> None:
         self.turns.append({"role": "assistant", "content": response})

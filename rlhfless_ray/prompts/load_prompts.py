@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from rlhfless_ray.common.errors import UserError, one_line, one_line_with_type
+from rlhfless_ray.common.errors import UserError, one_line
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.prompts.read_rows import (
-    LostParts,
-    NamedRow,
-    cell_of,
-    check_characters,
-    lost_parts,
-    missing_column,
-    rendering_problem,
-    tools_of,
-    turn_problem,
-    without_nulls,
-)
+from rlhfless_ray.prompts.prompt_texts import PromptTexts, check_columns
+from rlhfless_ray.prompts.read_rows import NamedRow
 from rlhfless_ray.prompts.sources import read_sources, rows_notes, split_paths
 from rlhfless_ray.types import Prompt
 
@@ -52,7 +41,8 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
 
     `context_tokens`: longest sequence that the policy takes. With template `chat` the text is rendered by the chat template,
     and no token is added to it. With template `none` a beginning-of-sequence token comes first if the tokenizer itself adds
-    one and the recipe allows it. Nothing is added at the end. Rows that are too long raise a UserError, which names the row,
+    one, the text does not begin with it, and the recipe allows it. Nothing is added at the end. Rows that are too long raise a UserError,
+    which names the row,
     unless the recipe says to leave them out or to cut them.
     """
     section, held = recipe.prompts, recipe.evaluate.prompts
@@ -62,7 +52,8 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
         # Held-out rows come from a stream of their own, and tasks keep their prompts out of the training split.
         rows = [*source.rows(section.rows, recipe.run.seed, "train"), *source.rows(held, recipe.run.seed, "heldout")]
         named_rows: list[NamedRow] = [(f"row {number}", row) for number, row in enumerate(rows, 1)]
-        prompts, overlong = _make_prompts(named_rows, f"prompts.task {section.task}", "prompt", recipe, tokenizer, context_tokens)
+        prompt_texts = PromptTexts(recipe, "prompt", tokenizer)
+        prompts, overlong = _make_prompts(named_rows, f"prompts.task {section.task}", prompt_texts, recipe, context_tokens)
         return PromptSet(*_split_heldout(prompts, held, len(overlong), recipe), _overlong_notes(overlong, recipe))
     seed = recipe.run.seed
     named_rows = read_sources(
@@ -70,20 +61,19 @@ def load_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tok
     )
     where = _setting_name("prompts", section.sources)
     unlimited = rows_notes("prompts", section.rows, type(section).model_fields["rows"].default, len(named_rows))
-    prompts, overlong = _make_prompts(named_rows, where, section.prompt_column, recipe, tokenizer, context_tokens)
+    prompt_texts = PromptTexts(recipe, section.prompt_column, tokenizer)
+    prompts, overlong = _make_prompts(named_rows, where, prompt_texts, recipe, context_tokens)
     if not recipe.evaluate.path or not held:
         train, heldout = _split_heldout(prompts, held, len(overlong), recipe)
-        notes = unlimited + _overlong_notes(overlong, recipe) + _turn_notes(prompts, recipe, tokenizer)
+        notes = unlimited + _overlong_notes(overlong, recipe) + prompt_texts.notes
         if len(heldout) > len(train):
             notes += (f"{held} of {len(prompts)} rows are held out of training (evaluate.prompts); lower it, or name evaluate.path",)
         return _without_repeats(train, heldout, recipe, notes)
     train, _ = _split_heldout(prompts, 0, len(overlong), recipe)
     sources = split_paths(recipe.evaluate.path)
     named_rows = read_sources(sources, recipe.evaluate.split, "evaluate", max_rows=section.max_rows)
-    heldout, overlong_heldout = _make_prompts(
-        named_rows, _setting_name("evaluate", sources), section.prompt_column, recipe, tokenizer, context_tokens
-    )
-    notes = unlimited + _overlong_notes(overlong + overlong_heldout, recipe) + _turn_notes([*train, *heldout], recipe, tokenizer)
+    heldout, overlong_heldout = _make_prompts(named_rows, _setting_name("evaluate", sources), prompt_texts, recipe, context_tokens)
+    notes = unlimited + _overlong_notes(overlong + overlong_heldout, recipe) + prompt_texts.notes
     return PromptSet(train, [replace(p, index=len(train) + p.index) for p in heldout], notes)
 
 
@@ -147,15 +137,13 @@ def _without_repeats(train: list[Prompt], heldout: list[Prompt], recipe: Recipe,
 
 
 def _make_prompts(
-    named_rows: list[NamedRow], where: str, column: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None
+    named_rows: list[NamedRow], where: str, prompt_texts: PromptTexts, recipe: Recipe, context_tokens: int | None
 ) -> tuple[list[Prompt], list[str]]:
     """Return prompts counted from 0, and the names of rows that are too long, which are left out or cut."""
     if not recipe.prompts.task:
-        _check_columns(named_rows, where, column, recipe)
-    texts = _render(named_rows, where, column, recipe, tokenizer)
-    for (name, _), text in zip(named_rows, texts, strict=True):
-        check_characters(text, f"{where}, {name}")
-    ids = _token_ids(texts, where, recipe, tokenizer)
+        check_columns(named_rows, where, prompt_texts.column, recipe)
+    texts = prompt_texts.texts(named_rows, where)
+    ids = _token_ids(texts, where, recipe, prompt_texts)
     limit, cuts = recipe.prompts.max_prompt_tokens, recipe.prompts.overlong == "cut_left"
     excess = [max(0, len(tokens) - limit) for tokens in ids]
     if cuts:
@@ -177,96 +165,10 @@ def _overlong_notes(names: list[str], recipe: Recipe) -> tuple[str, ...]:
     return (f"{len(names)} prompts of more than {limit} tokens (prompts.max_prompt_tokens) {done}: {shown}",)
 
 
-def _turn_notes(prompts: list[Prompt], recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Say what of the turns the chat template leaves out, and that conversations end with the assistant's turn.
-
-    That turn may be the answer: then the policy reads it before it writes its own.
-    """
-    if recipe.prompts.template != "chat" or recipe.prompts.task:
-        return ()
-    lost, count, template = LostParts(), 0, str(tokenizer.chat_template)
-    for prompt in prompts:
-        turns = _turns_of(prompt.row, recipe.prompts.prompt_column, recipe)
-        lost.count(lost_parts(turns, prompt.text, template))
-        count += turns[-1].get("role") == "assistant"
-    text = "end with a turn of the assistant, and the policy writes another one after it; remove that turn if it is the answer"
-    return lost.notes + ((f"{count} of {len(prompts)} prompts {text}",) if count else ())
-
-
-def _turns_of(row: dict[str, Any], column: str, recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the turns that the chat template gets for a row."""
-    cell, system = cell_of(row, column), recipe.prompts.system
-    turns = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
-    return [{"role": "system", "content": system}, *turns] if system else turns
-
-
-def _check_columns(named_rows: list[NamedRow], where: str, prompt_column: str, recipe: Recipe) -> None:
-    """Check that the columns exist and hold text. A label may be null if the reward gets it unchanged, as in OpenRLHF."""
-    answer_column, turns = recipe.prompts.answer_column, recipe.prompts.template == "chat"
-    passes_labels_on = not recipe.reward.function or recipe.reward.contract == "openrlhf"
-    for name, row in named_rows:
-        for key, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
-            if not column:
-                continue
-            if column not in row:
-                unneeded = ", or leave it empty if there are no answers" if key == "answer_column" else ""
-                raise UserError(f"{where}, {name}: {missing_column(row, column, f'prompts.{key}')}{unneeded}")
-        cell = row[prompt_column]
-        is_conversation = turns and isinstance(cell, list) and cell and all(isinstance(turn, dict) for turn in cell)
-        if not is_conversation and not isinstance(cell, str):
-            kind = "null" if cell is None else f"of type {type(cell).__name__}"
-            raise UserError(
-                f"{where}, {name}: the prompt in column `{prompt_column}` is {kind}, not a string; fix the row or set prompts.prompt_column"
-            )
-        if not cell:
-            raise UserError(f"{where}, {name}: the prompt in column `{prompt_column}` is empty; fix or remove the row")
-        answer = row[answer_column] if answer_column else ""
-        is_nan = isinstance(answer, float) and math.isnan(answer)  # where a table of numbers lacks one
-        if (answer is None or is_nan) and not passes_labels_on:
-            raise UserError(
-                f"{where}, {name}: the answer in column `{answer_column}` is {'NaN' if is_nan else 'null'}; fix or remove the row, or set "
-                "prompts.answer_column to nothing"
-            )
-
-
-def _render(named_rows: list[NamedRow], where: str, column: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    section = recipe.prompts
-    if section.template == "none":
-        if section.system:
-            raise UserError("prompts.system: a system turn needs prompts.template=chat; set it, or remove prompts.system")
-        template = section.input_template
-        return [row[column] if template is None else template.format(row[column]) for _, row in named_rows]
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"prompts.template: the tokenizer of {recipe.policy.path or 'the built-in policy'} has no chat template; set "
-            "prompts.template=none or use a chat model"
-        )
-    texts = []
-    for name, row in named_rows:
-        turns = _turns_of(row, column, recipe)
-        if section.system and turns[1].get("role") == "system":
-            raise UserError(f"{where}, {name}: the row has a system turn of its own; remove prompts.system, or the turn")
-        if wrong := turn_problem(turns, str(tokenizer.chat_template)):
-            raise UserError(f"{where}, {name}: {wrong}; fix or remove the row")
-        try:
-            tools = tools_of(row, section.tools_column, str(tokenizer.chat_template))
-        except ValueError as error:
-            raise UserError(f"{where}, {name}: {error}; fix or remove the row, or set prompts.tools_column to nothing") from None
-        try:
-            texts.append(str(tokenizer.apply_chat_template(without_nulls(turns), tools=tools, tokenize=False, add_generation_prompt=True)))
-        except Exception as error:  # a template may raise anything; its message says what it rejects
-            raise UserError(
-                f"{where}, {name}: the chat template failed ({one_line_with_type(error)}); change prompts.system or use "
-                "prompts.template=none"
-            ) from None
-        if wrong := rendering_problem(turns, texts[-1], str(tokenizer.chat_template)):
-            raise UserError(f"{where}, {name}: {wrong}")
-    return texts
-
-
-def _token_ids(texts: list[str], where: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _token_ids(texts: list[str], where: str, recipe: Recipe, prompt_texts: PromptTexts) -> list[list[int]]:
+    tokenizer, first = prompt_texts.tokenizer, prompt_texts.first
     try:
-        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ids: list[list[int]] = tokenizer([first.ready(text) for text in texts], add_special_tokens=False)["input_ids"]
     except Exception as error:
         raise UserError(f"{where}: the policy's tokenizer cannot encode the prompts ({one_line(error)}); use another policy") from None
     if recipe.prompts.task and not recipe.policy.path:
@@ -276,11 +178,7 @@ def _token_ids(texts: list[str], where: str, recipe: Recipe, tokenizer: PreTrain
                     f"prompts.input_template: the built-in policy reads the symbols of {where} only, not all of {text[:80]!r}; leave "
                     "it out, or set policy.path"
                 )
-    if recipe.prompts.template == "none" and recipe.prompts.add_bos and tokenizer.bos_token_id is not None:
-        added = tokenizer("")["input_ids"]
-        if added[:1] == [tokenizer.bos_token_id]:
-            ids = [[tokenizer.bos_token_id, *tokens] for tokens in ids]
-    return ids
+    return [first.put(tokens) for tokens in ids]
 
 
 def _check_lengths(named_rows: list[NamedRow], ids: list[list[int]], where: str, recipe: Recipe, context_tokens: int | None) -> None:

@@ -5,19 +5,12 @@ from __future__ import annotations
 import csv
 import difflib
 import json
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 
 NamedRow = tuple[str, dict[str, Any]]  # ("line 7", the row)
-MEDIA = ("image", "audio", "video")
-CALLS = "tool_calls"
-WORD = re.compile(r"[^\W\d_]{4,}")  # shorter ones are in many texts by chance
-ROLES = ("system", "user", "assistant", "tool")  # words that a template writes by itself
 
 
 class TableRow(dict[str, Any]):
@@ -164,112 +157,14 @@ def tools_of(row: dict[str, Any], column: str, template: str) -> list[dict[str, 
         raise ValueError(f"column `{column}` is not a list of tools (JSON schemas)")
     if "tools" not in template:
         raise ValueError(f"the row has tools in column `{column}`, and the chat template reads none")
-    return [_without_null_values(tool) for tool in tools] if has_padding else tools
+    return [without_null_values(tool) for tool in tools] if has_padding else tools
 
 
-def cell_of(row: dict[str, Any], column: str) -> Any:
-    """Return a cell. In a table's conversation each call has the arguments of all calls, so those that are null are left out."""
-    cell = row[column]
-    if not isinstance(row, TableRow) or not isinstance(cell, list) or not all(isinstance(turn, dict) for turn in cell):
-        return cell
-    return [{key: _without_null_values(value) if key == "tool_calls" else value for key, value in turn.items()} for turn in cell]
-
-
-def _without_null_values(value: Any) -> Any:
+def without_null_values(value: Any) -> Any:
     """Return JSON without null values of objects. A genuine null of an Arrow table cannot be told from its padding."""
     if isinstance(value, list):
-        return [_without_null_values(item) for item in value]
-    return {key: _without_null_values(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
-
-
-def turn_problem(turns: Sequence[dict[str, Any]], template: str) -> str:
-    """Return which turn of a conversation lacks what a chat template reads or has what is not read here, or an empty string.
-
-    A template renders a missing role or content as nothing, or as the word None, and an image as a placeholder.
-    """
-    for number, turn in enumerate(turns, 1):
-        parts = turn.get("content")
-        kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-        if other := next((kind for kind in kinds if any(medium in kind for medium in MEDIA)), None):
-            return f"turn {number} has a part of type `{other}`, and only text is read"
-        for key in ("role", "content"):
-            is_call = key == "content" and turn.get("tool_calls") and "tool_calls" in template
-            if turn.get(key) is None and key in template and not is_call:
-                return f"turn {number} has no `{key}`" + (
-                    "" if key in turn else f", only {', '.join(f'`{name}`' for name in turn) or 'an empty turn'}"
-                )
-    return ""
-
-
-def without_nulls(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the turns without keys that are null, except content: in Arrow's tables every turn has the keys of all turns.
-
-    A chat template would take a null `name` or `tool_calls` for one that is there.
-    """
-    return [{key: value for key, value in turn.items() if value is not None or key == "content"} for turn in turns]
-
-
-def rendering_problem(turns: Sequence[dict[str, Any]], text: str, template: str, *, refuse_calls: bool = True) -> str:
-    """Return which turn `text`, the rendered conversation, garbles or lacks, or an empty string.
-
-    A chat template for plain text writes a list of parts as Python code. With `refuse_calls` a turn that has nothing but tool calls must
-    not be rendered by a template that reads none: it would write an empty turn.
-    """
-    for number, turn in enumerate(turns, 1):
-        content = turn.get("content")
-        if isinstance(content, (list, dict)) and content and str(content) in text:
-            kind = type(content).__name__
-            return f"turn {number} has a {kind} as `content`, which the chat template writes as Python code; give it a string"
-        is_empty = not (content.strip() if isinstance(content, str) else content)
-        if refuse_calls and is_empty and _loses_calls(turn, text, template):
-            return f"turn {number} has `tool_calls` only, and the chat template reads none; remove the turn, or use another template"
-    return ""
-
-
-def _loses_calls(turn: dict[str, Any], text: str, template: str) -> bool:
-    return bool(turn.get("tool_calls")) and "tool_calls" not in template and "tool_calls" not in text
-
-
-def lost_parts(turns: Sequence[dict[str, Any]], text: str, template: str) -> set[str]:
-    """Return what `text`, the rendered conversation, lacks: roles of turns, and CALLS. Many chat templates know two roles only.
-
-    A turn is lost if it has words and the text has none of them: a template may edit what a turn says. The assistant's turns are not
-    looked at, because templates leave out what it thought.
-    """
-    lost = {CALLS} if any(_loses_calls(turn, text, template) for turn in turns) else set()
-    for turn in turns:
-        role, content = str(turn.get("role")), turn.get("content")
-        if role == "assistant" or role in lost or not isinstance(content, str):
-            continue
-        words = [word for word in WORD.findall(content) if word.lower() not in ROLES]
-        if words and not any(word in text for word in words):
-            lost.add(role)
-    return lost
-
-
-@dataclass
-class LostParts:
-    """What a chat template leaves out of the conversations in rows, see `lost_parts`."""
-
-    rows: int = 0
-    without_turns: int = 0  # rows with a lost turn
-    without_calls: int = 0  # rows with lost tool calls
-    roles: set[str] = field(default_factory=set)
-
-    def count(self, lost: set[str]) -> None:
-        """Count a row. `lost`: what is lost of it."""
-        roles = lost - {CALLS}
-        self.rows += 1
-        self.without_turns += bool(roles)
-        self.without_calls += CALLS in lost
-        self.roles |= roles
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        names = ", ".join(f"`{role}`" for role in sorted(self.roles))
-        turns = f"in {self.without_turns} of {self.rows} rows no word of a turn of {names} is in the text that the chat template writes"
-        calls = f"{self.without_calls} of {self.rows} rows have turns with `tool_calls`, and the chat template reads none"
-        return ((turns,) if self.without_turns else ()) + ((calls,) if self.without_calls else ())
+        return [without_null_values(item) for item in value]
+    return {key: without_null_values(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def _json_type(value: Any) -> str:

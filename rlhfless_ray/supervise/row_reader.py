@@ -9,24 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.common.errors import UserError, one_line
-from rlhfless_ray.prompts.read_rows import (
-    LostParts,
-    NamedRow,
-    cell_of,
-    check_characters,
-    lost_parts,
-    missing_column,
-    rendering_problem,
-    tools_of,
-    turn_problem,
-    without_nulls,
-)
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.prompts.conversations import RowCounts, Turn, cell_of, is_conversation
+from rlhfless_ray.prompts.read_rows import NamedRow, check_characters, missing_column, tools_of
 from rlhfless_ray.recipe.supervised_sections import PAIRED, WITH_NEXT, SupervisedRecipe
+from rlhfless_ray.supervise import repeated_prompts
+from rlhfless_ray.supervise.conversation_reader import ConversationReader, LeftOut
 from rlhfless_ray.supervise.examples import Example, Examples
 
 NAMED = 5  # number of rows that a note names
-NOT_THE_MODEL = ("user", "system", "developer", "tool", "function")  # roles of turns that the model does not write
 
 
 @dataclass(frozen=True)
@@ -37,32 +28,22 @@ class SupervisedRows:
     notes: tuple[str, ...] = ()  # messages for the user about rows that were left out or cut
 
 
-class _LeftOut(Exception):
-    """A row that the recipe says to leave out."""
-
-
 Rendered = tuple[list[Example], float]
 
 
-class RowReader:
+class RowReader(ConversationReader):
     """Convert rows to sequences of tokens, and count those that are left out or cut."""
 
     def __init__(self, recipe: SupervisedRecipe, tokenizer: Any, context_tokens: int | None) -> None:
-        self.data, self.task = recipe.data, recipe.task
-        self.tokenizer, self.context_tokens = tokenizer, context_tokens
+        super().__init__(recipe, tokenizer)
+        self.context_tokens = context_tokens
         self.notes: tuple[str, ...] = ()  # messages about the data sets, for those about rows to follow
         self.left_out: list[str] = []
         self.cut: list[str] = []
         self.same: list[str] = []
-        self.sliced: list[str] = []  # see `_rendered`
-        self.lost_parts = LostParts()
-        self.lost: set[str] = set()  # what the chat template leaves out of the row that is read
-        self.name = self.row = ""  # of the row that is read, with and without the data set's
-        self.tools: list[dict[str, Any]] | None = None  # of that row
-        self.bos: list[int] = []
+        self.counts: dict[str, RowCounts] = {}  # by what `said` names
+        self.rows = 0  # that are counted
         self.reward_tokens: list[int] = []
-        if self.data.add_bos and getattr(tokenizer, "bos_token_id", None) is not None:
-            self.bos = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
         further = int(self.task in WITH_NEXT)  # token of a sequence, which data.max_tokens counts and OpenRLHF's limit does not
         self.limit = self.data.max_tokens - (further if self.data.contract == "own" else 0)
         if context_tokens is not None:
@@ -71,23 +52,21 @@ class RowReader:
             self.data = self.data.model_copy(update={"max_tokens": context_tokens})
         if tokenizer.eos_token_id is None:
             raise UserError("policy.path: its tokenizer has no end-of-sequence token, so responses would have no end; set eos_token")
-        if self.data.template == "chat" and not getattr(tokenizer, "chat_template", None):
-            raise UserError("data.template: the tokenizer of policy.path has no chat template; set data.template to none")
-
         if self.task == "prm":
             self.placeholder = self._single(self.data.placeholder_token, "data.placeholder_token")
             self.reward_tokens = [self._single(token, "data.reward_tokens") for token in self.data.reward_tokens or []]
 
     def read(self, rows: Sequence[NamedRow], where: str) -> list[Rendered]:
         examples, same_before, cut_before = [], len(self.same), len(self.cut)
+        self.repeats = self._texts_repeat(rows, where)
         for name, row in rows:
             self.name, self.row, cut = f"{where}, {name}", name, len(self.cut)
-            self.lost = set()
+            self.lost, self.said, self.head = None, [], ""
             try:
                 examples.append(self._row(row))
-                self.lost_parts.count(self.lost)
+                self._count(name, row)
                 self.cut[cut + 1 :] = []  # both sides of a pair, which is one row
-            except _LeftOut:
+            except LeftOut:
                 self.cut[cut:] = []
                 self.left_out.append(name)
         if rows and not examples:
@@ -103,7 +82,7 @@ class RowReader:
         return examples
 
     def collect(self, train: list[Rendered], heldout: list[Rendered]) -> SupervisedRows:
-        return SupervisedRows(self._examples(train), self._examples(heldout), self.reward_tokens or None, self.notes + self._notes())
+        return SupervisedRows(self._examples(train), self._examples(heldout), self.reward_tokens or None, self.notes + self.row_notes())
 
     def _examples(self, rows: list[Rendered]) -> Examples:
         if self.task == "kto":  # each response with the prompt of another row, to estimate the KL divergence
@@ -116,7 +95,8 @@ class RowReader:
         tokens = [*own_example.tokens[: own_example.context_tokens], *theirs.tokens[theirs.context_tokens :]][: self.data.max_tokens]
         return Example(tokens, own_example.context_tokens)
 
-    def _notes(self) -> tuple[str, ...]:
+    def row_notes(self) -> tuple[str, ...]:
+        """Return messages for the user about all rows that were read."""
         longer = f"of more than {self.limit} tokens (data.max_tokens) are"
         return (
             tuple(
@@ -133,18 +113,67 @@ class RowReader:
                 )
                 if names
             )
-            + self.lost_parts.notes
+            + (self.renderer.notes if self.renderer else ())
+            + tuple(f"{what}: {counts.shown(self.rows)}" for what, counts in self.counts.items())
         )
+
+    def _count(self, name: str, row: dict[str, Any]) -> None:
+        """Count what a row says and how it was taken, and what nobody reads of it."""
+        if self.renderer and self.lost:
+            self.renderer.count(self.lost, name)
+        if not self.data.task:
+            data, chat = self.data, self.data.template == "chat"
+            read = {data.prompt_column, data.tools_column if chat else ""}
+            read |= {data.chosen_column, data.rejected_column} if self.task in PAIRED else set()
+            read |= {data.response_column} if self.task in ("sft", "kto", "kd") else set()
+            read |= {data.margin_column} if self.task == "rm" else {data.label_column} if self.task in ("kto", "prm") else set()
+            unread = [column for column, cell in row.items() if column not in read and cell not in (None, "", [], {})]
+            self.said += [("columns that nothing reads", column) for column in unread]
+        self._count_said(name)
+
+    def _count_said(self, name: str) -> None:
+        self.rows += 1
+        for what, found in dict.fromkeys(self.said):
+            self.counts.setdefault(what, RowCounts()).count([found], name)
+
+    def _texts_repeat(self, rows: Sequence[NamedRow], where: str) -> bool:
+        """Return whether the responses of this data set are texts that repeat their prompts."""
+        data = self.data
+        columns = [data.chosen_column, data.rejected_column] if self.task in PAIRED else [data.response_column]
+        if data.task or self.task == "prm" or not data.prompt_column or not all(columns):
+            return False
+        texts = []
+        for name, row in rows:
+            prompt, sides = row.get(data.prompt_column), [row.get(column) for column in columns]
+            if isinstance(prompt, str) and all(isinstance(side, str) for side in sides):
+                texts.append((name, self.first.cut(prompt), [self.first.cut(str(side)) for side in sides]))
+        try:
+            repeat, first, count = repeated_prompts.decide(texts)
+        except ValueError as error:
+            raise UserError(f"{where}, {error}") from None
+        if count:
+            taken = "which is trained once" if repeat else "and are taken as responses that quote it"
+            self.notes += (f"responses of {count} of {len(rows)} rows begin with the prompt's text, {taken} (first {first})",)
+        return repeat
 
     # ---- texts and tokens of a row --------------------------------------------------------------------------------------
 
     def prompt_text(self, name: str, row: dict[str, Any]) -> str:
-        """Return the prompt as a model sees it."""
-        self.name = name
+        """Return the prompt as a model sees it, and count what was taken otherwise than it says."""
+        self.name, self.said = name, []
+        text = self._prompt_text(row)
+        self._count_said(name)
+        return text
+
+    def _prompt_text(self, row: dict[str, Any]) -> str:
         prompt = self._cell(row, self.data.prompt_column, "prompt_column")
         if self.data.template == "chat":
-            return self._template(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}], prompts=True)
-        return prompt if self.data.input_template is None else self.data.input_template.format(prompt)
+            assert self.renderer is not None
+            turns = self._split(prompt, None, self.data.prompt_column)[0]
+            text = self._template(turns, prompts=True)
+            self.renderer.count(self.renderer.lost(turns, text, None, prompts=True), self.name)
+            return text
+        return prompt if self.data.input_template is None else self.data.input_template.format(self._without_first(prompt))
 
     def texts(self, name: str, row: dict[str, Any]) -> tuple[str, str]:
         """Return prompt and response as a model sees them."""
@@ -159,7 +188,7 @@ class RowReader:
         """Return the sequence that OpenRLHF makes of these texts, or None if it leaves the row out."""
         try:
             return self._as_openrlhf(prompt, response).tokens
-        except _LeftOut:
+        except LeftOut:
             return None
 
     # ---- one row ------------------------------------------------------------------------------------------------------
@@ -173,7 +202,13 @@ class RowReader:
                 raise UserError(f"{self.name}: {error}; fix or remove the row, or set data.tools_column to nothing") from None
         if self.task in PAIRED:
             self._check_prompts(row)
-            chosen, rejected = (self._pair_side(row, column) for column in (data.chosen_column, data.rejected_column))
+            chosen, chosen_head = self._pair_side(row, data.chosen_column), self.head
+            rejected = self._pair_side(row, data.rejected_column)
+            if self.task == "dpo" and data.contract == "own" and data.prompt_column and self.head != chosen_head:
+                raise UserError(
+                    f"{self.name}: `{data.chosen_column}` and `{data.rejected_column}` have different turns before the response, so they "
+                    "are no responses to one prompt; fix or remove the row"
+                )
             if list(chosen.tokens) == list(rejected.tokens):
                 if data.contract == "own":
                     raise UserError(
@@ -208,7 +243,9 @@ class RowReader:
             self._cell(row, column, f"{side}_column")
             for side, column in (("chosen", data.chosen_column), ("rejected", data.rejected_column))
         )
-        if isinstance(chosen, list) and isinstance(rejected, list) and _as_read(chosen[:-1]) != _as_read(rejected[:-1]):
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        histories = [repeated_prompts.comparable(side[:-1], template) for side in (chosen, rejected) if isinstance(side, list)]
+        if len(histories) == 2 and histories[0] != histories[1]:
             raise UserError(
                 f"{self.name}: the conversations in `{data.chosen_column}` and `{data.rejected_column}` differ before their last turn; "
                 "put the turns that they share into a column and name it in data.prompt_column, or remove the row"
@@ -222,10 +259,17 @@ class RowReader:
     def _cell(self, row: dict[str, Any], column: str, key: str) -> Any:
         if column not in row:
             raise UserError(f"{self.name}: {missing_column(row, column, f'data.{key}')}")
-        value = cell_of(row, column)
-        turns = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
+        try:
+            value = cell_of(row, column) if key != "label_column" else row[column]
+        except ValueError as error:
+            raise UserError(f"{self.name}: {error}; fix or remove the row") from None
+        if isinstance(value, list) and not value and isinstance(row[column], str):
+            value = row[column]
+        turns = is_conversation(value)
         if key != "label_column" and not (isinstance(value, str) or (turns and self.data.template == "chat")):
-            kind = "null" if value is None else "a list of turns" if turns else f"of type {type(value).__name__}"
+            kind = (
+                "null" if value is None else "a list of turns" if turns else "empty" if value == [] else f"of type {type(value).__name__}"
+            )
             need = "a string or a list of turns" if self.data.template == "chat" else "a string"
             hint = "; set data.template to chat" if turns else "; fix the row or the column's name"
             raise UserError(f"{self.name}: column `{column}` is {kind}, not {need}{hint}")
@@ -233,31 +277,44 @@ class RowReader:
 
     def _sequence(self, prompt: Any, response: Any, column: str) -> Example:
         """Return one sequence. Without a prompt or without a response the other is the whole text or conversation."""
-        before, after = self._texts(prompt, response, column)
         if self.data.template == "chat":
+            turns, first = self._split(prompt, response, column)
+            before, after = self._chat_texts(turns, first, column, is_one=prompt is None or response is None)
             if self.data.contract == "openrlhf":
-                return self._as_openrlhf(before, after)
+                if not self._says_untrained(turns if self.data.train_on == "all" else turns[first:]):
+                    self._name_flags(turns, range(first))
+                    return self._as_openrlhf(before, after)
+                whole = before + after if self.data.train_on == "all" else self._ended(before + after)
+                return self._marked(whole, self._spans(turns, first, before, after))
             if self.task == "rm":
                 after = self._until_end(after)
-            return self._marked(before + after, [(len(before), len(before) + len(after))])
+            return self._marked(before + after, self._spans(turns, first, before, after))
+        before, after = self._texts(prompt, response, column)
         if self.data.contract == "openrlhf":
             return self._as_openrlhf(before, after)
         if not after:
             if self.data.overlong == "leave_out":
-                raise _LeftOut
+                raise LeftOut
             raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
-        head, tail = [*self.bos, *(self.ids(before) if before else [])], self.ids(after)
+        if not before:
+            tokens = self.first.put(self.ids(self.first.ready(after)))
+            return self._limited([*tokens, *self._end(tokens)], int(tokens[:1] == [self.first.id]))
+        head, tail = self.first.put(self.ids(self.first.ready(before))), self.ids(after)
         return self._limited([*head, *tail, *self._end(tail)], len(head))
 
     def _texts(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
         """Return the text before the trained text, and the trained text."""
-        own_texts = self.task == "rm" or (self.task == "dpo" and self.data.contract == "openrlhf" and self.data.template == "none")
-        whole = self.data.train_on == "all" or (own_texts and prompt is None)
         if self.data.template == "chat":
-            before, after = self._rendered(prompt, response, column)
-            return ("", before + after) if whole else (before, after)
+            turns, first = self._split(prompt, response, column)
+            return self._chat_texts(turns, first, column, is_one=prompt is None or response is None)
+        own_texts = self.task == "rm" or (self.task == "dpo" and self.data.contract == "openrlhf")
+        whole = self.data.train_on == "all" or (own_texts and prompt is None)
+        if prompt is not None and response is not None:
+            response = self._without_prompt(prompt, response)
+            if self.first.begins(response) and (self.cuts_first or self.first.begins(prompt)):
+                response = self._without_first(response, always=True)
         if prompt is not None and self.data.input_template is not None:
-            prompt = self.data.input_template.format(prompt)
+            prompt = self.data.input_template.format(self._without_first(prompt))
         if prompt is None or response is None:
             if not whole:
                 missing = "prompt" if prompt is None else "response"
@@ -286,7 +343,7 @@ class RowReader:
                     "shorten or remove the row, or set data.overlong to leave_out"
                 )
             if self.data.overlong == "leave_out":
-                raise _LeftOut
+                raise LeftOut
             self.cut.append(self.row)
             tokens = tokens[:limit]
             mask = None if mask is None else mask[:limit]
@@ -299,7 +356,7 @@ class RowReader:
         if len(tokens) <= context or (trained is not None and not trained.any()):
             if self.data.overlong == "stop":
                 raise UserError(f"{self.name}: nothing is left to train on; fix or remove the row")
-            raise _LeftOut
+            raise LeftOut
         return Example(tokens, context, trained)
 
     def _as_openrlhf(self, before: str, after: str) -> Example:
@@ -308,9 +365,9 @@ class RowReader:
             return self._limited(self.ids(after)[: self.data.max_tokens], 0)
         context = len(self.ids(before)) if before else 0
         if self.task in ("sft", "kd") and not (before and after):
-            raise _LeftOut
+            raise LeftOut
         if self.task != "rm" and context >= self.data.max_tokens - 2:
-            raise _LeftOut
+            raise LeftOut
         return self._limited(self._cut(self.ids(self._ended(before + after))), context)
 
     def _ended(self, text: str) -> str:
@@ -328,7 +385,7 @@ class RowReader:
         """Return a text whose steps end with placeholders. The token after a placeholder counts as trained."""
         data = self.data
         text, labels = self._cell(row, data.prompt_column, "prompt_column"), self._cell(row, data.label_column, "label_column")
-        tokens = [*self.bos, *self.ids(text)]
+        tokens = self.first.put(self.ids(self.first.ready(text)))
         steps = tokens.count(self.placeholder)
         if not steps:
             raise UserError(
@@ -345,7 +402,7 @@ class RowReader:
         example = self._limited(tokens, 1, np.array(tokens) == self.placeholder)
         assert example.mask is not None
         if not example.mask.any():
-            raise _LeftOut
+            raise LeftOut
         return replace(example, labels=values[: int(example.mask.sum())])
 
     def _label(self, label: Any) -> float:
@@ -374,93 +431,24 @@ class RowReader:
 
     # ---- turns --------------------------------------------------------------------------------------------------------
 
-    def _turns(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _turns(self, row: dict[str, Any]) -> list[Turn]:
         """Return the whole conversation of a row."""
         data = self.data
-        turns: list[dict[str, Any]] = []
-        for column, key, role in ((data.prompt_column, "prompt_column", "user"), (data.response_column, "response_column", "assistant")):
-            if column and not (key == "response_column" and column not in row):
-                cell = self._cell(row, column, key)
-                turns += cell if isinstance(cell, list) else [{"role": role, "content": cell}]
-        return turns
+        prompt = self._cell(row, data.prompt_column, "prompt_column") if data.prompt_column else None
+        has_response = bool(data.response_column) and data.response_column in row
+        response = self._cell(row, data.response_column, "response_column") if has_response else None
+        return self._split(prompt, response, data.response_column if has_response else data.prompt_column)[0]
 
-    def _rendered(self, prompt: Any, response: Any, column: str) -> tuple[str, str]:
-        """Return the text before the response, and the rest of the conversation's text."""
-        before = prompt if isinstance(prompt, list) else [] if prompt is None else [{"role": "user", "content": prompt}]
-        after = response if isinstance(response, list) else [] if response is None else [{"role": "assistant", "content": response}]
-        turns = [*before, *after]
-        if not turns:
-            raise UserError(f"{self.name}: column `{column}` is empty; fix or remove the row")
-        if prompt is None or response is None:
-            before = turns[:-1]
+    def _every_turn(self, turns: list[Turn]) -> Example:
         whole = self._whole(turns)
-        # A reward model also reads what an agent did until its last tool call, and OpenRLHF trains on any last turn.
-        refused = NOT_THE_MODEL if self.data.contract == "own" and self.task != "rm" else ("user",)
-        if (role := turns[-1].get("role")) in refused and self.data.train_on != "all":
-            raise UserError(f"{self.name}: the last turn of column `{column}` is of role `{role}`, not a response; fix or remove the row")
-        if self.task == "rm" and (prompt is None or response is None):
-            return "", whole  # which is read as one text
-        if not before:
-            head = self._opening(whole)
-            return head, whole[len(head) :]
-        head = self._template(before, prompts=True)
-        if not whole.startswith(head) and self.data.contract == "openrlhf":  # it takes what lies beyond the length of the beginning
-            self.sliced = list(dict.fromkeys([*self.sliced, self.row]))
-        elif not whole.startswith(head):
-            raise UserError(
-                f"{self.name}: the chat template of policy.path does not render a conversation as its beginning and a response, so the "
-                "response's tokens cannot be told apart; use another template, or data.template none"
-            )
-        return head, whole[len(head) :]
-
-    def _every_turn(self, turns: list[dict[str, Any]]) -> Example:
-        whole, spans = self._whole(turns), []
-        for number, turn in enumerate(turns):
-            if turn.get("role") != "assistant":
-                continue
-            tail = self._template(turns[: number + 1])
-            head = self._template(turns[:number], prompts=True) if number else self._opening(tail)
-            if not whole.startswith(tail) or not tail.startswith(head):
-                raise UserError(
-                    f"{self.name}: the chat template of policy.path renders turn {number + 1} differently when others follow it, so its "
-                    "tokens cannot be told apart; set data.train_on to response, or use another template"
-                )
-            spans.append((len(head), len(tail)))
-        if not spans:
+        if not any(turn.get("role") == "assistant" for turn in turns):
             raise UserError(f"{self.name}: the conversation has no turn of the assistant; fix or remove the row")
+        spans = self._spans_of_turns(turns, 0, whole)
         if self.data.contract == "openrlhf":
             if len(turns) > 1 and len(self.ids(self._template(turns[:-1], prompts=True))) >= self.data.max_tokens - 2:
-                raise _LeftOut
+                raise LeftOut
             return self._marked(self._ended(whole), spans)
         return self._marked(whole, spans)
-
-    def _opening(self, text: str) -> str:
-        """Return what the chat template puts before a response without a prompt, if it renders that and `text` begins with it."""
-        try:
-            head = str(self.tokenizer.apply_chat_template([], tokenize=False, add_generation_prompt=True))
-        except Exception:  # a template may raise anything
-            return ""
-        return head if text.startswith(head) else ""
-
-    def _whole(self, turns: list[dict[str, Any]]) -> str:
-        """Render a row's whole conversation, and note what the chat template leaves out of it."""
-        text = self._template(turns)
-        self.lost |= lost_parts(turns, text, str(self.tokenizer.chat_template))
-        return text
-
-    def _template(self, turns: list[dict[str, Any]], prompts: bool = False) -> str:
-        if wrong := turn_problem(turns, str(self.tokenizer.chat_template)):
-            raise UserError(f"{self.name}: {wrong}; fix or remove the row")
-        try:
-            text = str(
-                self.tokenizer.apply_chat_template(without_nulls(turns), tools=self.tools, tokenize=False, add_generation_prompt=prompts)
-            )
-        except Exception as error:  # a template may raise anything
-            whose = "data.chat_template" if self.data.chat_template else "the chat template of policy.path"
-            raise UserError(f"{self.name}: {whose} refuses the conversation: {one_line(error, 200)}") from None
-        if wrong := rendering_problem(turns, text, str(self.tokenizer.chat_template), refuse_calls=self.data.contract == "own"):
-            raise UserError(f"{self.name}: {wrong}")
-        return text
 
     def _marked(self, text: str, spans: list[tuple[int, int]]) -> Example:
         """Tokenize a rendered conversation; the tokens that begin within `spans` of characters are trained."""
@@ -485,11 +473,6 @@ class RowReader:
     def _encoded(self, text: str, **options: Any) -> Any:
         check_characters(text, self.name)
         return self.tokenizer(text, **options)
-
-
-def _as_read(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return turns without keys that chat templates do not read, such as a time or a score."""
-    return [{key: turn[key] for key in ("role", "content", "tool_calls") if turn.get(key)} for turn in turns]
 
 
 def _only_last(tokens: list[int], context: int) -> np.ndarray:

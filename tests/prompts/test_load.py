@@ -159,7 +159,7 @@ def test_turns_and_characters_that_no_model_reads_name_the_row(tmp_path: Path) -
 def test_turns_that_the_chat_template_leaves_out_are_named(tmp_path: Path) -> None:
     users = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }};{% endif %}{% endfor %}"
     file = write(tmp_path, "rows.jsonl", ROWS)
-    note = f"in {len(ROWS)} of {len(ROWS)} rows no word of a turn of `system` is in the text that the chat template writes"
+    note = "roles of turns of which no word is in the text that the chat template writes: `system` (10 of 10 rows, first line 1)"
     assert load_prompts(recipe(file, template="chat", system="Be brief."), letters(chat=users)).notes == (note,)
     assert not load_prompts(recipe(file, template="chat", system="a"), letters(chat=CHAT)).notes
     asked = [
@@ -168,7 +168,8 @@ def test_turns_that_the_chat_template_leaves_out_are_named(tmp_path: Path) -> No
         {"role": "user", "content": "c"},
     ]
     rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in ROWS]), template="chat")
-    assert load_prompts(rows, letters(chat=CHAT)).notes == ("10 of 10 rows have turns with `tool_calls`, and the chat template reads none",)
+    note = "keys of turns that the chat template does not read: `tool_calls` (10 of 10 rows, first line 1)"
+    assert load_prompts(rows, letters(chat=CHAT)).notes == (note,)
     asked[1]["content"] = " "
     rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in ROWS]), template="chat")
     assert "line 1: turn 2 has `tool_calls` only, and the chat template reads none" in refused(rows, letters(chat=CHAT))

@@ -191,10 +191,10 @@ def test_a_list_of_turns_is_taken_as_it_is(tmp_path: Path) -> None:
     assert loaded({"path": path, "template": "chat"}, tokenizer).notes == ()
     answered = jsonl(tmp_path / "b.jsonl", [{"question": [*turns, {"role": "assistant", "content": "a"}], "answer": ""}] * 2)
     (note,) = loaded({"paths": [path, answered], "template": "chat"}, tokenizer).notes
-    assert note.startswith("2 of 4 prompts end with a turn of the assistant, and the policy writes another one after it;")
+    assert note.startswith("2 of 4 prompts end with a turn of the assistant (first line 1 of ") and "writes another one after it;" in note
     with pytest.raises(UserError, match="a system turn of its own"):
         loaded({"path": path, "template": "chat", "system": "again"}, tokenizer)
-    with pytest.raises(UserError, match="is of type list, not a string"):
+    with pytest.raises(UserError, match=r"is a list of turns, which only a chat template renders; set prompts.template=chat"):
         loaded({"path": path})
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.builtin_tasks import task
-from rlhfless_ray.prompts.read_rows import lost_parts
+from rlhfless_ray.prompts.conversations import lost_roles
 from rlhfless_ray.prompts.task_tokenizer import build_tokenizer
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples
@@ -325,7 +325,7 @@ def test_turns_that_a_template_leaves_out_are_named(tmp_path: Path, tokenizer: A
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " c "}]
     rows: list[dict[str, Any]] = [{"prompt": asked, "response": "d"}, {"prompt": asked[1:], "response": "d"}]
     _, loaded = read(tmp_path, named, rows, template="chat")
-    note = "in 1 of 2 rows no word of a turn of `system` is in the text that the chat template writes"
+    note = "roles of turns of which no word is in the text that the chat template writes: `system` (1 of 2 rows, first line 1)"
     assert loaded.notes == (note,)
     long = {"prompt": asked, "response": "d" * 20}
     _, left = read(tmp_path, named, [*rows, long], template="chat", max_tokens=9, overlong="leave_out")
@@ -335,7 +335,7 @@ def test_turns_that_a_template_leaves_out_are_named(tmp_path: Path, tokenizer: A
     row = {"prompt": asked[1:], "response": called}
     with pytest.raises(UserError, match="line 1: turn 2 has `tool_calls` only, and the chat template reads none; remove the turn, or use"):
         read(tmp_path, named, [row], template="chat")
-    note = "1 of 1 rows have turns with `tool_calls`, and the chat template reads none"
+    note = "keys of turns that the chat template does not read: `tool_calls` (1 of 1 rows, first line 1)"
     assert read(tmp_path, named, [row], template="chat", contract="openrlhf")[1].notes == (note,), "as OpenRLHF, which trains on it"
     called[0]["content"] = "d"
     assert read(tmp_path, named, [row], template="chat")[1].notes == (note,)
@@ -343,9 +343,9 @@ def test_turns_that_a_template_leaves_out_are_named(tmp_path: Path, tokenizer: A
 
 def test_a_turn_that_a_template_edits_is_not_lost() -> None:
     turns = [{"role": "tool", "content": '{"name":  "<Rome>"}'}, {"role": "user", "content": "42"}, {"role": "system", "content": "user"}]
-    assert not lost_parts(turns, "{&quot;name&quot;: &quot;&lt;Rome&gt;&quot;}", "")
-    assert lost_parts(turns, "42", "") == {"tool"}
-    assert lost_parts([{"role": "system", "content": "You are an assistant. Be brief."}], "<assistant>", "") == {"system"}
+    assert not lost_roles(turns, "{&quot;name&quot;: &quot;&lt;Rome&gt;&quot;}")
+    assert lost_roles(turns, "42") == {"tool"}
+    assert lost_roles([{"role": "system", "content": "You are an assistant. Be brief."}], "<assistant>") == {"system"}
 
 
 def test_the_last_turn_is_the_models(tmp_path: Path, tokenizer: Any) -> None:

@@ -75,7 +75,7 @@ def _reader(translation: InferenceTranslation) -> RowReader:
                 "template": settings.get("prompts.template", "none"),
                 "input_template": settings.get("prompts.input_template"),
                 "max_tokens": settings.get("batch_inference.max_tokens", 2048),
-                "add_bos": False,
+                "add_bos": settings["batch_inference.task"] == "generate_vllm",
                 "tools_column": "",
             },
         }
@@ -132,7 +132,8 @@ def _prompts(translation: InferenceTranslation, reader: RowReader) -> list[Promp
     prompts = []
     for index, (name, row) in enumerate(_rows(translation)):
         text = reader.prompt_text(name, row) + suffix
-        tokens = reader.ids(text, add_special_tokens=settings["batch_inference.task"] == "generate_vllm")
+        tokens = reader.ids(reader.first.ready(text), add_special_tokens=settings["batch_inference.task"] == "generate_vllm")
+        tokens = reader.first.once(tokens)
         if not tokens:
             raise UserError(f"{name}: the prompt is empty; fix or remove the row")
         if reader.context_tokens is not None and len(tokens[-limit:]) >= reader.context_tokens:
@@ -140,6 +141,8 @@ def _prompts(translation: InferenceTranslation, reader: RowReader) -> list[Promp
                 f"{name}: {len(tokens)} tokens leave no room for a response in the context of --pretrain; lower --prompt_max_len"
             )
         prompts.append(Prompt(index, text, tuple(tokens[-limit:]), row, max(0, len(tokens) - limit)))
+    for note in reader.row_notes():
+        print(note)
     return prompts
 
 
