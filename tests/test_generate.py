@@ -362,8 +362,9 @@ def test_a_resumed_generation_samples_the_same_tokens(tmp_path: Path, ray_cluste
     kept = sum(b'"response"' in line for line in lines[: len(lines) // 2])
     assert 0 < kept < len(whole)
 
-    with pytest.raises(UserError, match=r"another rollout.stop \(\['7', 'a3'\] before, \[\] now\)"):
-        Generation(GenerationRecipe.of({**tree, "rollout": {**tree["rollout"], "stop": []}}), resume=True)
+    others = GenerationRecipe.of({**tree, "rollout": {**tree["rollout"], "stop": []}})
+    with pytest.raises(UserError, match=r"another rollout.stop \(\['7', 'a3'\] before, \[\] now\)"), Generation(others, resume=True):
+        pass
     tree["prompts"]["batch_prompts"], tree["rollout"]["samples_per_prompt"] = 5, 4
     with Generation(GenerationRecipe.of(tree), resume=True) as run:
         steps = list(run)
