@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import yaml
 
+from rlhfless_ray.recipe.yaml_text import read_yaml
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl
 
@@ -57,7 +58,7 @@ class RunRecord:
     def settings(self) -> dict[str, Any]:
         """The recipe's sections by name; empty if it cannot be read."""
         try:
-            tree = yaml.load(self.recipe, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            tree = read_yaml(self.recipe)
         except yaml.YAMLError:
             return {}
         return tree if isinstance(tree, dict) else {}

@@ -11,10 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.recipe import WatchConfig
+from rlhfless_ray.recipe.yaml_text import read_yaml
 from rlhfless_ray.report.openrlhf_names import Shown
 
 MAX_ERROR_CHARS = 400  # characters of an error in messages
@@ -49,7 +48,7 @@ class SinkRun:
     def recipe(self) -> dict[str, Any] | None:
         """The recipe of the run folder, None if there is none."""
         file = self.folder / "recipe.yaml"
-        return yaml.safe_load(file.read_text()) if file.is_file() else None
+        return read_yaml(file.read_text()) if file.is_file() else None
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:

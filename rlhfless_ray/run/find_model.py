@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.folder import RunFolder
@@ -70,7 +69,7 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
 def _newest_checkpoint(run: Path) -> Path | None:
     """Return the newest checkpoint of a run, in its folder or where its recipe's `checkpoint.path` put it."""
     recipe = run / "recipe.yaml"
-    section = (yaml.safe_load(recipe.read_text()).get("checkpoint") or {}) if recipe.is_file() else {}
+    section = (read_tree(recipe).get("checkpoint") or {}) if recipe.is_file() else {}
     elsewhere = Path(section.get("path") or run)
     folders = (run / "checkpoints", elsewhere / "_actor", elsewhere / run.name)  # the last: of a supervised stage
     checkpoints = [file.parent for folder in folders for file in folder.glob("[scg]*/learner.json")]
@@ -79,7 +78,7 @@ def _newest_checkpoint(run: Path) -> Path | None:
 
 def _merge(run: Path, checkpoint: Path, target: Path) -> None:
     """Write the run's first model with the checkpoint's adapters merged."""
-    first, dtype = _first_model(run), yaml.safe_load((run / "recipe.yaml").read_text())["policy"]["dtype"]
+    first, dtype = _first_model(run), read_tree(run / "recipe.yaml")["policy"]["dtype"]
     with as_folder(first) as base:
         merge_folder(base, Adapter.read(checkpoint), target, dtype)
     index = {name: content for name, content in first.items() if name.endswith(".index.json")}
@@ -115,7 +114,7 @@ def _first_model(run: Path) -> Files:
     """Return the model that a run began with."""
     if (run / "reference").is_dir():
         return read_folder(run / "reference")
-    tree = yaml.safe_load((run / "recipe.yaml").read_text())
+    tree = read_tree(run / "recipe.yaml")
     if path := tree["policy"]["path"]:
         return read_model(model_folder(path, "policy.path"))
     if "task" in tree:

@@ -12,7 +12,7 @@ from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation, su
 from rlhfless_ray.compat.openrlhf.flag_table import RULES, rule_of
 from rlhfless_ray.compat.openrlhf.flags import newest
 from rlhfless_ray.compat.openrlhf.normalise import defaults, targets
-from rlhfless_ray.compat.openrlhf.recipe_keys import is_valid, nested, recipe_keys
+from rlhfless_ray.compat.openrlhf.recipe_keys import mistake_in, nested, recipe_keys
 from rlhfless_ray.compat.openrlhf.translate import translate
 from tests.compat.lines import BASE, DOTTED, GAE, of, status
 from tests.compat.reference import VERSIONS, definitions, values_of
@@ -47,7 +47,7 @@ def test_every_flag_given_ends_in_exactly_one_list(version, data):
         assert status(found, flag) in allowed
     json.dumps(as_data(found)), explanation(found), summary(found)
     for key, value in found.settings.items():
-        assert key in recipe_keys() and is_valid(key, value)
+        assert key in recipe_keys() and not mistake_in(key, value)
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from rlhfless_ray.common.errors import UserError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 SHORT = ("functions", "objective")
 DIALECT = "--elastic.dialect"
@@ -74,14 +77,20 @@ def own_settings(ours: list[tuple[str, str | None]], keys: list[str], owned: dic
             raise UserError(_describe_unknown(flag, keys))
         if key in owned:
             raise UserError(f"{flag}: OpenRLHF's {owned[key]} sets this; use that flag")
-        settings[key] = own_value(flag, text)
+        settings[key] = own_value(flag, text, key)
     return settings
 
 
-def own_value(flag: str, text: str | None) -> Any:
-    """Return the value of an own setting. Raises UserError for text that is not valid YAML."""
+def own_value(flag: str, text: str | None, key: str, model: type[BaseModel] | None = None) -> Any:
+    """Return the value of an own setting, read as on `rlhfless train`'s command line. Raises UserError for text that is not valid YAML.
+
+    `model`: the class of the recipe that has the key; `Recipe` if it is left out.
+    """
+    from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.recipe.reading import read_value
+
     try:
-        return True if text is None else yaml.safe_load(text)
+        return True if text is None else read_value(model or Recipe, key, text)
     except yaml.YAMLError:
         raise UserError(f"{flag}: `{text}` is not valid YAML") from None
 

@@ -15,7 +15,6 @@ from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation, Val
 from rlhfless_ray.compat.openrlhf.outcomes import NO_EFFECT, REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.recipe.generation import GenerationRecipe
-from rlhfless_ray.recipe.mistakes import known_keys
 
 RULES = {BATCH: BATCH_RULES, CHAT: CHAT_RULES}
 TRANSFORMERS_TOP_K = 50  # of `generate`, where neither its caller nor generation_config.json names one
@@ -60,7 +59,7 @@ def translate_inference(launcher: str, tokens: Sequence[str]) -> InferenceTransl
     if translation.generates:
         translation.settings |= _always(values)
         translation.notes += _notes(values)
-    translation.set_own(ours, known_keys(GenerationRecipe) if translation.generates else ())
+    translation.set_own(ours, GenerationRecipe if translation.generates else None)
     return translation
 
 

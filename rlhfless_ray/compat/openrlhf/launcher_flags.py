@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.elastic_flags import own_value
@@ -16,6 +18,7 @@ from rlhfless_ray.compat.openrlhf.flag_semantics import shares_of
 from rlhfless_ray.compat.openrlhf.flags import all_flags, flags_of, nearest_spec, versions
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, block, recipe_lines
 from rlhfless_ray.compat.openrlhf.parsers import FlagParser, Given, Refused
+from rlhfless_ray.recipe.mistakes import known_keys
 
 Values = dict[str, Any]  # by the newest names
 Kind = Literal["exact", "hint", "noop", "maybe", "absent"]  # absent: every value but the default is refused
@@ -107,18 +110,19 @@ class LauncherTranslation(CommandTranslation):
         named = [flag for key, flag in self.owners.items() if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.[a-z])", str(error))]
         return UserError((f"{', '.join(dict.fromkeys(named))}: " if named else "") + str(error))
 
-    def set_own(self, ours: list[tuple[str, str | None]], keys: Collection[str]) -> None:
+    def set_own(self, ours: list[tuple[str, str | None]], model: type[BaseModel] | None) -> None:
         """Add the settings of --elastic.SECTION.FIELD.
 
-        `keys`: the recipe's. Raises UserError for another key, and for one that a flag decides.
+        `model`: the class of the recipe; None: there is none. Raises UserError for another key, and for one that a flag decides.
         """
+        keys = known_keys(model) if model is not None else ()
         for flag, text in ours:
             key = flag.removeprefix("--elastic.")
             if key not in keys:
                 raise UserError(f"{flag}: {self.launcher} has no such setting")
             if key in self.owners:
                 raise UserError(f"{flag}: OpenRLHF's {self.owners[key]} sets this; use that flag")
-            self.settings[key] = self.own[key] = own_value(flag, text)
+            self.settings[key] = self.own[key] = own_value(flag, text, key, model)
 
     def as_data(self) -> dict[str, Any]:
         """Return the explanation as JSON types."""

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhfless_ray.compat.openrlhf.normalise import shown
+
 
 @cache
 def recipe_keys() -> list[str]:
@@ -16,13 +18,15 @@ def recipe_keys() -> list[str]:
     return known_keys(Recipe)
 
 
-def is_valid(key: str, value: Any) -> bool:
-    """Return whether the type and the range of a recipe's key allow the value."""
+def mistake_in(key: str, value: Any) -> str:
+    """Return why the type or the range of a recipe's key does not allow the value, or an empty string."""
     try:
         _validator(key).validate_python(value)
-    except ValidationError:
-        return False
-    return True
+    except ValidationError as error:
+        first = error.errors()[0]
+        own = first["msg"].removeprefix("Value error, ") if first["type"] == "value_error" else ""
+        return f"`{key}` does not take {shown(value)}" + (f": {own}" if own else "")
+    return ""
 
 
 @cache

@@ -16,7 +16,6 @@ from rlhfless_ray.compat.openrlhf.outcomes import REFUSED, Outcome
 from rlhfless_ray.compat.openrlhf.recipe_keys import nested
 from rlhfless_ray.compat.openrlhf.starters import process_place
 from rlhfless_ray.compat.openrlhf.supervised_table import ALWAYS, KD, KTO, OLDER_NAMES, OWN, RANKS, RM, RULES, SFT, TASKS
-from rlhfless_ray.recipe.mistakes import known_keys
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 EVALUATED_SHARE = 0.01  # of the training rows, by train_rm without an evaluation data set
@@ -70,7 +69,7 @@ def translate_supervised(
         values[newest], spelled[newest] = value, flag
     _, started = process_place(environment)
     ranks = started or ranks
-    own = {flag.removeprefix("--elastic."): own_value(flag, text) for flag, text in ours}
+    own = {key: own_value(flag, text, key, SupervisedRecipe) for flag, text in ours for key in [flag.removeprefix("--elastic.")]}
     if isinstance(own.get("learner.ranks"), int):
         ranks = own["learner.ranks"]
     values[RANKS], values[OWN] = ranks, [flag for flag, _ in ours]
@@ -98,7 +97,7 @@ def translate_supervised(
             translation.flags.append(Outcome(spelled[name], REFUSED, why))
     for flag, value in given.items():
         translation.flags.append(Outcome(flag, *rules[_newest(flag[2:])].outcome(value, values)))
-    translation.set_own(ours, known_keys(SupervisedRecipe))
+    translation.set_own(ours, SupervisedRecipe)
     if launcher == RM:  # each evaluation sets the scale of the rewards in config.json
         settings["evaluate.each_epoch"] = True
         if not (settings.get("evaluate.path") or settings.get("evaluate.rows")):

@@ -19,7 +19,7 @@ from rlhfless_ray.compat.openrlhf.flags import LAUNCHER, newest, span_text
 from rlhfless_ray.compat.openrlhf.normalise import LOGIN, STAMPED, Values, canonical, defaults, shown
 from rlhfless_ray.compat.openrlhf.outcomes import HINT, HONOURED, NO_EFFECT, REFUSED, CommandTranslation, Outcome
 from rlhfless_ray.compat.openrlhf.rank_groups import DECIDING
-from rlhfless_ray.compat.openrlhf.recipe_keys import is_valid, names, recipe_keys
+from rlhfless_ray.compat.openrlhf.recipe_keys import mistake_in, names, recipe_keys
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
@@ -109,7 +109,7 @@ def _apply_rule(rule: Rule, v: Values, translation: Translation) -> Outcome:
         settings, reading = {}, f"{reading} (--elastic.{own[0]} decides here how ranks divide the work)"
     if rule.kind == "cond" and reading:
         return Outcome(rule.name, REFUSED, reading)
-    wrong = [f"`{key}` does not take {shown(value)}" for key, value in settings.items() if not is_valid(key, value)]
+    wrong = [mistake for key, value in settings.items() if (mistake := mistake_in(key, value))]
     if wrong:
         return Outcome(rule.name, REFUSED, ", ".join(wrong))
     translation.settings |= settings
