@@ -74,7 +74,7 @@ class PromptsConfig(DataSources):
     max_rows: int | None = Field(None, ge=1)
     """Keep only the first rows of each data set, of their mix, and of the one in `evaluate.path`. None: all."""
     prompt_column: str = "question"
-    """Column with the prompt's text, or, for `template: chat`, with a list of turns."""
+    """Column with the prompt's text, or, for `template: chat`, with a list of turns or its JSON text."""
     answer_column: str = "answer"
     """Column with the reference answer, which the reward function gets as part of the row. Empty: there is none."""
     template: Literal["none", "chat"] = "none"
@@ -84,7 +84,7 @@ class PromptsConfig(DataSources):
     system: Name = ""
     """System turn put before each prompt when `template` is `chat`."""
     add_bos: bool = True
-    """For `template: none`: begin with the tokenizer's beginning-of-text token, if it has one."""
+    """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself and the text has none."""
     rows: int = Field(4096, ge=1, le=MAX_ROWS)
     """Rows a built-in task generates for training."""
     batch_prompts: int = Field(32, ge=1)

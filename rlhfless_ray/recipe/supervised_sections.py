@@ -81,7 +81,7 @@ class SupervisedData(DataSources):
     input_template: Annotated[str, AfterValidator(one_gap)] | None = None
     """Text with one `{}` into which each prompt is put, for `template: none`."""
     add_bos: bool = True
-    """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself."""
+    """For `template: none`: begin with the tokenizer's beginning-of-text token, if it adds one itself and the text has none."""
     train_on: Literal["response", "assistant", "all"] = "response"
     """sft, kd: tokens that the loss counts. `response`: the response, or the last turn. `assistant`: every turn of the assistant.
     `all`: every token, as in pre-training; no end-of-sequence token is added."""

@@ -118,15 +118,7 @@ class ConversationReader:
             self._check_trained(len(turns), turns[-1])
             self._name_flags(turns, range(first))
             return [(len(before), end)]
-        spans = self._spans_of_turns(turns, first, whole)
-        if (
-            spans
-            and spans[-1][1] < end
-            and turns[-1].get("role") not in NOT_THE_MODEL
-            and self._says(len(turns), turns[-1])[0] is not False
-        ):
-            spans[-1] = (spans[-1][0], end)
-        return spans
+        return self._spans_of_turns(turns, first, whole)
 
     def _spans_of_turns(self, turns: list[Turn], first: int, whole: str, *, untrained: bool = False) -> list[tuple[int, int]]:
         """Return the spans of characters of the model's turns from `first` on that are trained, or of all turns that say they are not."""
@@ -142,9 +134,10 @@ class ConversationReader:
             tail = self._template(turns[: number + 1])
             head = self._template(turns[:number], prompts=is_model) if number else self._opening(tail) if is_model else ""
             if not whole.startswith(tail) or not tail.startswith(head):
+                instead = "set data.train_on to response, or " if self.data.train_on == "assistant" else ""
                 raise UserError(
                     f"{self.name}: the chat template of policy.path renders turn {number + 1} differently when others follow it, so its "
-                    "tokens cannot be told apart; set data.train_on to response, or use another template"
+                    f"tokens cannot be told apart; {instead}use another template"
                 )
             if not untrained:
                 self._check_trained(number + 1, turn)

@@ -311,3 +311,66 @@ def test_a_character_the_policy_does_not_know_is_refused(tmp_path: Path) -> None
     assert "the policy's tokenizer cannot encode the prompts" in refused(
         recipe(write(tmp_path, "r.jsonl", changed(0, question="é"))), letters()
     )
+
+
+def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one(tmp_path: Path) -> None:
+    asked = tuple(ord(c) - 30 for c in "Why?")
+    for text in ("Why?", "<bos>Why?", "\t <bos>Why?", "<bos><bos>Why?"):
+        file = write(tmp_path, "r.jsonl", changed(0, question=text))
+        assert load_prompts(recipe(file), letters(bos=True)).train[0].token_ids == (0, *asked), text
+    file = write(tmp_path, "r.jsonl", changed(0, question="<bos>Why?"))
+    assert load_prompts(recipe(file, add_bos=False), letters(bos=True)).train[0].token_ids == (0, *asked), "the row's own"
+    found = load_prompts(recipe(file, input_template="Q:{}"), letters(bos=True))
+    assert found.train[0].text == "Q:Why?" and found.train[0].token_ids.count(0) == 1
+    assert (
+        found.notes[0].startswith("prompts that begin with the beginning-of-text token")
+        and "(1 of 10 rows, first line 1)" in found.notes[0]
+    )
+    found = load_prompts(recipe(file, template="chat"), letters(bos=True, chat="<bos>" + CHAT))
+    assert found.train[0].text == "<bos>[user]Why?[assistant]" and found.train[0].token_ids.count(0) == 1 and len(found.notes) == 1
+    plain = load_prompts(recipe(file, template="chat"), letters(bos=True, chat=CHAT))
+    assert plain.train[0].text == "[user]<bos>Why?[assistant]" and not plain.notes, "the template writes none"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_a_conversation_that_is_text_is_read_as_one(tmp_path: Path, name: str) -> None:
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "it's"}, {"role": "user", "content": "c"}]
+    for written in (json.dumps, repr):
+        file = write(tmp_path, name, [{"question": written(asked), "answer": "b"}] * 5)
+        assert load_prompts(recipe(file, template="chat"), letters(chat=CHAT)).train[0].text == "[user]a[assistant]it's[user]c[assistant]"
+        assert "the prompt in column `question` is a list of turns, which only a chat template renders" in refused(recipe(file))
+    broken = write(tmp_path, "r.jsonl", changed(2, question=json.dumps(asked)[:-2]))
+    assert "line 3: column `question` begins like a list of turns, and is neither JSON nor" in refused(recipe(broken), letters(chat=CHAT))
+    for text in ('["a", "b"]', '{"a": 1}', "[{x}]"):
+        kept = write(tmp_path, "r.jsonl", changed(0, question=text))
+        assert load_prompts(recipe(kept), letters()).train[0].text == text, "a prompt may be JSON"
+
+
+@pytest.mark.parametrize(
+    ("turns", "says"),
+    [
+        ([{"role": "human", "content": "a"}], "turn 1 has the role `human`, which the chat template does not know; name it `user`"),
+        ([{"role": "user", "content": 3.5}], "turn 1 has 3.5 as `content`, which is no text"),
+        ([{"role": "system", "content": "a"}], "the conversation has a system turn only, so nobody asks anything"),
+        ([], "the prompt in column `question` is an empty list, not a string"),
+    ],
+)
+def test_conversations_without_a_question_are_refused(tmp_path: Path, turns: Any, says: str) -> None:
+    rows = [{"question": [{"role": "user", "content": "a"}], "answer": ""}, {"question": turns, "answer": ""}]
+    file = write(tmp_path, "r.jsonl", rows)
+    assert f"line 2: {says}" in refused(recipe(file, template="chat", batch_prompts=1, held=0), letters(chat=CHAT))
+
+
+def test_keys_of_turns_and_tools_that_nobody_reads_are_named(tmp_path: Path) -> None:
+    rows = [{"question": [{"role": "user", "content": "a", "name": "Ann"}], "answer": "", "tools": [{"name": "f"}]}] * 2
+    file = write(tmp_path, "r.jsonl", rows)
+    settings: dict[str, Any] = {"template": "chat", "batch_prompts": 1, "held": 0, "tools_column": ""}
+    found = load_prompts(recipe(file, **settings), letters(chat=CHAT))
+    assert found.notes == ("keys of turns that the chat template does not read: `name` (2 of 2 rows, first line 1)",)
+    named = CHAT.replace("{{ m['content'] }}", "{{ m.name }}:{{ m['content'] }}")
+    found = load_prompts(recipe(file, **settings), letters(chat=named))
+    assert found.train[0].text == "[user]Ann:a[assistant]" and not found.notes
+    plain = write(tmp_path, "p.jsonl", [{**row, "tools": [1]} for row in ROWS])
+    assert load_prompts(recipe(plain), letters()).notes == (
+        "columns with tools, which only prompts.template=chat reads: `tools` (10 of 10 rows, first line 1)",
+    )
