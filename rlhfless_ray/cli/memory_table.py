@@ -95,7 +95,7 @@ def _scratch_models(recipe: Recipe) -> dict[str, ModelSize]:
     from rlhfless_ray.preflight.memory_fit import policy_models
     from rlhfless_ray.weights.load_policy import initial_policy
 
-    config = json.loads(initial_policy(recipe)[0]["config.json"])
+    config = json.loads(bytes(initial_policy(recipe)[0]["config.json"]))
     parameters = parameter_count(config)
     return {} if parameters is None else policy_models(recipe, config, parameters)
 

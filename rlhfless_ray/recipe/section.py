@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -47,7 +47,7 @@ class _ByConstructor(ModelMetaclass):
         try:
             return super().__call__(**settings)
         except ValidationError as error:
-            raise UserError(f"{cls.__name__}: {describe_mistake(cls, error)}") from None
+            raise UserError(f"{cls.__name__}: {describe_mistake(cast(type[BaseModel], cls), error)}") from None
 
 
 class Section(BaseModel, metaclass=_ByConstructor):

@@ -12,9 +12,10 @@ from typing import Any, Self
 
 import yaml
 
+from rlhfless_ray.common.errors import shortened
 from rlhfless_ray.recipe.yaml_text import read_yaml
 from rlhfless_ray.report.formatting import finite
-from rlhfless_ray.report.metrics import read_jsonl
+from rlhfless_ray.report.metrics import read_jsonl, step_ranges
 
 LEDGER_NUMBERS = ("step", "from_s", "to_s", "seconds", "slots", "memory_mb", "money", "repeated")
 
@@ -120,6 +121,9 @@ class RunRecord:
                 row["step"] = int(row["step"])
                 by_step[row["step"]] = row
         self.metrics = [by_step[step] for step in sorted(by_step)]
+        done = finite(self.status.get("steps_done")) or 0
+        if self.metrics and (lost := [step for step in range(1, int(min(done, len(by_step) + 10**5)) + 1) if step not in by_step]):
+            self._problem(f"metrics.jsonl has no row of {step_ranges(lost)}.")
         if not self.metrics:
             self._problem("metrics.jsonl has no whole row yet.")
 
@@ -127,26 +131,29 @@ class RunRecord:
         text = self._text("ledger.csv", "the lease timeline and the costs are not shown")
         if text is None:
             return
-        lines = csv.reader(text.splitlines())
-        header = next(lines, None)
-        if header is None:
+        lines = text.split("\n")
+        header = lines[0].rstrip("\r").split(",")
+        if header == [""]:
             self._problem("ledger.csv is empty.")
             return
-        broken = 0
+        broken: list[str] = []
         words: dict[str, str] = {}  # shares equal cell texts, because a long run has hundreds of thousands of rows
-        for cells in lines:
+        for number, line in enumerate(lines[1:], 2):
+            if not line.strip():
+                continue
+            cells = _cells(line.rstrip("\r"))
             row: dict[str, Any] = {name: words.setdefault(cell, cell) for name, cell in zip(header, cells, strict=False)}
             for key in LEDGER_NUMBERS:
                 row[key] = finite(row.get(key))
             if len(cells) != len(header) or row["from_s"] is None or row["to_s"] is None or row["to_s"] < row["from_s"]:
-                broken += bool(cells)
+                broken.append(f"line {number}")
                 continue
             if row["seconds"] is None:
                 row["seconds"] = row["to_s"] - row["from_s"]
             row["step"] = None if row["step"] is None else int(row["step"])
             self.ledger.append(row)
         if broken:
-            self._problem(f"ledger.csv: {_lines(broken)} not whole and left out, as after a crash.")
+            self._problem(f"ledger.csv: {shortened(broken)} not whole and left out, as after a crash.")
         self.ledger.sort(key=lambda row: row["from_s"])
 
     def _find_samples(self) -> None:
@@ -157,6 +164,16 @@ class RunRecord:
         self.samples = dict(sorted(self.samples.items()))
         if not self.samples and not self.is_supervised:
             self._problem("There are no files in samples/, so no texts and no length histogram are shown.")
+
+
+def _cells(line: str) -> list[str]:
+    """Return the cells of one line of a CSV file. A quote that was never closed takes no further lines."""
+    if '"' not in line:
+        return line.split(",")
+    try:
+        return next(csv.reader([line]))
+    except csv.Error:
+        return []
 
 
 def _lines(count: int) -> str:

@@ -35,6 +35,8 @@ def header(record: RunRecord) -> Row:
     details = [("machine", status.get("machine")), ("started", _moment(status.get("started_at")))]
     if resumed := status.get("resumed_at"):
         details.append(("resumed", f"{_moment(resumed[-1])}{f' ({len(resumed)} times)' if len(resumed) > 1 else ''}"))
+    for change in status.get("recipe_changes") or []:
+        details.append((f"recipe changed after step {change.get('after_step')}", "; ".join(map(str, change.get("changes") or []))))
     details.append(("ended", _moment(status.get("ended_at"))))
     details.append(("versions", ", ".join(f"{name} {version}" for name, version in (status.get("versions") or {}).items())))
     return {"name": _run_name(record), "state": state, "sentence": sentence, "details": [(k, str(v)) for k, v in details if v]}

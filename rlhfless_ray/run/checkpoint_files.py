@@ -28,6 +28,9 @@ class DamagedCheckpoint(UserError):
         super().__init__(f"--resume: {path} {what}; {cure}")
         self.path, self.what = path, what
 
+    def __reduce__(self) -> tuple[Any, ...]:  # Exception's own would pass the message alone
+        return type(self), (self.path, self.what)
+
 
 def write_checksums(folder: Path, sums: Mapping[str, str], name: str = CHECKSUMS) -> None:
     """Write {file name: checksum} of a folder's files into it."""
@@ -56,6 +59,14 @@ def read_checked(folder: Path, sums: Mapping[str, str]) -> Files:
                 folder / name, "differs from the file that was written (did the machine lose power, the disk fail, or somebody edit it?)"
             )
     return files
+
+
+def check_files(folder: Path) -> bool:
+    """Compare the files of a checkpoint of any kind with their checksums. Returns whether it has any. Raises DamagedCheckpoint."""
+    listed = sorted(folder.glob("checksums*.json"))
+    for file in listed:
+        read_checked(folder, read_checksums(file))
+    return bool(listed)
 
 
 def driver_state(folder: Path) -> dict[str, Any]:

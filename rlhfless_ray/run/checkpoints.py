@@ -105,7 +105,7 @@ class Checkpoints:
     def check(self) -> None:
         """Raise UserError if the folder has checkpoints of another program, which this run would remove."""
         for step, path in self.list():
-            if self.elsewhere is not None and not (path / DRIVER).is_file():
+            if self.elsewhere is not None and not any((path / name).is_file() for name in (DRIVER, CHECKSUMS)):
                 raise UserError(
                     f"checkpoint.path: {path} is a checkpoint of DeepSpeed, which is not read here; set another folder, and policy.path "
                     f"to the checkpoint's Hugging Face export ({self.elsewhere / f'global_step{step}_hf'}) if there is one"

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.recipe.recipe_file import read_tree
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.run.checkpoint_files import DamagedCheckpoint, check_files
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.weights.adapter import CONFIG, Adapter, merge_folder
@@ -61,6 +61,10 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
         raise UserError(f"{setting}: {path} is neither a model folder nor a run folder with a model or a checkpoint")
     target = written / f"{run.name}-{checkpoint.name}"
     if not target.is_dir():
+        try:
+            check_files(checkpoint)
+        except DamagedCheckpoint as error:
+            raise UserError(f"{setting}: {error.path} {error.what}; name another checkpoint") from None
         adapted = (checkpoint / CONFIG).is_file()
         swap_folder(target, partial(_merge if adapted else _write_model, run, checkpoint))
     return target
@@ -69,16 +73,23 @@ def find_model(name: str | Path, setting: str, written: Path) -> Path:
 def _newest_checkpoint(run: Path) -> Path | None:
     """Return the newest checkpoint of a run, in its folder or where its recipe's `checkpoint.path` put it."""
     recipe = run / "recipe.yaml"
-    section = (read_tree(recipe).get("checkpoint") or {}) if recipe.is_file() else {}
+    section = (_recipe_tree(run).get("checkpoint") or {}) if recipe.is_file() else {}
     elsewhere = Path(section.get("path") or run)
     folders = (run / "checkpoints", elsewhere / "_actor", elsewhere / run.name)  # the last: of a supervised stage
     checkpoints = [file.parent for folder in folders for file in folder.glob("[scg]*/learner.json")]
     return max(checkpoints, key=lambda path: (path / "learner.json").stat().st_mtime, default=None)
 
 
+def _recipe_tree(run: Path) -> dict[str, Any]:
+    tree = RunFolder(run).recipe_before()
+    if tree is None:
+        raise UserError(f"{run / 'recipe.yaml'} cannot be read as a recipe; name a model folder")
+    return tree
+
+
 def _merge(run: Path, checkpoint: Path, target: Path) -> None:
     """Write the run's first model with the checkpoint's adapters merged."""
-    first, dtype = _first_model(run), read_tree(run / "recipe.yaml")["policy"]["dtype"]
+    first, dtype = _first_model(run), _recipe_tree(run)["policy"]["dtype"]
     with as_folder(first) as base:
         merge_folder(base, Adapter.read(checkpoint), target, dtype)
     index = {name: content for name, content in first.items() if name.endswith(".index.json")}
@@ -114,7 +125,7 @@ def _first_model(run: Path) -> Files:
     """Return the model that a run began with."""
     if (run / "reference").is_dir():
         return read_folder(run / "reference")
-    tree = read_tree(run / "recipe.yaml")
+    tree = _recipe_tree(run)
     if path := tree["policy"]["path"]:
         return read_model(model_folder(path, "policy.path"))
     if "task" in tree:

@@ -24,6 +24,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.changes import Changes
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
 from rlhfless_ray.run.checkpoints import Checkpoints, swap_folder
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
@@ -175,7 +176,7 @@ class RunFolder:
     def recipe_before(self) -> dict[str, Any] | None:
         """Return the tree of the folder's recipe, None if it cannot be read."""
         try:
-            tree = yaml.safe_load((self.path / "recipe.yaml").read_bytes())
+            tree = read_yaml((self.path / "recipe.yaml").read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError, UnicodeDecodeError):
             return None
         return tree if isinstance(tree, dict) else None
@@ -258,7 +259,7 @@ class RunFolder:
             if not is_new:
                 os.replace(path, kept)
             elif changes and earlier:
-                replace_file(kept, yaml.safe_dump(earlier, sort_keys=False, allow_unicode=True).encode())
+                replace_file(kept, write_yaml(earlier).encode())
         replace_file(path, text)
 
     def read_status(self) -> dict[str, Any]:

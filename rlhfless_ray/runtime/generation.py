@@ -19,6 +19,7 @@ from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import EvaluateConfig, Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.without_effect import sentences
+from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.rollout.overlap import OverlapScheduler
@@ -134,7 +135,7 @@ class Generation(Runtime):
         self.responses = ResponseRecord(self.folder.path, self._settings(), self.recipe.answer_column)
         self.pending = self.responses.missing(self.inputs.prompts.train, self.recipe.rollout.samples_per_prompt, scored=self.recipe.scores)
         metrics = self.folder.path / "metrics.jsonl"
-        self.steps_done = max((row["step"] for row in read_jsonl(metrics)[0]), default=0) if metrics.is_file() else 0
+        self.steps_done = max((int(finite(row.get("step")) or 0) for row in read_jsonl(metrics)[0]), default=0) if metrics.is_file() else 0
         steps = self.steps_done + math.ceil(len(self.pending) / self.recipe.prompts.batch_prompts)
         self.recipe = self.recipe.with_settings({"run.steps": steps})
         return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.run.checkpoint_files import DamagedCheckpoint, read_checked, read_checksums
+from rlhfless_ray.run.checkpoint_files import DamagedCheckpoint, check_files
 from rlhfless_ray.run.folder import RunFolder, folders_of, status_written_s
 from rlhfless_ray.weights.model_folder import WEIGHTS, is_safetensors, read_content
 
@@ -51,14 +51,6 @@ def chosen_checkpoint(folder: Path, *, previous: bool) -> Path:
             check_files(path)
             return path
     raise UserError(f"--resume=previous: there is no undamaged checkpoint before {found[0]}; start without --resume")
-
-
-def check_files(checkpoint: Path) -> bool:
-    """Compare a checkpoint's files with their checksums. Returns whether it has any. Raises DamagedCheckpoint."""
-    sums = [read_checksums(file) for file in sorted(checkpoint.glob(OF_RANKS))]
-    for of_rank in sums:
-        read_checked(checkpoint, of_rank)
-    return bool(sums)
 
 
 def set_aside_after(checkpoint: Path) -> str:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.changes import changes
 from rlhfless_ray.recipe.recipe_file import read_tree
-from rlhfless_ray.recipe.section import Section
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.report.formatting import finite, percent
 from rlhfless_ray.report.metrics import read_jsonl, rows_of
@@ -159,7 +159,7 @@ class SweepFolder:
             file: content
             for file in root.glob(f"{name}*/sweep.json")
             if re.fullmatch(re.escape(name) + r"(-\d+)?", file.parent.name)
-            if (content := json.loads(file.read_text())).get("name") == name  # `a-2` may be a sweep of its own
+            if (content := _read_state(file)).get("name") == name  # `a-2` may be a sweep of its own
         }
         if not written:
             raise UserError(f"--resume: no sweep in {root / name}; start it without --resume")
@@ -215,23 +215,21 @@ class SweepFolder:
         replace_file(self.path / "sweep.json", (json.dumps(content, indent=1) + "\n").encode())
 
 
+def _read_state(file: Path) -> dict[str, Any]:
+    """Read a sweep.json. Raises UserError if it is damaged."""
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"--resume: {file} is damaged; remove its folder, or set another name for the sweep") from None
+
+
 def _new_state(run: PlannedRun) -> RunState:
     alone = costs_alone(run.alone) if run.alone else {}
     return RunState(run.name, dict(run.settings), steps=run.recipe.run.steps, alone=alone)
 
 
 def _changed_settings(file: Path, recipe: Recipe | SupervisedRecipe) -> list[str]:
-    """Return the keys in which a run's recipe differs from the one in a file, of those that may change its results."""
-    before = type(recipe).parse(read_tree(file), where=f"recipe {file}")
-    pairs = zip(_values_by_key(before), _values_by_key(recipe), strict=True)
-    return [key for (key, old), (_, new) in pairs if old != new and not key.startswith(("checkpoint.", "cluster.", "watch.", "run.root"))]
-
-
-def _values_by_key(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every setting."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _values_by_key(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    """Return what differs between a finished run's recipe and the one in a file, of what may change its results and costs."""
+    before = read_tree(file)
+    found = (change.key for change in changes(before, recipe).found)
+    return [key for key in found if not key.startswith(("checkpoint.", "cluster.", "watch.", "run.root"))]

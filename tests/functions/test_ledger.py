@@ -389,6 +389,28 @@ def test_a_file_torn_anywhere_keeps_its_whole_lines(clock: Clock, tmp_path: Path
     assert ledger.rows == before.rows[: len(lines) - 2]
 
 
+def test_lost_rows_are_said(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.csv"
+    rows, lines = three_steps(clock, path).rows, path.read_bytes().splitlines(keepends=True)
+
+    def said(content: bytes | None, least_rows: int = 0) -> list[str]:
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        return [message.removeprefix(str(path)) for message in Ledger("cpu", 7.0).resume_from(path, 99, least_rows)]
+
+    last, text = len(lines), b"".join(lines)
+    assert said(text, len(rows)) == []
+    torn = f": line {last} (step {rows[-1].step}) not complete and left out, and so are their costs"
+    assert said(text[:-3]) == [torn] and said(text[:-1]) == [torn], "without its end a line may have lost digits"
+    few = f": 1 of the {len(rows)} rows that it had at the checkpoint are lost, and their costs"
+    assert said(text[:-3], len(rows)) == [torn, few] and said(b"".join(lines[:-1]), len(rows)) == [few]
+    assert said(lines[0] + b"\xff\xfe\0,,\n" + b"".join(lines[2:])) == [": line 2 not complete and left out, and so are their costs"]
+    assert said(b"\xff" + text)[0].startswith(": line 2 (step 1), line 3") and said(b"", 2)[0].startswith(": 2 of the 2 rows")
+    assert said(None, 3) == [" is missing: the 3 rows that it had at the checkpoint are lost, and their costs"] and said(None) == []
+    assert said(lines[0] + b'"' + b"x" * 200_000 + b"\n" + b"".join(lines[1:]))[0].startswith(": line 2 not complete")
+
+
 def test_a_new_run_has_nothing_to_take_over(tmp_path: Path) -> None:
     ledger = Ledger("cpu", 1.0)
     ledger.resume_from(tmp_path / "ledger.csv", 5)

@@ -68,6 +68,34 @@ def test_reopening_repairs_a_torn_line_and_keeps_the_rest(tmp_path: Path) -> Non
     assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 2, "again": True}], "no row is lost"
 
 
+def lines_of(*steps: int) -> bytes:
+    return b"".join(b'{"step":%d,"v":1}\n' % step for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        (
+            lines_of(0, 1, 2, 3) + b'{"step":4,"v',
+            [": line 5 (step 4) not complete and left out, as after a crash", ": no row of step 4, which"],
+        ),
+        (lines_of(0, 1, 2, 3, 4) + b'{"step":5,"v', [": line 6 (step 5) not complete and left out, as after a crash"]),
+        (lines_of(0, 4) + b"\0" * 9, [": line 3 not complete", ": no row of steps 1 to 3, which the checkpoint has done: these metrics"]),
+        (lines_of(1, 3, 4) + b'{"step":"x"}\n\xff\xfe\n', [": line 4, line 5 not complete", ": no row of step 2, which"]),
+        (b"", [": no row of steps 1 to 4, which"]),
+        (None, [" is missing, so the rows of steps 1 to 4 are lost"]),
+        (lines_of(0, 1, 2, 3, 4, 5, 6), []),
+    ],
+)
+def test_a_resume_says_which_rows_are_lost(tmp_path: Path, text: bytes | None, messages: list[str]) -> None:
+    path, said = tmp_path / "metrics.jsonl", []
+    if text is not None:
+        path.write_bytes(text)
+    with Metrics(tmp_path, FILE_ONLY, resume_after_step=4, say=said.append):
+        pass
+    assert len(said) == len(messages) and all(one.startswith(f"{path}{start}") for one, start in zip(said, messages, strict=True)), said
+
+
 def test_read_rows_counts_what_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b'{"a": 1}\n[1]\n\n{"a": \xff\n{"a": 2}\n{"a"')
     assert read_jsonl(tmp_path / "f") == ([{"a": 1}, {"a": 2}], 3)

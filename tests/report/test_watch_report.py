@@ -266,10 +266,22 @@ def test_a_crashed_run_gives_a_report_that_says_what_is_torn(finished_run: Path,
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"status": "running", "ended_at": None}))
     page = page_of(folder)
-    for name in ("metrics.jsonl", "ledger.csv", "samples/step_24.jsonl"):
+    for name in ("metrics.jsonl", "samples/step_24.jsonl"):
         assert f"{name}: 1 line is not whole and left out" in page.text
+    number = len((folder / "ledger.csv").read_bytes().splitlines())
+    assert f"ledger.csv: line {number} not whole and left out" in page.text and "metrics.jsonl has no row of step 24." in page.text
     assert "it is still working, or it crashed" in page.text
     assert page.json("charts")["reward"]["data"][0]["x"] == list(range(1, 24))
+
+
+def test_a_quote_that_is_never_closed_takes_no_other_row(finished_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished_run, tmp_path / "run")
+    whole = RunRecord.read(folder).ledger
+    lines = (folder / "ledger.csv").read_text().splitlines()
+    lines[3] = '"' + "x" * 200_000  # longer than the csv module takes
+    (folder / "ledger.csv").write_text("\n".join(lines) + "\n")
+    record = RunRecord.read(folder)
+    assert len(record.ledger) == len(whole) - 1 and record.problems == ["ledger.csv: line 4 not whole and left out, as after a crash."]
 
 
 def test_an_empty_folder_gives_sentences_and_no_charts(tmp_path: Path) -> None:

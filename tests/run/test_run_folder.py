@@ -18,7 +18,6 @@ import pytest
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import CheckpointConfig, Recipe
-from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run import checkpoints as saving
 from rlhfless_ray.run import folder as module
 from rlhfless_ray.run.checkpoint_files import driver_state
