@@ -174,7 +174,7 @@ def test_math_and_task_run_under_the_same_limit() -> None:
         [(0, "", "\\boxed{\\frac{1}{2}}", {"answer": "0.5"}), (1, "", "2", {"answer": "0.5"}), (2, "", "2", {"answer": "?"})]
     )
     assert [score.reward for score in scores] == [1.0, 0.0, None]
-    assert scores[2].error == "ValueError: math-verify cannot read the reference answer '?'"
+    assert scores[2].error == "ValueError: cannot read the reference answer '?': it has neither letters nor digits"
     assert RewardWorker(RewardSource("task", "chain"), LONG_S).score([(0, "5A3=", "#8", {"answer": "8"})]) == [Score(0, 1.0)]
 
 
