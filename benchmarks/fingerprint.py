@@ -3,6 +3,10 @@
     python -m benchmarks.fingerprint > before.json      # on the old code
     python -m benchmarks.fingerprint --compare before.json      # on the new code: exit code 1 and the names that differ
 
+    python -m benchmarks.fingerprint --runs             # real runs of every rollout mode: tokens, log-probabilities, weights, ledger
+    python -m benchmarks.fingerprint --record           # the same, and record anew where their partial rollouts cut responses
+
+Results of runs are in benchmarks/results/fingerprint_runs.json, and `--runs` compares with them.
 Numbers are rounded to six significant digits before hashing, because other processors and BLAS builds differ in the last bits.
 `--digits 17` compares every bit, on one machine.
 """
@@ -14,6 +18,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +42,7 @@ from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import SpeedFit
 
 DIGITS = 6
+RUNS = Path(__file__).parent / "results" / "fingerprint_runs.json"
 SPEED = Speed(8.5e-3, 3e-5, 2e-8)
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {"like": "qwen3b-gsm8k-grpo", "nodes": 1, "devices_per_node": 4, "prompts": 8, "samples": 4, "epochs": 2},
@@ -222,13 +228,47 @@ def fingerprint(parts: list[str], seeds: list[int], digits: int = DIGITS) -> dic
     }
 
 
+def run_hashes(known: dict[str, Any], record: bool) -> dict[str, Any]:
+    """Return {run: {"orders", "hashes"}} of all modes. `known`: those of before, whose orders are repeated unless recorded anew."""
+    from benchmarks.common.repeated_run import MODES, hashes
+    from benchmarks.common.repeated_run import record as record_orders
+
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        partial = MODES[mode].get("partial") is not None
+        for agent in (False,) if partial else (False, True):
+            name = f"{mode}, agent" if agent else mode
+            with tempfile.TemporaryDirectory() as folder:
+                orders = {} if not partial else record_orders(mode, Path(folder)) if record else known[name]["orders"]
+                found[name] = {"hashes": hashes(mode, agent, Path(folder), orders), "orders": orders}
+            print(f"{name}: {len(found[name]['hashes'])} results", file=sys.stderr, flush=True)
+    return found
+
+
+def compare_runs(record: bool) -> int:
+    """Run every mode, and write or compare the results."""
+    known = json.loads(RUNS.read_text()) if RUNS.exists() else {}
+    found = run_hashes(known, record)
+    if record:
+        RUNS.write_text(json.dumps(found) + "\n")
+        return 0
+    differ = [(run, name) for run, one in found.items() for name, value in one["hashes"].items() if known[run]["hashes"].get(name) != value]
+    total = sum(len(one["hashes"]) for one in found.values())
+    print(*(f"differs: {run}, {name}" for run, name in differ), f"{len(differ)} of {total} results differ", sep="\n")
+    return 1 if differ else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--digits", type=int, default=DIGITS, help="significant digits compared")
     parser.add_argument("--compare", type=Path, help="a file that an earlier run printed")
+    parser.add_argument("--runs", action="store_true", help="run every rollout mode instead, and compare")
+    parser.add_argument("--record", action="store_true", help="run every rollout mode instead, and record the results")
     given = parser.parse_args()
+    if given.runs or given.record:
+        return compare_runs(given.record)
     found = fingerprint(given.parts, given.seeds, given.digits)
     if given.compare is None:
         json.dump(found, sys.stdout, indent=1)
