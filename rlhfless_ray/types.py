@@ -9,8 +9,8 @@ or vllm.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,21 @@ class Prompt:
     cut_tokens: int = 0  # tokens cut off its left, which `text` still has
 
 
+class SampleId(NamedTuple):
+    """The name of a response, from its request to the end of its training. It says where the response belongs, never where it is."""
+
+    row: int  # of its prompt in the data set
+    begun_step: int
+    number: int  # among the responses to this row that began in this step
+
+    def group(self, count: int) -> SampleId:
+        """Return the name that the responses of a group share: that of its first one. `count`: responses of a group."""
+        return self._replace(number=self.number - self.number % count)
+
+
+UNNAMED = SampleId(-1, -1, -1)
+
+
 @dataclass(frozen=True)
 class Request:
     """One response to generate. The sampled tokens depend only on these fields and the weights, not on engines or cuts.
@@ -35,7 +50,7 @@ class Request:
     `generated` holds the tokens so far; every other field describes the whole response.
     """
 
-    key: int  # position in the step's batch: prompt position × samples_per_prompt + sample
+    key: int  # position in the rollout, by which driver and engines name it
     token_ids: tuple[int, ...]
     seed: int
     max_tokens: int
@@ -48,13 +63,14 @@ class Request:
     top_k: int = 0  # number of the most likely tokens that are sampled from, before top_p; 0: all; not used for greedy requests
     min_tokens: int = 0  # nothing ends the response before this many tokens
     cache_version: int | None = None  # weight version that names the KV of its context; None: the engine's
+    id: SampleId = UNNAMED  # of the response, or of the episode of which it is a turn
 
 
 @dataclass
 class Completion:
     """What an engine generated for one request."""
 
-    key: int
+    key: int  # of its request in the rollout that ended it
     token_ids: np.ndarray  # (length,) int32, with the end-of-sequence token if it was sampled
     logprobs: np.ndarray  # (length,) float32, of the sampling distribution: temperature, top-k and top-p applied, before the sampling noise
     finish_reason: str  # "stop": it ended by itself; "length": it reached max_tokens; UNFINISHED: it goes on in the next step
@@ -69,17 +85,13 @@ class Completion:
     def __post_init__(self) -> None:
         self.versions = self.versions or ((self.version, len(self.token_ids)),)
 
-    def with_key(self, key: int) -> Completion:
-        """Return the completion under this key: itself if it has it already."""
-        return self if key == self.key else replace(self, key=key)
-
 
 @dataclass
 class Sample:
     """A completion with its prompt, its text and, once scored, its reward and advantage."""
 
     prompt: Prompt
-    sample: int  # 0 … samples_per_prompt - 1
+    id: SampleId
     completion: Completion
     text: str = ""
     reward: float | None = None  # None: not scored, or the reward function failed, see `error`
@@ -111,6 +123,10 @@ class Group:
     begun: int  # step
     first_sample: int = 0  # number of its first sample: not 0 if the prompt was begun twice in that step
     samples: tuple[Sample, ...] = ()  # after its first step: all of them, unfinished ones with the tokens so far
+
+    def ids(self, count: int) -> list[SampleId]:
+        """Return the names of its `count` responses."""
+        return [SampleId(self.prompt.index, self.begun, self.first_sample + n) for n in range(count)]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.progress_panel import line
 from rlhfless_ray.report.summary import warnings
 from rlhfless_ray.runtime.agreement import SAMPLES, TOKENS, Agreement, compare_mismatch, compute_distances, select_batch
-from rlhfless_ray.types import Completion, Prompt, Sample, UpdateStats, WeightVersion
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, UpdateStats, WeightVersion
 from rlhfless_ray.weights.checksum import checksum, combined, damaged, digests, listed
 from rlhfless_ray.weights.compare import differing
 
@@ -23,7 +23,7 @@ from rlhfless_ray.weights.compare import differing
 def sample(key: int, length: int, version: int = 0, mask: np.ndarray | None = None) -> Sample:
     tokens = np.arange(length, dtype=np.int32) + 100 * key
     completion = Completion(key, tokens, np.full(length, -1.0 - key, np.float32), "stop", version)
-    return Sample(Prompt(key, "", (5, 6, 7)), 0, completion, action_mask=mask)
+    return Sample(Prompt(key, "", (5, 6, 7)), SampleId(key, 1, 0), completion, action_mask=mask)
 
 
 def recipe(**sections: Any) -> Recipe:

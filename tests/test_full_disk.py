@@ -41,7 +41,7 @@ from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun
 from rlhfless_ray.supervise.rank_trainer import root_failure
 from rlhfless_ray.supervise.run_supervised import SupervisedStage
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import command_here, small_recipe, write_recipe
 
@@ -121,7 +121,7 @@ def status(folder: RunFolder) -> dict[str, Any]:
 
 def a_sample() -> Sample:
     done = Completion(0, np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", 0)
-    return Sample(Prompt(0, "p", (1, 2)), 0, done, text="t" * 400, reward=1.0)
+    return Sample(Prompt(0, "p", (1, 2)), SampleId(0, 1, 0), done, text="t" * 400, reward=1.0)
 
 
 def hidden(path: Path) -> list[str]:

@@ -198,7 +198,7 @@ def check_proximal(recipe: Recipe, folder: Path, steps: list[Step], proximal: di
         assert step.metrics["overlap/logprobs"] == len(proximal[step.number])
         policy.load(step.number - 1)
         for key, found in proximal[step.number].items():
-            (sample,) = (s for s in step.samples if s.completion.key == key)
+            (sample,) = (s for s in step.samples if s.id == key)
             np.testing.assert_allclose(found, policy.logprobs(sample), atol=1e-4)
     ledger = [row for row in read_ledger(folder / "ledger.csv") if row.lease and row.activity == "work"]
     told = [row for row in ledger if row.kind == "learn" and row.what == "log-probabilities"]

@@ -39,7 +39,7 @@ from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.step.requests import make_request, make_step_requests
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import WeightVersion
+from rlhfless_ray.types import SampleId, WeightVersion
 from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import small_recipe
 from tests.run.test_run_folder import store
@@ -384,14 +384,14 @@ def test_a_late_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
 
 
 def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tmp_path: Path) -> None:
-    from rlhfless_ray.types import Prompt
+    from rlhfless_ray.types import Prompt, SampleId
 
     recipe = Recipe.parse(small_recipe(tmp_path, rollout__samples_per_prompt=3))
     rows = [Prompt(i, "p", (1,)) for i in (5, 7, 5, 9, 5)]
     requests = make_step_requests(recipe, 4, rows)
     assert [r.key for r in requests] == list(range(15))
-    assert len({r.seed for r in requests}) == 15
-    ordinary = [make_request(recipe, 0, rows[i], 1.0, 4, j).seed for i in (0, 1, 3) for j in range(3)]
+    assert len({r.seed for r in requests}) == len({r.id for r in requests}) == 15
+    ordinary = [make_request(recipe, 0, rows[i], 1.0, SampleId(rows[i].index, 4, j)).seed for i in (0, 1, 3) for j in range(3)]
     assert [requests[3 * i + j].seed for i in (0, 1, 3) for j in range(3)] == ordinary
 
 
@@ -403,7 +403,7 @@ def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(recwarn
     from rlhfless_ray.types import Completion, Prompt, Sample
 
     done = Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 0)
-    samples = [Sample(Prompt(i, "p", (1,)), 0, done, error="boom") for i in range(2)]
+    samples = [Sample(Prompt(i, "p", (1,)), SampleId(i, 1, 0), done, error="boom") for i in range(2)]
     asked = {"sampled": (1.0, 1), "greedy": (0.0, 1)}
     others = {"eval/length_mean": 3.0, "eval/truncated_share": 0.0, "eval/samples": 2.0}
     assert compute_accuracies(samples, asked) == {**others, "eval/failed": 2.0}
@@ -428,7 +428,9 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     run.record.recipe, run.record.folder = run.recipe, run.folder
     run.record.samples = lambda *a: RunRecorder.samples(run.record, *a)
     done = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
-    samples = [Sample(Prompt(i, "p", (1,)), 0, done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)]
+    samples = [
+        Sample(Prompt(i, "p", (1,)), SampleId(i, 1, 0), done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)
+    ]
     monkeypatch.setattr(score.Scoring, "finish", lambda self, announce: setattr(self, "failed", 2))
     source = RewardSource("task", "chain")
     with pytest.raises(RunError, match="2 of 3 samples could not be scored"):
@@ -439,7 +441,7 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("seed", [-5, 2**63, 10**23])
 def test_any_whole_number_is_a_seed(tmp_path: Path, seed: int) -> None:
-    from rlhfless_ray.types import Prompt
+    from rlhfless_ray.types import Prompt, SampleId
 
     recipe = Recipe.parse(small_recipe(tmp_path, run__seed=seed))
-    assert 0 <= make_request(recipe, 0, Prompt(0, "p", (1,)), 1.0, 4, 0).seed < 2**64
+    assert 0 <= make_request(recipe, 0, Prompt(0, "p", (1,)), 1.0, SampleId(0, 4, 0)).seed < 2**64

@@ -11,7 +11,7 @@ from benchmarks.common.replay import Script
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.step.requests import make_request
-from rlhfless_ray.types import Prompt
+from rlhfless_ray.types import Prompt, SampleId
 
 
 def trained_groups(path: Path, step: int) -> list[tuple[int, int]]:
@@ -36,7 +36,7 @@ def wrong_of(path: Path, recipe: Recipe) -> dict[str, int]:
         found.update(row for row, _ in groups)
         for place, (row, _, _, tokens, _) in enumerate(rows):
             prompt, begun = groups[place // count] if place // count < len(groups) else (row, step)
-            length = script.length(make_request(recipe, 0, prompts[prompt], 1.0, begun, place % count))
+            length = script.length(make_request(recipe, 0, prompts[prompt], 1.0, SampleId(prompt, begun, place % count)))
             of_other_length += prompt != row or tokens != length
             too_old += step - begun > bound
     return {

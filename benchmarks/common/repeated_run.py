@@ -110,7 +110,7 @@ class RepeatedRun(Runtime):
         groups = [[group.prompt.index, group.begun] for group in batch.groups]
         assert groups == order["groups"], f"other groups in step {step.number}: {groups} instead of {order['groups']}"
         cut = {(row, number): tokens for row, number, tokens in order["cut"]}
-        names = {g * batch.count + n: (group.prompt.index, n) for g, group in enumerate(batch.groups) for n in range(batch.count)}
+        names = {key: (name.row, name.number) for key, name in enumerate(batch.ids)}
         self.cuts = {key: cut[name] for key, name in names.items() if name in cut}
         asked = batch.requests(self.recipe)
         most = [max(self.cuts.get(one.key, one.max_tokens), batch.made[one.key] + 1) for one in asked]
@@ -174,7 +174,7 @@ def _described(sample: Sample) -> list[Any]:
     done = sample.completion
     mask = None if sample.action_mask is None else sample.action_mask.tolist()
     reward = None if sample.reward is None else round(sample.reward, 9)
-    return [sample.prompt.index, sample.sample, done.token_ids.tolist(), done.versions, done.finish_reason, reward, mask]
+    return [sample.id.row, sample.id.number, done.token_ids.tolist(), done.versions, done.finish_reason, reward, mask]
 
 
 def _hash(values: Iterable[Any]) -> str:

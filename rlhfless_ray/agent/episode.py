@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.reward.values import to_finite_float, to_float, unwrap
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
 
@@ -71,7 +71,7 @@ class Episode:
             tokens[:last].astype(np.int32), first, action, logprobs, len(ranges), bool(result.get("truncated", False)), reward, score, logs
         )
 
-    def sample(self, prompt: Prompt, number: int, key: int, version: int, text: str) -> Sample:
+    def sample(self, prompt: Prompt, name: SampleId, key: int, version: int, text: str) -> Sample:
         """Convert to a scored sample for the learner. The agent's first observation replaces the prompt."""
         seen = tuple(self.token_ids[: self.prompt_tokens].tolist())
         if seen != prompt.token_ids:
@@ -81,7 +81,7 @@ class Episode:
         completion = Completion(key, rest, logprobs, "length" if self.truncated else "stop", version)
         return Sample(
             prompt,
-            number,
+            name,
             completion,
             text,
             self.reward,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +10,16 @@ import numpy as np
 
 from rlhfless_ray.agent.messages import EpisodeEnd
 from rlhfless_ray.agent.unfinished_episode import token_versions
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Request, Sample
 
 
 class EpisodeSamples:
-    """Samples of a rollout by key. Key k is sample k % `count` of prompt k // `count`."""
+    """The samples of a rollout, by the keys of its requests."""
 
-    def __init__(self, prompts: list[Prompt], count: int, version: int) -> None:
-        """`version`: weight version, the same for all turns that this rollout draws."""
-        self.prompts, self.count, self.version = prompts, count, version
+    def __init__(self, requests: Sequence[Request], prompts: Iterable[Prompt], version: int) -> None:
+        """`prompts`: of all requests, in any order. `version`: weight version, the same for all turns that this rollout draws."""
+        self.ids, self.version = [request.id for request in requests], version
+        self.prompts = {prompt.index: prompt for prompt in prompts}
         self.made: dict[int, Sample] = {}
         self.agent_s: list[float] = []
 
@@ -28,13 +29,14 @@ class EpisodeSamples:
         for end in played:
             if end.key in self.made:
                 continue
-            prompt, number = self.prompts[end.key // self.count], end.key % self.count
+            name = self.ids[end.key]
+            prompt = self.prompts[name.row]
             if isinstance(end.result, str):
                 completion = Completion(end.key, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", self.version)
-                sample = Sample(prompt, number, completion, error=end.result)
+                sample = Sample(prompt, name, completion, error=end.result)
             else:
                 text = "".join(text for _, text in end.texts)
-                sample = end.result.sample(prompt, number, end.key, self.version, text)
+                sample = end.result.sample(prompt, name, end.key, self.version, text)
                 if any(version != self.version for _, _, version in end.drawn):
                     sample.completion = replace(sample.completion, versions=token_versions(end.result, end.drawn))
                 if sample.prompt is not prompt:
@@ -46,7 +48,7 @@ class EpisodeSamples:
         return added
 
     def all(self) -> list[Sample]:
-        """Return all samples in the order of their keys."""
+        """Return all samples in the order of their requests."""
         return [self.made[key] for key in sorted(self.made)]
 
     def metrics(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhfless_ray.types import Sample
+from rlhfless_ray.types import Sample, SampleId
 
 if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig
@@ -125,8 +125,10 @@ class Batch:
 
 def batch_of(samples: Sequence[Sample], per_prompt: int) -> Batch:
     """Build a batch from a step's samples, `per_prompt` for each prompt. Advantages are 0."""
+    groups: dict[SampleId, int] = {}
+    numbers = [groups.setdefault(s.id.group(per_prompt), len(groups)) for s in samples]
     return Batch.of(
-        [(s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, s.completion.key // per_prompt) for s in samples],
+        [(s.prompt.token_ids, s.completion.token_ids, s.completion.logprobs, 0.0, n) for s, n in zip(samples, numbers, strict=True)],
         [s.action_mask for s in samples],
         [s.completion.experts for s in samples],
     )

@@ -26,7 +26,7 @@ from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
+from rlhfless_ray.types import Sample, SampleId, UpdateStats, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
 FREE_S = 0.05  # longest wait for Ray to grant a free slot
@@ -42,7 +42,7 @@ class LearnStage:
         self.passes_s = 0.0  # seconds of that phase before the policy's update
         self.plan: Decision | None = None
         self.obstacle = obstacle(context.recipe)
-        self.learned: set[int] = set()  # keys of the step's samples whose gradients have been requested
+        self.learned: set[SampleId] = set()  # the step's samples whose gradients have been requested
         self.refs: list[Any] = []  # references to pending gradients
         self.update: Pending[UpdateStats] = Pending(UpdateStats)  # of the learner, the newest one
         self._stop_waits = ExitStack()  # holds the deferral of stop signals while an update is under way
@@ -62,11 +62,6 @@ class LearnStage:
         """Begin a step. Passes and gradients of its first samples may be computed before the learn phase."""
         self.learned, self.worker_groups.keeps_gradients = set(), False
         self.passes.begin(samples)
-
-    def rename(self, keys: dict[int, int]) -> None:
-        """Rename samples to the keys that they have in the update. `keys`: new key by old key."""
-        self.learned = {keys[key] for key in self.learned}
-        self.passes.rename(keys)
 
     @property
     def wants_slot(self) -> bool:
@@ -108,7 +103,7 @@ class LearnStage:
         left = self.worker_group.assign_leases(leases) if not self.worker_group.working else leases
         self.refs = self.worker_group.accumulate(self.advantages(samples))
         self.worker_groups.keeps_gradients = True
-        self.learned |= {sample.completion.key for sample in samples}
+        self.learned |= {sample.id for sample in samples}
         return left
 
     def pending(self) -> list[Any]:
@@ -150,17 +145,13 @@ class LearnStage:
 
     # ---- the phase --------------------------------------------------------------------------------------------
 
-    def group_of(self, sample: Sample) -> int:
-        """Return the position of the sample's prompt in the step."""
-        return sample.completion.key // self.context.recipe.rollout.samples_per_prompt
-
     def advantages(self, samples: list[Sample]) -> Batch:
         """Return the learner's batch of whole groups, without samples that have no reward or were learned ahead.
 
         Call it inside the phase. Reference, learner and critic first compute what the update needs of the batch.
         """
         recipe = self.context.recipe
-        samples = [sample for sample in samples if sample.completion.key not in self.learned]
+        samples = [sample for sample in samples if sample.id not in self.learned]
         rewards = np.array([np.nan if s.reward is None else s.reward for s in samples])
         known = np.isfinite(rewards)
         learned = [sample for sample, scored in zip(samples, known, strict=True) if scored]

@@ -17,7 +17,7 @@ from rlhfless_ray.learn.batch import Batch, batch_of
 from rlhfless_ray.learn.overlap_rules import passes, passes_obstacle
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.types import Sample
+from rlhfless_ray.types import Sample, SampleId
 
 WORTH = 4  # a pass pays for a quarter of a step's samples, even with few tokens
 
@@ -53,7 +53,7 @@ class Passes:
         self.waiting: list[Sample] = []
         self.in_pass: list[Sample] = []  # samples of the pass behind `refs`
         self.refs: list[Any] = []
-        self.known: dict[int, dict[str, np.ndarray]] = {}  # sample key → name → values of its tokens
+        self.known: dict[SampleId, dict[str, np.ndarray]] = {}  # sample → name → values of its tokens
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Passes:
             results, took_s = answer
             self.per_token_s = took_s / max(1, self.tokens)
             for sample, span in zip(self.in_pass, spans([sample.written_tokens for sample in self.in_pass]), strict=True):
-                self.known[sample.completion.key] = {name: results[name][span] for name in self.names}
+                self.known[sample.id] = {name: results[name][span] for name in self.names}
         self.in_pass = []
         return self.worker_group.park() if parks and self.context.leases.resource == "cpu" else []
 
@@ -125,7 +125,7 @@ class Passes:
 
         Missing results are computed now; `turn` gives the worker group its leases.
         """
-        keys = [sample.completion.key for sample in samples]
+        keys = [sample.id for sample in samples]
         later = np.array([i for i, key in enumerate(keys) if key not in self.known], np.int64)
         by_key = {key: self.known[key] for key in keys if key in self.known}
         if len(later):
@@ -173,16 +173,11 @@ class StepPasses:
 
     def has_inputs_of(self, samples: list[Sample]) -> bool:
         """Return whether the results of other worker groups that these samples' gradients need are there."""
-        return self.reference is None or all(sample.completion.key in self.reference.known for sample in samples)
+        return self.reference is None or all(sample.id in self.reference.known for sample in samples)
 
     def begin(self, samples: int) -> None:
         for kind in self.each:
             kind.begin(samples)
-
-    def rename(self, keys: dict[int, int]) -> None:
-        """Give samples other keys, see `LearnStage.rename`. A pass under way takes them from its samples."""
-        for kind in self.each:
-            kind.known = {keys[key]: values for key, values in kind.known.items()}
 
     def add_samples(self, samples: list[Sample]) -> None:
         for kind in self.each:

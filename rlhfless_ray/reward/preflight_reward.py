@@ -20,7 +20,7 @@ from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.openrlhf_reward import QuerySource
 from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.reward.source import Score, item_factory
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 SERVER_S = 30.0  # wait for a server that the same script has just started
 CONNECT_S, POLL_S = 5.0, 0.5
@@ -88,7 +88,7 @@ def _items(source: QuerySource, prompts: list[Prompt], tokenizer: Any) -> list[A
         label = str(prompt.row.get(source.label_column, "")) if key % 2 and source.label_column else ""
         tokens = np.array(tokenizer(label, add_special_tokens=False)["input_ids"] if label else [], np.int32)
         completion = Completion(key, tokens, np.zeros(len(tokens), np.float32), "stop", 0)
-        items.append(make_item(key, Sample(prompt, 0, completion)))
+        items.append(make_item(key, Sample(prompt, SampleId(prompt.index, 0, key), completion)))
     return items
 
 

@@ -6,7 +6,7 @@ A response depends on its request and the weights only, so any engine can contin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -118,9 +118,9 @@ class RolloutDriver:
         self.draining: set[str] = set()  # ids of nodes that are drained
         self.reloaded: set[int] = set()  # engines that loaded the copy of the weights
 
-    def logged_before(self) -> list[Completion]:
-        """Return the responses of earlier rollouts with which the token log begins."""
-        return self.partial_run.batch.before() if self.partial_run is not None else []
+    def logged_before(self) -> Mapping[int, Completion]:
+        """Return the responses of earlier rollouts with which the token log begins, by the keys of their requests."""
+        return self.partial_run.batch.before() if self.partial_run is not None else {}
 
     def run(self, shares: Sequence[np.ndarray], deadline_s: float) -> RolloutResult:
         """Generate all responses.

@@ -16,7 +16,7 @@ from rlhfless_ray.engine.control_queue import new_ticket
 
 if TYPE_CHECKING:
     from rlhfless_ray.rollout.token_log import TokenLog
-    from rlhfless_ray.types import Request
+    from rlhfless_ray.types import Request, SampleId
 
 STORE_SHARE = 0.25  # share of the object store for these pages: weights, snapshots and prefix pages need the rest
 ARRIVAL_S = 5.0  # timeout for pages to reach the object store after a rollout
@@ -33,7 +33,7 @@ class KeptPages:
         self.contexts: dict[int, int] = {}  # by key: context tokens of continued requests without a token yet in this rollout
         self.tokens = 0  # context tokens whose KV was loaded instead of computed, since `take_tokens`
         self._next: dict[int, Any] = {}
-        self._tickets: dict[tuple[int, int], int] = {}  # by engine and group
+        self._tickets: dict[tuple[int, SampleId], int] = {}  # by engine and group
         self._bytes = 0.0  # of pages that this rollout keeps, estimated
 
     def begin(self, token_log: TokenLog) -> None:
@@ -62,7 +62,7 @@ class KeptPages:
         by_ticket: dict[int, list[int]] = {}
         contexts = token_log.prompt[keys] + token_log.length[keys]
         for key, context in sorted(zip(keys.tolist(), contexts.tolist(), strict=True), key=lambda one: -one[1]):
-            place = engine, key // self.count  # the pages of a group go together
+            place = engine, token_log.requests[key].id.group(self.count)  # the pages of a group go together
             if place not in self._tickets:
                 wanted = -(-context // self.block_size) * self.page_bytes * self.count
                 fits = self._bytes + wanted <= self.limit_bytes
@@ -75,7 +75,7 @@ class KeptPages:
         """Fetch the pages of requests that an engine has just cut into the object store. `actor`: the engine's process."""
         by_ticket: dict[int, list[int]] = {}
         for key in cut[token_log.length[cut] > 0].tolist():
-            if ticket := self._tickets.get((engine, key // self.count)):
+            if ticket := self._tickets.get((engine, token_log.requests[key].id.group(self.count))):
                 by_ticket.setdefault(ticket, []).append(key)
         for ticket, keys in by_ticket.items():
             ref = actor.hand_over.options(concurrency_group="pages").remote(ticket)

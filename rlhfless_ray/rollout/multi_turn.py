@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,10 +47,10 @@ class MultiTurnRollout(RolloutDriver):
         super().__init__(pool, [], np.zeros(0), weights, **{**options, "migration": None})
         before = super().logged_before()
         self.agents, self.episodes = agents, requests
-        self.ended_keys = [completion.key for completion in before if completion.finish_reason != UNFINISHED]
+        self.ended_keys = [key for key, completion in before.items() if completion.finish_reason != UNFINISHED]
         self.is_over = np.zeros(len(requests), bool)
         self.is_over[self.ended_keys] = True
-        earlier = {completion.key: replies_of(completion) for completion in before}
+        earlier = {key: replies_of(completion) for key, completion in before.items()}
         self.openings = [
             EpisodeStart(
                 request.key,
@@ -67,16 +67,16 @@ class MultiTurnRollout(RolloutDriver):
             if not self.is_over[request.key]
         ]
         agents.take_over(self.openings)  # now, because a rollout with enough complete groups ends before its episodes begin
-        self.versions = {completion.key: list(versions_of_turns(completion)) for completion in before}  # of the turns so far, by key
+        self.versions = {key: list(versions_of_turns(completion)) for key, completion in before.items()}  # of the turns so far, by key
         self.tokens, self.turns = expected, GrowableArray(np.zeros(0))
         self.written = np.zeros(len(requests), np.int64)
-        for completion in before:
-            self.written[completion.key] = len(completion.token_ids)
+        for key, completion in before.items():
+            self.written[key] = len(completion.token_ids)
         self.home = np.full(len(requests), -1)  # number of each episode's engine
         self.waiting: dict[int, tuple[int, TurnRequest]] = {}  # by request: the agent call's epoch, and the turn it requested
 
-    def logged_before(self) -> list[Completion]:
-        return []  # the log holds turns, and none has begun
+    def logged_before(self) -> Mapping[int, Completion]:
+        return {}  # the log holds turns, and none has begun
 
     # ---- sources of requests --------------------------------------------------------------------------------------
 

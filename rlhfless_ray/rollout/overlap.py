@@ -15,7 +15,7 @@ from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.step.partial_batch import PartialBatch
-from rlhfless_ray.types import Sample
+from rlhfless_ray.types import Sample, SampleId
 
 ASK_S = 1.0  # pause after a request for free slots got none that fit, because each request waits for up to `FREE_S`
 
@@ -39,7 +39,7 @@ class OverlapScheduler:
         scoring.begin(prompts * count)
         learning.begin(prompts * count)
         self.unscored: list[Sample] = []
-        self.by_group: dict[int, list[Sample]] = {}  # samples submitted for scoring whose gradients are not accumulated yet
+        self.by_group: dict[SampleId, list[Sample]] = {}  # samples submitted for scoring whose gradients are not accumulated yet
         self.scored = self.learned = 0
 
     def add_samples(self, samples: list[Sample]) -> None:
@@ -70,11 +70,11 @@ class OverlapScheduler:
             leases = self.scoring.score_ahead(samples, leases)
             self.scored += len(samples)
             for sample in samples:
-                self.by_group.setdefault(self.learning.group_of(sample), []).append(sample)
+                self.by_group.setdefault(sample.id.group(self.count), []).append(sample)
         if self.learning.fits(leases):
             samples = self.learning.choose_samples([group for group in self.by_group.values() if self._is_done(group)], seconds)
             for sample in samples:
-                self.by_group.pop(self.learning.group_of(sample), None)
+                self.by_group.pop(sample.id.group(self.count), None)
             if samples:
                 leases = self.learning.accumulate(samples, leases)
                 self.learned += len(samples)
@@ -106,19 +106,19 @@ class PartialOverlap(OverlapScheduler):
     def __init__(self, scoring: EarlyScoring, learning: EarlyLearning, broker: SlotBroker, batch: PartialBatch) -> None:
         super().__init__(scoring, learning, broker, batch.quota, batch.count)
         self.batch = batch
-        self.finished = {key: sample for key, sample in batch.samples.items() if not batch.unfinished[key]}
+        self.finished = {sample.id: sample for key, sample in batch.samples.items() if not batch.unfinished[key]}
         self.complete = 0  # number of complete groups at the last look
         self.added: set[int] = set()  # settled groups that were added
         self.ask_at_s = 0.0  # earliest time to ask for slots again
 
     def add_samples(self, samples: list[Sample]) -> None:
-        self.finished |= {sample.completion.key: sample for sample in samples}
+        self.finished |= {sample.id: sample for sample in samples}
 
     def poll(self, seconds: float) -> None:
         if len(self.batch.completed) > self.complete:
             self.complete, new = len(self.batch.completed), [g for g in self.batch.settled() if g not in self.added]
             self.added.update(new)
-            super().add_samples([self.finished[g * self.count + n] for g in new for n in range(self.count)])
+            super().add_samples([self.finished[name] for g in new for name in self.batch.ids_of(g)])
         taken = self._take_free_slots(seconds)
         super().poll(seconds)
         if taken is not None and all(lease in self.broker.free for lease in taken):  # the caller releases them

@@ -241,7 +241,7 @@ class RolloutStage:
         if self.prefix is not None and step.prefixes is not None:
             tokens = [p.token_ids for p in step.prompts]
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
-        samples = self._samples(step.prompts, count, weights)
+        samples = self._samples(requests, step.prompts, weights)
         listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None, on_samples)
         partial_run = None if partial_batch is None else PartialRun(partial_batch, until, self.kept)
         result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_run)
@@ -267,22 +267,22 @@ class RolloutStage:
         requests = make_evaluation_requests(context.recipe, prompts, settings)
         prompt_of = np.concatenate([np.repeat(np.arange(len(prompts)), count) for _, count in settings])
         expected = context.autoscaler.expected(prompts)[prompt_of]
-        samples = self._samples([prompts[k] for k in prompt_of], 1, weights)
+        samples = self._samples(requests, prompts, weights)
         listener = self._listener(samples, None)
         self._run(requests, assign_groups(expected, prompt_of, len(self.pool.working)), expected, weights, None, listener)
         context.broker.put(self._park())
         return samples.all()
 
-    def _samples(self, prompts: list[Prompt], count: int, weights: WeightVersion) -> ResponseSamples | EpisodeSamples:
+    def _samples(self, requests: list[Request], prompts: list[Prompt], weights: WeightVersion) -> ResponseSamples | EpisodeSamples:
         if self.agents is not None:
-            return EpisodeSamples(prompts, count, weights.version)
-        return ResponseSamples(prompts, count, self.tokenizer)
+            return EpisodeSamples(requests, prompts, weights.version)
+        return ResponseSamples(requests, prompts, self.tokenizer)
 
     def _driver(self, samples: ResponseSamples | EpisodeSamples, requests: list[Request]) -> Callable[..., RolloutDriver]:
         if self.agents is None:
             return RolloutDriver
         column = self.context.recipe.answer_column
-        prompts = [samples.prompts[one.key // samples.count] for one in requests]
+        prompts = [samples.prompts[one.id.row] for one in requests]
         labels = [(prompt.text, prompt.row.get(column, "") if column else "") for prompt in prompts]
         return partial(MultiTurnRollout, self.agents, labels)
 

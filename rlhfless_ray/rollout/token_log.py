@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -22,11 +23,11 @@ class TokenLog:
     NO_ENGINE.
     """
 
-    def __init__(self, requests: list[Request], before: Sequence[Completion] = (), keeps_kv: bool = False) -> None:
+    def __init__(self, requests: list[Request], before: Mapping[int, Completion] = MappingProxyType({}), keeps_kv: bool = False) -> None:
         """Create the record.
 
         Args:
-            before: completions of earlier rollouts for some of the requests, finished or not.
+            before: completions of earlier rollouts by the keys of some of the requests, finished or not.
             keeps_kv: whether a response keeps the KV of the weights under which it began.
         """
         if [request.key for request in requests] != list(range(len(requests))):
@@ -39,11 +40,10 @@ class TokenLog:
         self.completions: dict[int, Completion] = {}
         self._pieces: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in requests]
         self._versions: list[list[tuple[int, int]]] = [[] for _ in requests]
-        for completion in before:
-            self._restore(completion)
+        for i, completion in before.items():
+            self._restore(i, completion)
 
-    def _restore(self, completion: Completion) -> None:
-        i = completion.key
+    def _restore(self, i: int, completion: Completion) -> None:
         self.length[i] = len(completion.token_ids)
         if completion.finish_reason != UNFINISHED:
             self.finished[i], self.completions[i] = True, completion

@@ -301,7 +301,7 @@ class RunFolder:
             row = {
                 "step": step,
                 "prompt_index": s.prompt.index,
-                "sample": s.sample,
+                "sample": s.id.number,
                 "prompt": s.prompt.text,
                 "response": s.text,
                 **({"turns": s.turns} if s.turns else {}),

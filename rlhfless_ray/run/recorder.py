@@ -22,7 +22,7 @@ from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.step.partial_batch import PartialBatch
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Sample
+from rlhfless_ray.types import UNFINISHED, Sample, SampleId
 
 REPORT_EVERY_S = 60.0  # interval of reports during a run
 REPORT_SHARE = 0.05  # largest share of the time for writing reports, which grow with the run
@@ -123,7 +123,7 @@ class RunRecorder:
 
     def completion_order(self, rollout: str, batch: PartialBatch, samples: list[Sample]) -> None:
         """Record which groups are trained, and where the other responses were cut. With the seed, this determines the run."""
-        cut = [[s.prompt.index, s.sample, len(s.completion.token_ids)] for s in samples if s.completion.finish_reason == UNFINISHED]
+        cut = [[s.id.row, s.id.number, len(s.completion.token_ids)] for s in samples if s.completion.finish_reason == UNFINISHED]
         groups = [[group.prompt.index, group.begun] for group in batch.groups]
         self.folder.write_order(rollout, {"groups": groups, "trained": batch.chosen, "cut": cut})
 
@@ -259,9 +259,9 @@ def _group_std(samples: list[Sample], count: int) -> float:
 
     A prompt that is twice in a step, at the border of two epochs, has two groups.
     """
-    groups: dict[int, list[float]] = {}
+    groups: dict[SampleId, list[float]] = {}
     for sample in samples:
-        groups.setdefault(sample.completion.key // count, []).append(_learned_reward(sample))
+        groups.setdefault(sample.id.group(count), []).append(_learned_reward(sample))
     return float(np.mean([_deviation(np.array(group)) for group in groups.values()]))
 
 

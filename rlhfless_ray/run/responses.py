@@ -14,7 +14,8 @@ import numpy as np
 
 from rlhfless_ray.common.disk_space import append, replace_by_parts, writing
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.step.requests import GENERATION
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 RECORD, RESPONSES = "responses.part.jsonl", "responses.jsonl"
 SCORED_BY = "scored_by"  # setting: digest of what scores depend on besides the responses; scores of another one are made again
@@ -77,7 +78,7 @@ class ResponseRecord:
         for s in samples:
             row = {
                 "prompt_index": s.prompt.index,
-                "sample": s.sample,
+                "sample": s.id.number,
                 "prompt": s.prompt.text,
                 "response": s.text,
                 "finish": s.completion.finish_reason,
@@ -93,9 +94,9 @@ class ResponseRecord:
 
     def add_scores(self, samples: Iterable[Sample]) -> None:
         rows = [
-            {"prompt_index": s.prompt.index, "sample": s.sample, "reward": s.reward, "error": s.error}
+            {"prompt_index": s.id.row, "sample": s.id.number, "reward": s.reward, "error": s.error}
             for s in samples
-            if (s.prompt.index, s.sample) not in self.scores
+            if (s.id.row, s.id.number) not in self.scores
         ]
         append(self.path, b"".join(map(_line, rows)))
         self.scores |= {_key(row): row for row in rows}
@@ -113,7 +114,8 @@ class ResponseRecord:
                 if (prompt.index, n) in self.places:
                     row = self._row(file, (prompt.index, n))
                     tokens, logprobs = np.array(row["token_ids"], np.int32), np.array(row["logprobs"], np.float32)
-                    samples[n] = Sample(prompt, n, Completion(n, tokens, logprobs, row["finish"], 0), row["response"])
+                    name, done = SampleId(prompt.index, GENERATION, n), Completion(n, tokens, logprobs, row["finish"], 0)
+                    samples[n] = Sample(prompt, name, done, row["response"])
         return samples
 
     def _row(self, file: Any, key: Key) -> dict[str, Any]:

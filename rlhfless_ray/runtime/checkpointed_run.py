@@ -35,7 +35,7 @@ class StepsDone:
     """The driver's state after the last finished step, from which a stop inside a step repeats the whole step."""
 
     cursor: dict[str, Any] = field(default_factory=dict)
-    refill: Sequence[dict[str, Any]] = ()  # surplus groups
+    refill: Sequence[list[dict[str, Any]]] = ()  # surplus groups
     ahead: Sequence[Sample] = ()  # responses of the step after it, without rewards
     in_flight: Sequence[Group] = ()  # groups that go on in that step, with rollout.partial
 

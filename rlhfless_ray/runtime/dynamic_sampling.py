@@ -6,8 +6,7 @@ Yu et al. 2025, DAPO, section 3.2, arXiv 2503.14476.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from rlhfless_ray.learn.group_filter import kept_groups
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.sample_state import as_json, from_json
-from rlhfless_ray.types import Prompt, Sample
+from rlhfless_ray.types import Prompt, Sample, SampleId
 
 
 class DynamicSampling:
@@ -83,11 +82,7 @@ class DynamicSampling:
     def take(self) -> list[Sample]:
         """Return the step's samples. Surplus groups are kept."""
         mine, self.ready = self.ready[: self.batch], self.ready[self.batch :]
-        return [
-            replace(s, sample=n, completion=replace(s.completion, key=place * self.count + n))
-            for place, group in enumerate(mine)
-            for n, s in enumerate(group)
-        ]
+        return [sample for group in mine for sample in group]
 
     def fill(self, samples: list[Sample], next_round: Callable[[], list[Sample]]) -> list[Sample]:
         """Return a step's samples, given those of its first round. `next_round`: returns those of the next round, or none at the end."""
@@ -117,21 +112,20 @@ class DynamicSampling:
 
     # ---- state ------------------------------------------------------------------------------------------------
 
-    def state(self) -> list[dict[str, Any]]:
-        """Return the surplus samples as JSON-serialisable values."""
-        return [as_json(sample) for group in self.ready for sample in group]
+    def state(self) -> list[list[dict[str, Any]]]:
+        """Return the surplus groups as JSON-serialisable values."""
+        return [[as_json(sample) for sample in group] for group in self.ready]
 
-    def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
-        """Restore surplus samples. `prompts`: by row.
+    def restore(self, state: Sequence[list[dict[str, Any]] | dict[str, Any]], prompts: list[Prompt]) -> None:
+        """Restore surplus groups, or their samples as older versions saved them. `prompts`: by row.
 
         Groups beyond the batch size, which may be smaller now, and of another size than now are dropped.
         """
-        groups: list[list[Sample]] = []
-        for sample in (from_json(row, prompts) for row in state):
-            if not groups or sample.sample <= groups[-1][-1].sample or sample.prompt.index != groups[-1][-1].prompt.index:
-                groups.append([])
-            groups[-1].append(sample)
-        self.ready = [group for group in groups if len(group) == self.count][: self.batch - 1]
+        groups: dict[SampleId, list[Sample]] = {}
+        for one in state:
+            samples = [from_json(row, prompts) for row in (one if isinstance(one, list) else [one])]
+            groups.setdefault(samples[0].id.group(self.count), []).extend(samples)
+        self.ready = [group for group in groups.values() if len(group) == self.count][: self.batch - 1]
 
 
 def _score(sample: Sample) -> float:

@@ -28,14 +28,13 @@ from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRec
 from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.requests import GENERATION
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, WeightVersion
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, WeightVersion
 from rlhfless_ray.weights.checksum import combined, digests
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, checksum
-
-SEED_STEP = 0  # step number in the seeds of responses: batches and resumes change no token
 
 
 def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool = False) -> Path:
@@ -212,14 +211,14 @@ class Generation(Runtime):
         """Return the next prompts that lack responses. Existing responses to them are part of the step's batch."""
         size, count = self.recipe.prompts.batch_prompts, self.recipe.rollout.samples_per_prompt
         prompts, self.pending = self.pending[:size], self.pending[size:]
-        groups = [Group(prompt, SEED_STEP, samples=self._begun(prompt, count)) for prompt in prompts]
+        groups = [Group(prompt, GENERATION, samples=self._begun(prompt, count)) for prompt in prompts]
         step.partial_batch = PartialBatch(groups, step.number, len(groups), 0, count)
         return prompts
 
     def _begun(self, prompt: Prompt, count: int) -> tuple[Sample, ...]:
         there = self.responses.samples(prompt, count)
         nothing = Completion(0, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, 0)
-        return tuple(there.get(n) or Sample(prompt, n, nothing) for n in range(count)) if there else ()
+        return tuple(there.get(n) or Sample(prompt, SampleId(prompt.index, GENERATION, n), nothing) for n in range(count)) if there else ()
 
     def generate(self, step: Step) -> list[Sample]:
         assert self.weights is not None

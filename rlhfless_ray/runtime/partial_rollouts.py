@@ -67,13 +67,23 @@ class PartialRollouts:
         begun = step - self.rollout.ahead  # one version earlier, if the rollout begins beside an update
         groups = list(self.in_flight)
         for g in late:
-            groups[g] = replace(groups[g], begun=begun, samples=tuple(map(self._without_tokens, groups[g].samples)))
+            groups[g] = self._begun_again(groups[g], begun, count)
         room = quota + self.quota * min(steps_left - 1, begun + max_lag - step)
         for prompt in draw(max(0, min(self.at_work, room) - len(groups))):
-            groups.append(Group(prompt, begun, count * self.times[prompt.index]))
-            self.times[prompt.index] += 1
+            groups.append(Group(prompt, begun, self._first_sample(prompt, count)))
         self.counts["begun_groups"] += sum(not group.samples for group in groups)
         return PartialBatch(groups, step, quota, max_lag, count, self.quota)
+
+    def _first_sample(self, prompt: Prompt, count: int) -> int:
+        """Return the number of the first response of a group that begins now."""
+        self.times[prompt.index] += 1
+        return count * (self.times[prompt.index] - 1)
+
+    def _begun_again(self, group: Group, begun: int, count: int) -> Group:
+        """Return a group that is too old as a new one without tokens."""
+        again = Group(group.prompt, begun, self._first_sample(group.prompt, count))
+        samples = [replace(self._without_tokens(s), id=name) for s, name in zip(group.samples, again.ids(count), strict=False)]
+        return replace(again, samples=tuple(samples))
 
     def _without_tokens(self, sample: Sample) -> Sample:
         """Return the sample as it was before its first token."""
@@ -81,7 +91,7 @@ class PartialRollouts:
         self.counts["restarted_tokens"] += len(sample.completion.token_ids)
         version = sample.completion.version
         none = Completion(sample.completion.key, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, version)
-        return Sample(sample.prompt, sample.sample, none)
+        return Sample(sample.prompt, sample.id, none)
 
     def count(self, batch: PartialBatch, samples: list[Sample], ahead: bool, kept_tokens: int = 0) -> None:
         """Count continued responses for the metrics.
@@ -125,9 +135,7 @@ class PartialRollouts:
         for g, group in enumerate(batch.groups):
             mine = samples[g * count : (g + 1) * count]
             if g in batch.chosen:
-                for sample in mine:  # the same objects: they may be in scoring
-                    sample.completion = sample.completion.with_key(len(trained))
-                    trained.append(sample)
+                trained += mine  # the same objects: they may be in scoring
             else:
                 if self.rollout.partial == "restart":
                     mine = [self._without_tokens(s) if s.completion.finish_reason == UNFINISHED else s for s in mine]
@@ -157,9 +165,12 @@ class PartialRollouts:
         """Restore the groups in flight. `prompts`: by row. Groups begin again if their size or a length is not as the recipe has it now."""
         self.in_flight = []
         for row in state:
-            prompt, samples = prompts[row["row"]], tuple(from_json(sample, prompts) for sample in row["samples"])
-            fits = len(samples) == self.rollout.samples_per_prompt and (self.has_agent or self._have_room(prompt, samples))
-            self.in_flight.append(Group(prompt, row["begun"], row["first_sample"], samples if fits else ()))
+            group = Group(prompts[row["row"]], row["begun"], row["first_sample"])
+            samples = [from_json(sample, prompts) for sample in row["samples"]]
+            if len(samples) == self.rollout.samples_per_prompt and (self.has_agent or self._have_room(group.prompt, samples)):
+                named = [replace(sample, id=name) for sample, name in zip(samples, group.ids(len(samples)), strict=True)]
+                group = replace(group, samples=tuple(named))
+            self.in_flight.append(group)
 
     def _have_room(self, prompt: Prompt, samples: Sequence[Sample]) -> bool:
         """Return whether the responses are no longer than allowed, and the unfinished ones shorter: an engine must add a token to them."""

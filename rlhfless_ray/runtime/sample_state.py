@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
-PLAIN = ("sample", "text", "reward", "error", "score", "extra_logs", "turns")  # a sample's fields that JSON can hold
+OLDER = -2  # begun_step of samples in checkpoints of older versions
+PLAIN = ("text", "reward", "error", "score", "extra_logs", "turns")  # a sample's fields that JSON can hold
 
 
 def as_json(sample: Sample) -> dict[str, Any]:
@@ -19,11 +20,14 @@ def as_json(sample: Sample) -> dict[str, Any]:
     mask = None if sample.action_mask is None else sample.action_mask.tolist()
     of_agent = {"observation": [sample.prompt.text, list(sample.prompt.token_ids)]} if sample.turns else {}
     values = {name: getattr(sample, name) for name in PLAIN}
-    return {"row": sample.prompt.index, "completion": completion, "action_mask": mask, **values, **of_agent}
+    return {"row": sample.id.row, "id": list(sample.id), "completion": completion, "action_mask": mask, **values, **of_agent}
 
 
 def from_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
-    """Restore a sample exactly: JSON's decimals preserve float32. `prompts`: by row."""
+    """Restore a sample exactly: JSON's decimals preserve float32. `prompts`: by row.
+
+    In older checkpoints samples have no name, but a key that no other sample of their step has.
+    """
     fields = row["completion"]
     fields |= {
         "token_ids": np.array(fields["token_ids"], np.int32),
@@ -35,5 +39,6 @@ def from_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
     if "observation" in row:  # an agent's first one takes the prompt's place
         prompt = replace(prompt, text=row["observation"][0], token_ids=tuple(row["observation"][1]))
     mask = None if row["action_mask"] is None else np.array(row["action_mask"], bool)
-    sample = Sample(prompt, completion=Completion(**fields), action_mask=mask, **{name: row[name] for name in PLAIN})
+    name = SampleId(*row["id"]) if "id" in row else SampleId(row["row"], OLDER, fields["key"])
+    sample = Sample(prompt, name, Completion(**fields), action_mask=mask, **{field: row[field] for field in PLAIN})
     return replace(sample, turns=tuple((who, text) for who, text in sample.turns))

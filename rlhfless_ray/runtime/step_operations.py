@@ -308,9 +308,7 @@ class StepOperations(CheckpointedRun):
         if batch.chosen is None:
             step.partial_batch, self.rest_follows = batch.after(samples), True
             return []
-        trained = self.partial_rollouts.train(step, batch, samples, self.autoscaler.terms.prefill.per_unit_s)
-        self.learn_stage.rename({g * batch.count + n: k * batch.count + n for k, g in enumerate(batch.chosen) for n in range(batch.count)})
-        return trained
+        return self.partial_rollouts.train(step, batch, samples, self.autoscaler.terms.prefill.per_unit_s)
 
     def score_phase(self) -> AbstractContextManager[None]:
         return self._accounted("score", self.score_stage.phase())

@@ -12,13 +12,14 @@ from placement.forecast.forecaster import Scenarios
 from placement.scaling.partial_rollout import choose_groups, settled_groups
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.step.requests import make_request
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Request, Sample
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Request, Sample, SampleId
 
 
 class PartialBatch:
     """The groups that a step generates, those of earlier steps first, and the groups that it trains on.
 
-    A sample's key is group number × `count` + number in the group. `made` (n,): tokens of each response so far. `unfinished` (n,): bool.
+    Requests have the order of the groups: keys `g * count` to `g * count + count - 1` are those of group g. `made` (n,): tokens of each
+    response so far. `unfinished` (n,): bool.
     """
 
     def __init__(
@@ -42,11 +43,9 @@ class PartialBatch:
         self.completed: list[int] = []  # complete groups, in the order of completion
         self.missing, self.seen = [count] * len(groups), 0  # unfinished responses of each group; finished keys that are counted
         self.forced = 0  # groups whose age forced the step to wait for them although enough others were complete
-        self.samples = {
-            g * count + n: replace(sample, completion=sample.completion.with_key(g * count + n))
-            for g, group in enumerate(groups)
-            for n, sample in enumerate(group.samples)
-        }
+        self.ids = [name for group in groups for name in group.ids(count)]
+        self.group_of = np.repeat(np.arange(len(groups)), count).tolist()  # by key
+        self.samples = {g * count + n: replace(sample) for g, group in enumerate(groups) for n, sample in enumerate(group.samples)}
         self.made, self.unfinished = np.zeros(len(groups) * count, np.int64), np.ones(len(groups) * count, bool)
         for key, sample in self.samples.items():
             self.made[key] = len(sample.completion.token_ids)
@@ -56,15 +55,18 @@ class PartialBatch:
         """Return all requests, also of finished responses. Their seeds are those of the step in which their group began."""
         if not self.made_requests:
             self.made_requests = [
-                make_request(recipe, g * self.count + n, group.prompt, recipe.rollout.temperature, group.begun, group.first_sample + n)
-                for g, group in enumerate(self.groups)
-                for n in range(self.count)
+                make_request(recipe, key, self.groups[g].prompt, recipe.rollout.temperature, name)
+                for key, (g, name) in enumerate(zip(self.group_of, self.ids, strict=True))
             ]
         return list(self.made_requests)
 
-    def before(self) -> list[Completion]:
-        """Return the responses of earlier steps, finished or not."""
-        return [sample.completion for sample in self.samples.values()]
+    def ids_of(self, group: int) -> list[SampleId]:
+        """Return the names of a group's responses."""
+        return self.ids[group * self.count :][: self.count]
+
+    def before(self) -> dict[int, Completion]:
+        """Return the responses of earlier steps, finished or not, by key."""
+        return {key: sample.completion for key, sample in self.samples.items()}
 
     def is_enough(self, finished: Collection[int]) -> bool:
         """Return whether enough groups are complete, and choose them once they are.
@@ -83,9 +85,10 @@ class PartialBatch:
         before = len(self.completed)
         for key in islice(finished, self.seen, None):
             self.seen += 1
-            self.missing[key // self.count] -= 1
-            if not self.missing[key // self.count]:
-                self.completed.append(key // self.count)
+            group = self.group_of[key]
+            self.missing[group] -= 1
+            if not self.missing[group]:
+                self.completed.append(group)
         return len(self.completed) > before
 
     def settled(self) -> list[int]:
@@ -100,10 +103,11 @@ class PartialBatch:
 
     def join(self, new: Iterable[Sample], unfinished: Iterable[Completion]) -> list[Sample]:
         """Return all samples in the order of their keys: earlier ones, `new` finished ones, and `unfinished` ones of this rollout."""
-        by_key = self.samples | {sample.completion.key: sample for sample in new}
+        by_id = {sample.id: sample for sample in [*self.samples.values(), *new]}
         for completion in unfinished:
-            by_key[completion.key] = Sample(self.groups[completion.key // self.count].prompt, completion.key % self.count, completion)
-        return [by_key[key] for key in sorted(by_key)]
+            name = self.ids[completion.key]
+            by_id[name] = Sample(self.groups[self.group_of[completion.key]].prompt, name, completion)
+        return [by_id[name] for name in self.ids if name in by_id]
 
     def with_samples(self, samples: Sequence[Sample]) -> list[Group]:
         """Return the groups with these samples, which must be in the order of their keys."""

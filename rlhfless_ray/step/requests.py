@@ -7,9 +7,10 @@ import struct
 from collections import Counter
 
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.types import Prompt, Request
+from rlhfless_ray.types import Prompt, Request, SampleId
 
-EVALUATION = -1  # step number in the seeds of evaluations
+EVALUATION = -1  # begun_step of the responses of evaluations
+GENERATION = 0  # of those of `rlhfless generate`, whose tokens no batch and no resume changes
 
 
 def make_step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list[Prompt] | tuple[()] = ()) -> list[Request]:
@@ -25,7 +26,7 @@ def make_step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before:
         first = count * times[prompt.index]
         times[prompt.index] += 1
         for number in range(first, first + count):
-            requests.append(make_request(recipe, len(requests), prompt, temperature, step, number))
+            requests.append(make_request(recipe, len(requests), prompt, temperature, SampleId(prompt.index, step, number)))
     return requests
 
 
@@ -35,11 +36,14 @@ def make_evaluation_requests(recipe: Recipe, prompts: list[Prompt], settings: li
     Temperatures follow one another, and the responses to a prompt are adjacent.
     """
     wanted = [(temperature, prompt, n) for temperature, count in settings for prompt in prompts for n in range(count)]
-    return [make_request(recipe, key, prompt, temperature, EVALUATION, n) for key, (temperature, prompt, n) in enumerate(wanted)]
+    return [
+        make_request(recipe, key, prompt, temperature, SampleId(prompt.index, EVALUATION, n))
+        for key, (temperature, prompt, n) in enumerate(wanted)
+    ]
 
 
-def make_request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, step: int, sample: int) -> Request:
-    name = struct.pack("<Qqqq", recipe.run.seed % 2**64, step, prompt.index, sample)
+def make_request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, sample_id: SampleId) -> Request:
+    name = struct.pack("<Qqqq", recipe.run.seed % 2**64, sample_id.begun_step, sample_id.row, sample_id.number)
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     max_tokens = recipe.rollout.response_tokens(len(prompt.token_ids))
     min_tokens = min(recipe.rollout.min_tokens, max_tokens)
@@ -54,4 +58,5 @@ def make_request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, s
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_tokens=min_tokens,
+        id=sample_id,
     )

@@ -18,7 +18,7 @@ from rlhfless_ray.agent.unfinished_episode import replies_of, token_versions, un
 from rlhfless_ray.rollout.driver import IdleEngines, PartialRun
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
 from rlhfless_ray.runtime.sample_state import as_json, from_json
-from rlhfless_ray.types import UNFINISHED, Completion, Prompt, Request, Sample, WeightVersion
+from rlhfless_ray.types import UNFINISHED, Completion, Prompt, Request, Sample, SampleId, WeightVersion
 
 pytestmark = pytest.mark.pure
 
@@ -30,7 +30,7 @@ def test_turns_survive_a_checkpoint_and_give_the_same_replies() -> None:
     kept = unfinished_episode(8, (FIRST, SECOND), newest=4)
     assert kept.finish_reason == UNFINISHED and kept.versions == ((3, 2), (4, 1)) and kept.token_ids.tolist() == [5, 6, 7]
     prompt = Prompt(0, "", (1, 2))
-    restored = from_json(json.loads(json.dumps(as_json(Sample(prompt, 0, kept)))), [prompt]).completion
+    restored = from_json(json.loads(json.dumps(as_json(Sample(prompt, SampleId(prompt.index, 1, 0), kept)))), [prompt]).completion
     assert replies_of(restored) == tuple((context, reply) for context, reply, _ in (FIRST, SECOND))
     assert versions_of_turns(restored) == [3, 4]
     nothing = unfinished_episode(8, (), newest=4)
@@ -41,7 +41,9 @@ def test_an_agents_first_observation_survives_a_checkpoint() -> None:
     prompt = Prompt(0, "asked", (1, 2))
     seen = replace(prompt, text="observed", token_ids=(1, 2, 3))
     done = replace(unfinished_episode(0, (FIRST,), newest=3), finish_reason="stop", turns=())
-    restored = from_json(json.loads(json.dumps(as_json(Sample(seen, 0, done, turns=(("policy", "x"),))))), [prompt])
+    restored = from_json(
+        json.loads(json.dumps(as_json(Sample(seen, SampleId(seen.index, 1, 0), done, turns=(("policy", "x"),))))), [prompt]
+    )
     assert restored.prompt == seen
 
 
@@ -60,7 +62,7 @@ def test_a_rollout_with_enough_complete_groups_keeps_its_unfinished_episodes() -
     agents.replies = {1: [SECOND[:2]]}
     complete = Completion(0, np.array([3], np.int32), np.zeros(1, np.float32), "stop", 3)
     begun = unfinished_episode(1, (FIRST,), newest=3)
-    batch: Any = SimpleNamespace(before=lambda: [complete, begun], is_enough=lambda finished: len(finished) >= 1)
+    batch: Any = SimpleNamespace(before=lambda: {0: complete, 1: begun}, is_enough=lambda finished: len(finished) >= 1)
     rollout = MultiTurnRollout(
         agents,
         [("", "")] * 3,

@@ -27,7 +27,7 @@ from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample
+from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample, SampleId
 from tests.autoscaler.test_market_bids import FRONTIER, Pool, as_they_are
 from tests.functions.test_pool_state import pool
 
@@ -67,7 +67,11 @@ def answers(asked: list[Prompt], seed: int = 0) -> list[Sample]:
     for prompt in asked:
         for j in range(4):
             length = int(np.clip(rng.lognormal(2 + 0.15 * prompt.index, 0.4), 1, 200))
-            found.append(Sample(prompt, j, Completion(0, np.zeros(length, np.int32), np.zeros(length, np.float32), "stop", 0)))
+            found.append(
+                Sample(
+                    prompt, SampleId(prompt.index, 1, j), Completion(0, np.zeros(length, np.int32), np.zeros(length, np.float32), "stop", 0)
+                )
+            )
     return found
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.learn.batch import Batch, lags_of, optimizer_steps
 from rlhfless_ray.recipe import AlgorithmConfig
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 
 def batch_of(sizes: list[tuple[int, int, int]]) -> Batch:
@@ -40,7 +40,7 @@ def test_the_lag_of_every_token_the_policy_wrote() -> None:
     def sample(versions: tuple[tuple[int, int], ...], mask: list[bool] | None = None) -> Sample:
         length = sum(tokens for _, tokens in versions)
         completion = Completion(0, np.zeros(length, np.int32), np.zeros(length, np.float32), "stop", versions[-1][0], versions)
-        return Sample(Prompt(0, (1,), "p"), 0, completion, action_mask=None if mask is None else np.array(mask))
+        return Sample(Prompt(0, (1,), "p"), SampleId(0, 1, 0), completion, action_mask=None if mask is None else np.array(mask))
 
     found = lags_of([sample(((3, 2), (5, 1))), sample(((4, 2), (5, 2)), [True, False, False, True])], newest=5)
     assert found.tolist() == [2, 2, 0, 1, 0] and found.dtype == np.int8

@@ -20,7 +20,7 @@ from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.learn_sections import AdvantageConfig
-from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, UpdateStats
+from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, SampleId, UpdateStats
 
 MOST = 10
 COMPARES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # the responses to one prompt with each other
@@ -126,7 +126,7 @@ def test_the_stage_makes_the_advantages_of_the_recipe(changes: dict[str, Any], i
     for i, length in enumerate(lengths):
         done = Completion(i, np.arange(length, dtype=np.int32), np.zeros(length, np.float32), "length" if truncated[i] else "stop", 1)
         reward = float(rewards.flat[i])
-        samples.append(Sample(Prompt(i // 3, "p", (7, 8)), i % 3, done, reward=None if np.isnan(reward) else reward))
+        samples.append(Sample(Prompt(i // 3, "p", (7, 8)), SampleId(i // 3, 1, i % 3), done, reward=None if np.isnan(reward) else reward))
     scored = [i for i, s in enumerate(samples) if s.reward is not None]
     leases: Any = SimpleNamespace(release=lambda leases: None)
     context = SimpleNamespace(recipe=chosen, broker=SlotBroker(leases), leases=leases)
@@ -219,7 +219,7 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
     samples = []
     for i in range(6):
         done = Completion(i, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), "stop", 1)
-        samples.append(Sample(Prompt(i // 3, "p", (7,)), i % 3, done, reward=float(i) if i != 1 else None))
+        samples.append(Sample(Prompt(i // 3, "p", (7,)), SampleId(i // 3, 1, i % 3), done, reward=float(i) if i != 1 else None))
     for number in (1, 2):
         stage.number = number
         with stage.phase(samples):

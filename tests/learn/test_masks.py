@@ -18,7 +18,7 @@ from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.policy_model import TokenLogprobs
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 from tests.learn.conftest import learner_settings
 
 MASKS = ["##..#", None, "#...##.#", "###"]  # the policy's tokens; None: all of four
@@ -104,7 +104,9 @@ def test_the_stage_leaves_the_agents_tokens_out() -> None:
         length = 4 if one is None else len(one)
         done = Completion(i, np.arange(length, dtype=np.int32), np.arange(length, dtype=np.float32), "stop", 1)
         flags = None if one is None else np.array([c == "#" for c in one])
-        samples.append(Sample(Prompt(i // 2, "p", (7, 8)), i % 2, done, reward=[1.0, 3.0, None, 2.0][i], action_mask=flags))
+        samples.append(
+            Sample(Prompt(i // 2, "p", (7, 8)), SampleId(i // 2, 1, i % 2), done, reward=[1.0, 3.0, None, 2.0][i], action_mask=flags)
+        )
     samples[2].completion.token_ids, samples[2].completion.logprobs, samples[2].action_mask = np.zeros(0, np.int32), np.zeros(0), None
     recipe = Recipe.parse({
         "prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"samples_per_prompt": 2},

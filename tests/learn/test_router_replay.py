@@ -18,7 +18,7 @@ from rlhfless_ray.learn.router_replay import RouterReplay
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.agreement import select_batch
 from rlhfless_ray.runtime.sample_state import as_json, from_json
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 from tests.rollout.families import config
 
 PROMPT, RESPONSES = (5, 6, 7), ([8, 9], [10], [11, 12, 13])
@@ -111,7 +111,11 @@ def test_samples_bring_their_experts_to_the_learner_and_not_into_a_checkpoint() 
     experts = random_experts(4)
     prompt = Prompt(0, "", PROMPT, {})
     samples = [
-        Sample(prompt, i, Completion(i, np.array(one, np.int32), np.zeros(len(one), np.float32), "stop", 1, experts=experts[i]))
+        Sample(
+            prompt,
+            SampleId(prompt.index, 1, i),
+            Completion(i, np.array(one, np.int32), np.zeros(len(one), np.float32), "stop", 1, experts=experts[i]),
+        )
         for i, one in enumerate(RESPONSES)
     ]
     wanted = batch_with(list(experts)).experts

@@ -14,7 +14,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.reward_model import ModelWorker, RewardModelSource
 from rlhfless_ray.runtime.load_reward import load_reward
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 from rlhfless_ray.weights.load_policy import load_tokenizer
 from rlhfless_ray.weights.model_folder import write_folder
 from tests.reward.reward_models import WORDS, reward_model, tokenizer_files
@@ -104,7 +104,7 @@ def test_what_is_too_long_or_not_a_number_is_the_samples_error(tmp_path: Path, m
 
 def test_the_tokens_are_prompt_and_response() -> None:
     completion = Completion(0, np.array([7, 1], np.int32), np.zeros(2, np.float32), "stop", 0)
-    key, ids = RewardModelSource.item(None, 5, Sample(Prompt(0, "", (3, 4)), 0, completion), str)  # type: ignore[arg-type]
+    key, ids = RewardModelSource.item(None, 5, Sample(Prompt(0, "", (3, 4)), SampleId(0, 1, 0), completion), str)  # type: ignore[arg-type]
     assert key == 5 and ids.tolist() == [3, 4, 7, 1]
 
 

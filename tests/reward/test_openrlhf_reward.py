@@ -15,7 +15,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.reward.openrlhf_reward import BadReturn, QuerySource, QueryWorker, scores_of
 from rlhfless_ray.reward.source import Score
 from rlhfless_ray.reward.user_file import UserFile
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 FORMS = {
     "0.8.0, tensor": "import torch\ndef reward_func(q, prompts, labels):\n    return torch.tensor([float(len(x)) for x in q])",
@@ -67,10 +67,10 @@ def reward_func(queries, prompts, labels, **kwargs):
     completion = Completion(0, np.array([7, 9], np.int32), np.zeros(2, np.float32), "stop", 0)
     made = []
     for i, row in enumerate([{"answer": 5}, {"answer": "6"}, {}]):
-        sample = Sample(Prompt(i, "<1>", (1,), row), 0, completion, text="without special tokens")
+        sample = Sample(Prompt(i, "<1>", (1,), row), SampleId(i, 1, 0), completion, text="without special tokens")
         made.append(given.item(i, sample, lambda ids: "<1>" + "".join(str(token) for token in ids[1:])))
     assert [score.reward for score in given.worker(30.0).score(made)] == [3795.0, 3796.0, 379.0], "batch of 3, tokens 7 and 9, label"
-    assert QuerySource(given.file, "reward_func", "").item(0, Sample(Prompt(0, "", ()), 0, completion), str)[3] == ""
+    assert QuerySource(given.file, "reward_func", "").item(0, Sample(Prompt(0, "", ()), SampleId(0, 1, 0), completion), str)[3] == ""
 
 
 BAD_SAMPLE = """

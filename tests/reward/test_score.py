@@ -25,7 +25,7 @@ from rlhfless_ray.reward.reward_functions import RewardSource, RewardWorker
 from rlhfless_ray.reward.scoring import Scoring, check_failures
 from rlhfless_ray.reward.source import Score, item_factory
 from rlhfless_ray.reward.user_file import UserFile
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 ITEM = item_factory(RewardSource("task", "chain"), None)
 ENDS = {
@@ -37,7 +37,7 @@ ENDS = {
 
 def samples_of(*responses: str) -> list[Sample]:
     empty = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
-    return [Sample(Prompt(70 + i, f"p{i}", (1,)), 0, empty, text) for i, text in enumerate(responses)]
+    return [Sample(Prompt(70 + i, f"p{i}", (1,)), SampleId(70 + i, 1, 0), empty, text) for i, text in enumerate(responses)]
 
 
 class Process:

@@ -9,7 +9,7 @@ import pytest
 
 from rlhfless_ray.rollout.kept_pages import STORE_SHARE, KeptPages
 from rlhfless_ray.rollout.token_log import TokenLog
-from rlhfless_ray.types import UNFINISHED, Completion, Request
+from rlhfless_ray.types import UNFINISHED, Completion, Request, SampleId
 
 pytestmark = pytest.mark.pure
 COUNT, BLOCK, PAGE = 2, 32, 1000
@@ -32,8 +32,8 @@ class Actor:
 
 def log_of(lengths: list[int], version: int = 3) -> TokenLog:
     """Requests with prompts of one block, and responses of these lengths that engine 0 continues."""
-    requests = [Request(key, (1,) * BLOCK, 100 + key, 999, 1.0) for key in range(len(lengths))]
-    before = [Completion(k, np.ones(n, np.int32), np.zeros(n, np.float32), UNFINISHED, version) for k, n in enumerate(lengths)]
+    requests = [Request(key, (1,) * BLOCK, 100 + key, 999, 1.0, id=SampleId(key // COUNT, 1, key % COUNT)) for key in range(len(lengths))]
+    before = {k: Completion(k, np.ones(n, np.int32), np.zeros(n, np.float32), UNFINISHED, version) for k, n in enumerate(lengths)}
     log = TokenLog(requests, before, keeps_kv=True)
     log.assign(np.arange(len(lengths)), 0)
     return log
@@ -42,7 +42,7 @@ def log_of(lengths: list[int], version: int = 3) -> TokenLog:
 def test_a_continued_response_keeps_the_cache_version_it_began_with() -> None:
     log = log_of([5, 0])
     assert [log.request(i).cache_version for i in (0, 1)] == [3, None], "without a token it begins under the newest weights"
-    assert TokenLog(log.requests, [log.unfinished(9)[0]]).request(0).cache_version is None
+    assert TokenLog(log.requests, {0: log.unfinished(9)[0]}).request(0).cache_version is None
 
 
 def test_the_longest_contexts_keep_their_pages() -> None:

@@ -116,7 +116,7 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         prompts = [Prompt(k, r["prompt"], tuple(tokenizer(r["prompt"])["input_ids"])) for k, r in enumerate(rows)]
         requests = [replace(one, **sampling) for one in make_step_requests(RECIPE, 3, prompts)]
         asked = [(prompts[r.key // COUNT].text, (labels or [""] * 8)[r.key]) for r in requests]
-        samples = EpisodeSamples(prompts, COUNT, 1)
+        samples = EpisodeSamples(requests, prompts, 1)
         listener = RolloutListener(samples, None, lambda _: [], 0.0)
         driver = MultiTurnRollout(
             agents, asked, pool, requests, np.full(8, 24.0), version, interval_s=0.05, silence_s=120.0,

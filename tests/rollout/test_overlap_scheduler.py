@@ -17,7 +17,7 @@ from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
 from rlhfless_ray.step.partial_batch import PartialBatch
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, UpdateStats
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, UpdateStats
 
 COUNT = 2
 
@@ -104,7 +104,7 @@ class Gang:
 
     def compute(self, what: str, batch: Any, *names: Any) -> dict[str, np.ndarray]:
         assert self.working
-        self.passes.append((what, batch.groups.tolist()))
+        self.passes.append((what, rows_of(batch)))
         return {name: np.float32(self.SAYS[name]) * batch.logprobs for name in (names[0] if names else (what,))}
 
     def park(self) -> list[Any]:
@@ -139,10 +139,16 @@ def parts(
     return OverlapScheduler(scoring, learning, broker, prompts=3, count=COUNT), scoring, worker_group, learning  # type: ignore[arg-type]
 
 
-def sample(key: int, tokens: int = 3) -> Sample:
+def rows_of(batch: Batch) -> list[int]:
+    """The rows of a batch's sequences, which their log-probabilities tell, see `sample`."""
+    starts = np.cumsum(batch.response_lengths) - batch.response_lengths
+    return [int(-batch.logprobs[start] // 10) // COUNT for start in starts]
+
+
+def sample(key: int, tokens: int = 3, begun: int = 1) -> Sample:
     logprobs = -np.arange(1, tokens + 1, dtype=np.float32) - 10 * key
     done = Completion(key, np.arange(tokens, dtype=np.int32), logprobs, "stop", 1)
-    return Sample(Prompt(key // COUNT, "p", (7,)), key % COUNT, done, "text")
+    return Sample(Prompt(key // COUNT, "p", (7,)), SampleId(key // COUNT, begun, key % COUNT), done, "text")
 
 
 def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later() -> None:
@@ -164,14 +170,14 @@ def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later(
     assert not worker_group.batches, "they would not be done in the seconds that are left"
     tail.poll(1.0)
     [batch] = worker_group.batches
-    assert batch.groups.tolist() == [0, 0], "one micro-batch at a time: the second group waits"
+    assert rows_of(batch) == [0, 0], "one micro-batch at a time: the second group waits"
     assert tail.refs() == ["gradients"] and worker_group.lease == ["slot"]
     worker_group.done = True
     tail.poll(1.0)
-    assert [b.groups.tolist() for b in worker_group.batches] == [[0, 0], [1, 1]]
+    assert [rows_of(b) for b in worker_group.batches] == [[0, 0], [1, 1]]
     for one in samples[4:]:
         one.reward = 0.5
-    assert learning.advantages(samples).groups.tolist() == [2, 2]
+    assert rows_of(learning.advantages(samples)) == [2, 2]
     assert all(one.advantage is not None for one in samples)
     assert tail.metrics() == {"overlap/scored": 4, "overlap/learned": 4, "overlap/obstacle": ""}
     worker_group.done = True
@@ -218,7 +224,7 @@ def test_a_device_that_holds_gradients_is_not_given_to_the_reference() -> None:
     reference = Gang()
     tail, _, worker_group, learning = parts("gpu", {"kl": {"coefficient": 0.1}}, reference=reference)
     samples = ended(tail, range(4))
-    tail.by_group = {0: samples[:2], 1: samples[2:]}
+    tail.by_group = {group[0].id: group for group in (samples[:2], samples[2:])}
     tail.broker.put(["a", "b"])
     tail.poll(1.0)
     reference.done = True
@@ -226,7 +232,7 @@ def test_a_device_that_holds_gradients_is_not_given_to_the_reference() -> None:
     assert len(worker_group.batches) == 1 and worker_group.lease == ["b"] and reference.lease == ["a"]
     reference.dies = True
     assert learning.done_ahead(wait=True) == []
-    assert learning.advantages(samples).groups.tolist() == [1, 1] and reference.passes[-1] == ("reference", [1, 1])
+    assert rows_of(learning.advantages(samples)) == [1, 1] and reference.passes[-1] == ("reference", [1, 1])
     assert worker_group.working and worker_group.lease == ["b"]
 
 
@@ -325,13 +331,13 @@ def test_gradients_wait_for_what_the_reference_says_of_their_samples() -> None:
     reference = Gang()
     tail, _, worker_group, learning = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
     samples = ended(tail, range(4))
-    tail.by_group = {0: samples[:2], 1: samples[2:]}
+    tail.by_group = {group[0].id: group for group in (samples[:2], samples[2:])}
     tail.broker.put(["slot"])
     tail.poll(1.0)
     assert not worker_group.batches and reference.passes == [("reference", [0, 0])]
     reference.done = True
     tail.poll(1.0)  # the slot goes to the gradients that can be made now, rather than to another pass
-    assert [batch.groups.tolist() for batch in worker_group.batches] == [[0, 0]] and len(reference.passes) == 1
+    assert [rows_of(batch) for batch in worker_group.batches] == [[0, 0]] and len(reference.passes) == 1
     np.testing.assert_array_equal(worker_group.batches[0].reference, 3 * worker_group.batches[0].logprobs)
     worker_group.done = True
     tail.poll(1.0)
@@ -340,7 +346,7 @@ def test_gradients_wait_for_what_the_reference_says_of_their_samples() -> None:
     tail.poll(1.0)
     assert len(worker_group.batches) == 1 and tail.broker.free == ("slot",)
     batch = learning.advantages(samples)
-    assert batch.groups.tolist() == [1, 1] and reference.passes[2:] == [("reference", [1, 1])]
+    assert rows_of(batch) == [1, 1] and reference.passes[2:] == [("reference", [1, 1])]
     np.testing.assert_array_equal(batch.reference, 3 * batch.logprobs)
 
 
@@ -522,7 +528,7 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
     finished, asked = [0], list[int]()
     for key in (4, 5, 2, 3, 1):
         finished.append(key)
-        tail.add_samples([sample(key)])
+        tail.add_samples([sample(key, begun=1 if key < COUNT else 2)])
         batch.is_enough(finished)
         tail.poll(1.0)
         asked = [one.completion.key for one in scoring.asked]
@@ -533,12 +539,11 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
     tail.poll(1.0)
     assert batch.chosen == [0, 2] and [one.completion.key for one in scoring.asked] == [4, 5, 0, 1]
     [gradients] = learner.batches
-    assert gradients.groups.tolist() == [2, 2] and gradients.lags.tolist() == [0] * 6, "of the step that runs"
-    trained = [sample(key) for key in range(4)]  # the same responses under the keys that they have in the update
-    learning.rename({0: 0, 1: 1, 4: 2, 5: 3})
+    assert rows_of(gradients) == [2, 2] and gradients.lags.tolist() == [0] * 6, "of the step that runs"
+    trained = [*map(sample, (0, 1)), *(sample(key, begun=2) for key in (4, 5))]
     for one in trained:
         one.reward = 1.0
-    assert learning.advantages(trained).groups.tolist() == [0, 0]
+    assert rows_of(learning.advantages(trained)) == [0, 0]
 
 
 def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> None:
@@ -590,6 +595,6 @@ def test_free_slots_are_leased_for_the_worker_group_that_has_work() -> None:
     assert learning.lease_free_slots([reference, learner]) == ["b", "c"]
     full.append("c")
     assert learning.lease_free_slots([reference, learner]) == ["a"] and learning.lease_free_slots([reference]) == []
-    learning.passes.reference.known = {0: {}, 1: {}}  # type: ignore[union-attr]
+    learning.passes.reference.known = {SampleId(0, 1, 0): {}, SampleId(0, 1, 1): {}}  # type: ignore[union-attr]
     learning.passes.reference.waiting = []  # type: ignore[union-attr]
     assert learning.with_work(groups, 1.0) == [learner]

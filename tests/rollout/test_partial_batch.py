@@ -22,7 +22,7 @@ from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.step.partial_batch import PartialBatch
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId
 
 pytestmark = pytest.mark.pure
 
@@ -108,7 +108,7 @@ def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
                 if key not in finished:
                     cut.append(done)
                 elif batch.unfinished[key]:
-                    new.append(Sample(batch.groups[key // 2].prompt, key % 2, done))
+                    new.append(Sample(batch.groups[key // 2].prompt, batch.ids[key], done))
             joined = batch.join(new, cut)
             run.count(batch, joined, beside_update)
             if batch.chosen is not None:
@@ -130,7 +130,7 @@ def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
             batch = run.begin(step, last - step + 1, draw, missing)
             batch, joined = roll_out(batch, versions_of)
             samples, metrics = run.take(batch, joined)
-            assert [s.completion.key for s in samples] == list(range(len(samples))) and len(samples) == 2 * (missing or 3)
+            assert [s.id.number for s in samples] == [0, 1] * (missing or 3) and len({s.id for s in samples}) == len(samples)
             assert all(s.completion.finish_reason == "stop" for s in samples)
             check_lag(samples, step - 1, most)  # raises if a token is too old
             ended += [s.prompt.index for s in samples[::2]]
@@ -150,7 +150,9 @@ def test_a_share_of_groups_is_rounded_up_once(prompts: int, share: float, groups
 
 def test_a_group_that_cannot_be_trained_in_time_restarts() -> None:
     run, prompts = PartialRollouts(recipe()), [Prompt(i, "", (1,)) for i in range(9)]
-    old = Sample(prompts[0], 0, Completion(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", 0))
+    old = Sample(
+        prompts[0], SampleId(prompts[0].index, 1, 0), Completion(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", 0)
+    )
     run.in_flight = [Group(prompts[0], 1, 0, (old, old))]
     batch = run.begin(4, 5, lambda count: prompts[1 : count + 1])
     assert batch.groups[0].begun == 4 and run.counts["restarted"] == 2 and run.counts["restarted_tokens"] == 8
@@ -169,7 +171,12 @@ def test_groups_that_are_too_long_for_a_resumed_recipe_begin_again(limit: int, k
     prompts = [Prompt(0, "", (1, 2))]
     tokens = np.arange(4, dtype=np.int32), np.zeros(4, np.float32)
     begun, done = (Completion(0, *tokens, reason, 0) for reason in (UNFINISHED, "stop"))
-    group = Group(prompts[0], 1, 0, (Sample(prompts[0], 0, begun), Sample(prompts[0], 1, done)))
+    group = Group(
+        prompts[0],
+        1,
+        0,
+        (Sample(prompts[0], SampleId(prompts[0].index, 1, 0), begun), Sample(prompts[0], SampleId(prompts[0].index, 1, 1), done)),
+    )
     run = PartialRollouts(recipe(max_tokens=limit))
     run.restore(run.state([group]), prompts)
     assert len(run.in_flight[0].samples) == kept and run.in_flight[0].begun == 1
@@ -201,12 +208,11 @@ def test_groups_that_a_stop_repeats_stay_as_the_rollout_beside_the_update_left_t
     run.recipe, run.partial_rollouts, run.in_update = own, PartialRollouts(own), True
     run.record = SimpleNamespace(completion_order=lambda *_: None)  # type: ignore[assignment]
     run.rollout_stage, run.cursor = SimpleNamespace(kept=None), SimpleNamespace(state=dict)  # type: ignore[assignment]
-    run.learn_stage = SimpleNamespace(rename=lambda _: None)  # type: ignore[assignment]
     run.autoscaler = SimpleNamespace(terms=SimpleNamespace(prefill=SimpleNamespace(per_unit_s=0.0)))  # type: ignore[assignment]
     groups = [Group(Prompt(g, "", (1,)), 1) for g in range(4)]
     batch = PartialBatch(groups, step=2, quota=3, max_lag=2, count=2)
     samples = [
-        Sample(groups[key // 2].prompt, key % 2, Completion(key, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 1))
+        Sample(groups[key // 2].prompt, batch.ids[key], Completion(key, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 1))
         for key in range(8)
     ]
     assert batch.is_enough([2, 3, 4, 5, 6, 7])
@@ -215,7 +221,7 @@ def test_groups_that_a_stop_repeats_stay_as_the_rollout_beside_the_update_left_t
         sample.reward = 1.0
     assert run.begun_ahead is not None
     left = [sample for group in run.begun_ahead for sample in group.samples]
-    assert [sample.completion.key for sample in left] == list(range(8)) and {sample.reward for sample in left} == {None}
+    assert [sample.id for sample in left] == batch.ids and {sample.reward for sample in left} == {None}
 
 
 def test_the_forecast_of_the_work_ends_with_the_quota() -> None:
@@ -223,7 +229,12 @@ def test_the_forecast_of_the_work_ends_with_the_quota() -> None:
     half = Completion(0, np.zeros(10, np.int32), np.zeros(10, np.float32), UNFINISHED, 0)
     done = Completion(0, np.zeros(30, np.int32), np.zeros(30, np.float32), "stop", 0)
     groups = [
-        Group(prompts[0], 1, 0, (Sample(prompts[0], 0, half), Sample(prompts[0], 1, done))),
+        Group(
+            prompts[0],
+            1,
+            0,
+            (Sample(prompts[0], SampleId(prompts[0].index, 1, 0), half), Sample(prompts[0], SampleId(prompts[0].index, 1, 1), done)),
+        ),
         Group(prompts[1], 2),
         Group(prompts[2], 2),
     ]

@@ -49,7 +49,7 @@ def test_a_response_of_an_earlier_rollout_is_sent_and_kept_once() -> None:
     report(first, 0, 0, [5, 6], STOP)
     report(first, 0, 1, [7])
     shared.end([])
-    again = TokenLog(requests, [first.completions[0], *first.unfinished(1)])
+    again = TokenLog(requests, {one.key: one for one in [first.completions[0], *first.unfinished(1)]})
     shared.begin(again)
     for number in (0, 1):
         again.assign(np.array([1]), number)

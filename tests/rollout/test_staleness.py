@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.rollout.staleness import check_lag
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 pytestmark = pytest.mark.pure
 
@@ -18,7 +18,7 @@ def sample(parts: list[tuple[int, int]]) -> Sample:
     """A response whose parts, (version, tokens), were drawn by these versions."""
     tokens = sum(count for _, count in parts)
     completion = Completion(0, np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), "stop", parts[-1][0], tuple(parts))
-    return Sample(Prompt(0, "", (1,)), 0, completion)
+    return Sample(Prompt(0, "", (1,)), SampleId(0, 1, 0), completion)
 
 
 @given(st.integers(0, 3), st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), min_size=1, max_size=4), max_size=5))

@@ -11,7 +11,7 @@ import pytest
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.rollout import trained_drafter
 from rlhfless_ray.rollout.trained_drafter import PASSES, TrainedDrafter
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_only_sampled_tokens_are_trained_on() -> None:
     whole, masked = np.array([-1.0, -2.0, -3.0], np.float32), np.array([True, False, True])
     for logprobs, mask in ((whole[:0], None), (whole, None), (whole, masked)):
         done = Completion(0, np.arange(len(logprobs), dtype=np.int32), logprobs, "stop", 1)
-        drafter.add_samples([Sample(Prompt(0, "p", (7, 8)), 0, done, action_mask=mask)])
+        drafter.add_samples([Sample(Prompt(0, "p", (7, 8)), SampleId(0, 1, 0), done, action_mask=mask)])
     assert drafter.owed == PASSES * 5
     nan = np.float32(np.nan)
     for sequence, expected in zip(drafter.queue, ([nan, nan, -1, -2, -3], [nan, nan, -1, nan, -3]), strict=True):
@@ -72,7 +72,11 @@ class Pool:
 
 
 def sample(tokens: int) -> Sample:
-    return Sample(Prompt(0, "p", (7, 8)), 0, Completion(0, np.arange(tokens, dtype=np.int32), np.full(tokens, -1, np.float32), "stop", 1))
+    return Sample(
+        Prompt(0, "p", (7, 8)),
+        SampleId(0, 1, 0),
+        Completion(0, np.arange(tokens, dtype=np.int32), np.full(tokens, -1, np.float32), "stop", 1),
+    )
 
 
 def test_a_new_process_owes_no_tokens_of_sequences_that_were_lost_with_the_old_one() -> None:

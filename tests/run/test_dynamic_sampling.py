@@ -17,7 +17,7 @@ from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.step.requests import make_step_requests
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 COUNT = 2
 
@@ -42,7 +42,15 @@ def answers(rows: list[int], mean: Callable[[int], float | None], version: int =
             completion = Completion(place * COUNT + n, tokens, np.full(len(tokens), -0.1 / 3, np.float32) * (row + 1), "stop", version)
             middle = mean(row)
             reward = None if middle is None else middle + (0.1 if 0 < middle < 1 else 0.0) * (-1) ** n
-            found.append(Sample(Prompt(row, f"p{row}", (1, row)), n, completion, reward=reward, error=None if reward is not None else "no"))
+            found.append(
+                Sample(
+                    Prompt(row, f"p{row}", (1, row)),
+                    SampleId(row, 1, n),
+                    completion,
+                    reward=reward,
+                    error=None if reward is not None else "no",
+                )
+            )
     return found
 
 
@@ -50,8 +58,7 @@ def run(dynamic_sampling: DynamicSampling, mean: Callable[[int], float | None]) 
     """One step: rows of its groups, and how many rounds it took."""
     first = answers(dynamic_sampling.cursor.next(dynamic_sampling.missing), mean)
     filled = dynamic_sampling.fill(first, lambda: answers(dynamic_sampling.draw(), mean))
-    assert [s.completion.key for s in filled] == list(range(len(filled)))
-    assert [s.sample for s in filled] == [0, 1] * (len(filled) // COUNT)
+    assert [s.id.number for s in filled] == [0, 1] * (len(filled) // COUNT)
     return [s.prompt.index for s in filled[::COUNT]], dynamic_sampling.rounds
 
 

@@ -8,12 +8,12 @@ import pytest
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.evaluation import choose_sampling, compute_accuracies, compute_mean_and_best, compute_source_metrics
 from rlhfless_ray.step.requests import make_evaluation_requests, make_step_requests
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 
 def sample(reward: float | None, tokens: int = 3, finish: str = "stop", prompt: int = 0) -> Sample:
     done = Completion(0, np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), finish, 0)
-    return Sample(Prompt(prompt, "p", (1,)), 0, done, reward=reward)
+    return Sample(Prompt(prompt, "p", (1,)), SampleId(prompt, 1, 0), done, reward=reward)
 
 
 def test_pass1_is_the_mean_and_passk_the_best_of_each_prompt() -> None:

@@ -24,7 +24,7 @@ from rlhfless_ray.run.checkpoint_files import driver_state
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.runtime.runtime import Runtime
-from rlhfless_ray.types import Completion, Prompt, Sample
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 from rlhfless_ray.weights.remote_folder import Writer, writer
 from rlhfless_ray.weights.same_model import model_sizes
 
@@ -358,7 +358,10 @@ def test_the_model_is_replaced_whole(tmp_path: Path) -> None:
 def test_samples_are_one_json_object_per_line(tmp_path: Path) -> None:
     prompt = Prompt(12, 'say "ä\n"', (1, 2), {"answer": np.int64(4), "other": 1})
     done = [Completion(k, np.arange(k + 1), np.zeros(k + 1), reason, 3) for k, reason in ((0, "stop"), (5, "length"))]
-    samples = [Sample(prompt, 0, done[0], "line\nbreak", reward=1.0, advantage=0.5), Sample(prompt, 1, done[1], "", error="ValueError: no")]
+    samples = [
+        Sample(prompt, SampleId(prompt.index, 1, 0), done[0], "line\nbreak", reward=1.0, advantage=0.5),
+        Sample(prompt, SampleId(prompt.index, 1, 1), done[1], "", error="ValueError: no"),
+    ]
     RunFolder(tmp_path).write_samples(4, samples, "answer")
     rows = [json.loads(line) for line in (tmp_path / "samples" / "step_4.jsonl").read_text().splitlines()]
     same = {"step": 4, "prompt_index": 12, "prompt": 'say "ä\n"', "version": 3, "answer": "4"}
