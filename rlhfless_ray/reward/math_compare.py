@@ -15,10 +15,10 @@ from rlhfless_ray.reward import math_library
 from rlhfless_ray.reward.math_expression import (
     MAX_DEPTH,
     POINTS,
-    Evaluation,
+    ExpressionEvaluation,
     Node,
     TooLarge,
-    Unreadable,
+    UnreadableExpression,
     is_equal_value,
     parse_expression,
     variables,
@@ -214,7 +214,7 @@ def _read(text: str) -> tuple[Quantity, Node | None, bool]:
     quantity = read_quantity(text)
     try:
         return quantity, parse_expression(join_comma_groups(quantity.value)), False
-    except Unreadable:
+    except UnreadableExpression:
         return quantity, None, False
     except TooLarge:
         return quantity, None, True
@@ -256,8 +256,8 @@ def _scaled(tree: Node, factor: Fraction) -> Node:
 
 def _is_proportion(tree: Node) -> bool:
     try:
-        value = Evaluation().value(tree)
-    except (Unreadable, TooLarge):
+        value = ExpressionEvaluation().value(tree)
+    except (UnreadableExpression, TooLarge):
         return False
     return isinstance(value, Fraction) and abs(value) < 1 and value != 0
 
@@ -269,17 +269,17 @@ def _is_equal_tree(gold: Node, answer: Node) -> bool:
     is_readable = False
     for point in range(POINTS if names else 1):
         try:
-            left = Evaluation(point).value(gold)
+            left = ExpressionEvaluation(point).value(gold)
             is_readable = True
-        except Unreadable:
+        except UnreadableExpression:
             left = None
         except TooLarge as error:
             raise UnreadableReference(str(error)) from None
         try:
-            right = Evaluation(point).value(answer)
+            right = ExpressionEvaluation(point).value(answer)
         except TooLarge:
             return False
-        except Unreadable:
+        except UnreadableExpression:
             right = None
         if (left is None) != (right is None) and is_readable:
             return False
@@ -301,7 +301,7 @@ def _is_proportional(gold: list[str], answer: list[str], needs_positive: bool) -
     for sides, is_gold in ((gold, True), (answer, False)):
         try:
             left, right = (parse_expression(join_comma_groups(side)) for side in sides)
-        except (Unreadable, TooLarge):
+        except (UnreadableExpression, TooLarge):
             if is_gold:
                 raise UnreadableReference("an equation that cannot be read") from None
             return False
@@ -309,14 +309,14 @@ def _is_proportional(gold: list[str], answer: list[str], needs_positive: bool) -
     ratios = []
     for point in range(POINTS):
         try:
-            values = [Evaluation(point).value(tree) for tree in trees]
-        except (Unreadable, TooLarge):
+            values = [ExpressionEvaluation(point).value(tree) for tree in trees]
+        except (UnreadableExpression, TooLarge):
             return False
         if values[0] == 0 or values[1] == 0:
             if values[0] != values[1]:
                 return False
             continue
-        evaluation = Evaluation()
+        evaluation = ExpressionEvaluation()
         ratios.append(
             values[0] / values[1]
             if all(isinstance(value, Fraction) for value in values)

@@ -25,7 +25,7 @@ POINTS = 5
 Node = tuple[Any, ...]
 
 
-class Unreadable(ValueError):
+class UnreadableExpression(ValueError):
     """The text is not an expression of this grammar, or has no value."""
 
 
@@ -42,15 +42,15 @@ _LITERAL_FRACTION = re.compile(r"([-+]?\d+) ?/ ?(\d+)")
 
 
 def parse_expression(text: str) -> Node:
-    """Return the expression's tree. Raises Unreadable or TooLarge."""
+    """Return the expression's tree. Raises UnreadableExpression or TooLarge."""
     if _LITERAL.fullmatch(text):
         return ("number", _to_fraction(text))
     if (match := _LITERAL_FRACTION.fullmatch(text)) and len(text) < 1000 and int(match[2]):
         return ("number", Fraction(int(match[1]), int(match[2])))
     parser = _Parser(_tokens(text))
     tree = parser.sum()
-    if parser.peek():
-        raise Unreadable(f"`{parser.peek()[0]}` is not expected")
+    if rest := parser.peek():
+        raise UnreadableExpression(f"`{rest[0]}` is not expected")
     return tree
 
 
@@ -85,7 +85,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
         kind, token = match.lastgroup, match[match.lastgroup]
         position = match.end()
         if kind == "number" and token.count(".") > 1:
-            raise Unreadable(f"`{token}` is not a number")
+            raise UnreadableExpression(f"`{token}` is not a number")
         if kind == "name" and (name := _PLAIN_NAMES.match(text, match.start("name"))):
             kind, token, position = "command", f"\\{name[0]}", name.end()
         tokens.append((token, kind))
@@ -109,13 +109,13 @@ class _Parser:
     def take(self) -> tuple[str, str]:
         there = self.peek()
         if there is None:
-            raise Unreadable("the expression ends too early")
+            raise UnreadableExpression("the expression ends too early")
         self.at += 1
         return there
 
     def expect(self, token: str) -> None:
         if self.take()[0] != token:
-            raise Unreadable(f"`{token}` is missing")
+            raise UnreadableExpression(f"`{token}` is missing")
 
     def sum(self) -> Node:
         self.depth += 1
@@ -162,7 +162,7 @@ class _Parser:
         token, kind = there
         if kind == "number":
             if self.tokens[self.at - 1][1] == "number":
-                raise Unreadable("two numbers without a sign between them")
+                raise UnreadableExpression("two numbers without a sign between them")
             return True
         return kind == "name" or token in ("(", "[", "{", "|") or (kind == "command" and token[1:] in _READ)
 
@@ -214,7 +214,7 @@ class _Parser:
                 self.at -= 1
                 self.tokens[self.at] = (token[1:], kind)
                 if not token.isdigit():
-                    raise Unreadable("a decimal without braces")
+                    raise UnreadableExpression("a decimal without braces")
             return ("number", Fraction(token[0] if token.isdigit() else token))
         self.at -= 1
         return self.primary()
@@ -225,7 +225,7 @@ class _Parser:
             return self.number(token)
         if kind == "name":
             if token in "fgh" and self.token() == "(":
-                raise Unreadable(f"the function `{token}` is not known")
+                raise UnreadableExpression(f"the function `{token}` is not known")
             if token in ("e", "i") and self.token() != "_":
                 return ("constant", token)
             return ("variable", token + self.subscript())
@@ -239,11 +239,11 @@ class _Parser:
             return ("call", token[1:], self.group(_FLOORS[token]))
         if kind == "command":
             return self.command(token[1:])
-        raise Unreadable(f"`{token}` is not expected")
+        raise UnreadableExpression(f"`{token}` is not expected")
 
     def number(self, token: str) -> Node:
         if token.endswith(".") and not (token[:-1] and self.token() in ("\\overline", "\\dot", "\\bar")):
-            raise Unreadable(f"`{token}` is not a number")
+            raise UnreadableExpression(f"`{token}` is not a number")
         value = _to_fraction(token)
         if "." in token or self.token() in ("\\overline", "\\dot", "\\bar"):
             if self.token() in ("\\overline", "\\bar", "\\dot"):
@@ -256,13 +256,13 @@ class _Parser:
                 return ("number", value + above[1] / below[1])
             self.at = start
         elif token.isdigit() and self.token(0).isdigit() and self.token(1) == "/" and self.token(2).isdigit():
-            above, below = int(self.take()[0]), int(self.tokens[self.at + 1][0])
+            numerator, denominator = int(self.take()[0]), int(self.tokens[self.at + 1][0])
             self.at += 2
-            if not above < below:
-                raise Unreadable("not a mixed number")
-            return ("number", value + Fraction(above, below))
+            if not numerator < denominator:
+                raise UnreadableExpression("not a mixed number")
+            return ("number", value + Fraction(numerator, denominator))
         if self.token() == "_":
-            raise Unreadable("a number in another base")
+            raise UnreadableExpression("a number in another base")
         return ("number", value)
 
     def repeating(self, token: str) -> Fraction:
@@ -273,7 +273,7 @@ class _Parser:
         self.expect("}")
         decimals = token.partition(".")[2]
         if "." not in token or not digits.isdigit() or len(digits) > 1000:
-            raise Unreadable("not a repeating decimal")
+            raise UnreadableExpression("not a repeating decimal")
         return _to_fraction(token) + Fraction(_to_int(digits), (10 ** len(digits) - 1) * 10 ** len(decimals))
 
     def subscript(self) -> str:
@@ -310,7 +310,7 @@ class _Parser:
             return ("variable", name + self.subscript())
         if name in FUNCTIONS and name not in ("max", "min", "gcd", "lcm"):
             return self.call(name)
-        raise Unreadable(f"`\\{name}` is not known")
+        raise UnreadableExpression(f"`\\{name}` is not known")
 
     def call(self, name: str) -> Node:
         exponent = base = None
@@ -330,13 +330,13 @@ class _Parser:
         tree: Node = ("call", name, argument)
         if base is not None:
             if name != "log":
-                raise Unreadable(f"`\\{name}` has no base")
+                raise UnreadableExpression(f"`\\{name}` has no base")
             tree = ("product", ("call", "ln", argument), ("inverse", ("call", "ln", base)))
         if exponent is None:
             return tree
         if exponent == ("negative", ("number", Fraction(1))):
             if name not in ("sin", "cos", "tan", "cot", "sinh", "cosh", "tanh"):
-                raise Unreadable(f"`\\{name}^{{-1}}` is not known")
+                raise UnreadableExpression(f"`\\{name}^{{-1}}` is not known")
             return ("call", f"arc{name}", argument)
         return ("power", tree, exponent)
 
@@ -361,7 +361,7 @@ def _context() -> Any:
     return context
 
 
-class Evaluation:
+class ExpressionEvaluation:
     """One evaluation at one point, within `MAX_WORK`. Values are Fractions where they are exact, else numbers of mpmath."""
 
     def __init__(self, point: int = 0) -> None:
@@ -393,7 +393,7 @@ class Evaluation:
     def checked(self, value: Any) -> Any:
         context = _context()
         if not context.isfinite(value):
-            raise Unreadable("the expression has no finite value")
+            raise UnreadableExpression("the expression has no finite value")
         if value and abs(context.mag(value)) > MAX_EXPONENT_BITS:
             raise TooLarge("the value is too large or too small")
         return value
@@ -446,7 +446,7 @@ class Evaluation:
     def _inverse(self, part: Node) -> Any:
         value = self.value(part)
         if value == 0:
-            raise Unreadable("a division by zero")
+            raise UnreadableExpression("a division by zero")
         return 1 / value
 
     def _power(self, base_tree: Node, exponent_tree: Node) -> Any:
@@ -460,7 +460,7 @@ class Evaluation:
 
     def integer_power(self, base: Fraction, exponent: int) -> Fraction:
         if base == 0 and exponent <= 0:
-            raise Unreadable("zero to the power of zero or less")
+            raise UnreadableExpression("zero to the power of zero or less")
         if abs(base) in (0, 1):
             return base ** (exponent % 2 + 2)
         if abs(exponent) * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS:
@@ -470,7 +470,7 @@ class Evaluation:
     def inexact_power(self, base: Any, exponent: Any) -> Any:
         context = _context()
         if base == 0:
-            raise Unreadable("a power of zero")
+            raise UnreadableExpression("a power of zero")
         base, exponent = self.approximate(base), self.approximate(exponent)
         self.spend(20)
         if abs(exponent) * (abs(context.mag(base)) + 2) > MAX_EXPONENT_BITS:
@@ -515,7 +515,7 @@ class Evaluation:
         value = self.approximate(value)
         context = _context()
         if context.mag(value) > 10 or context.isint(value):
-            raise TooLarge("the factorial is too large") if context.mag(value) > 10 else Unreadable("the factorial has no value")
+            raise TooLarge("the factorial is too large") if context.mag(value) > 10 else UnreadableExpression("the factorial has no value")
         return self.checked(context.gamma(value))
 
     def _binomial(self, above_tree: Node, below_tree: Node) -> Any:
@@ -544,7 +544,7 @@ class Evaluation:
             if isinstance(value, Fraction):
                 return Fraction(value.__floor__() if name == "lfloor" else value.__ceil__())
             if context.im(value):
-                raise Unreadable("a complex number has no floor")
+                raise UnreadableExpression("a complex number has no floor")
             tiny = context.ldexp(1, -ZERO_BITS)
             whole = context.floor(value + tiny) if name == "lfloor" else context.ceil(value - tiny)
             return Fraction(int(whole))
@@ -555,11 +555,11 @@ class Evaluation:
         try:
             result = _FUNCTION_CALLS[name](context, value)
         except (ValueError, ZeroDivisionError):
-            raise Unreadable(f"{name} has no value there") from None
+            raise UnreadableExpression(f"{name} has no value there") from None
         if result and context.mag(result) < -ZERO_BITS:
             return Fraction(0)
         if result and context.mag(result) > ZERO_BITS and name in ("tan", "cot", "sec", "csc"):
-            raise Unreadable(f"{name} has no value there")
+            raise UnreadableExpression(f"{name} has no value there")
         return self.checked(result)
 
 
@@ -595,6 +595,6 @@ def is_equal_value(left: Any, right: Any) -> bool:
         return left == right
     if left == 0 or right == 0:
         return bool(left == right)
-    context, evaluation = _context(), Evaluation()
+    context, evaluation = _context(), ExpressionEvaluation()
     left, right = evaluation.approximate(left), evaluation.approximate(right)
     return bool(left == right or context.mag(left - right) < context.mag(left) - ZERO_BITS)

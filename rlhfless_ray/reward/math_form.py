@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhfless_ray.reward.math_expression import Evaluation, TooLarge, Unreadable, parse_expression, variables
+from rlhfless_ray.reward.math_expression import ExpressionEvaluation, TooLarge, UnreadableExpression, parse_expression, variables
 from rlhfless_ray.reward.math_notation import FUNCTIONS, join_comma_groups, plain_words
 
 Kind = Literal["value", "words", "items", "region", "equation", "inequality", "matrix"]
@@ -273,14 +273,14 @@ def _is_constant(text: str) -> bool:
         return True
     try:
         return not variables(parse_expression(text))
-    except (Unreadable, TooLarge):
+    except (UnreadableExpression, TooLarge):
         return False
 
 
 def _all_but(numbers: list[str]) -> list[Piece]:
     def size(text: str) -> float:
         try:
-            return float(Evaluation().value(parse_expression(text)))
+            return float(ExpressionEvaluation().value(parse_expression(text)))
         except (ValueError, TypeError, OverflowError):
             return 0.0
 
