@@ -70,7 +70,6 @@ def reference_answer(row: dict[str, Any], column: str) -> str:
 def prepare() -> None:
     """Import and warm up the libraries, so that this does not count towards the first sample's time limit."""
     is_equal("\\sqrt{2}", "\\sqrt{3}")
-    is_equal("\\int_0^1 x dx", "0.5")
 
 
 def final_answer(response: str) -> str | None:

@@ -9,31 +9,21 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from rlhfless_ray.reward import math_library
-from rlhfless_ray.reward.math_expression import (
-    MAX_DEPTH,
-    POINTS,
-    Evaluation,
-    Node,
-    TooLarge,
-    Unreadable,
-    is_equal_value,
-    parse_expression,
-    variables,
-)
-from rlhfless_ray.reward.math_form import FLIPPED, Form, Piece, as_region, nesting, read_form, words_of
+from rlhfless_ray.reward.math_evaluation import ExpressionEvaluation, is_equal_value, is_real
+from rlhfless_ray.reward.math_expression import MAX_DEPTH, Node, TooLarge, UnreadableExpression, parse_expression, variables
+from rlhfless_ray.reward.math_form import FLIPPED, Form, Piece, as_region, read_form, words_of
 from rlhfless_ray.reward.math_notation import join_comma_groups, normalize_notation, without_spaces
 from rlhfless_ray.reward.math_units import Quantity, read_quantity
 
-MAX_CHARS = 50_000
-MAX_FORM_CHARS = 3000  # of an answer that is not one number
+MAX_CHARS = 30_000
+MAX_FORM_CHARS = 3000  # of an answer that is more than its text
 MAX_UNORDERED = 64  # items that are compared in any order
+MAX_COMPARISONS = 2000  # of parts of two answers
+POINTS = 4
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOSEN = re.compile(r"\(?([A-J])[).:] ?\S.*|\(([A-J])\) ?\S.*", re.DOTALL)
-_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d*")
-_ONE, _HUNDREDTH = Fraction(1), Fraction(1, 100)
 
 _Part = TypeVar("_Part")
 
@@ -53,65 +43,84 @@ def is_equal(gold: str, answer: str, is_ordered: bool | None = None) -> bool:
     """
     if "".join(gold.split()) == "".join(answer.split()) and not re.search(r"\d\s+\d", gold + answer):
         return True
-    if len(answer) > max(MAX_CHARS, 4 * len(gold)):
+    gold = _reference(gold)
+    if len(answer) > MAX_CHARS:
         return False
-    gold, answer = normalize_notation(gold), normalize_notation(answer)
-    if not re.search(r"[^\W_]|\\", gold):
-        raise UnreadableReference("it has neither letters nor digits")
+    answer = normalize_notation(answer)
     if without_spaces(gold) == without_spaces(answer):
         return True
-    for text, is_gold in ((gold, True), (answer, False)):
-        if (len(text) > MAX_FORM_CHARS and not _NUMBER.fullmatch(text)) or nesting(text) > MAX_DEPTH:
-            if is_gold:
-                raise UnreadableReference("it is too long or nested too deeply")
-            return False
-    if choice := _CHOICE.fullmatch(gold):
-        chosen = _CHOSEN.fullmatch(answer)
-        if chosen:
-            return choice[1] == (chosen[1] or chosen[2])
+    if len(gold) > MAX_FORM_CHARS or len(answer) > MAX_FORM_CHARS or _nesting(answer) > MAX_DEPTH:
+        return join_comma_groups(gold) == join_comma_groups(answer)
+    if (choice := _CHOICE.fullmatch(gold)) and (chosen := _CHOSEN.fullmatch(answer)):
+        return choice[1] == (chosen[1] or chosen[2])
     return _Comparison(is_ordered).texts(gold, answer)
 
 
+def is_understood(gold: str) -> bool:
+    """Return whether a reference is more than its text. Raises UnreadableReference if it is broken."""
+    gold = _reference(gold)
+    return len(gold) <= MAX_FORM_CHARS and _Comparison(None, by_text=False).texts(gold, gold)
+
+
+@lru_cache(64)
+def _reference(text: str) -> str:
+    text = normalize_notation(text)
+    if not re.search(r"[^\W_]|\\", text):
+        raise UnreadableReference("it has neither letters nor digits")
+    bare = re.sub(r"\\\\|\\[{}]", "", text)
+    is_closed = bare.count("{") == bare.count("}") and len(re.findall(r"[(\[]", bare)) == len(re.findall(r"[)\]]", bare))
+    if not is_closed and not re.fullmatch(r"\(?\w\)?", text) and words_of(text) is None:
+        raise UnreadableReference("a bracket is not closed")
+    if _nesting(text) > MAX_DEPTH:
+        raise UnreadableReference("it is nested too deeply")
+    return text
+
+
+def _nesting(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
 class _Comparison:
-    def __init__(self, is_ordered: bool | None) -> None:
-        self.is_ordered = is_ordered
-        self.left_calls = 2000  # comparisons of parts
+    def __init__(self, is_ordered: bool | None, by_text: bool = True) -> None:
+        self.is_ordered, self.by_text = is_ordered, by_text
+        self.left_comparisons = MAX_COMPARISONS
+        self.gold, self.answer = ExpressionEvaluation(), ExpressionEvaluation()
 
     def texts(self, gold: str, answer: str) -> bool:
-        self.left_calls -= 1
-        if self.left_calls < 0:
+        self.left_comparisons -= 1
+        if self.left_comparisons < 0:
             return False
         gold, answer = gold.strip().removeprefix("+"), answer.strip().removeprefix("+")
-        if without_spaces(gold) == without_spaces(answer):
+        if self.by_text and without_spaces(gold) == without_spaces(answer):
             return True
         return self.forms(read_form(gold), read_form(answer))
 
     def forms(self, gold: Form, answer: Form) -> bool:
-        if gold.kind == answer.kind:
+        kinds = {gold.kind, answer.kind}
+        if len(kinds) == 1:
             return bool(getattr(self, f"_{gold.kind}")(gold, answer))
         if gold.relation and answer.relation:
             return self._inequality(gold, answer)
-        if "region" in (gold.kind, answer.kind):
+        if "region" in kinds:
             pieces = as_region(gold), as_region(answer)
-            if pieces[0] is not None and pieces[1] is not None:
-                return self.pieces(pieces[0], pieces[1])
-            return False
+            return pieces[0] is not None and pieces[1] is not None and _matches(pieces[0], pieces[1], self.is_same_piece)
         if answer.kind == "equation":
-            if answer.name:
-                return self._chain(gold, answer.items[1:])
-            return self._chain(gold, answer.items) if gold.kind in ("value", "items") else False
+            return self.chain(gold, answer.items[1:]) if answer.name else gold.kind in ("value", "items") and self.chain(gold, answer.items)
         if gold.kind == "equation":
-            return self.forms(read_form(gold.items[-1]), answer) if gold.name else False
-        if {gold.kind, answer.kind} == {"items", "value"}:
+            return bool(gold.name) and self.forms(read_form(gold.items[-1]), answer)
+        if kinds == {"items", "value"}:
             return _is_decimal_comma(gold, answer) or _is_decimal_comma(answer, gold)
-        if {gold.kind, answer.kind} == {"items", "words"}:
+        if kinds == {"items", "words"}:
             items, words = (gold, answer) if gold.kind == "items" else (answer, gold)
             return all(len(item) == 1 for item in items.items) and "".join(items.items).casefold() == words.text
-        if {gold.kind, answer.kind} == {"words", "value"}:
-            return self._words_as_value(gold, answer)
-        return False
+        # Letters are a product if the other side is one.
+        return kinds == {"words", "value"} and "\\cdot" in gold.text + answer.text and self._value(gold, answer)
 
-    def _chain(self, gold: Form, parts: list[str]) -> bool:
+    def chain(self, gold: Form, parts: list[str]) -> bool:
         """Compare with `3*4 = 12`: all parts must be equal, not only the last one."""
         return all(self.forms(gold, read_form(part)) for part in parts)
 
@@ -120,9 +129,9 @@ class _Comparison:
 
     def _items(self, gold: Form, answer: Form) -> bool:
         brackets = {gold.bracket, answer.bracket}
-        if ":" in brackets and len(brackets) > 1:
+        if len(brackets) > 1 and (":" in brackets or ("\\{" in brackets and "" not in brackets)):
             return False
-        if brackets == {"\\{", "("} or (brackets == {"(", "["} and len(gold.items) == 2):
+        if brackets == {"(", "["} and len(gold.items) == 2:
             return False
         if brackets <= {"", "\\{"} and not self.has_order(gold, answer):
             return _matches(gold.items, answer.items, self.texts)
@@ -138,190 +147,130 @@ class _Comparison:
         return all(re.fullmatch(r"[A-Za-z]", item) or words_of(item) is not None for item in gold.items)
 
     def _region(self, gold: Form, answer: Form) -> bool:
-        if gold.name and answer.name and gold.name != answer.name:
-            return False
-        return self.pieces(gold.pieces, answer.pieces)
-
-    def _words_as_value(self, gold: Form, answer: Form) -> bool:
-        """Compare `ab` with `a \\cdot b`: letters are a product if the other side is one."""
-        texts = gold.text, answer.text
-        return "\\cdot" in "".join(texts) and _same_quantity(*texts)
-
-    def pieces(self, gold: list[Piece], answer: list[Piece]) -> bool:
-        return _matches(gold, answer, self.is_same_piece)
+        has_same_name = not gold.name or not answer.name or gold.name == answer.name
+        return has_same_name and _matches(gold.pieces, answer.pieces, self.is_same_piece)
 
     def is_same_piece(self, gold: Piece, answer: Piece) -> bool:
-        return (
-            (gold.has_low, gold.has_high) == (answer.has_low, answer.has_high)
-            and self.texts(gold.low, answer.low)
-            and self.texts(gold.high, answer.high)
-        )
+        is_same_end = (gold.has_low, gold.has_high) == (answer.has_low, answer.has_high)
+        return is_same_end and self.texts(gold.low, answer.low) and self.texts(gold.high, answer.high)
 
     def _matrix(self, gold: Form, answer: Form) -> bool:
         return [len(row) for row in gold.rows] == [len(row) for row in answer.rows] and all(
-            self.texts(left, right)
-            for gold_row, answer_row in zip(gold.rows, answer.rows, strict=True)
-            for left, right in zip(gold_row, answer_row, strict=True)
+            map(self.texts, (cell for row in gold.rows for cell in row), (cell for row in answer.rows for cell in row))
         )
 
     def _equation(self, gold: Form, answer: Form) -> bool:
-        is_value = [bool(form.name) and (len(form.name) > 1 and not form.name.startswith("\\")) for form in (gold, answer)]
-        if gold.name and answer.name and (gold.name == answer.name or any(is_value)):
-            if self.forms(read_form(gold.items[-1]), read_form(answer.items[-1])):
-                return self._chain(read_form(answer.items[-1]), answer.items[1:-1])
-            if any(is_value):
-                return False
-        if len(gold.items) != 2 or len(answer.items) != 2:
-            return False
-        return _is_proportional(gold.items, answer.items, needs_positive=False)
+        is_long = any(len(form.name) > 1 and not form.name.startswith("\\") for form in (gold, answer))  # `Area`: any name will do
+        if gold.name and answer.name and (gold.name == answer.name or is_long):
+            last = read_form(answer.items[-1])
+            return self.forms(read_form(gold.items[-1]), last) and self.chain(last, answer.items[1:-1])
+        return len(gold.items) == len(answer.items) == 2 and self.is_proportional(gold.items, answer.items, needs_positive=False)
 
     def _inequality(self, gold: Form, answer: Form) -> bool:
-        sides = gold.items, answer.items
         if gold.relation == answer.relation:
-            return _is_proportional(*sides, needs_positive=gold.relation != "\\ne")
-        if FLIPPED[gold.relation] == answer.relation:
-            return _is_proportional(sides[0], sides[1][::-1], needs_positive=True)
-        return False
+            return self.is_proportional(gold.items, answer.items, needs_positive=gold.relation != "\\ne")
+        return FLIPPED[gold.relation] == answer.relation and self.is_proportional(gold.items, answer.items[::-1], needs_positive=True)
 
-    def _value(self, gold: Form, answer: Form) -> bool:
-        return _same_quantity(gold.text, answer.text)
+    def _value(self, gold_form: Form, answer_form: Form) -> bool:
+        gold, gold_tree = self.read(gold_form.text, is_gold=True)
+        answer, answer_tree = self.read(answer_form.text, is_gold=False)
+        if gold_tree is None or answer_tree is None:
+            return False
+        units = [dict(quantity.unit[1]) if quantity.unit else {} for quantity in (gold, answer)]
+        is_angle = [unit == {"degree": 1} for unit in units]
+        if is_angle[0] != is_angle[1] and ("rad" in {**units[0], **units[1]} or "\\pi" in gold.value + answer.value):
+            gold_tree, answer_tree = (
+                ("product", tree, ("degree",)) if degrees else tree for tree, degrees in zip((gold_tree, answer_tree), is_angle, strict=True)
+            )
+        elif gold.unit and answer.unit and units[0] and units[1]:
+            if units[0] != units[1]:
+                return False
+            gold_tree, answer_tree = _scaled(gold_tree, gold.unit[0]), _scaled(answer_tree, answer.unit[0])
+        gold_tree, answer_tree = _scaled(gold_tree, Fraction(gold.scale)), _scaled(answer_tree, Fraction(answer.scale))
+        factors = [Fraction(1)]
+        if answer.is_percent and not gold.is_percent:
+            value = self.at(gold_tree, 0, is_gold=True)
+            is_share = isinstance(value, Fraction) and 0 < abs(value) < 1
+            factors = [Fraction(1, 100)] if is_share else [Fraction(1), Fraction(1, 100)]
+        elif gold.is_percent and not answer.is_percent:
+            factors = [Fraction(1), Fraction(100)]
+        return any(self.is_equal_tree(gold_tree, _scaled(answer_tree, factor)) for factor in factors)
+
+    def read(self, text: str, is_gold: bool) -> tuple[Quantity, Node | None]:
+        """Return a text's quantity, and its tree if it can be read."""
+        quantity = read_quantity(text)
+        try:
+            return quantity, parse_expression(join_comma_groups(quantity.value))
+        except UnreadableExpression:
+            return quantity, None
+        except TooLarge as error:
+            if is_gold:
+                raise UnreadableReference(str(error)) from None
+            return quantity, None
+
+    def at(self, tree: Node, point: int, is_gold: bool) -> Any:
+        """Return the value at a point, None if there is none, NaN if the answer is too large."""
+        try:
+            return (self.gold if is_gold else self.answer).at(tree, point)
+        except TooLarge as error:
+            if is_gold:
+                raise UnreadableReference(str(error)) from None
+            return float("nan")
+
+    def is_equal_tree(self, gold: Node, answer: Node) -> bool:
+        """Compare two expressions at the points where both are real, or at all if there is none."""
+        points = range(POINTS if variables(gold) | variables(answer) else 1)
+        golds = [self.at(gold, point, is_gold=True) for point in points]
+        if all(value is None for value in golds):
+            raise UnreadableReference("it has no value")
+        pairs = []
+        for point, left in zip(points, golds, strict=True):
+            right = self.at(answer, point, is_gold=False)
+            if right != right or (left is None) != (right is None):
+                return False
+            if left is not None:
+                pairs.append((left, right))
+        real = [pair for pair in pairs if is_real(pair[0]) and is_real(pair[1])]
+        return all(is_equal_value(*pair) for pair in real or pairs)
+
+    def is_proportional(self, gold: list[str], answer: list[str], needs_positive: bool) -> bool:
+        """Return whether the differences of the sides of two relations have a constant ratio."""
+        trees: list[Node] = []
+        for sides, is_gold in ((gold, True), (answer, False)):
+            left, right = (self.read(side, is_gold)[1] for side in sides)
+            if left is None or right is None:
+                return False
+            trees.append(("sum", left, ("negative", right)))
+        ratios: list[Any] = []
+        for point in range(POINTS):
+            values = [self.at(tree, point, is_gold) for tree, is_gold in zip(trees, (True, False), strict=True)]
+            if None in values or values[1] != values[1] or (values[0] == 0) != (values[1] == 0):
+                return False
+            if values[0] != 0:
+                ratios.append(values[0] / values[1])
+        if not ratios or not all(is_equal_value(ratios[0], ratio) for ratio in ratios[1:]):
+            return False
+        return not needs_positive or bool(is_real(ratios[0]) and ratios[0] > 0)
 
 
 def _matches(gold: list[_Part], answer: list[_Part], is_same: Callable[[_Part, _Part], bool]) -> bool:
-    """Return whether two lists have the same members, in any order."""
+    """Return whether two lists have the same members in any order. Lists of unequal length may name members twice."""
     missing = list(answer)
     for left in gold:
-        same = [right for right in answer if is_same(left, right)]
+        same = [right for right in (missing if len(gold) == len(answer) else answer) if is_same(left, right)]
         if not same:
             return False
-        missing = [right for right in missing if right not in same]
+        if len(gold) == len(answer):
+            missing.remove(same[0])
+        else:
+            missing = [right for right in missing if right not in same]
     return not missing
 
 
 def _is_decimal_comma(items: Form, value: Form) -> bool:
-    return (
-        items.kind == "items"
-        and items.bracket == ""
-        and re.fullmatch(r"-?\d+,\d+", items.text) is not None
-        and re.fullmatch(r"-?\d+\.\d+", value.text) is not None
-        and parse_expression(items.text.replace(",", ".")) == parse_expression(value.text)
-    )
-
-
-@lru_cache(256)
-def _read(text: str) -> tuple[Quantity, Node | None, bool]:
-    """Return a text's quantity, its tree if it can be read, and whether it is too large."""
-    quantity = read_quantity(text)
-    try:
-        return quantity, parse_expression(join_comma_groups(quantity.value)), False
-    except Unreadable:
-        return quantity, None, False
-    except TooLarge:
-        return quantity, None, True
-
-
-def _same_quantity(gold_text: str, answer_text: str) -> bool:
-    (gold, gold_tree, gold_is_large), (answer, answer_tree, answer_is_large) = _read(gold_text), _read(answer_text)
-    if gold_is_large:
-        raise UnreadableReference("it is too large")
-    if answer_is_large:
-        return False
-    if gold_tree is None or answer_tree is None:
-        if _NO_LIBRARY.search(gold_text):
-            return False
-        read = math_library.read(gold_text)
-        if not read and gold_tree is None:
-            raise UnreadableReference("neither this project nor math-verify reads it")
-        return math_library.is_equal(read, gold_text, answer_text)
-    sizes = [Fraction(gold.scale), Fraction(answer.scale)]
-    if gold.unit and answer.unit and gold.unit[1] and answer.unit[1]:
-        if gold.unit[1] != answer.unit[1]:
-            return False
-        sizes = [sizes[0] * gold.unit[0], sizes[1] * answer.unit[0]]
-    left = _scaled(gold_tree, sizes[0])
-    factors = [_ONE]
-    if answer.is_percent and not gold.is_percent:
-        factors = [_HUNDREDTH] if _is_proportion(gold_tree) else [_ONE, _HUNDREDTH]
-    elif gold.is_percent and not answer.is_percent:
-        factors = [_ONE, 1 / _HUNDREDTH]
-    return any(_is_equal_tree(left, _scaled(answer_tree, sizes[1] * factor)) for factor in factors)
-
-
-_NO_LIBRARY = re.compile(r"\\dots|\\infty$")
+    is_written_so = items.bracket == "" and re.fullmatch(r"-?\d+,\d+", items.text) and re.fullmatch(r"-?\d+\.\d+", value.text)
+    return bool(is_written_so) and Fraction(items.text.replace(",", ".")) == Fraction(value.text)
 
 
 def _scaled(tree: Node, factor: Fraction) -> Node:
     return tree if factor == 1 else ("product", ("number", factor), tree)
-
-
-def _is_proportion(tree: Node) -> bool:
-    try:
-        value = Evaluation().value(tree)
-    except (Unreadable, TooLarge):
-        return False
-    return isinstance(value, Fraction) and abs(value) < 1 and value != 0
-
-
-def _is_equal_tree(gold: Node, answer: Node) -> bool:
-    """Compare two expressions at fixed points: those where both are real, or all if there is none."""
-    names = variables(gold) | variables(answer)
-    pairs = []
-    is_readable = False
-    for point in range(POINTS if names else 1):
-        try:
-            left = Evaluation(point).value(gold)
-            is_readable = True
-        except Unreadable:
-            left = None
-        except TooLarge as error:
-            raise UnreadableReference(str(error)) from None
-        try:
-            right = Evaluation(point).value(answer)
-        except TooLarge:
-            return False
-        except Unreadable:
-            right = None
-        if (left is None) != (right is None) and is_readable:
-            return False
-        if left is not None:
-            pairs.append((left, right))
-    if not is_readable:
-        raise UnreadableReference("it has no value")
-    real = [pair for pair in pairs if _is_real(pair[0]) and _is_real(pair[1])]
-    return all(is_equal_value(*pair) for pair in real or pairs)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Fraction) or not getattr(value, "imag", 0)
-
-
-def _is_proportional(gold: list[str], answer: list[str], needs_positive: bool) -> bool:
-    """Return whether the differences of the sides of two relations have a constant ratio."""
-    trees = []
-    for sides, is_gold in ((gold, True), (answer, False)):
-        try:
-            left, right = (parse_expression(join_comma_groups(side)) for side in sides)
-        except (Unreadable, TooLarge):
-            if is_gold:
-                raise UnreadableReference("an equation that cannot be read") from None
-            return False
-        trees.append(("sum", left, ("negative", right)))
-    ratios = []
-    for point in range(POINTS):
-        try:
-            values = [Evaluation(point).value(tree) for tree in trees]
-        except (Unreadable, TooLarge):
-            return False
-        if values[0] == 0 or values[1] == 0:
-            if values[0] != values[1]:
-                return False
-            continue
-        evaluation = Evaluation()
-        ratios.append(
-            values[0] / values[1]
-            if all(isinstance(value, Fraction) for value in values)
-            else evaluation.approximate(values[0]) / evaluation.approximate(values[1])
-        )
-    if not ratios or not all(is_equal_value(ratios[0], ratio) for ratio in ratios[1:]):
-        return False
-    return not needs_positive or (_is_real(ratios[0]) and ratios[0] > 0)
