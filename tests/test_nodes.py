@@ -301,7 +301,7 @@ def test_engines_of_cheap_nodes_work_there_only_at_their_price(nodes):
     }
     leases = LeaseManager("cpu", Ledger("cpu", prices(Recipe.parse(tree), "cpu", lists)), 60.0, f"nodes{time.time_ns()}", nodes=lists)
     start = lambda slot: start_actor(worker_class(), slot, "cpu", {})  # noqa: E731
-    pool = WorkerPool("rollout", start, leases, 1e9, labels=labels)
+    pool = WorkerPool("rollout", start, leases, 1e9, labels=lambda: labels)
     other = next(node for node in node_slots("cpu") if node != spot.node_id)
     try:
         [elsewhere] = leases.collect(leases.ask(1, [other]), "learn", 60.0, need=1)

@@ -110,7 +110,7 @@ def test_a_run_one_step_off_goes_on_while_another_run_holds_the_slots_beside_its
     assert run.returncode == 0, said
     told = rows(tmp_path / "own" / "runs" / "own")
     assert [row["lag/max"] for row in told] == [0, 0, 0], "under the newest weights, after the update"
-    assert "step 2: other runs hold all slots beside the update, so its rollout begins after it" in said
+    assert "step 2: no slot is free beside the update, so its rollout begins after it" in said
 
 
 def test_a_run_that_the_pool_refuses_says_why_and_leaves_nothing(ray_cluster, tmp_path):

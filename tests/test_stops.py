@@ -170,7 +170,7 @@ class Ended:
             catch_up=lambda: None,
             later=[],
         )
-        run.context = RunContext(run.recipe, None, SlotBroker(run.leases), run.phases, run.record, run.autoscaler, 1)  # type: ignore[arg-type]
+        run.context = RunContext(run.recipe, None, SlotBroker(run.leases), run.phases, run.record, run.autoscaler, None)  # type: ignore[arg-type]
         run.learn_stage = LearnStage(run.context, run.worker_group)
         run.rollout_stage = rollout = SimpleNamespace(
             pool=pool, state=dict, restore=lambda state: None, drafts=None, drafter=None, files=dict

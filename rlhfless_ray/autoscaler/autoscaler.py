@@ -57,12 +57,13 @@ class Autoscaler(StepPredictor):
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
         super().__init__(recipe, first_speed)
         self.width_history = ResizeHistory()
-        self.width_note = ""  # why `rollout.tensor_parallel: auto` leaves no choice; "" once a plan's reason includes it
+        self.note = ""  # begins the next plan's reason: what has changed since the plan before
         self.objective = _objective(recipe)
         self.sizes: Sizes | None = None  # of the next update and the rollout beside it, with a lag
         self.learner_delay = Delay(0.0, self.learner_slots, "")  # of the next update, for slots that another run gives back
         self.history = ResizeHistory()
         self.actors = 0  # engines of the last step
+        self.least = recipe.rollout.min_actors  # the fewest engines of a plan; fewer if there are no slots for so many
         self.last: Decision | None = None
         self.bids: MarketBids | None = None  # on a pool that the run shares with others
         self.running_update: Update | None = None  # beside the rollout that runs, on such a pool
@@ -71,7 +72,12 @@ class Autoscaler(StepPredictor):
     def expect(self, engines: dict[int, ExpectedEngine], note: str) -> None:
         """Set initial estimates of engines, see `EngineSpeeds.expect`. `note`: why there is one width only."""
         self.engines.expect(engines)
-        self.width_note = note
+        self.note = note
+
+    def use_width(self, width: int) -> None:
+        """Plan engines of another width from now on. None works yet."""
+        self.engines.use(width)
+        self.actors = 0
 
     def set_objective(self, objective: ObjectiveConfig) -> None:
         """Choose plans by another objective from now on."""
@@ -108,7 +114,8 @@ class Autoscaler(StepPredictor):
             self.learner_slots = max(1, learner_slots // self.recipe.learner.ranks)
         rest = self.safely("predicting the rest", lambda: self._rest(scenarios.lengths, prompts, rest_actors), lambda: None)
         update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths, rest), lambda: None)
-        min_actors, limits = self.recipe.rollout.min_actors, {self.engines.width: (max_actors, warm), **(others or {})}
+        self.least = min_actors = min(self.recipe.rollout.min_actors, max_actors)
+        limits = {self.engines.width: (max_actors, warm), **(others or {})}
         warm_by_width = {width: count for width, (_, count) in limits.items()}
         plans: list[Plan] = []
 
@@ -125,8 +132,7 @@ class Autoscaler(StepPredictor):
             if chosen.width == self.engines.width:
                 decision = self._decide(plans, step, warm, update)
                 return replace(decision, reason=f"{reason}; {decision.reason}")
-            self.engines.use(chosen.width)
-            self.actors = 0
+            self.use_width(chosen.width)
             return self._decide(plans, step, limits[chosen.width][1], update, urgent=reason)
 
         made = self.safely("planning engines", make, lambda: None)
@@ -136,8 +142,8 @@ class Autoscaler(StepPredictor):
             drafts = f"drafts make {self.tokens_per_step:.2f} tokens of a sequence in an engine step, so few sequences are faster"
             decision = replace(made, reason=f"{made.reason}; {drafts}") if self.tokens_per_step > DRAFTS_MATTER else made
             self.last = decision
-        if self.width_note:
-            decision, self.width_note = replace(decision, reason=f"{self.width_note}; {decision.reason}"), ""
+        if self.note:
+            decision, self.note = replace(decision, reason=f"{self.note}; {decision.reason}"), ""
         predicted = self.safely(
             "predicting the step",
             lambda: self.predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1], update),
@@ -198,7 +204,7 @@ class Autoscaler(StepPredictor):
             return plan, Delay(0.0, plan.actors * width, "")
         self.running_update, self.update_ends_s = plan.update, time.monotonic() + (plan.update.seconds if plan.update else 0.0)
         delay = self.bids.begin_rollout(plan.actors * width, plan.predicted_s, grows, self.value_per_s)
-        return replace(plan, actors=max(self.recipe.rollout.min_actors, delay.slots // width)) if delay.seconds else plan, delay
+        return replace(plan, actors=max(self.least, delay.slots // width)) if delay.seconds else plan, delay
 
     def renew_rollout(self, left: np.ndarray, context: np.ndarray, working: int, warm: int, max_actors: int) -> int:
         """Bid for the rest of a rollout on a shared pool, and return how many engines have work by now, `max_actors` at most.
@@ -244,7 +250,7 @@ class Autoscaler(StepPredictor):
 
     def most_after_update(self, most: int) -> int:
         """Return how many engines a rollout has slots for once the update beside it has ended, `most` at most."""
-        return most if self.bids is None else min(most, max(self.recipe.rollout.min_actors, self.bids.room // self.engines.width))
+        return most if self.bids is None else min(most, max(self.least, self.bids.room // self.engines.width))
 
     def _size_together(
         self,
@@ -267,7 +273,7 @@ class Autoscaler(StepPredictor):
         for per_rank, by_width in rooms.items():
             update = self._update(per_rank, per_rank * ranks, tokens, lengths, rest)
             for width, most in by_width.items():
-                if most >= self.recipe.rollout.min_actors:
+                if most >= self.least:
                     pairs += [(update, width, plan) for plan in self._frontier(lengths, prompts, most, width)]
         if self.bids is not None and pairs:
             figures = [(update.slots + plan.actors * width, step_plan(plan, update, self.objective)) for update, width, plan in pairs]
@@ -348,7 +354,7 @@ class Autoscaler(StepPredictor):
         capacity = math.ceil(max(holds, longest)) if math.isfinite(holds) else None
         pool = Pool(speed, max_actors=max_actors, capacity=capacity, devices=width)
         plans = frontier(lengths, pools=[pool], prompts=tokens, thin=MIN_FRONTIER_GAP)
-        fewest = max(1, self.recipe.rollout.min_actors)
+        fewest = max(1, self.least)
         if self.bids is not None and min(plan.actors for plan in plans) > fewest:
             plans += frontier(lengths, pools=[replace(pool, max_actors=fewest)], prompts=tokens, thin=MIN_FRONTIER_GAP)
         return plans
@@ -402,7 +408,7 @@ class Autoscaler(StepPredictor):
             history=self.history,
             value_per_s=self.value_per_s,
             transition=self._transition(self.engines.width, warm),
-            least=self.recipe.rollout.min_actors,
+            least=self.least,
             steps_left=self.recipe.run.steps - step + 1,
             gamma=self.recipe.objective.payback,
             urgent=urgent,

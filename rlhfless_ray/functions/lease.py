@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import ray
@@ -151,7 +151,8 @@ class LeaseManager:
         seconds = time.monotonic() - start
         self.waited_s += seconds - used_s
         if len(leases) < need:
-            missing = f"{kind} needs {need} × {self.bundle} and got {len(leases)} within {seconds:.0f} s; {self.availability()}"
+            where = f" on nodes labelled {requests[0].labels}" if requests and requests[0].labels else ""
+            missing = f"{kind} needs {need} × {self.bundle}{where} and got {len(leases)} within {seconds:.0f} s; {self.availability()}"
             self.release(leases)
             raise RunError(missing)
         return leases
@@ -328,7 +329,7 @@ class LeaseManager:
         return others
 
 
-def most_instances(slots: dict[str, int], width: int, held: Iterable[Lease] = ()) -> int:
+def most_instances(slots: Mapping[str, int], width: int, held: Iterable[Lease] = ()) -> int:
     """Return how many instances these nodes have slots for beside the leases `held`. Each needs `width` slots of one node."""
     room = Counter(slots)
     room.subtract(lease.slot.node for lease in held)

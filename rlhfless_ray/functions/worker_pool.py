@@ -26,6 +26,10 @@ ATTEMPT_S = 5.0  # two runs that each hold half of what both need release it aft
 GRANT_S = 0.05  # wait for a slot that may be free: Ray takes milliseconds to grant one
 
 
+class NoRoom(RunError):
+    """No slot is free for an instance, and the run itself may hold the last one."""
+
+
 class WorkerPool:
     """The instances of a function. An instance works under leases; without them it is parked until its keep-alive ends."""
 
@@ -39,7 +43,7 @@ class WorkerPool:
         on_device: bool = False,
         leave_s: float = 60.0,
         waits_to_leave: bool = True,
-        labels: dict[str, str] | None = None,
+        labels: Callable[[], dict[str, str]] = dict,
         give_back_after_s: float = float("inf"),
         faults: FailureBudget | None = None,
         parked_memory: WarmMemoryBudget | None = None,
@@ -51,7 +55,7 @@ class WorkerPool:
         `on_device`: on GPU, instances hold device memory. Their `park()` releases it within `leave_s` before they lose a lease, and
         returns what `open` does, including memory that stays on the device.
         `waits_to_leave`: whether parking waits for this. Otherwise those that need the device next wait, see `Lease.leaving`.
-        `labels`: node labels that slots must have.
+        `labels`: returns the node labels that slots must have now.
         `give_back_after_s`: on CPU, instances that are parked for longer release memory in the background, by the same `park()`. If
         earlier gaps were that long, or this is 0, they release it at once.
         `faults`: the run's failure budget (default: a new one). `parked_memory`: limits what the run's idle processes hold.
@@ -65,7 +69,7 @@ class WorkerPool:
         self.on_device = on_device
         self.leave_s = leave_s
         self.waits_to_leave = waits_to_leave
-        self.labels = labels or {}
+        self.find_labels = labels
         self.give_back_after_s = float("inf") if self.is_bound else give_back_after_s
         self.faults = FailureBudget(FAULTS) if faults is None else faults
         self.parked_memory = parked_memory
@@ -219,8 +223,13 @@ class WorkerPool:
         self.working.append(instance)
         return instance
 
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.find_labels()
+
     def may_use(self, lease: Lease) -> bool:
-        return not self.labels or lease.slot.node in self.leases.nodes.slots(self.labels)
+        labels = self.labels
+        return not labels or lease.slot.node in self.leases.nodes.slots(labels)
 
     def fits(self, instance: Instance, slot: Slot) -> bool:
         """Return whether the instance can use the slot: its own device if it holds memory of one, otherwise any slot of its node."""
@@ -404,17 +413,26 @@ class WorkerPool:
             time.sleep(0.05)
 
     def replace(
-        self, instance: Instance, why: str = "", cause: FailureCause | None = None, make_room: Callable[[], None] | None = None
+        self,
+        instance: Instance,
+        why: str = "",
+        cause: FailureCause | None = None,
+        make_room: Callable[[], None] | None = None,
+        *,
+        waits: bool = True,
     ) -> Instance:
         """Replace a failed instance under the same leases. Its process is killed first, because it may only seem dead.
 
         Raises RunError, with `why`, when the failure budget is used up.
 
         `cause`: if it is known already. `make_room`: called before a wait for new leases, to release some that the run itself holds.
+        `waits`: otherwise it raises NoRoom if no slot is free, because the run itself may hold the last one.
         """
         leases = self.leases.without_lost(self._handle_loss(instance, why, cause))
         if not leases and make_room is not None and not (leases := self.lease_one(need=False, wait_s=GRANT_S)):
             make_room()
+        if not leases and not waits and not (leases := self.lease_one(need=False, wait_s=PREFERRED_S)):
+            raise NoRoom(f"{instance.id} is lost, and no slot is free for a successor")
         return self.assign_leases(leases or self.lease_one(need=True))
 
     def end_lost(self, instance: Instance, why: str = "", cause: FailureCause | None = None) -> None:

@@ -32,7 +32,7 @@ FETCH_S = 30.0  # a page that takes longer to arrive is computed
 class PrefixStage:
     def __init__(
         self, context: RunContext, pool: WorkerPool, mode: str, *, run_id: str, block_size: int, page_bytes: int, store_bytes: int,
-        blocked: str | None = None, max_instances: int = 1, private: bool = False,
+        blocked: str | None = None, private: bool = False,
     ) -> None:  # fmt: skip
         """Set up the service without starting it.
 
@@ -45,7 +45,7 @@ class PrefixStage:
             private: the cluster ends with the run, so the service need not be deleted.
         """
         self.context, self.pool, self.mode, self.blocked = context, pool, mode, blocked
-        self.block_size, self.page_bytes, self.max_instances = block_size, page_bytes, max_instances
+        self.block_size, self.page_bytes = block_size, page_bytes
         self.cap_bytes = int(STORE_SHARE * store_bytes)
         self.speed = PrefixSpeed.first_guess(context.autoscaler.terms.prefill.per_unit_s, max(page_bytes, 1))
         self.service = PrefixService(run_id, self.cap_bytes)
@@ -60,8 +60,9 @@ class PrefixStage:
         if not any(instance.memory_mb > 0 for instance in self.pool.parked):
             start_s = self.context.autoscaler.terms.cold_start.predict() / max(1, steps_left)
             costs = replace(costs, instance_s=costs.instance_s + start_s)
+        most = self.context.most_engines(self.pool.width)
         return choose_prefix(
-            demand, costs, mode=self.mode, time_value=self.context.autoscaler.value_per_s, max_instances=self.max_instances,
+            demand, costs, mode=self.mode, time_value=self.context.autoscaler.value_per_s, max_instances=most,
             page_bytes=self.page_bytes, cap_bytes=self.cap_bytes,
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from rlhfless_ray.engine.control_queue import EngineCommand
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import GONE, Instance, lost_on_the_way, raised_at_start, reason_of
-from rlhfless_ray.functions.worker_pool import GRANT_S, WorkerPool
+from rlhfless_ray.functions.worker_pool import GRANT_S, NoRoom, WorkerPool
 from rlhfless_ray.rollout.engine_calls import EngineCall, EngineCalls
 from rlhfless_ray.rollout.inflight_migrations import InflightMigrations
 from rlhfless_ray.rollout.kept_pages import KeptPages
@@ -81,6 +81,7 @@ class RolloutDriver:
         partial_run: Earlier responses and the end of a partial batch. None: the rollout ends with the last response.
         drafts: Data for drafts that engines share.
         shared: Takes slots from other runs of the cluster, and gives slots to them. None: there are no others.
+        waits: Whether it waits for a slot if all engines are lost. Beside an update the learner may hold the last one: it raises NoRoom.
     """
 
     def __init__(
@@ -100,10 +101,11 @@ class RolloutDriver:
         partial_run: PartialRun | None = None,
         drafts: SharedDrafts | None = None,
         shared: SharedSlots | None = None,
+        waits: bool = True,
     ) -> None:
         self.pool, self.expected, self.weights, self.interval_s = pool, expected, weights, interval_s
         self.silence_s, self.start_s, self.idle, self.on_progress = silence_s, start_s, idle, on_progress
-        self.listener, self.migration, self.shared = listener, migration, shared
+        self.listener, self.migration, self.shared, self.waits = listener, migration, shared, waits
         self.partial_run, self.kept = partial_run, partial_run.kept if partial_run is not None else None
         self.stopping = False
         self.token_log = TokenLog(requests, self.logged_before(), self.kept is not None)
@@ -481,7 +483,11 @@ class RolloutDriver:
             if self.listener is not None:  # the run itself may hold the only slot that is left, so no other would be granted
                 self.listener.release()
                 make_room = partial(self.listener.finish, self.pool.leases.deadline_s)
-            successor = self.calls.number(self.pool.replace(instance, why, cause, make_room))
+            try:
+                successor = self.calls.number(self.pool.replace(instance, why, cause, make_room, waits=self.waits))
+            except NoRoom:
+                self.stop_sources()
+                raise
             fetch_weights(self.pool, self.weights)
             if len(orphans):
                 self.calls.send(successor, orphans)

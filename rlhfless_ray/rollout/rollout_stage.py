@@ -198,17 +198,17 @@ class RolloutStage:
         """Take slots for engines. `ends`: for work beside an update, whether it has ended.
 
         The learner holds its own slots then. If each of several runs waited until it has one more, none of them would ever get it. So a run
-        has no engine if others hold the slots until its update ends.
+        has no engine if others hold the slots until its update ends, or if the nodes have no more of them.
         """
-        context, need, wait_s = self.context, self.context.recipe.rollout.min_actors, max(0.2, wait_s)
+        context, need, wait_s = self.context, self.context.limits().fewest(self.pool.width), max(0.2, wait_s)
         if ends is not None:
             context.broker.resize(self.pool, actors, need=0, wait_s=wait_s, begin=begin)
-            while len(self.pool.working) < need and context.leases.source.may_wait():
+            while len(self.pool.working) < need:
                 if ends():
                     context.broker.put(self.pool.park_all())
                     return
                 context.broker.resize(self.pool, actors, need=0, wait_s=BESIDE_S, begin=begin)
-        if ends is None or len(self.pool.working) < need:
+        else:
             context.broker.resize(self.pool, actors, need=need, wait_s=wait_s, begin=begin)
 
     def generate(
@@ -323,6 +323,7 @@ class RolloutStage:
             partial_run=partial_run,
             drafts=self.drafts,
             shared=shared,
+            waits=self.idle_s is None,
         )
         try:
             result = driver.run(shares, recipe.rollout.deadline_s)
@@ -351,7 +352,10 @@ class RolloutStage:
         if autoscaler.bids is None or not isinstance(source, PoolClient) or self.pool.width > 1:
             return None
         most = context.most_engines(1)
-        renew = partial(autoscaler.renew_rollout, max_actors=most)
+
+        def renew(*rest: Any) -> int:
+            return autoscaler.renew_rollout(*rest, max_actors=context.most_engines(1))  # nodes may join while it runs
+
         return SharedSlots(context.leases, source, min(autoscaler.bids.most, most), autoscaler.terms.warm_start.predict(), renew)
 
     def give_back(self, instance: Instance, decision: Decision) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.step_timer import StepTimer
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.functions.instance import Instance
     from rlhfless_ray.functions.lease import LeaseManager
     from rlhfless_ray.functions.ledger import Ledger
+    from rlhfless_ray.functions.limits import Limits
     from rlhfless_ray.functions.worker_pool import WorkerPool
     from rlhfless_ray.run.recorder import RunRecorder
 
@@ -29,12 +30,12 @@ class RunContext:
     phases: StepTimer
     record: RunRecorder
     autoscaler: Autoscaler
-    max_actors: int  # the maximum number of engines that recipe and cluster allow
-    most_by_width: dict[int, int] = field(default_factory=dict)  # the same for each width, if the planner chooses the width
+    limits: Callable[[], Limits]  # returns how many engines recipe and cluster allow now
 
     def most_engines(self, width: int) -> int:
-        """Return the maximum number of engines of `width` slots."""
-        return self.most_by_width.get(width, self.max_actors)
+        """Return the maximum number of engines of `width` slots now, at least the fewest for which a rollout waits."""
+        limits = self.limits()
+        return max(limits.fewest(width), limits.engines(width))
 
     @property
     def leases(self) -> LeaseManager:

@@ -29,7 +29,7 @@ from rlhfless_ray.common.errors import Stopped, one_line
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.engine.engine_settings import check_kernels
 from rlhfless_ray.functions.cluster_nodes import node_slots
-from rlhfless_ray.functions.lease import Slot, most_instances, places
+from rlhfless_ray.functions.lease import Slot, places
 from rlhfless_ray.functions.pool_client import PoolClient, join_pool
 from rlhfless_ray.learn.colocation import of_learner
 from rlhfless_ray.local.cluster import RayCluster
@@ -302,8 +302,7 @@ class Runtime(StepOperations):
         if self.shared_pool is not None:
             self.autoscaler.bids = MarketBids(self.shared_pool, self.autoscaler.objective, self.recipe.learner.ranks)
         rollout = self.recipe.rollout
-        slots = self.leases.nodes.slots(rollout.nodes)
-        most = {width: min(rollout.max_actors // (width if chooses_width else 1), most_instances(slots, width)) for width in engines}
+        most = {width: rollout.max_actors // (width if chooses_width else 1) for width in engines}
         self.context = RunContext(
             self.recipe,
             self.ledger,
@@ -311,8 +310,7 @@ class Runtime(StepOperations):
             self.phases,
             self.record,
             self.autoscaler,
-            most[self.autoscaler.engines.width],
-            most if len(most) > 1 else {},
+            partial(worker_pools.engine_nodes.limits, most, rollout.min_actors),
         )
         self.stages = Stages.of(self.context, worker_pools, self.inputs, private=self.cluster.private)
         computes = self.actor_classes().computes
@@ -325,6 +323,9 @@ class Runtime(StepOperations):
         largest_node = max(node_slots(resource, rollout.nodes).values(), default=0)
         device, tokens = self.cluster.device(resource), self.recipe.longest_tokens(self.inputs.lengths.longest_prompt)
         engines, note = expected_widths(self.recipe, self.inputs.files, device, largest_node, tokens)
+        if not self.cluster.private:  # larger nodes may join, for wider engines
+            later, why = expected_widths(self.recipe, self.inputs.files, device, rollout.max_actors, tokens)
+            engines, note = (later, why) if next(iter(later)) == next(iter(engines)) else (engines, note)
         if rollout.tensor_parallel == "auto" and len(engines) == 1:
             self.recipe = self.recipe.with_settings({"rollout.tensor_parallel": next(iter(engines))})
         return engines, note
@@ -368,14 +369,14 @@ class Runtime(StepOperations):
 
     def _prewarm(self, home: Slot) -> None:
         """Start processes ahead of their leases, on the learner's node first. On GPU only the learner's devices are known by then."""
-        nodes = self.leases.nodes.slots(self.recipe.rollout.nodes)
+        nodes, most = self.leases.nodes.slots(self.recipe.rollout.nodes), self.context.most_engines(self.rollout.width)
         if self.leases.resource == "gpu" and self.rollout.width == 1:  # several devices of one engine may be others
             slots = dict.fromkeys(instance.slot for instance in self.worker_group.by_rank if instance.slot.node in nodes)
-            for slot in list(slots)[: self.context.max_actors]:
+            for slot in list(slots)[:most]:
                 self.rollout.prewarm(slot)
         elif self.leases.resource == "cpu":
             engines = {node: slots // self.rollout.width for node, slots in nodes.items()}
-            for slot in places(engines, home.node, self.context.max_actors):
+            for slot in places(engines, home.node, most):
                 self.rollout.prewarm(slot)
             if self.learn_stage.worker_groups.reference is not None:
                 self.learn_stage.worker_groups.reference.prewarm(home)

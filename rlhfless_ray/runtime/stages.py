@@ -124,6 +124,5 @@ def _prefix(context: RunContext, worker_pools: WorkerPools, files: Files, privat
         page_bytes=page,
         store_bytes=store,
         blocked=worker_pools.prefix_blocked,
-        max_instances=context.max_actors,
         private=private,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.broker import SlotBroker
-from rlhfless_ray.functions.lease import Lease, LeaseManager, most_instances
+from rlhfless_ray.functions.lease import Lease, LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.functions.limits import Limits
+from rlhfless_ray.functions.worker_pool import NoRoom, WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
@@ -73,7 +74,8 @@ class StepOperations(CheckpointedRun):
     agreement: Agreement | None
     step: Step  # the one that runs now
     cursor_after: dict[str, Any]  # the cursor's state after this step
-    slots: int  # of the cluster
+    slots: int  # of the cluster at the start
+    limits: Limits | None = None  # of the last plan
     ahead: Sequence[Sample] = ()  # responses of the next step, without rewards, once they are generated
     begun_ahead: list[Group] | None = None  # groups of the next step, if a partial rollout was beside the update
     update: Pending[Any] = Pending(lambda: None)
@@ -119,26 +121,28 @@ class StepOperations(CheckpointedRun):
         return self.autoscaler.safely("the forecast", lambda: batch.forecast_work(forecast), lambda: None)
 
     def plan(self, step: Step) -> RolloutPlan:
+        limits = self._limits(step)
         now = self.autoscaler.engines.width
-        limits = {width: self.context.most_engines(width) for width in {now: 0, **self.context.most_by_width}}
         learner_slots, rest_actors, rooms = 0, 0, dict[int, dict[int, int]]()
-        if self.in_update and self.rolls_out_ahead:  # engines get the slots that the learner leaves
-            nodes, learner = self.leases.nodes.slots(self.recipe.rollout.nodes), [rank.leases for rank in self.worker_group.by_rank]
 
-            def room(learner: list[list[Lease]]) -> dict[int, int]:
-                held = [lease for leases in learner for lease in leases]
-                return {width: min(n, most_instances(nodes, width, held)) for width, n in limits.items()}
+        def room(learner: list[list[Lease]]) -> dict[int, int]:
+            held = [lease for leases in learner for lease in leases]
+            return {width: limits.engines(width, held) for width in limits.most}
+
+        counts = room([])
+        if self.in_update and self.rolls_out_ahead:  # engines get the slots that the learner leaves
+            learner = [rank.leases for rank in self.worker_group.by_rank]
 
             if self.recipe.rollout.partial != "off":
-                rest_actors = room([])[now]
+                rest_actors = counts[now]
             sizes = self.autoscaler.learner.counts if self.leases.resource == "cpu" else []
             rooms = {size: room([leases[:1] * size for leases in learner]) for size in sizes}
             learner_slots = sum(map(len, learner))
-            limits = room(learner)
-        least, warm = self.recipe.rollout.min_actors, self.rollout_stage.warm
-        others = {width: (n, warm(width)) for width, n in limits.items() if width != now and n >= least}
+            counts = room(learner)
+        least, warm = limits.fewest(now), self.rollout_stage.warm
+        others = {width: (n, warm(width)) for width, n in counts.items() if width != now and n >= least}
         scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
-        most = max(least, limits[now])  # the rollout waits for the fewest
+        most = max(least, counts[now])  # the rollout waits for the fewest
         plan = self.autoscaler.plan(
             scenarios,
             step.prompts,
@@ -152,6 +156,18 @@ class StepOperations(CheckpointedRun):
         )
         self._tell_troubles(step)  # now, because the rollout may end the run
         return plan
+
+    def _limits(self, step: Step) -> Limits:
+        """Return the limits of a plan that is made now, and tell the user what has changed since the plan before."""
+        limits, before, engines = self.context.limits(), self.limits, self.autoscaler.engines
+        self.limits = limits
+        with_room = [width for width in limits.most if limits.engines(width) >= limits.fewest(width)]
+        if with_room and engines.width not in with_room:  # the nodes that were large enough are lost
+            self.autoscaler.use_width(min(with_room))
+        if before is not None and (change := limits.since(before, engines.width)):
+            self.record.progress.message(f"step {step.number}: {change}")
+            self.autoscaler.note = "; ".join(filter(None, (self.autoscaler.note, change)))
+        return limits
 
     def _tell_troubles(self, step: Step) -> None:
         """Print what has failed in planning since the last call, and record it with the step."""
@@ -249,10 +265,16 @@ class StepOperations(CheckpointedRun):
         return left_s + self.autoscaler.apart_s(self.autoscaler.update_tokens, len(self.step.samples))
 
     def generate(self, step: Step) -> list[Sample]:
-        assert self.weights is not None
-        if self.in_update and not self.rollout_stage.pool.working:
-            self.record.progress.message(f"step {step.number}: other runs hold all slots beside the update, so its rollout begins after it")
+        if self.in_update:
+            if self.rollout_stage.pool.working:
+                with suppress(NoRoom):  # all engines are lost
+                    return self._generate(step)
+            self.record.progress.message(f"step {step.number}: no slot is free beside the update, so its rollout begins after it")
             return []
+        return self._generate(step)
+
+    def _generate(self, step: Step) -> list[Sample]:
+        assert self.weights is not None
         count = self.recipe.rollout.samples_per_prompt
         overlap: WorkBeside | None = None
         if step.partial_batch is None:

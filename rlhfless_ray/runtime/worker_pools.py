@@ -22,6 +22,7 @@ from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.instance import start_actor
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger, Prices
+from rlhfless_ray.functions.limits import EngineNodes
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
@@ -73,6 +74,7 @@ class WorkerPools:
     rollout: WorkerPool
     reward: WorkerPool
     worker_group: WorkerGroup
+    engine_nodes: EngineNodes
     prefill: WorkerPool | None = None
     critic: WorkerGroup | None = None
     reference: WorkerGroup | None = None
@@ -215,12 +217,16 @@ def create_worker_pools(
     config = ray.put(without_weights(files))
     drafter = [ray.put(inputs.drafter_files)] if inputs.drafter_files else []
     make = PoolMaker(recipe, leases, files, say, give_back_at_once=give_back_at_once)
+    learner = make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner")
+    home = lambda: next((rank.slot.node for rank in learner.by_rank), None)  # noqa: E731
+    engine_nodes = EngineNodes(leases.nodes, recipe.rollout.nodes, recipe.rollout.least_width, home, say)
     return WorkerPools(
         make.broker,
         make.faults,
-        make.engines("rollout", actors.rollout, engine, config, *drafter, labels=recipe.rollout.nodes),
+        make.engines("rollout", actors.rollout, engine, config, *drafter, labels=engine_nodes.labels),
         make.reward(actors.reward, inputs.reward_source),
-        make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner"),
+        learner,
+        engine_nodes,
         make.engines("prefill", prefill, replace(engine, speculation="off"), config) if prefill is not None else None,
         make.worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks) if recipe.algorithm.has_critic else None,
         make.worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks) if recipe.has_reference else None,

@@ -24,6 +24,7 @@ from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.predictor import response_tokens
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.functions.lease import Lease, Slot
+from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
@@ -482,7 +483,7 @@ def test_a_failed_plan_is_told_before_its_rollout_begins(monkeypatch: pytest.Mon
     monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
     run, said = Runtime.__new__(Runtime), list[str]()
     run.recipe, run.in_update, run.autoscaler = recipe(), False, Autoscaler(recipe(), SPEED)
-    run.context = SimpleNamespace(most_engines=lambda width: 4, most_by_width={})  # type: ignore[assignment]
+    run.context = SimpleNamespace(limits=lambda: Limits({"spot": 4}, {1: 4}))  # type: ignore[assignment]
     run.rollout_stage = SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
     run.record = SimpleNamespace(progress=SimpleNamespace(message=said.append))  # type: ignore[assignment]
     step = Step(3)
@@ -499,7 +500,7 @@ def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_th
     run.recipe = recipe(rollout={"max_lag_steps": 1, "nodes": spot})
     nodes = SimpleNamespace(slots=lambda labels: {"spot": 4} if labels == spot else {"spot": 4, "other": 4})
     run.leases, run.in_update = SimpleNamespace(nodes=nodes, resource="cpu"), True  # type: ignore[assignment]
-    run.context = SimpleNamespace(most_engines=lambda width: 4, most_by_width={})  # type: ignore[assignment]
+    run.context = SimpleNamespace(limits=lambda: Limits({"spot": 4}, {1: 4}))  # type: ignore[assignment]
     ranks = [SimpleNamespace(leases=[Lease("a", Slot("spot", 0)), Lease("b", Slot("spot", 1))])]
     run.worker_group, run.rollout_stage = SimpleNamespace(by_rank=ranks), SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
 

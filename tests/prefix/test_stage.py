@@ -16,6 +16,7 @@ from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance, start_actor
 from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.prefix.block_hash import distinct_prefixes
 from rlhfless_ray.prefix.prefix_stage import MAX_FAILED_STEPS, MIN_OUTAGE_S, PrefixStage
@@ -57,7 +58,9 @@ def make(serving: None) -> Iterator[Callable[..., PrefixStage]]:
         recipe = Recipe.parse({"run": {"name": "stage"}, "prompts": {"task": "sort"}, "reward": {"function": "task"}})
         record = SimpleNamespace(progress=SimpleNamespace(message=messages.append))
         scaler = SimpleNamespace(terms=Terms(), value_per_s=0.0, safely=lambda what, make, otherwise: make())
-        context = RunContext(recipe, ledger, SlotBroker(leases), StepTimer(lambda *_: None), record, scaler, 2)  # type: ignore[arg-type]
+        context = RunContext(
+            recipe, ledger, SlotBroker(leases), StepTimer(lambda *_: None), record, scaler, lambda: Limits({"node": 2}, {1: 2})
+        )  # type: ignore[arg-type]
         fake = producer_class()
         pools = [
             WorkerPool(kind, lambda slot: start_actor(fake, slot, "cpu", {}, delay_s), leases, 300.0) for kind in ("prefill", "rollout")

@@ -11,6 +11,7 @@ import pytest
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.ledger import Ledger
+from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
@@ -44,7 +45,11 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> RolloutStage:
     pool = WorkerPool("rollout", lambda slot: Notes(), leases, 600.0, on_device=True, waits_to_leave=False)
     recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
     context: Any = SimpleNamespace(
-        recipe=recipe, leases=leases, broker=broker, autoscaler=SimpleNamespace(safely=None, terms=TIMES, actors=0)
+        recipe=recipe,
+        leases=leases,
+        broker=broker,
+        autoscaler=SimpleNamespace(safely=None, terms=TIMES, actors=0),
+        limits=lambda: Limits({}, {}),
     )
     context.phases, context.record_start_or_replace = SimpleNamespace(phase=lambda name: nullcontext()), lambda *_: True
     return RolloutStage(context, pool, None, None, 0)  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ class Pool:
         self.log.append("lost")
         self.working.remove(instance)
 
-    def replace(self, instance: Any, why: str, cause: FailureCause, make_room: Any = None) -> Any:
+    def replace(self, instance: Any, why: str, cause: FailureCause, make_room: Any = None, waits: bool = True) -> Any:
         if make_room is not None:
             make_room()
         self.log.append("replaced")

@@ -18,7 +18,7 @@ def test_on_gpu_engines_start_on_the_devices_of_the_learner(width: int, most: in
     started: list[Slot] = []
     ranks = [Slot("other", "0"), Slot("node", "0"), Slot("node", "1"), Slot("node", "1")]
     nodes = SimpleNamespace(slots=lambda wanted: {"node": 2})  # where engines may start
-    run.leases, run.context = SimpleNamespace(resource="gpu", nodes=nodes), SimpleNamespace(max_actors=most)
+    run.leases, run.context = SimpleNamespace(resource="gpu", nodes=nodes), SimpleNamespace(most_engines=lambda width: most)
     run.recipe = SimpleNamespace(rollout=SimpleNamespace(nodes={}))
     run.worker_group = SimpleNamespace(by_rank=[SimpleNamespace(slot=slot) for slot in ranks])
     run.rollout, run.stages = SimpleNamespace(width=width, prewarm=started.append), SimpleNamespace(agents=object())
