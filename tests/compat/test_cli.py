@@ -143,14 +143,6 @@ def test_the_launcher_hands_its_recipe_to_the_runtime(monkeypatch, capsys):
         assert caught.value.continue_with == said
 
 
-def test_a_variable_without_a_value_adds_no_flags():
-    line = f"python3 -m openrlhf.cli.train_ppo_ray {LINE}"
-    done = command_here("explain", "--", "bash", "-c", f"{line} $NO_FLAGS ${{NOR_THESE[@]}}")
-    assert done.returncode == 0 and "no value here, and so no flags: $NO_FLAGS ${NOR_THESE[@]}" in done.stdout
-    done = command_here("explain", "--", "bash", "-c", f"{line} --seed $NO_NUMBER")
-    assert done.returncode == 2 and "`$NO_NUMBER` is known only when the script runs" in done.stderr
-
-
 def test_explain_what_is_wrong():
     done = command_here("explain", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", "--flash_atn")
     assert done.returncode == 2 and "did you mean --flash_attn (0.8.0 to 0.8.9" in done.stderr

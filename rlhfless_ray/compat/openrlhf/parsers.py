@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NoReturn
@@ -37,7 +38,10 @@ class FlagParser(argparse.ArgumentParser):
 
     def read(self, tokens: Sequence[str]) -> Given:
         """Parse tokens. Raises Refused."""
-        given = vars(self.parse_args(list(tokens)))
+        known, others = self.parse_known_args(list(tokens))
+        if others:
+            raise Refused(f"unrecognized arguments: {' '.join(shlex.quote(word) if word.isprintable() else repr(word) for word in others)}")
+        given = vars(known)
         given.pop("help", None)
         return {f"--{name}": value for name, value in given.items()}
 
