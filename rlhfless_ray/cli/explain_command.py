@@ -113,7 +113,7 @@ def _folder_of(launch: LaunchCommand) -> Iterator[None]:
 
 def _translated(launch: LaunchCommand) -> Translation | LauncherTranslation:
     """Return the translation of a launch. Raises UserError for one that cannot be read."""
-    from rlhfless_ray.compat.openrlhf.line_ends import check_line_ends
+    from rlhfless_ray.cli.line_ends import check_line_ends
     from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 
     check_line_ends(launch.flags, Path(launch.script), launch.line)

@@ -20,7 +20,6 @@ def start(launcher: str, action: Callable[[list[str]], None], arguments: Sequenc
     With `--help` print the flags of `launcher` instead.
     """
     from rlhfless_ray.cli.guarded import guarded
-    from rlhfless_ray.compat.openrlhf.line_ends import check_line_ends
 
     if process_place(os.environ)[0] > 0:
         return
@@ -30,11 +29,7 @@ def start(launcher: str, action: Callable[[list[str]], None], arguments: Sequenc
 
         action = lambda _: print(list_flags(launcher))  # noqa: E731
 
-    def checked() -> None:
-        check_line_ends(tokens)
-        action(tokens)
-
-    guarded(checked)
+    guarded(lambda: action(tokens))
 
 
 def _train(launcher: str, tokens: Sequence[str]) -> None:

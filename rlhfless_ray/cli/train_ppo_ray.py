@@ -37,10 +37,8 @@ def _print_help() -> None:
 
 
 def _train(tokens: Sequence[str]) -> None:
-    from rlhfless_ray.compat.openrlhf.line_ends import check_line_ends
     from rlhfless_ray.compat.openrlhf.translate import translate
 
-    check_line_ends(tokens)
     train_translated(translate(tokens), tokens)
 
 

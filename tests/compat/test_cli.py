@@ -84,7 +84,7 @@ def test_explain_counts_one_of_a_thing_in_the_singular():
 
 
 def test_explain_for_programs():
-    inner = f"cd x && ray job submit -- python -m openrlhf.cli.train_ppo_ray {LINE} --top_p 0.5"
+    inner = f"cd / && ray job submit -- python -m openrlhf.cli.train_ppo_ray {LINE} --top_p 0.5"
     done = command_here("explain", "--json", "--", "srun", "bash", "-c", inner)
     told = json.loads(done.stdout)
     assert told["dialect"] == "0.10.1" and told["slots"]["at_most"] == 8 and told["recipe"]["policy"]["path"] == "/m"

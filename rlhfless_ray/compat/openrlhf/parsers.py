@@ -19,6 +19,11 @@ class Refused(Exception):
     """The message that argparse would print before it exits with code 2."""
 
 
+def quoted(words: Sequence[str]) -> str:
+    """Join words for a message, so that blanks and control characters can be seen."""
+    return " ".join(shlex.quote(word) if word.isprintable() else repr(word) for word in words)
+
+
 class FlagParser(argparse.ArgumentParser):
     def __init__(self, launcher: str, specs: Iterable[Spec], *, has_help: bool = False, allow_abbrev: bool = True) -> None:
         super().__init__(prog=f"{launcher}.py", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=allow_abbrev)
@@ -40,7 +45,7 @@ class FlagParser(argparse.ArgumentParser):
         """Parse tokens. Raises Refused."""
         known, others = self.parse_known_args(list(tokens))
         if others:
-            raise Refused(f"unrecognized arguments: {' '.join(shlex.quote(word) if word.isprintable() else repr(word) for word in others)}")
+            raise Refused(f"unrecognized arguments: {quoted(others)}")
         given = vars(known)
         given.pop("help", None)
         return {f"--{name}": value for name, value in given.items()}

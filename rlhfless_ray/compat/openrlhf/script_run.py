@@ -29,7 +29,7 @@ POLL_S = 0.1
 
 BASH_ENV = f"""
 [ -z "${{RLHFLESS_BASH_ENV-}}" ] || . "$RLHFLESS_BASH_ENV"
-exec {{BASH_XTRACEFD}}>/dev/null # the trap below would be in the trace of each command
+[ "${{BASH_VERSINFO[0]}}" -lt 5 ] || exec {{BASH_XTRACEFD}}>/dev/null # the trap below would be in the trace of each command
 [ -z "${{{AWAY}-}}" ] || cd() {{ builtin cd "$@" || echo "cd: ignored, as the command is for another machine" >&2; }}
 command_not_found_handle() {{
   echo "${{BASH_SOURCE[1]-bash}}: line ${{BASH_LINENO[0]}}: $1: command not found" >&2
@@ -89,8 +89,8 @@ def run_script(argv: Sequence[str], deadline_s: float = DEADLINE_S) -> ScriptRun
             ended = _end_rest(folder, process.pid)
             process.wait()
             reaper.close()
-        if ended and found.is_complete:
-            found.notes.append(f"{command} left processes running, which were ended: {', '.join(ended)}")
+        if ended:
+            found.notes.append(f"processes that {command} left running were ended: {', '.join(ended)}")
         _read_records(folder / RECORDS, found)
     return found
 

@@ -72,7 +72,8 @@ def stand_in(words: list[str]) -> int | None:
     if name == "sbatch":
         print("Submitted batch job 1", flush=True)
         os.dup2(2, 1)  # a job's output goes into a file of its own
-    if name in ("sbatch", *ELSEWHERE) or (name in INSTALLERS and AWAY in os.environ):
+    installs = name in INSTALLERS or words[1:3] == ["-m", "pip"]
+    if name in ("sbatch", *ELSEWHERE) or (installs and AWAY in os.environ):
         return _run_away(_inner(words), words)
     if name == "sudo" and (inner := _inner(words)):
         return _run(inner)
@@ -80,8 +81,8 @@ def stand_in(words: list[str]) -> int | None:
 
 
 def record(entry: dict[str, object]) -> None:
-    with open(Path(os.environ[FOLDER]) / RECORDS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    with open(Path(os.environ[FOLDER]) / RECORDS, "ab", buffering=0) as file:  # one write for each line, of several processes at once
+        file.write(json.dumps(entry).encode() + b"\n")
 
 
 def _leave_alone(words: Sequence[str]) -> int:

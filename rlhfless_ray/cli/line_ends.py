@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.shim.rlhfless_explain import SHELLS
 
+SHELLS = ("bash", "sh", "dash", "zsh")
 BROKEN_END = re.compile(r"(\S*)\\([ \t\r]+)$")
 
 
 def check_line_ends(words: Sequence[str], script: Path | None = None, line: int = 1) -> None:
-    """Raise UserError if an argument of a launcher is or ends in what follows a backslash in the script that started it.
+    """Raise UserError if an argument of this command comes from a blank after a backslash in the script that started it.
 
     `script`: None: the scripts of the shells above this process. `line`: where the command begins.
     """
