@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import replace
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,22 +19,23 @@ from rlhfless_ray.common.errors import UserError
 if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.command import LaunchCommand
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
+    from rlhfless_ray.compat.openrlhf.script_run import ScriptRun
     from rlhfless_ray.compat.openrlhf.translate import Translation
-
-VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*(?:\[[@*]\])?\})")
 
 
 def explain(ctx: typer.Context) -> None:
     """Show how a command is read: rlhfless explain [--json] -- python3 -m openrlhf.cli.train_ppo_ray …
 
     Prints its dialect, the slots that it needs, the recipe, and which flags are honoured, read as hints, without effect or
-    refused. The command may be wrapped in `ray job submit … --`, `srun` or `bash -c`. It may also be a launch script, or
-    flags alone. `rlhfless explain --flags [LAUNCHER]` lists every flag of a launcher (default: train_ppo_ray).
-    Of a script that starts several, the first is explained, and of the others whether they would run.
-    Exit code 0 if all of them would run, 2 if not.
+    refused. The command may be wrapped in `ray job submit … --` or `srun`, or be flags alone. `rlhfless explain --flags [LAUNCHER]`
+    lists every flag of a launcher (default: train_ppo_ray).
+    A launch script and a `bash -c` text are run, for two minutes at most. Launchers, ray, Slurm, containers and ssh start nothing
+    then. Everything else that the script does is done. If it starts several launchers, PPO's or else the first is explained,
+    and of the others whether they would run.
+    Exit code 0 if all of them would run, 2 if not, 1 if the script did not end in time.
     """
     chosen, argv = split_options(ctx.args, "--json", "--flags")
-    from rlhfless_ray.compat.openrlhf.command import TRANSLATED, find_all, is_submission
+    from rlhfless_ray.compat.openrlhf.command import TRANSLATED
     from rlhfless_ray.compat.openrlhf.explain_report import list_flags
     from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
 
@@ -40,8 +45,13 @@ def explain(ctx: typer.Context) -> None:
             raise UserError(f"explain --flags {name}: name one of {', '.join(TRANSLATED)}")
         print(list_flags(name))
         return
-    first, *rest = find_all(argv)
-    text, data = _explained(_translated(first), here=not is_submission(argv))
+    run = _launches(argv)
+    first, *rest = sorted(run.launches, key=_priority)
+    with _folder_of(first):
+        text, data = _explained(_translated(first), here=not first.is_away)
+    data["notes"] = [*data.get("notes", []), *run.notes]
+    data["runs"] = data["runs"] and not run.lost
+    data["problem"] = data["problem"] or "; ".join(run.lost) or None
     others = [(launch.launcher, _why_not(launch)) for launch in rest if launch.launcher in TRANSLATED]
     if "--json" in chosen:
         data["also_starts"] = [{"launcher": name, "runs": why is None, "problem": why} for name, why in others]
@@ -52,43 +62,75 @@ def explain(ctx: typer.Context) -> None:
             print(f"does not run: {data['problem']}")
         for name, why in others:
             print(f"also starts {name}, which would {f'not run: {why}' if why else 'run'}")
+        for note in run.notes:
+            print(f"note: {note}")
     if not data["runs"] or any(why for _, why in others):
         raise typer.Exit(2)
+    if not run.is_complete:
+        raise typer.Exit(1)
+
+
+def _launches(argv: list[str]) -> ScriptRun:
+    """Return the launch in a command, or those that its script starts when it runs. Raises UserError if there is none."""
+    from rlhfless_ray.compat.openrlhf.command import launch_in, starts_script
+    from rlhfless_ray.compat.openrlhf.script_run import DEADLINE_S, ScriptRun, run_script
+
+    launch = launch_in(argv)
+    if launch is not None:
+        return ScriptRun([launch])
+    starts_script(argv)
+    command = f"`{shlex.join(argv)[:80]}`"
+    print(
+        f"[rlhfless] {command} runs now, for {DEADLINE_S:g} s at most. OpenRLHF's launchers, ray, Slurm, containers and ssh start nothing. "
+        "Everything else that it does is done: files, installations, downloads, other programs.",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    run = run_script(argv)
+    if not run.launches:
+        raise UserError("; ".join([f"{command}: it started no launcher of OpenRLHF", *run.lost, *run.notes]))
+    return run
+
+
+def _priority(launch: LaunchCommand) -> int:
+    """Sort PPO's launcher first, and those that neither train nor generate last."""
+    from rlhfless_ray.compat.openrlhf.command import TRANSLATED
+    from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
+
+    return 0 if launch.launcher == LAUNCHER else 1 if launch.launcher in TRANSLATED else 2
+
+
+@contextmanager
+def _folder_of(launch: LaunchCommand) -> Iterator[None]:
+    """Read relative paths of a launch as it would."""
+    before = os.getcwd()
+    with suppress(OSError):  # the script has removed it
+        os.chdir(launch.folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _translated(launch: LaunchCommand) -> Translation | LauncherTranslation:
     """Return the translation of a launch. Raises UserError for one that cannot be read."""
+    from rlhfless_ray.cli.line_ends import check_line_ends
     from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 
-    try:
-        translation = translate_launch(launch)
-    except UserError as error:
-        if empty := _words_without_value(launch, str(error)):
-            translation = _translated(replace(launch, flags=[word for word in launch.flags if word not in empty]))
-            translation.notes.append(f"no value here, and so no flags: {' '.join(empty)}")
-            return translation
-        unknown = next((flag for flag in launch.flags if "$" in flag and flag in str(error)), None)
-        hint = f"; `{unknown}` is known only when the script runs, so put its value there to explain it" if unknown else ""
-        raise UserError(f"{error}{hint}") from None
+    check_line_ends(launch.flags, Path(launch.script), launch.line)
+    translation = translate_launch(launch)
     if translation is None:
         raise UserError(f"openrlhf.cli.{launch.launcher}: `explain` reads launchers that train; start this one with `rlhfless run`")
     return translation
 
 
-def _words_without_value(launch: LaunchCommand, error: str) -> list[str]:
-    """Return the variables without a value that stand where flags do. A shell leaves such words out."""
-    unread = re.search(r"unrecognized arguments: (.*)", error)
-    words = unread[1].split() if unread else []
-    return [word for word in dict.fromkeys(launch.flags) if VARIABLE.fullmatch(word) and word in words]
-
-
 def _why_not(launch: LaunchCommand) -> str | None:
     """Return why a launch would not run, or None if it would."""
     try:
-        translation = _translated(launch)
+        with _folder_of(launch):
+            translation = _translated(launch)
+            wrong = translation.refusal() or translation.problem()
     except UserError as error:
         return str(error)
-    wrong = translation.refusal() or translation.problem()
     return str(wrong) if wrong else None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from rlhfless_ray.cli.line_ends import check_line_ends
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
 
 
@@ -32,8 +33,9 @@ def guarded(action: Callable[[], None], usage: Callable[[], str] = str) -> NoRet
 
 
 def _exit_code(action: Callable[[], None], usage: Callable[[], str]) -> int:
-    """Run an action, print its error, and return the exit code."""
+    """Run an action unless a script broke the command line, print its error, and return the exit code."""
     try:
+        check_line_ends(sys.argv[1:])
         action()
     except UserError as error:
         _print_error(f"{usage()}error: {error}")

@@ -40,8 +40,8 @@ def run(ctx: typer.Context) -> None:
 def submit(ctx: typer.Context) -> None:
     """Submit a command as a Ray job: rlhfless submit [--no-package] [--dry-run] [OPTIONS of ray job submit] -- COMMAND
 
-    Flags are checked before the job is submitted. The job takes this project's packages along; `--no-package` leaves them out
-    if the cluster has them. `--dry-run` only prints the command.
+    Flags of a launcher in the command itself are checked before the job is submitted. The job takes this project's packages along;
+    `--no-package` leaves them out if the cluster has them. `--dry-run` only prints the command.
     """
     chosen, rest = split_options(ctx.args, "--dry-run", "--no-package")
     from rlhfless_ray.compat.openrlhf.command import submission
@@ -102,15 +102,13 @@ def _asks_for_token(address: str) -> bool:
 
 def _check_flags(argv: list[str]) -> None:
     """Raise UserError for a command line with which the job would end at once."""
-    from rlhfless_ray.compat.openrlhf.command import INSIDE, find_all
+    from rlhfless_ray.compat.openrlhf.command import launch_in
     from rlhfless_ray.compat.openrlhf.translate_launch import translate_launch
 
-    if not any(INSIDE.search(token) for token in argv):
-        return  # the launcher is in a script
-    for launch in find_all(argv):
-        translation = translate_launch(launch)
-        if translation is not None and (wrong := translation.refusal() or translation.problem()):
-            raise wrong
+    launch = launch_in(argv)
+    translation = translate_launch(launch) if launch is not None else None  # None: the launcher is in a script
+    if translation is not None and (wrong := translation.refusal() or translation.problem()):
+        raise wrong
 
 
 def _start(argv: list[str], environment: dict[str, str], *, dry: bool) -> None:

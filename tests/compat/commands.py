@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlhfless_ray.compat.openrlhf.command import LaunchCommand, find_all
+from rlhfless_ray.compat.openrlhf.command import LaunchCommand, launch_in, starts_script
 
 
 class Example(NamedTuple):
@@ -148,5 +148,9 @@ MIXTURES = [
 
 
 def find(argv: Sequence[str]) -> LaunchCommand:
-    """Return the launch in a command, or of several the first."""
-    return find_all(argv)[0]
+    """Return the launch in a command that no shell has to read."""
+    launch = launch_in(argv)
+    if launch is None:
+        starts_script(argv)
+        raise AssertionError("a shell reads it")
+    return launch

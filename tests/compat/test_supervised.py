@@ -367,13 +367,6 @@ def test_explain_tells_of_every_launch_of_a_script(tmp_path: Path) -> None:
     assert [(one["launcher"], one["runs"]) for one in found] == [("train_dpo", True), ("train_rm", False)]
 
 
-def test_explain_says_which_text_only_the_script_knows(tmp_path: Path) -> None:
-    script = tmp_path / "rm.sh"
-    script.write_text(f"python -m openrlhf.cli.train_rm {' '.join(LEAST)} --learning_rate $(cat rate)\n")
-    said = command_here("explain", "--", "bash", str(script))
-    assert said.returncode == 2 and "`$(cat rate)` is known only when the script runs, so put its value there" in said.stderr
-
-
 @pytest.mark.parametrize("signal_number", [None, 15])
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("status", ["done", "stopped"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,21 +19,14 @@ from rlhfless_ray.common.ray_environment import PACKAGES
 from rlhfless_ray.compat.openrlhf.elastic_flags import take_options
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
 from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
-from rlhfless_ray.compat.openrlhf.shell import simple_commands
+from rlhfless_ray.compat.openrlhf.shim.rlhfless_explain import FILE, INSIDE, MODULE, MODULE_FLAGS, MOLT, SHELLS, find_launcher, is_script
 from rlhfless_ray.compat.openrlhf.starters import STARTERS, ranks_before
 from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
 
-MOLT = "train_rl_ray"
 TRANSLATED = (LAUNCHER, *TASKS, *LAUNCHERS, MOLT)
 """Launchers that train or generate, whose command lines become recipes."""
 OURS = (*TRANSLATED, "serve_rm", "lora_combiner")
 """Launchers with a module of the same name in rlhfless_ray.cli."""
-MODULE = re.compile(rf"(?:(?:openrlhf|rlhfless_ray)\.cli\.|molt\.cli\.(?={MOLT}\b))(\w+)")
-FILE = re.compile(r"(?:\S*/)?(?:openrlhf|rlhfless_ray)/cli/(\w+)\.py")
-INSIDE = re.compile(rf"{MODULE.pattern}|{FILE.pattern}")
-MODULE_FLAGS = ("-m", "--module")
-MAX_SHELLS = 10  # of shells that start shells; a word that cannot be expanded may hold itself
-PRINTS = ("echo", "printf", "[", "[[", "test")
 
 
 @dataclass
@@ -41,67 +34,43 @@ class LaunchCommand:
     launcher: str
     flags: list[str]
     """The launcher's own command line."""
+    is_away: bool = False
+    """Whether it is a job for another machine."""
+    folder: str = "."
+    """Its working folder."""
+    script: str = ""
+    """The script that starts it."""
+    line: int = 1
+    """The line of the script where the command begins."""
 
 
-def find_all(argv: Sequence[str]) -> list[LaunchCommand]:
-    """Find the launchers in a command, after `ray job submit … --` or `srun`, in `bash -c '…'`, or in a script that the command runs.
+def launch_in(argv: Sequence[str]) -> LaunchCommand | None:
+    """Return the launch in a command, also after `ray job submit … --` or `srun`. None if a script starts it, or nothing does.
 
-    Of a script with several, PPO's comes first, and those that neither train nor generate come last. Flags alone belong to the PPO
-    launcher. Raises UserError if there is no launcher.
+    Flags alone belong to the PPO launcher.
     """
     if argv and argv[0].startswith("--"):
-        return [LaunchCommand(LAUNCHER, list(argv))]
-    launches = _locate(list(argv))
-    if not launches:
-        scripts = [token for before, token in pairwise(["", *argv]) if _is_script(token, before)]
-        if missing := [script for script in scripts if not Path(script).exists()]:
-            raise UserError(f"{missing[0]}: no such file")
-        if other := next((found[0] for token in argv if (found := re.search(r"\bmolt\.cli\.\w+", token))), None):
-            raise UserError(f"{other}: of Molt's launchers only molt.cli.{MOLT} is read")
-        raise UserError(
-            f"`{' '.join(argv)[:80]}`: no launcher of OpenRLHF in it; give a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
-        )
-    return sorted(launches, key=_priority)
+        return LaunchCommand(LAUNCHER, list(argv))
+    found = find_launcher(argv)
+    if found is None:
+        return None
+    place, launcher = found
+    return LaunchCommand(launcher, [*_ranks(launcher, argv[:place]), *argv[place + 1 :]], is_submission(argv))
 
 
-def _priority(launch: LaunchCommand) -> int:
-    return 0 if launch.launcher == LAUNCHER else 1 if launch.launcher in TRANSLATED else 2
-
-
-def _is_script(token: str, before: str) -> bool:
-    """Return whether a word of a command names a shell script. `before`: the word before it."""
-    return token.endswith((".sh", ".bash", ".slurm", ".sbatch")) or (Path(before).name in ("bash", "sh") and not token.startswith("-"))
-
-
-def _locate(argv: list[str], environment: Mapping[str, str] = os.environ, depth: int = 0) -> list[LaunchCommand]:
-    if depth > MAX_SHELLS:
-        return []
-    for index, token in enumerate(argv):
-        before = argv[index - 1] if index else ""
-        module = MODULE.fullmatch(token.removeprefix("-m")) if before in MODULE_FLAGS or token.startswith("-m") else None
-        here = module or FILE.fullmatch(token)
-        if here:
-            return [LaunchCommand(here[1], [*_ranks(here[1], argv[:index]), *argv[index + 1 :]])]
-        if " " in token or "\n" in token:
-            is_text = before.startswith("-") and before.endswith("c") and index > 1 and Path(argv[index - 2]).name in ("bash", "sh")
-            # the commands of a substitution are read on their own; a text of bash may start a script
-            if (is_text or INSIDE.search(token)) and token[0] not in "$`":
-                arguments = argv[index + 2 :] if before.startswith("-") and before.endswith("c") else None
-                return _in_shell(token, environment, arguments, depth)
-        elif _is_script(token, before) and Path(token).is_file():
-            return _in_shell(Path(token).read_text(encoding="utf-8", errors="replace"), environment, argv[index + 1 :], depth)
-    return []
-
-
-def _in_shell(text: str, environment: Mapping[str, str], arguments: list[str] | None, depth: int) -> list[LaunchCommand]:
-    """Return the different launches of a script. One that is only printed or asked for help counts if there is no other."""
-    launches: list[tuple[bool, LaunchCommand]] = []
-    for words, handed in simple_commands(text, environment, arguments):
-        for launch in _locate(words, handed, depth + 1):
-            is_run = words[0] not in PRINTS and launch.flags[:1] not in (["--help"], ["-h"])
-            if (is_run, launch) not in launches:
-                launches.append((is_run, launch))
-    return [launch for is_run, launch in launches if is_run] or [launch for _, launch in launches]
+def starts_script(argv: Sequence[str]) -> bool:
+    """Return whether a command runs a shell. Raises UserError if it names no launcher either, or a script that does not exist."""
+    words = list(argv)
+    scripts = [word for before, word in pairwise(["", *words]) if is_script(word, before) and not re.search(r"\s", word)]
+    if missing := [script for script in scripts if not (Path(script).exists() or is_submission(argv))]:
+        raise UserError(f"{missing[0]}: no such file")
+    if scripts or any(Path(before).name in SHELLS and word.startswith("-") for before, word in pairwise(words)):
+        return True
+    if other := next((found[0] for word in words if (found := re.search(r"\bmolt\.cli\.\w+", word))), None):
+        raise UserError(f"{other}: of Molt's launchers only molt.cli.{MOLT} is read")
+    raise UserError(
+        f"`{shlex.join(words)[:80]}`: no launcher of OpenRLHF in it; give a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
+    )
 
 
 # ---------------------------------------------------------------- running it

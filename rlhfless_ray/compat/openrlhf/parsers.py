@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NoReturn
@@ -16,6 +17,11 @@ has True, also one that turns something off."""
 
 class Refused(Exception):
     """The message that argparse would print before it exits with code 2."""
+
+
+def quoted(words: Sequence[str]) -> str:
+    """Join words for a message, so that blanks and control characters can be seen."""
+    return " ".join(shlex.quote(word) if word.isprintable() else repr(word) for word in words)
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -37,7 +43,10 @@ class FlagParser(argparse.ArgumentParser):
 
     def read(self, tokens: Sequence[str]) -> Given:
         """Parse tokens. Raises Refused."""
-        given = vars(self.parse_args(list(tokens)))
+        known, others = self.parse_known_args(list(tokens))
+        if others:
+            raise Refused(f"unrecognized arguments: {quoted(others)}")
+        given = vars(known)
         given.pop("help", None)
         return {f"--{name}": value for name, value in given.items()}
 

@@ -64,6 +64,16 @@ def _run_next_sitecustomize():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _stand_in():
+    """Record a launcher for `rlhfless explain` instead of starting it."""
+    spec = importlib.util.spec_from_file_location("rlhfless_explain", os.path.join(HERE, "rlhfless_explain.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.stand_in_for_python()
+
+
+if "RLHFLESS_EXPLAIN" in os.environ and sys.version_info >= (3, 10):
+    _stand_in()
 STARTED = [argument.removeprefix("-m") for argument in getattr(sys, "orig_argv", ())]  # Python 3.9 and older has no orig_argv
 if any(argument.startswith(("openrlhf.cli.", "molt.cli.")) for argument in STARTED):
     sys.meta_path.insert(0, Launchers)

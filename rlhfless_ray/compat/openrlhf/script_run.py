@@ -1,0 +1,159 @@
+"""Run a launch script whose launchers are recorded instead of started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.command import LaunchCommand, launch_in, shim_folder, with_shim
+from rlhfless_ray.compat.openrlhf.shim import rlhfless_explain
+from rlhfless_ray.compat.openrlhf.shim.rlhfless_explain import AWAY, FOLDER, LOST, NAMES, PLACE, RECORDS, SCRIPT_ENDINGS
+from rlhfless_ray.local.orphan_reaper import OrphanReaper
+
+DEADLINE_S = 120.0  # of a script; a longer one probably waits for what is not started
+LEFT_S = 5.0  # for processes that the script left in the background
+END_S = 2.0  # from SIGTERM to SIGKILL
+POLL_S = 0.1
+
+BASH_ENV = f"""
+[ -z "${{RLHFLESS_BASH_ENV-}}" ] || . "$RLHFLESS_BASH_ENV"
+[ "${{BASH_VERSINFO[0]}}" -lt 5 ] || exec {{BASH_XTRACEFD}}>/dev/null # the trap below would be in the trace of each command
+[ -z "${{{AWAY}-}}" ] || cd() {{ builtin cd "$@" || echo "cd: ignored, as the command is for another machine" >&2; }}
+command_not_found_handle() {{
+  echo "${{BASH_SOURCE[1]-bash}}: line ${{BASH_LINENO[0]}}: $1: command not found" >&2
+  case $1 in -*) "${FOLDER}/bin/{LOST}" "${{BASH_SOURCE[1]-}}:${{BASH_LINENO[0]}}" "$@" ;; esac
+  return 127
+}}
+set -T
+trap 'RLHFLESS_LAST=$_ {PLACE}=${{BASH_SOURCE-}}:$LINENO RLHFLESS_WORD=${{BASH_COMMAND%% *}}
+  case $RLHFLESS_WORD in
+    *[!A-Za-z0-9_./-]*) ;;
+    /*/*) [ -e "$RLHFLESS_WORD" ] || [ ! -e "${FOLDER}/bin/${{RLHFLESS_WORD##*/}}" ] ||
+      eval "function $RLHFLESS_WORD {{ ${{RLHFLESS_WORD##*/}} \\"\\$@\\"; }}" ;;
+  esac
+  case ${{PATH-}}: in ${FOLDER}/bin:*) ;; *) PATH=${FOLDER}/bin:${{PATH-}} ;; esac
+  case ${{PYTHONPATH-}}: in $RLHFLESS_SHIM:*) ;; *) PYTHONPATH=$RLHFLESS_SHIM${{PYTHONPATH:+:$PYTHONPATH}} ;; esac
+  export PATH PYTHONPATH {PLACE}
+  : "$RLHFLESS_LAST"' DEBUG
+"""
+"""What each bash of the script reads first. A script that sets PATH or PYTHONPATH anew still finds the programs that stand in."""
+
+
+@dataclass
+class ScriptRun:
+    launches: list[LaunchCommand] = field(default_factory=list)
+    """Different launches in their order."""
+    lost: list[str] = field(default_factory=list)
+    """Sentences about flags that bash took for commands of their own."""
+    notes: list[str] = field(default_factory=list)
+    is_complete: bool = True
+
+
+def run_script(argv: Sequence[str], deadline_s: float = DEADLINE_S) -> ScriptRun:
+    """Run a command in its usual working folder, with its output on stderr. At the end nothing that it started is left running.
+
+    Raises UserError if there is no such program.
+    """
+    words = ["bash", *argv] if argv[0].endswith(SCRIPT_ENDINGS) and not os.access(argv[0], os.X_OK) else list(argv)
+    found, command = ScriptRun(), f"`{shlex.join(argv)[:80]}`"
+    with TemporaryDirectory(prefix="rlhfless-explain-") as name:
+        folder = Path(name)
+        environment = _prepare(folder)
+        reaper = OrphanReaper(folder)
+        try:
+            process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+        except OSError as error:
+            reaper.close()
+            raise UserError(f"`{words[0]}`: {error.strerror}") from None
+        reaper.watch(process.pid)
+        try:
+            if code := process.wait(deadline_s):
+                found.notes.append(f"{command} ended with exit code {code}; what it would do after that is not read")
+            _wait_for_rest(folder, process.pid)
+        except subprocess.TimeoutExpired:
+            found.is_complete = False
+            found.notes.append(f"{command} still ran after {deadline_s:g} s and was ended; what it would do after that is not read")
+        finally:
+            ended = _end_rest(folder, process.pid)
+            process.wait()
+            reaper.close()
+        if ended:
+            found.notes.append(f"processes that {command} left running were ended: {', '.join(ended)}")
+        _read_records(folder / RECORDS, found)
+    return found
+
+
+def _prepare(folder: Path) -> dict[str, str]:
+    """Write the programs that stand in. Returns the script's environment."""
+    (folder / "bin").mkdir()
+    for name in (*NAMES, LOST):
+        program = folder / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(rlhfless_explain.__file__)} {name} "$@"\n')
+        program.chmod(0o755)
+    (folder / "bash_env").write_text(BASH_ENV)
+    return {
+        **with_shim(dict(os.environ)),
+        FOLDER: str(folder),
+        "PATH": f"{folder / 'bin'}:{os.environ.get('PATH', os.defpath)}",
+        "RLHFLESS_SHIM": str(shim_folder()),
+        "RLHFLESS_BASH_ENV": os.environ.get("BASH_ENV", ""),
+        "BASH_ENV": str(folder / "bash_env"),
+    }
+
+
+def _running(folder: Path, session: int) -> Iterator[psutil.Process]:
+    """Yield the processes of the script, also those in sessions of their own."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            is_own = os.getsid(process.pid) == session or process.environ().get(FOLDER) == str(folder)
+            if is_own and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+def _wait_for_rest(folder: Path, session: int) -> None:
+    """Wait for what the script left running in the background, where a launcher may be about to start."""
+    end = time.monotonic() + LEFT_S
+    while any(_running(folder, session)) and time.monotonic() < end:
+        time.sleep(POLL_S)
+
+
+def _end_rest(folder: Path, session: int) -> list[str]:
+    """End what is still running. Returns its commands."""
+    ended: dict[int, str] = {}
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        processes = list(_running(folder, session))
+        for process in processes:
+            with suppress(psutil.Error):
+                ended.setdefault(process.pid, shlex.join(process.cmdline())[:80])
+                end(process)
+        psutil.wait_procs(processes, timeout=END_S)
+    return list(ended.values())
+
+
+def _read_records(file: Path, found: ScriptRun) -> None:
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        entry = json.loads(line)
+        place, _, number = entry["place"].rpartition(":")
+        first = int(number or 0)
+        if "lost" in entry:
+            found.lost.append(
+                f"{place} line {first}: bash takes `{shlex.join(entry['lost'])}` for a command, because the line before does not go on"
+            )
+            continue
+        launch = launch_in(entry["words"])
+        assert launch is not None
+        launch.folder, launch.script, launch.line, launch.is_away = entry["folder"], place, first, entry["away"] or launch.is_away
+        if not any((launch.launcher, launch.flags) == (other.launcher, other.flags) for other in found.launches):
+            found.launches.append(launch)
