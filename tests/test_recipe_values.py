@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhfless_ray.cli.main import app
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
+from rlhfless_ray.runtime.evaluate_models import evaluate
 
 TREE: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
 
@@ -63,7 +65,12 @@ def test_paths_expand_home_and_variables_everywhere(tmp_path: Path, monkeypatch:
     assert (recipe.run.root, recipe.save.path, recipe.checkpoint.path) == (f"{tmp_path}/runs", "/data/model", "/data/c")
     stage = SupervisedRecipe.parse({"task": "sft", "data": {"path": "~/rows.jsonl"}, "policy": {"path": "$OWN_DATA/p"}})
     assert (stage.data.path, stage.policy.path) == (f"{tmp_path}/rows.jsonl", "/data/p")
-    for text, said in (("$NOT_SET_ANYWHERE/x", "`NOT_SET_ANYWHERE` is not set"), ("~nobody-of-this-name/x", "no user")):
+    for text, said in (
+        ("$NOT_SET_ANYWHERE/x", "`NOT_SET_ANYWHERE` is not set"),
+        ("~nobody-of-this-name/x", "no user"),
+        ("${HOME:-/data}/x", "syntax of a shell"),
+        ("$(pwd)/x", "syntax of a shell"),
+    ):
         with pytest.raises(UserError, match=said):
             Recipe.parse({**TREE, "run": {"root": text}})
 
@@ -79,6 +86,37 @@ def test_remote_paths_are_refused_by_their_scheme(tmp_path: Path, key: str, url:
         Recipe.load(recipe_file(tmp_path), [f"{key}={url}"])
     said = str(caught.value)
     assert f"`{key}`" in said and f"`{url.split(':')[0]}://`" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report", "URL"],
+        ["plan", "URL", "--actors", "2"],
+        ["plan", "lengths.json", "--plot", "URL"],
+        ["simulate", "URL"],
+        ["simulate", "--setting", "list", "--plot", "URL"],
+        ["import-logs", "URL"],
+        ["import-logs", "log.json", "--write", "URL"],
+        ["import-logs", "log.json", "--tokenizer", "URL"],
+        ["generate", "prompts.task=chain", "--out", "URL"],
+        ["train", "URL"],
+        ["sweep", "URL"],
+        ["workflow", "URL"],
+    ],
+)
+def test_remote_paths_of_commands_are_refused_by_their_scheme(command: list[str]) -> None:
+    for url, said in (("webhdfs://host/x", "`webhdfs://` is not supported"), ("$NOT_SET_ANYWHERE/x", "`NOT_SET_ANYWHERE` is not set")):
+        with pytest.raises(UserError, match=said):
+            app([part.replace("URL", url) for part in command], standalone_mode=False)
+
+
+def test_remote_models_and_data_of_an_evaluation_are_refused_by_their_scheme() -> None:
+    recipe = GenerationRecipe.of({**TREE, "prompts": {"task": "chain"}})
+    with pytest.raises(UserError, match=r"--model .*`gs://` is not supported"):
+        evaluate(recipe, ["gs://bucket/model"])
+    with pytest.raises(UserError, match=r"--data .*`hf://` is not supported"):
+        evaluate(recipe, ["model"], ["hf://datasets/org/x"])
 
 
 def test_names_of_the_hub_and_addresses_of_servers_stay() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rlhfless_ray.cli.local_file import local_file
 from rlhfless_ray.cli.resume_option import ChangedOption, From, resume_of
 
 ARGUMENTS = typer.Argument(help="A recipe in YAML, if any, then keys to set, as section.key=value.", show_default=False)
@@ -21,7 +22,7 @@ def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]
 
 def generate(
     arguments: Annotated[list[str] | None, ARGUMENTS] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write the responses to this JSONL file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", parser=local_file, help="Also write the responses to this JSONL file.")] = None,
     resume: Annotated[bool, RESUME] = False,
 ) -> None:
     """Generate responses with their log-probabilities, and score them if the recipe has a reward.

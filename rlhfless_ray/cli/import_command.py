@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlhfless_ray.cli.local_file import local_file
 from rlhfless_ray.cli.plan_command import leave_out
 from rlhfless_ray.common.errors import UserError
 
@@ -20,17 +21,22 @@ def import_logs(
     log: Annotated[
         Path,
         typer.Argument(
+            parser=local_file,
             help="A log of verl, OpenRLHF or TRL: console lines, JSON lines or trainer_state.json. With --tokenizer: a folder or file of "
-            "verl's dumps of rollouts."
+            "verl's dumps of rollouts.",
         ),
     ],
-    write: Annotated[Path | None, typer.Option(help="Write lengths like the log's into this .json file, for `rlhfless plan`.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(parser=local_file, help="Write lengths like the log's into this .json file, for `rlhfless plan`.")
+    ] = None,
     prompts: Annotated[int, typer.Option(help="With --write, for a log: prompts per step.")] = 128,
     samples: Annotated[int, typer.Option(help="With --write, for a log: responses to each prompt.")] = 8,
     model: Annotated[str | None, typer.Option(help="With --write: also plan a step of this model.")] = None,
     device: Annotated[str, typer.Option(help="The run's devices, with --model.")] = "H100",
     devices: Annotated[int, typer.Option(help="Number of devices: 1, 2, 4, 8, 16, …")] = 8,
-    tokenizer: Annotated[Path | None, typer.Option(help="Model folder whose tokenizer counts the tokens of dumped responses.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(parser=local_file, help="Model folder whose tokenizer counts the tokens of dumped responses.")
+    ] = None,
 ) -> None:
     """Read response lengths and times from another system's log, and compare them with a plan of the same work."""
     from placement.forecast.rollout_dumps import is_dump

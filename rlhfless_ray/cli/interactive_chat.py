@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.cli.supervised_launcher import start
@@ -11,6 +10,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.inference import translate_inference
 from rlhfless_ray.compat.openrlhf.inference_table import CHAT
 from rlhfless_ray.prompts.first_token import FirstToken
+from rlhfless_ray.recipe.local_path import given_path
 
 ASKS = "Please enter a prompt (or type 'exit' to quit): "
 
@@ -24,7 +24,7 @@ class Conversation:
         self.text = ""
         if path := settings.get("chat.ta_prompt"):
             try:
-                self.text = Path(path).read_text(encoding="utf-8")
+                self.text = given_path(path, "--ta_prompt").read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"--ta_prompt {path}: {getattr(error, 'strerror', None) or error}") from None
         if settings["chat.apply_chat_template"] and not getattr(tokenizer, "chat_template", None):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhfless_ray.cli.openrlhf_tools import DTYPES, add_dtype_flags, run_tool
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe.local_path import given_path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _combine(options: argparse.Namespace) -> None:
-    combine(Path(options.model_path), Path(options.lora_path), Path(options.output_path), options.is_rm, DTYPES[options.dtype])
+    base, adapter, output = (given_path(getattr(options, name), f"--{name}") for name in ("model_path", "lora_path", "output_path"))
+    combine(base, adapter, output, options.is_rm, DTYPES[options.dtype])
 
 
 def combine(base: Path, adapter: Path, output: Path, is_reward_model: bool, dtype: str) -> None:

@@ -12,6 +12,7 @@ from rlhfless_ray.cli.explain_command import explain
 from rlhfless_ray.cli.generate_command import evaluate, generate, workflow
 from rlhfless_ray.cli.guarded import guarded
 from rlhfless_ray.cli.import_command import import_logs
+from rlhfless_ray.cli.local_file import local_file
 from rlhfless_ray.cli.passthrough import PassthroughCommand
 from rlhfless_ray.cli.plan_command import plan
 from rlhfless_ray.cli.resume_option import ChangedOption, ResumeCommand, ResumeOption, resume_of
@@ -103,7 +104,7 @@ def print_results(folder: Path, saved: str = "") -> None:
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run folder, finished, stopped or crashed.")]) -> None:
+def report(run: Annotated[Path, typer.Argument(parser=local_file, help="A run folder, finished, stopped or crashed.")]) -> None:
     """Write report.html and timeline.json again from the files of a run folder."""
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder")

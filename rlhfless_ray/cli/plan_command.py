@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlhfless_ray.cli.local_file import local_file
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ FOR_FLEET = {"lengths", "column", "model", "device", "prefer", "deadline", "budg
 
 def plan(
     ctx: typer.Context,
-    lengths: Annotated[Path, typer.Argument(help="Response tokens: .json, .jsonl or .csv, or a run folder. With --memory: a recipe.")],
+    lengths: Annotated[
+        Path, typer.Argument(parser=local_file, help="Response tokens: .json, .jsonl or .csv, or a run folder. With --memory: a recipe.")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="With --memory: settings of the recipe, as section.key=value.")] = None,
     actors: Annotated[int | None, typer.Option(help="Maximum number of actors.")] = None,
     devices: Annotated[
@@ -64,7 +67,7 @@ def plan(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the scenarios.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the groups of the chosen plan.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the frontier into this .svg, .png or .pdf file.")] = None,
+    plot: Annotated[Path | None, typer.Option(parser=local_file, help="Also draw the frontier into this .svg, .png or .pdf file.")] = None,
     fleet: Annotated[
         int | None,
         typer.Option(help="Plan whole GRPO steps of --model on at most this many GPUs of any kind (or of --device), not only a rollout."),

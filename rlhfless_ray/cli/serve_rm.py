@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlhfless_ray.cli.openrlhf_tools import DTYPES, add_dtype_flags, run_tool
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.recipe.local_path import given_path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,7 +53,7 @@ def _serve(options: argparse.Namespace) -> None:
     from rlhfless_ray.reward.reward_server import PATH, TextScorer, create_server
 
     scorer = TextScorer(
-        Path(options.model),
+        given_path(options.model, "--reward.model_name_or_path"),
         options.head,
         DTYPES[options.dtype],
         "cuda" if torch.cuda.is_available() else "cpu",

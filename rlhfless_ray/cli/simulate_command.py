@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlhfless_ray.cli.local_file import local_file
 from rlhfless_ray.cli.pictures import check_picture, draw_bounds, picture
 from rlhfless_ray.cli.tables import table_console
 from rlhfless_ray.common.errors import UserError, one_line
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 def simulate(
     spec: Annotated[
-        Path | None, typer.Argument(help="A setting in YAML: device, nodes, model, lengths or trace, …", show_default=False)
+        Path | None,
+        typer.Argument(parser=local_file, help="A setting in YAML: device, nodes, model, lengths or trace, …", show_default=False),
     ] = None,
     setting: Annotated[
         str | None, typer.Option("--setting", help="A built-in setting by name; `list` shows all names.", show_default=False)
@@ -41,7 +43,9 @@ def simulate(
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", help="Workloads to average over.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture of time against cost.", show_default=False)] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", parser=local_file, help="Write a picture of time against cost.", show_default=False)
+    ] = None,
 ) -> None:
     """Simulate training steps in virtual time, and compare placement policies by step time and cost.
 

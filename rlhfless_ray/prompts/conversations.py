@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,9 +16,11 @@ Turn = dict[str, Any]
 MEDIA = ("image", "audio", "video")
 WORD = re.compile(r"[^\W\d_]{4,}")  # shorter ones are in many texts by chance
 ROLES = ("system", "user", "assistant", "tool")  # words that a template writes by itself
+WRAPPERS = ("messages", "conversations", "conversation", "turns")  # keys of objects with a conversation
 OTHER_NAMES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant"}
 """Roles of other data formats → the role that chat templates know. Most templates would write them as they are."""
-LIKE_TURNS = re.compile(r"""\s*\[?\s*\{\s*["'](role|content|from|value)["']\s*:""")
+LIKE_TURNS = re.compile(r"""\ufeff?\s*[\[(]?\s*\{\s*["'](role|content|from|value)["']\s*:""")
+NAMES_TURNS = re.compile(r"""\ufeff?\s*["\[({].*["'](role|from)\\*["']\s*:""", re.DOTALL)
 
 
 @dataclass
@@ -62,18 +64,28 @@ def is_conversation(cell: Any) -> bool:
 
 def _parsed(text: str, column: str) -> Any:
     """Return the turns that a text lists, or the text."""
-    if not LIKE_TURNS.match(text):
+    if not NAMES_TURNS.match(text):
         return text
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = json.loads(text.lstrip("\ufeff"))
+    except (ValueError, RecursionError):
         try:
-            found = ast.literal_eval(text.strip())  # a table of Python objects that was saved as CSV has their `repr`
+            found = ast.literal_eval(text.lstrip("\ufeff").strip())  # a table of Python objects that was saved as CSV has their `repr`
         except (ValueError, SyntaxError, MemoryError, RecursionError):
+            if not LIKE_TURNS.match(text):
+                return text
             raise ValueError(f"column `{column}` begins like a list of turns, and is neither JSON nor a Python list") from None
-    turns = [found] if isinstance(found, dict) else found
-    whole = isinstance(turns, list) and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns)
-    return turns if whole else text  # JSON that is no conversation is a prompt like others
+    if isinstance(found, str):  # JSON text within JSON text
+        inner = _parsed(found, column)
+        return text if inner is found else inner
+    turns = [found] if isinstance(found, dict) else list(found) if isinstance(found, tuple) else found
+    if isinstance(found, dict) and (name := next((name for name in WRAPPERS if _are_turns(found.get(name))), "")):
+        raise ValueError(f"column `{column}` has an object with the conversation in its `{name}`; put that list itself into the column")
+    return turns if _are_turns(turns) else text  # JSON that is no conversation is a prompt like others
+
+
+def _are_turns(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in value)
 
 
 def _calls(calls: Any, is_padded: bool) -> Any:
@@ -178,13 +190,13 @@ class ChatRenderer:
 
     Args:
         tokenizer: It has a chat template.
-        own_keys: Keys of turns that the caller reads, besides role and content.
+        is_own: Tells keys of turns that the caller reads, besides role and content.
         refuse_calls: Whether to refuse a turn that has tool calls only, if the template reads none.
     """
 
-    def __init__(self, tokenizer: Any, *, own_keys: Iterable[str] = (), refuse_calls: bool = True) -> None:
+    def __init__(self, tokenizer: Any, *, is_own: Callable[[str], bool] | None = None, refuse_calls: bool = True) -> None:
         self.tokenizer, self.template = tokenizer, str(tokenizer.chat_template)
-        self.own_keys = {"role", "content", *own_keys}
+        self.is_own = is_own or (lambda key: False)
         self.refuse_calls = refuse_calls
         self.read_keys = set[str]()  # keys that changed a text
         self.as_assistant = dict[str, bool]()  # role → whether its turns are written as the assistant's
@@ -210,7 +222,8 @@ class ChatRenderer:
 
     def lost(self, turns: Sequence[Turn], text: str, tools: list[dict[str, Any]] | None, *, prompts: bool) -> Lost:
         """Return what `text`, the rendered conversation, lacks."""
-        said = {key for turn in turns for key, value in turn.items() if value not in (None, "", [], {})} - self.own_keys
+        said = {key for turn in turns for key, value in turn.items() if value not in (None, "", [], {}) and not self.is_own(key)}
+        said -= {"role", "content"}
         keys = set[str]()
         for key in sorted(said - self.read_keys):
             if reads(key, self.template) and self._changes(text, without_nulls(turns, (key,)), tools, prompts):

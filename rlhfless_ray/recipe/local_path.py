@@ -13,6 +13,7 @@ from rlhfless_ray.common.errors import UserError
 
 SCHEME = re.compile(r"(?:^|(?<=,)\s*)([A-Za-z][\w+.-]+):(?:/|:)|([\w+.-]*)://")  # `pathlib` makes `s3:/` of `s3://`
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+SHELL = re.compile(r"\$[({][^)}]*[)}]?|`[^`]*`?")
 INSTEAD = {
     "file": "write the path alone, without `file://`",
     "hf": "write the name of a model or data set on the Hugging Face hub as `org/name`, or give a local copy",
@@ -22,10 +23,12 @@ INSTEAD = {
 
 
 def expand(text: str) -> str:
-    """Return a path with `~`, `~user`, `$NAME` and `${NAME}` expanded. Raises ValueError for unknown ones."""
+    """Return a path with `~`, `~user`, `$NAME` and `${NAME}` expanded. Raises ValueError for unknown ones and other syntax of shells."""
     unset = next((name for pair in VARIABLE.findall(text) for name in pair if name and name not in os.environ), "")
     if unset:
         raise ValueError(f"the environment variable `{unset}` is not set; set it, or write the path out")
+    if found := SHELL.search(VARIABLE.sub("", text)):
+        raise ValueError(f"`{found[0]}` is syntax of a shell, which paths of recipes do not have; write the path out")
     expanded = os.path.expanduser(VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text))
     if expanded.startswith("~"):
         user = expanded[1:].partition("/")[0]

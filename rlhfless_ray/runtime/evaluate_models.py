@@ -20,6 +20,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.prompts.load_prompts import load_prompts
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.local_path import given_path
 from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.run.find_model import find_model
@@ -167,6 +168,7 @@ def evaluate(
         rlhfless_ray.common.errors.UserError: reward: an evaluation needs one; set reward.function, reward.url or reward.model_path
     """
     root = _check(recipe, ks, resume)
+    models, data = [given_path(model, "--model") for model in models], [str(given_path(one, "--data")) for one in data]
     recipes = {
         label: _for_model(recipe, find_model(model, "--model", root / "models"), root, label)
         for label, model in zip(labels or _labels(models), models, strict=True)

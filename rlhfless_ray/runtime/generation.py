@@ -18,6 +18,7 @@ from rlhfless_ray.loop import plan_step, roll_out
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import EvaluateConfig, Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
+from rlhfless_ray.recipe.local_path import given_path
 from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl
@@ -60,12 +61,13 @@ def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool 
         32
     """
     if out is not None:
-        check_file(Path(out), "--out")
+        out = given_path(out, "--out")
+        check_file(out, "--out")
     with Generation(recipe, resume=resume) as run:
         for _ in run:
             pass
     if out is not None:
-        run.write_responses(Path(out))
+        run.write_responses(out)
     return run.folder.path / RESPONSES
 
 

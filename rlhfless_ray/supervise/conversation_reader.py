@@ -10,7 +10,7 @@ from rlhfless_ray.prompts.conversations import BadTurns, ChatRenderer, Lost, Tur
 from rlhfless_ray.prompts.first_token import FirstToken
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise import repeated_prompts
-from rlhfless_ray.supervise.trained_turns import FLAGS, trained
+from rlhfless_ray.supervise.trained_turns import is_flag, trained
 
 NOT_THE_MODEL = ("user", "system", "developer", "tool", "function")  # roles of turns that the model does not write
 CUT_TEXTS = "texts inside a longer one that begin with the beginning-of-text token, which is left out of them"
@@ -37,13 +37,13 @@ class ConversationReader:
         self.repeats = False  # whether the texts of its data set repeat their prompts
         self.sliced: list[str] = []  # rows whose response is what lies beyond the length of the prompt's text
         self.first = FirstToken(tokenizer, self.data.template == "none" and self.data.add_bos)
-        self.flags = FLAGS if self.task in ("sft", "kd", "dpo", "kto") else ()  # others train no tokens of turns
+        self.has_flags = self.task in ("sft", "kd", "dpo", "kto")  # others train no tokens of turns
         self.renderer: ChatRenderer | None = None
         self.cuts_first = self.first.is_added or self.first.begins(self.data.input_template or "")
         if self.data.template == "chat":
             if not getattr(tokenizer, "chat_template", None):
                 raise UserError("data.template: the tokenizer of policy.path has no chat template; set data.template to none")
-            self.renderer = ChatRenderer(tokenizer, own_keys=self.flags, refuse_calls=self.data.contract == "own")
+            self.renderer = ChatRenderer(tokenizer, is_own=is_flag if self.has_flags else None, refuse_calls=self.data.contract == "own")
             self.cuts_first = self.first.template_writes_it(tokenizer)
 
     def _split(self, prompt: Any, response: Any, column: str) -> tuple[list[Turn], int]:
@@ -148,7 +148,7 @@ class ConversationReader:
     def _says(self, number: int, turn: Turn) -> tuple[bool | None, str]:
         """Return whether turn `number` (from 1) says that it is trained, see `trained`."""
         try:
-            return trained(turn) if self.flags else (None, "")
+            return trained(turn) if self.has_flags else (None, "")
         except ValueError as error:
             raise UserError(f"{self.name}: turn {number} {error}") from None
 
@@ -169,7 +169,7 @@ class ConversationReader:
         assert self.renderer is not None
         content = turn.get("content")
         is_empty = not (content.strip() if isinstance(content, str) else content)
-        others = (key for key, value in turn.items() if value and key not in ("role", "content", *self.flags))
+        others = (key for key, value in turn.items() if value and key not in ("role", "content") and not is_flag(key))
         if is_empty and self.data.contract == "own" and not any(reads(key, self.renderer.template) for key in others):
             if self.data.overlong == "leave_out":
                 raise LeftOut

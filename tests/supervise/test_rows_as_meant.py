@@ -93,11 +93,39 @@ def test_conversations_that_are_text_are_read(tmp_path: Path, written: Any) -> N
     assert "set data.template to chat" in refused(tmp_path, [{"prompt": written(asked), "response": "b"}])
     said = refused(tmp_path, [{"prompt": written(asked)[:-3], "response": "b"}], template="chat")
     assert said.startswith("line 1: column `prompt` begins like a list of turns, and is neither JSON nor a Python list")
-    assert read(tmp_path, [{"prompt": '{"a": 1}', "response": "b"}])[0] == ['<s>{"a": 1}[b</s>]'], "no turns"
+    for text in ('{"a": 1}', '{"a": {"role": 1}}', "{a: 'role': }", '"role": 1'):
+        assert read(tmp_path, [{"prompt": text, "response": "b"}])[0] == [f"<s>{text}[b</s>]"], "no turns"
 
 
 @pytest.mark.parametrize(
-    "key", [{"loss": False}, {"weight": 0.0}, {"trainable": "false"}, {"train": 0}, {"masked": True}, {"loss_mask": 0}]
+    "written",
+    [
+        lambda turns: json.dumps([{"id": 3, "name": None, **turn} for turn in turns]),
+        lambda turns: json.dumps([dict(reversed(turn.items())) for turn in turns], indent=2),
+        lambda turns: json.dumps(json.dumps(turns)),
+        lambda turns: repr(tuple(turns)),
+        lambda turns: "\ufeff\n" + json.dumps(turns),
+    ],
+)
+def test_conversations_are_read_in_whatever_way_they_are_text(tmp_path: Path, written: Any) -> None:
+    text = written(turns("why", "so"))
+    assert read(tmp_path, [{"prompt": text}], train_on="assistant", **WHOLE)[0] == ["uwhy;a[so;]"]
+    assert "set data.template to chat" in refused(tmp_path, [{"prompt": text, "response": "b"}])
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_a_text_with_a_conversation_among_other_things_is_refused(tmp_path: Path, name: str) -> None:
+    text = json.dumps({"id": 1, name: turns("why", "so"), "tools": []})
+    for data in ({"train_on": "assistant", **WHOLE}, {}):
+        assert f"has an object with the conversation in its `{name}`" in refused(tmp_path, [{"prompt": text, "response": "b"}], **data)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *({"loss": False}, {"weight": 0.0}, {"trainable": "false"}, {"train": 0}, {"masked": True}, {"loss_mask": 0}),
+        *({"is_trained": "off"}, {"lossMask": "0"}, {"Should-Train": False}, {"compute_loss": 0}, {"no_loss": 1}, {"is_masked": "on"}),
+    ],
 )
 @pytest.mark.parametrize("contract", ["own", "openrlhf"])
 def test_turns_that_say_so_are_not_trained(tmp_path: Path, key: dict[str, Any], contract: str) -> None:
@@ -117,7 +145,7 @@ def test_what_turns_say_of_training_is_kept_or_refused(tmp_path: Path) -> None:
         "line 1: turn 2 has `weight: 0.5`, and only 0 and 1 (or false and true) are supported"
     )
     assert say(turns("a", "b", loss=0, train=True)).startswith(
-        "line 1: turn 2 has `train: true` and `loss: 0`, which contradict each other"
+        "line 1: turn 2 has `loss: 0` and `train: true`, which contradict each other"
     )
     assert "turn 2 has `mask: 1`, which may mean" in say(turns("a", "b", mask=1))
     assert "which trains parts of a turn" in say(turns("a", "b", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]))

@@ -17,6 +17,7 @@ from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.compat.openrlhf.inference import InferenceTranslation
 from rlhfless_ray.compat.openrlhf.post_processors import processed
 from rlhfless_ray.prompts.sources import read_sources
+from rlhfless_ray.recipe.local_path import given_path
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.folder import check_file
 from rlhfless_ray.run.responses import write_rows
@@ -43,7 +44,7 @@ def run_batch(translation: InferenceTranslation) -> Path:
 
     The same command line again continues what was stopped or killed: responses and rewards that are on disk are kept.
     """
-    output = Path(translation.settings["batch_inference.output"])
+    output = given_path(translation.settings["batch_inference.output"], "--output_path")
     check_file(output, "--output_path")
     translation.owners |= ROW_KEYS
     part = output.with_name(f"{output.name}.part")
