@@ -22,11 +22,12 @@ class LearnerSize:
     seems worse is tried again from time to time: the more it would add, the later.
     """
 
-    def __init__(self, most: int) -> None:
-        """Set the candidates. Raises ValueError for fewer than one slot."""
+    def __init__(self, most: int, *, fixed: bool = False) -> None:
+        """Set the candidates: with `fixed` only `most`. Raises ValueError for fewer than one slot."""
         if most < 1:
             raise ValueError(f"an update needs at least one slot, got {most}")
-        self.counts = sorted({most, *(2**k for k in range(most.bit_length()) if 2**k <= most)})
+        fewer = () if fixed else (2**k for k in range(most.bit_length()) if 2**k <= most)
+        self.counts = sorted({most, *fewer})
         self.terms = {count: Term(1.0) for count in self.counts}
         self.tried = dict.fromkeys(self.counts, 0)
         self.updates_since = dict.fromkeys(self.counts, 0)  # its last trial

@@ -34,7 +34,7 @@ class Predictor:
         limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
         self.terms, self.around, self.outside = Terms(), Term(OVERHEAD_S), Term(OUTSIDE_S)
-        self.learner = LearnerSize(recipe.learner.max_slots_per_rank)
+        self.learner = LearnerSize(recipe.learner.max_slots_per_rank, fixed=recipe.run.exact)
         self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the newest update, or the next one if it is sized
         self.update_tokens = 0.0  # tokens of the newest update
         self.update_s = 0.0  # duration of the last update

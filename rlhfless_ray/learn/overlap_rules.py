@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import AlgorithmConfig, LearnerConfig, LoraConfig, Recipe
 
 LAGS = "rollout.max_lag_steps: while engines decode, the learner works on the step before"
+EXACT = "run.exact: bits would depend on which samples end before others"
 AHEAD = "rollout.ahead: the rollout of a step begins before the update of the step before it"
 
 
@@ -21,6 +22,8 @@ def obstacle(recipe: Recipe) -> str | None:
     """Return why a run computes no gradients ahead, or None if it does."""
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
+    if recipe.run.exact:
+        return EXACT
     if recipe.rollout.rolls_out_ahead:
         return LAGS
     if recipe.critic.freeze_policy_steps:
@@ -50,6 +53,8 @@ def passes_obstacle(recipe: Recipe) -> str | None:
     """
     if recipe.learner.overlap == "off":
         return "learner.overlap is off"
+    if recipe.run.exact:
+        return EXACT
     if recipe.rollout.ahead:
         return AHEAD
     if recipe.algorithm.filter_range is not None:

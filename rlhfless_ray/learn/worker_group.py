@@ -55,6 +55,7 @@ class WorkerGroup:
         name: str = "learner",
         recovery: Recovery | None = None,
         shares_base: bool = False,
+        exact: bool = False,
     ) -> None:
         """Create a worker group without processes.
 
@@ -64,10 +65,12 @@ class WorkerGroup:
             name: the group's name in messages.
             recovery: default: a snapshot in every step, and no messages.
             shares_base: published versions are adapters that refer to the files of their base.
+            exact: a rank always runs as many threads as it may hold leases, see `run.exact`.
         """
         self.pool, self.ranks, self.broker, self.name = pool, ranks, broker, name
         more_threads = section.max_slots_per_rank if pool.leases.resource == "cpu" else 1
         self.slots = ranks * more_threads
+        self.threads = more_threads if exact else None  # of every rank in every call; None: as many as it holds leases
         self.deadline_s, self.zero_stage = section.deadline_s, section.zero_stage
         self.max_skipped = section.max_skipped_updates
         self.skipped_in_a_row = 0
@@ -229,7 +232,7 @@ class WorkerGroup:
 
     def warm_start(self, files: Any, recipe: Recipe) -> Files:
         first = self.by_rank[0]
-        ref = first.actor.warm_start.remote(files, recipe, len(first.leases))
+        ref = first.actor.warm_start.remote(files, recipe, self._threads(first))
         try:
             content, spans = get(ref, self.deadline_s, "the supervised warm start")
         except RayActorError as error:
@@ -259,7 +262,7 @@ class WorkerGroup:
                 self.base = files[0].files  # one copy on a node with ranks and engines
             else:  # on one machine engines map the files too: reading them here would make the driver hold the whole model
                 self.base = ray.put(files if self.loopback else self.files.files)
-        refs = [i.actor.build.remote(files, place, len(i.leases), source) for i in self.by_rank]
+        refs = [i.actor.build.remote(files, place, self._threads(i), source) for i in self.by_rank]
         opened = self._wait_for(refs, f"the {self.name} to load its model")
         self._record_spans(one["spans"] for one in opened)
         self.cutter = opened[0]["cutter"]
@@ -373,9 +376,12 @@ class WorkerGroup:
         shares = cut(batch)
         copies = [ray.put(share) for share in shares] if len(shares) < self.ranks else shares
         return [
-            getattr(i.actor, what).remote(copies[rank * len(copies) // self.ranks], len(i.leases), *more)
+            getattr(i.actor, what).remote(copies[rank * len(copies) // self.ranks], self._threads(i), *more)
             for rank, i in enumerate(self.by_rank)
         ]
+
+    def _threads(self, instance: Instance) -> int:
+        return self.threads or len(instance.leases)
 
     def _joined(self, replies: list[Any]) -> dict[str, np.ndarray]:
         """Join the values of all shares. Ranks of one copy of the model have computed the same values."""

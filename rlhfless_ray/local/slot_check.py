@@ -9,6 +9,11 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
 def check_slots(recipe: Recipe | SupervisedRecipe, slots: int, resource: str) -> None:
     """Raise UserError if a run needs more slots at once than the whole cluster has. `resource`: "cpu" or "gpu"."""
+    if isinstance(recipe, Recipe) and recipe.run.exact and resource == "gpu":
+        raise UserError(
+            "run.exact: true is kept on CPU cores only, and the slots are GPUs, where logits depend on the requests beside them; set "
+            "functions.slot=cpu, or run.exact=false and run.deterministic=true"
+        )
     threads = recipe.learner.max_slots_per_rank if resource == "cpu" else 1
     if isinstance(recipe, SupervisedRecipe):
         wanted = {"run.min_ranks" if recipe.run.min_ranks else "learner.ranks": recipe.min_ranks * threads}

@@ -110,6 +110,7 @@ class Recipe(RecipeFile):
             self._mistakes_in_partial_rollouts,
             self._mistakes_in_training,
             self._mistakes_in_rewards,
+            self._mistakes_in_exact,
         )
         return self
 
@@ -290,6 +291,14 @@ class Recipe(RecipeFile):
             yield "reward.normalize: only a reward model has a mean and std to normalize by; set reward.model_path, or leave it out"
         if self.reward.batch_samples > 1 and not self.reward.url and self.reward.contract != "openrlhf":
             yield "reward.batch_samples: only reward.url and reward.contract openrlhf score several samples at once; leave it out"
+
+    def _mistakes_in_exact(self) -> Iterator[str]:
+        """Check that nothing that is learned depends on times, see `run.exact`."""
+        if self.run.exact and self.rollout.max_lag_steps:
+            yield (
+                f"run.exact: with rollout.max_lag_steps={self.rollout.max_lag_steps} it depends on times which weights draw a token; set "
+                "it to 0 and rollout.partial to off, or leave run.exact out"
+            )
 
     @property
     def answer_column(self) -> str:

@@ -46,6 +46,13 @@ UNLEARNED: Mapping[str, Collection[str] | None] = {
 """Section → its keys that change nothing that is learned or counted, or None for all of them. Both kinds of recipe are meant.
 
 `run.steps` and its like belong to them although they stretch a schedule of the learning rate: see `Changes.said`."""
+TO_ROUNDING = {
+    *(f"learner.{key}" for key in ("ranks", "tensor_parallel", "sequence_parallel", "max_slots_per_rank", "zero_stage")),
+    *(f"learner.{key}" for key in ("optimizer_offload", "micro_batch_tokens", "share_prompts", "gradient_checkpointing")),
+    *(f"critic.{key}" for key in ("ranks", "tensor_parallel", "sequence_parallel")),
+    *("reference.ranks", "reference.tensor_parallel", "reward.tensor_parallel", "rollout.tensor_parallel"),
+}
+"""Keys of UNLEARNED that change what is learned by rounding, so that `run.exact` keeps them."""
 LENGTHS = ("run.steps", "run.epochs", "run.episodes")
 MAX_VALUE_CHARS = 80  # of a value in a message
 
@@ -107,13 +114,15 @@ def changes(
     """
     old, new = contents_before or {}, contents or {}
     found = []
+    kept = TO_ROUNDING if _value(before, "run.exact", False) else ()
     for key, default, value in _settings(now):
         was, differs = _value(before, key, default), False
         if was != value:
-            if value == "auto" and not is_learned(key):  # the run decides it again
+            counts = is_learned(key) or key in kept
+            if value == "auto" and not counts:  # the run decides it again
                 continue
             moved = key in new and new[key] == old.get(key) and _named(was) == _named(value)
-            found.append(SettingChange(key, f"{_shown(was)} → {_shown(value)}", is_learned(key) and not moved))
+            found.append(SettingChange(key, f"{_shown(was)} → {_shown(value)}", counts and not moved))
             differs = not moved
         if not differs and key in new and key in old and new[key] != old[key]:
             found.append(SettingChange(key, f"{_shown(value)} has other content now", True))

@@ -18,7 +18,7 @@ from rlhfless_ray.recipe.rollout_sections import RolloutConfig
 
 OF_LEARNING = ("task", "data", "loss", "teacher", "algorithm", "learner", "critic", "reference", "lora", "ema", "checkpoint", "save")
 OF_STEPS = {
-    "run": ("steps", "episodes", "epochs", "min_ranks", "max_restarts", "deterministic"),
+    "run": ("steps", "episodes", "epochs", "min_ranks", "max_restarts", "deterministic", "exact"),
     "evaluate": ("rows", "each_epoch", "every_steps", "greedy", "source_column"),
     "rollout": ("max_lag_steps", "partial", "partial_kv", "oversample", "ahead", "agreement", "drafter_train"),
 }

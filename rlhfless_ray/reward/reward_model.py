@@ -71,7 +71,7 @@ class RewardModelSource(Source):
             files,
             head,
             recipe.policy.dtype,
-            reward.micro_batch_tokens,
+            1 if recipe.run.exact else reward.micro_batch_tokens,  # alone: a score's bits may depend on the others in a micro-batch
             reward.deadline_s,
             recipe.policy.trust_remote_code,
             reward.tensor_parallel,

@@ -176,7 +176,7 @@ class PoolMaker:
         )
         shares_base = kind == "learn" and recipe.lora.publish == "adapter"
         recovery = Recovery(self.snapshot_steps, self.say, on_disk=recipe.checkpoint.resumable)
-        return WorkerGroup(pool, ranks, recipe.learner, self.broker, name or kind, recovery, shares_base)
+        return WorkerGroup(pool, ranks, recipe.learner, self.broker, name or kind, recovery, shares_base, recipe.run.exact)
 
     def _starter(self, cls: type | None, *arguments: Any) -> Callable[[Any], Any]:
         assert cls is not None
