@@ -44,11 +44,7 @@ def trained(folder: Path, slots: Iterable[int], monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(autoscaler.Autoscaler, "size_learner", lambda *_: Hold(next(counts), "as the test says"))
     recipe = Recipe.parse(
         small_recipe(
-            folder,
-            run__exact=exact,
-            policy__path=str(layer_norm_policy(folder)),
-            learner__max_slots_per_rank=2,
-            checkpoint__every_steps=1,
+            folder, run__exact=exact, policy__path=str(layer_norm_policy(folder)), learner__max_slots_per_rank=2, checkpoint__every_steps=1
         )
     )
     with Runtime(recipe) as run:
