@@ -48,10 +48,11 @@ class ReferenceSettings:
 
 
 def learner_settings(recipe: Recipe, rank: int = 0, device: str = "cpu") -> RankSettings:
+    algorithm = recipe.algorithm.model_copy(update={"importance_cap": 0.0}) if recipe.run.exact else recipe.algorithm
     return RankSettings(
         learner=recipe.learner,
         lora=recipe.lora,
-        algorithm=recipe.algorithm,
+        algorithm=algorithm,
         policy=recipe.policy,
         optimizer_steps=recipe.optimizer_steps,
         temperature=recipe.rollout.temperature,

@@ -293,12 +293,24 @@ class Recipe(RecipeFile):
             yield "reward.batch_samples: only reward.url and reward.contract openrlhf score several samples at once; leave it out"
 
     def _mistakes_in_exact(self) -> Iterator[str]:
-        """Check that nothing that is learned depends on times, see `run.exact`."""
-        if self.run.exact and self.rollout.max_lag_steps:
-            yield (
-                f"run.exact: with rollout.max_lag_steps={self.rollout.max_lag_steps} it depends on times which weights draw a token; set "
-                "it to 0 and rollout.partial to off, or leave run.exact out"
-            )
+        """Check that updates need nothing whose bits depend on times, see `run.exact`."""
+        if not self.run.exact:
+            return
+        loss, rollout, logprobs = self.algorithm.loss, self.rollout, "the engines' log-probabilities"
+        reads = {
+            f"rollout.partial={rollout.partial}": rollout.partial != "off" and "the responses that are complete first",
+            f"rollout.max_lag_steps={rollout.max_lag_steps}": rollout.max_lag_steps > 0 and logprobs,
+            f"rollout.top_k={rollout.top_k}": rollout.top_k > 0 and logprobs,
+            f"rollout.top_p={rollout.top_p:g}": rollout.top_p < 1 and logprobs,
+            f"rollout.quantization={rollout.quantization}": rollout.quantization != "off" and logprobs,
+            "rollout.tensor_parallel=auto": rollout.tensor_parallel == "auto" and "the width that a plan gives the engines",
+            f"algorithm.loss.correction_level={loss.correction_level}": loss.correction_level != "off" and logprobs,
+            f"algorithm.loss.ratio_to={loss.ratio_to}": loss.ratio_to != "learner" and logprobs,
+            "algorithm.loss.router_replay=true": loss.router_replay and "the experts that engines choose",
+        }
+        for setting, what in reads.items():
+            if what:
+                yield f"run.exact: with {setting} updates depend on {what}, whose bits change with times; change it, or leave run.exact out"
 
     @property
     def answer_column(self) -> str:
@@ -342,6 +354,16 @@ class Recipe(RecipeFile):
         return (
             f"nothing will be trained: the run has {all_samples} samples, and an optimizer step needs {size} (algorithm.batch_samples, "
             "OpenRLHF's training batch size); lower it, or raise run.steps"
+        )
+
+    @property
+    def exact_note(self) -> str:
+        """Message for the user about what `run.exact` leaves out, or an empty string."""
+        if not self.run.exact or not self.algorithm.importance_cap:
+            return ""
+        return (
+            f"run.exact: algorithm.importance_cap counts as 0 instead of {self.algorithm.importance_cap:g}, because the bits of the "
+            "engines' log-probabilities depend on batches and moves"
         )
 
     @property

@@ -24,12 +24,12 @@ class RunConfig(Section):
     """Seed of every sample, shuffle and initial weight."""
     deterministic: bool = False
     """Use only those PyTorch kernels that add up in the same order in every run, in the processes of learner, critic and reference. On
-    GPUs this is slower; kernels of CPU cores do so in any case. Engines are not affected: on a GPU a token's logits may depend on the
+    GPUs this is slower; kernels of CPU cores do so in any case, as long as the number of threads is the same (`exact`). Engines are not affected: on a GPU a token's logits may depend on the
     other requests in its batch."""
     exact: bool = False
     """CPU only: let the weights follow from the recipe alone, bit for bit, whatever the planner, a pause or a resume does to the times. A
     rank then always runs `learner.max_slots_per_rank` threads, on fewer cores if fewer are free. Nothing is computed in the tail of a
-    rollout. See docs/exact.md for what is promised, what is refused, and what it costs."""
+    rollout, a reward model scores each sample alone, and `algorithm.importance_cap` counts as 0. What would depend on times is refused."""
     sigterm_s: float = Field(3.0, gt=0)
     """Seconds between SIGTERM and SIGKILL: 3 s with `ray job stop`, 30 s by default with Kubernetes and Slurm. The current update may
     take half of it, and the learner's snapshot two thirds."""

@@ -181,7 +181,9 @@ class Runtime(StepOperations):
             memory = self.memory_fit.statement(self.least_mb, resource) if shows_memory else ""
             notes = [memory, *self.inputs.prompts.notes, note, self.inputs.speculation_note, self.memory_fit.note]
             notes.append(self.folder.deletion_note(self.recipe))
-            for message in filter(None, [*resume_notes, self.recipe.untrained_note, *self.settings_without_effect(resource), *notes]):
+            for message in filter(
+                None, [*resume_notes, self.recipe.untrained_note, self.recipe.exact_note, *self.settings_without_effect(resource), *notes]
+            ):
                 self.record.progress.message(message)
             self.phases = StepTimer(self.record.progress.phase)
             self.step = Step(self.steps_done)

@@ -54,8 +54,9 @@ def cache_folder() -> Path:
 
 
 def warm_start_key(recipe: Recipe) -> str:
-    """Hash everything that determines a warm-started policy, except the thread count, which changes only the last bits."""
-    more = {"input_template": recipe.prompts.input_template, "warm_start": recipe.warm_start.model_dump(mode="json")}
+    """Hash everything that determines a warm-started policy, but the thread count only for `run.exact`: it changes the last bits."""
+    more: dict[str, Any] = {"threads": recipe.learner.max_slots_per_rank} if recipe.run.exact else {}
+    more |= {"input_template": recipe.prompts.input_template, "warm_start": recipe.warm_start.model_dump(mode="json")}
     return _scratch_key(recipe, recipe.prompts.task, more)
 
 

@@ -34,7 +34,7 @@ class Whole(Cutter):
 def worker_group(monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
     monkeypatch.setattr(module, "ray", SimpleNamespace(put=lambda value: value))
     made = WorkerGroup.__new__(WorkerGroup)
-    made.by_rank, made.max_skipped, made.skipped_in_a_row = [SimpleNamespace(leases=[])], 3, 0
+    made.by_rank, made.threads, made.max_skipped, made.skipped_in_a_row = [SimpleNamespace(leases=[])], None, 3, 0
     made.by_rank[0].actor = SimpleNamespace(update=SimpleNamespace(remote=lambda batch, threads: batch))
     made.name, made.recovery, made.ranks, made.cutter, made.reading_published = "learner", Recovery(1), 1, Whole(), []
     made._wait_for = lambda refs, what, deadline_s=None: [(refs[0], [])]

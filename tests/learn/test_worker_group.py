@@ -23,6 +23,7 @@ from rlhfless_ray.functions.lease import Lease, LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.recovery import LearnerLost, Recovery
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.learn.worker_group import WorkerGroup
@@ -98,11 +99,11 @@ class Cluster(LeaseManager):
         return f"free: {self.free}"
 
 
-def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1) -> WorkerGroup:
+def gang_on(cluster: Cluster, *slots: Slot, threads: int = 1, exact: bool = False) -> WorkerGroup:
     """A gang whose ranks are parked on these slots, with their state."""
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "learner": {"ranks": len(slots), "max_slots_per_rank": threads}}
     pool = WorkerPool("learn", lambda slot: pytest.fail("a rank is started anew"), cluster, 1e9, on_device=True)
-    worker_group = WorkerGroup(pool, len(slots), Recipe.parse(tree).learner, SlotBroker(cluster))
+    worker_group = WorkerGroup(pool, len(slots), Recipe.parse(tree).learner, SlotBroker(cluster), exact=exact)
     worker_group._wait_for = lambda refs, what, deadline_s=None: [ref() for ref in refs]  # type: ignore[method-assign]
     for slot in slots:
         actor = SimpleNamespace(unpark=SimpleNamespace(remote=lambda: lambda: cluster.log.append("unpark") or []))
@@ -469,7 +470,25 @@ def test_a_process_that_is_lost_in_the_warm_start_ends_the_run_in_a_sentence(mon
     monkeypatch.setattr("rlhfless_ray.learn.worker_group.get", lose)
     group = object.__new__(WorkerGroup)
     actor = SimpleNamespace(warm_start=SimpleNamespace(remote=lambda *settings: None))
-    group.deadline_s = 1.0
+    group.deadline_s, group.threads = 1.0, None
     monkeypatch.setattr(WorkerGroup, "by_rank", [SimpleNamespace(actor=actor, leases=[])], raising=False)
     with pytest.raises(RunError, match=r"the process of the supervised warm start was lost .*; start the run again"):
         group.warm_start({}, Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}}))
+
+
+@pytest.mark.parametrize(("exact", "told"), [(False, [[1, 1], [3, 3], [2, 1]]), (True, [[3, 3], [3, 3], [3, 3]])])
+def test_ranks_run_as_many_threads_as_they_lease_or_with_exact_always_as_many(exact: bool, told: list[list[int]]) -> None:
+    """The leases change between calls, as the planner or other runs change them."""
+    cluster = Cluster("cpu", {"here": []})
+    worker_group, found = gang_on(cluster, Slot("here", 0), Slot("here", 1), threads=3, exact=exact), []
+    for instance in worker_group.by_rank:
+        for method in ("update", "logprobs"):
+            setattr(instance.actor, method, SimpleNamespace(remote=lambda share, threads, *more: found.append(threads)))
+    batch = Batch.of([((1,), np.array([2]), np.zeros(1, np.float32), 0.0, 0)])
+    algorithm = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}}).algorithm
+    worker_group.cutter = Cutter(ranks=2, max_tokens=64, algorithm=algorithm)
+    for method, held in (("update", (1, 1)), ("logprobs", (3, 3)), ("update", (2, 1))):
+        for instance, count in zip(worker_group.by_rank, held, strict=True):
+            instance.leases = [cluster.lease("here", device) for device in range(count)]
+        worker_group.ask(method, batch)
+    assert [found[0:2], found[2:4], found[4:6]] == told
