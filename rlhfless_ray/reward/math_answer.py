@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhfless_ray.reward.math_compare import UnreadableReference, is_equal, is_understood
 
-_DIGITS = r"(?:(?:\d{1,3}(?:(?:,|\{,\}|\\,|\\ |[~\u00a0\u2009\u202f ])\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_DIGITS = r"(?:(?:\d{1,3}(?:(?:,|\{,\}|\\[,;: ]|[~\u00a0\u2009\u202f ])\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _MONEY = r"(?:\\?[$€£]\s?)?"
 _SIGNED = r"(?:\{\s?[-+−]?\d+\s?\}|[-+−]?\d+)"
 _POWER_OF_TEN = rf"(?:[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|×|\*)\s?10\s?(?:\^|\*\*)\s?{_SIGNED}|[½⅓⅔¼¾⅕⅛])"
@@ -82,8 +82,8 @@ def reference_answer(row: dict[str, Any], column: str) -> str:
 
 
 def prepare() -> None:
-    """Import mpmath, so that this does not count towards the first sample's time limit."""
-    is_equal("\\sqrt{2}", "\\sqrt{3}")
+    """Import and warm up mpmath, so that this does not count towards the first sample's time limit."""
+    is_equal("\\sqrt{2}n!", "\\sqrt{3}n!")
 
 
 def final_answer(response: str) -> str | None:

@@ -19,12 +19,12 @@ from rlhfless_ray.reward.math_notation import join_comma_groups, normalize_notat
 from rlhfless_ray.reward.math_units import Quantity, read_quantity
 
 MAX_CHARS = 30_000
-MAX_FORM_CHARS = 3000  # of an answer that is more than its text
+MAX_FORM_CHARS = 4000  # of an answer that is more than its text
 MAX_UNORDERED = 64  # items that are compared in any order
-MAX_COMPARISONS = 2000  # of parts of two answers
+MAX_COMPARISONS = 1000  # of parts of two answers
 POINTS = 4
-_CHOICE = re.compile(r"\(?([A-J])\)?")
-_CHOSEN = re.compile(r"\(?([A-J])[).:] ?\S.*|\(([A-J])\) ?\S.*", re.DOTALL)
+_CHOICE = re.compile(r"(?:(?:option|choice|answer):? )?\(?((?-i:[A-J]))\)?", re.IGNORECASE)
+_CHOSEN = re.compile(r"\(?([A-J])[).:] ?\S.*", re.DOTALL)
 
 _Part = TypeVar("_Part")
 
@@ -52,8 +52,9 @@ def is_equal(gold: str, answer: str, is_ordered: bool | None = None) -> bool:
         return True
     if max(len(reference), len(answer)) > MAX_FORM_CHARS or max(_nesting(reference), _nesting(answer)) > MAX_DEPTH:
         return join_comma_groups(reference) == join_comma_groups(answer)
-    if (choice := _CHOICE.fullmatch(reference)) and (chosen := _CHOSEN.fullmatch(answer)):
-        return choice[1] == (chosen[1] or chosen[2])
+    for one, other in ((reference, answer), (answer, reference)):
+        if (choice := _CHOICE.fullmatch(one)) and (chosen := _CHOICE.fullmatch(other) or _CHOSEN.fullmatch(other)):
+            return choice[1] == chosen[1]
     return _Comparison(is_ordered).texts(reference, answer)
 
 
@@ -256,6 +257,8 @@ def _read(text: str) -> tuple[Quantity, Node | None]:
 def _matches(gold: list[_Part], answer: list[_Part], is_same: Callable[[_Part, _Part], bool]) -> bool:
     """Return whether two lists have the same members in any order. Lists of unequal length may name members twice."""
     missing = list(answer)
+    if not len(gold) <= 2 * len(answer) <= 4 * len(gold):
+        return False
     for left in gold:
         same = [right for right in (missing if len(gold) == len(answer) else answer) if is_same(left, right)]
         if not same:

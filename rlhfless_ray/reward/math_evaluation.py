@@ -186,8 +186,15 @@ class ExpressionEvaluation:
 
     def _binomial(self, above_tree: Node, below_tree: Node) -> Any:
         above, below = self.value(above_tree), self.value(below_tree)
-        if not (_is_whole(above) and _is_whole(below) and above >= below >= 0):
-            return self.multiply(self.gamma(above), 1 / self.multiply(self.gamma(below), self.gamma(self.add(above, -below))))
+        if not _is_whole(below) or below < 0:
+            raise UnreadableExpression("the binomial coefficient is not known")
+        if not _is_whole(above) or above < below:
+            if below > 50:
+                raise TooLarge("the binomial coefficient is too large")
+            result: Any = Fraction(1)
+            for i in range(int(below)):
+                result = self.multiply(result, self.multiply(self.add(above, Fraction(-i)), Fraction(1, i + 1)))
+            return result
         if min(below, above - below) * above.numerator.bit_length() > MAX_BITS // 4:
             raise TooLarge("the binomial coefficient is too large")
         return self.checked(Fraction(math.comb(above.numerator, below.numerator)))

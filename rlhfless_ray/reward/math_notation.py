@@ -26,8 +26,8 @@ _SCRIPTS = {"^": str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ
 _GLYPHS = {
     **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("×·⋅∙", "\\cdot "), **dict.fromkeys("÷⁄∕", "/"), **dict.fromkeys("°º", "^\\circ "),
     **dict.fromkeys("≤⩽", "\\le "), **dict.fromkeys("≥⩾", "\\ge "), **dict.fromkeys("∅⌀", "\\emptyset "), **dict.fromkeys("′’‘", "'"),
-    "∞": "\\infty ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
-    "∖": "\\setminus ", "∨": "\\lor ", "∧": "\\land ", "∣": "|", "∫": "\\int ", "∑": "\\sum ", "∏": "\\prod ", "µ": "\\mu ",
+    "٫": ".", "٬": ",", "∞": "\\infty ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ",
+    "∈": "\\in ", "∖": "\\setminus ", "∨": "\\lor ", "∧": "\\land ", "∣": "|", "∫": "\\int ", "∑": "\\sum ", "∏": "\\prod ", "µ": "\\mu ",
     "⟨": "\\langle ", "⟩": "\\rangle ", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "…": "\\dots ",
     **{glyph: f"\\mathbb{{{letter}}}" for glyph, letter in zip("ℝℂℤℕℚ", "RCZNQ", strict=True)},
 }  # fmt: skip
@@ -41,7 +41,7 @@ _RENAMED = {
 _REPLACED = {
     "div": "/", "slash": "/", "lt": "<", "gt": ">", "colon": ":", "vert": "|", "lvert": "|", "rvert": "|", "lbrack": "[", "rbrack": "]",
     "lparen": "(", "rparen": ")", "degree": "^\\circ ", "prime": "'", "%": "%", "&": "&", "#": "#", "i": "i", "imath": "i",
-    "$": "\\USD ", "dollar": "\\USD ", "pounds": "£", "euro": "€", "ang": "", "/": "",
+    "$": "\\USD ", "dollar": "\\USD ", "mathdollar": "\\USD ", "textdollar": "\\USD ", "pounds": "£", "euro": "€", "ang": "", "/": "",
     **dict.fromkeys([*",;: >", *_DROPPED.split()], " "), **dict.fromkeys("!()[]", ""), **dict.fromkeys(_TEXT.split(), "\\text"),
 }  # fmt: skip
 _COMMAND = re.compile(r"\\(?:([A-Za-z]+)(?:\s*\*(?=\s*\{))?|(.))", re.DOTALL)
@@ -52,6 +52,7 @@ _DOT_GROUPS = re.compile(r"(?<![\w.,])([1-9]\d{0,2}(?:(?:\.\d{3}){2,}(?:,\d+)?|\
 _COMMA_GROUPS = re.compile(r"(?<![\d.])(?<!\d,)([1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d{2})+,\d{3})(?!\d)(?!,\d)")
 _REWRITES = [
     (re.compile(r"\^ ?\{ ?\\circ ?\}"), r"^\\circ "),
+    (re.compile(r"\{ +\}"), " "),
     (re.compile(r"_ ?\{ ?(\w) ?\}"), r"_\1"),
     (re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),

@@ -29,8 +29,9 @@ _SIZES: dict[str, dict[str, str]] = {  # base unit → names without a plural's 
     "ton": {"ton tonne": "1"}, "N": {"N newton": "1"}, "J": {"J joule": "1", "kJ": "1000"}, "W": {"W watt": "1", "kW": "1000"},
     "V": {"V volt": "1"}, "K": {"K kelvin": "1"}, "Pa": {"Pa": "1", "kPa": "1000"}, "Hz": {"Hz": "1", "kHz": "1000"},
     "mol": {"mol mole": "1"}, "rad": {"rad radian": "1"}, "degree": {"degree deg": "1"}, "celsius": {"C celsius": "1"},
-    "fahrenheit": {"F fahrenheit": "1"}, "byte": {"byte": "1"}, "bit": {"bit": "1"}, "USD": {"USD dollar": "1", "cent": "1/100"}, "EUR": {"EUR euro": "1"}, "GBP": {"GBP": "1"},
-    "JPY": {"JPY yen": "1"}, "CNY": {"CNY yuan RMB": "1"}, "INR": {"INR Rs rupee": "1"}, "": {"unit": "1"},
+    "fahrenheit": {"F fahrenheit": "1"}, "byte": {"byte": "1"}, "bit": {"bit": "1"},
+    "USD": {"USD dollar": "1", "cent": "1/100"}, "EUR": {"EUR euro": "1"}, "GBP": {"GBP": "1"}, "JPY": {"JPY yen": "1"},
+    "CNY": {"CNY yuan RMB": "1"}, "INR": {"INR Rs rupee": "1"}, "": {"unit": "1"},
 }  # fmt: skip
 _UNITS: dict[str, Unit] = {
     name: (Fraction(size), (("m", 3),) if base == "m^3" else ((base, 1),) if base else ())
@@ -45,7 +46,7 @@ _PERCENT = {"%", "percent", "percentage", "pct"}
 # Words that change a value or join two, so they are neither its unit nor its introduction.
 _CHANGING = (
     "minus negative no not or and half of if for where when plus times percent over mod base with to by from than less more squared cubed "
-    "pi root infinity"
+    "pi root infinity least most between under below above"
 )
 _CHANGES = {*_CHANGING.split(), *_MAGNITUDES, *FUNCTIONS}
 _WORD = r"(?:\\text ?\{[^{}]*\}|[A-Za-z]+(?![A-Za-z])|%|\^\\circ ?(?:[CF](?![A-Za-z]))?)"
