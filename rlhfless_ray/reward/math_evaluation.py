@@ -69,7 +69,7 @@ class ExpressionEvaluation:
             raise UnreadableExpression("the expression has no finite value")
         if value and abs(context.mag(value)) > MAX_EXPONENT_BITS:
             raise TooLarge("the value is too large or too small")
-        return value
+        return value.real if is_real(value) else value
 
     def _variable(self, name: str) -> Any:
         """Return an irrational number from 1.2 to 2.4: positive at the points 0 and 1, negative at 2, of either sign at others."""
@@ -227,6 +227,11 @@ class ExpressionEvaluation:
 def approximate(value: Any) -> Any:
     """Return the value as a number of mpmath."""
     return _context().mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+
+def ratio(left: Any, right: Any) -> Any:
+    """Return left / right, exactly if both are exact."""
+    return left / right if isinstance(left, Fraction) and isinstance(right, Fraction) else approximate(left) / approximate(right)
 
 
 def is_real(value: object) -> bool:

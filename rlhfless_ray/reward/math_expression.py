@@ -95,13 +95,9 @@ class _Parser:
         return is_negative
 
     def sum(self) -> Node:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise TooLarge("the expression is nested too deeply")
         terms = [self.product()]
         while self.token() in ("+", "-"):
             terms.append(self.product())
-        self.depth -= 1
         return terms[0] if len(terms) == 1 else ("sum", *terms)
 
     def product(self) -> Node:
@@ -144,13 +140,16 @@ class _Parser:
             else:
                 return ("power", base, self.exponent())
 
-    def exponent(self) -> Node:
+    def deeper(self, read: Callable[[], Node]) -> Node:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise TooLarge("the powers are nested too deeply")
-        tree = self.signed(self.power)  # `2^3^2` is `2^{3^2}`
+            raise TooLarge("the expression is nested too deeply")
+        tree = read()
         self.depth -= 1
         return tree
+
+    def exponent(self) -> Node:
+        return self.signed(lambda: self.deeper(self.power))  # `2^3^2` is `2^{3^2}`
 
     def group(self, opener: str) -> Node:
         closer = _GROUPS[opener]
@@ -178,9 +177,9 @@ class _Parser:
         if kind == "number":
             return ("number", self.number(token))
         if token in _GROUPS:
-            return self.group(token)
+            return self.deeper(lambda: self.group(token))
         if kind == "command":
-            return self.command(token[1:])
+            return self.deeper(lambda: self.command(token[1:]))
         if kind != "name" or (token in "fgh" and self.token() == "("):
             raise UnreadableExpression(f"`{token}` is not expected")
         return ("constant", token) if token in "ei" and self.token() != "_" else ("variable", token + self.subscript())

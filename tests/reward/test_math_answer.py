@@ -86,6 +86,8 @@ HOSTILE = {
     "braces": "{" * 4000 + "1" + "}" * 4000,
     "open brackets": "[(" * 9000,
     "fractions": "\\frac{1}{" * 300 + "1" + "}" * 300,
+    "nested functions": "\\sin" * 900 + "x",
+    "fractions without braces": "\\frac\\log" * 400 + "1",
     "bars": "|" * 3000,
     "30,000 digits": "7" * 30_000,
     "digits of a fraction": "\\frac{" + "7" * 9000 + "}{" + "3" * 9000 + "}",
