@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 import tarfile
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import results
-from benchmarks.math_pairs import only_answer
+from benchmarks.math_pairs import main, only_answer
 
 TABLE = """
 import pytest
@@ -35,7 +34,7 @@ def test_pairs_are_read_from_an_archive(tmp_path: Path, monkeypatch: pytest.Monk
         archive.add(folder.parent, "some_package-1.0")
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "argv", ["math_pairs", str(tmp_path / "some_package-1.0.tar.gz"), "--quick"])
-    runpy.run_module("benchmarks.math_pairs", run_name="__main__")
+    main()
     found = json.loads((tmp_path / "quick" / "math_pairs.json").read_text())
     assert (found["rows"], found["pairs"], found["agree"]) == (4, 3, 2)
     assert [(pair["answer"], pair["theirs"], pair["ours"]) for pair in found["differing"]] == [("0.33", "equal", "different")]
