@@ -1,27 +1,26 @@
 """Compare the `math` reward's verdicts with a public table of judged answer pairs: the tests of math-verify.
 
-    pip download --no-deps --no-binary :all: math-verify==0.9.0
-    python -m benchmarks.math_pairs math_verify-0.9.0.tar.gz
+pip download --no-deps --no-binary :all: math-verify==0.9.0
+python -m benchmarks.math_pairs math_verify-0.9.0.tar.gz [--quick]
 
-The archive is read, not installed, and no pair is copied. A row counts if each side names one answer: the whole text, one formula
-or one box. Rows that test how answers are found in prose are left out. Writes benchmarks/results/math_pairs.json.
+The archive is read, not installed. A row counts if each side names one answer: the whole text, one formula or one box. Rows that test
+how answers are found in prose are left out. Only the pairs on which the verdicts differ are printed and kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
 import re
 import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhfless_ray.reward.math_answer import last_box
+from benchmarks.common.results import Target, make_console, save, show_targets
+from rlhfless_ray.reward.math_answer import last_box, prepare
 from rlhfless_ray.reward.math_compare import UnreadableReference, is_equal
 
-RESULT = Path(__file__).parent / "results" / "math_pairs.json"
 MAX_CHARS = 300  # of a side without a box; longer ones are solutions in prose
 _FORMULA = re.compile(r"\$\$?([^$]*)\$?\$|\\\[(.*?)\\\]|\\\((.*?)\\\)", re.DOTALL)
 
@@ -55,33 +54,42 @@ def only_answer(text: str) -> str | None:
 
 
 def judge(gold: str, answer: str) -> tuple[str, float]:
-    """Return `equal`, `different` or `unreadable` (the reference), and the seconds that it took."""
-    start = time.perf_counter()
+    """Return `equal`, `different` or `broken` (the reference), and the milliseconds of processor time that it took."""
+    start = time.process_time()
     try:
         verdict = "equal" if is_equal(gold, answer) else "different"
     except UnreadableReference:
-        verdict = "unreadable"
-    return verdict, time.perf_counter() - start
+        verdict = "broken"
+    return verdict, 1e3 * (time.process_time() - start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, help="the source archive of math-verify")
-    archive = parser.parse_args().archive
-    rows = list(dict.fromkeys(read_tables(archive)))
-    pairs = [(gold, answer, expected) for *sides, expected in rows for gold, answer in [map(only_answer, sides)] if gold and answer]
-    result = {"source": archive.name, "rows": len(rows), "pairs": len(pairs), "agree": 0, "slowest_s": 0.0, "disagreements": []}
-    for gold, answer, expected in pairs:
-        verdict, seconds = judge(gold, answer)
-        result["slowest_s"] = round(max(result["slowest_s"], seconds), 3)
-        if verdict == ("equal" if expected else "different"):
-            result["agree"] += 1
-        else:
-            result["disagreements"].append({"gold": gold, "answer": answer, "theirs": "equal" if expected else "different", "ours": verdict})
-    print(f"{result['agree']} of {len(pairs)} pairs agree; {len(rows) - len(pairs)} of {len(rows)} rows left out")
-    for each in result["disagreements"]:
-        print(each)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    parser.add_argument("--quick", action="store_true", help="write to results/quick/")
+    options = parser.parse_args()
+    prepare()
+    rows = list(dict.fromkeys(read_tables(options.archive)))
+    times_ms, differing = [], []
+    for *sides, is_same in rows:
+        gold, answer = map(only_answer, sides)
+        if gold and answer:
+            verdict, ms = judge(gold, answer)
+            times_ms.append(ms)
+            if verdict != ("equal" if is_same else "different"):
+                differing.append({"gold": gold, "answer": answer, "theirs": "equal" if is_same else "different", "ours": verdict})
+    console = make_console()
+    for pair in differing:
+        console.print(pair, markup=False)
+    pairs = len(times_ms)
+    console.print(f"{pairs - len(differing)} of {pairs} pairs agree; {len(rows) - pairs} of {len(rows)} rows left out")
+    targets = [
+        Target("share of pairs that agree", 1 - len(differing) / pairs, least=0.9),
+        Target("slowest pair", max(times_ms), most=100, unit=" ms"),
+    ]
+    show_targets(console, targets)
+    content = {"source": options.archive.name, "rows": len(rows), "pairs": pairs, "agree": pairs - len(differing), "differing": differing}
+    save("math_pairs", content, targets, console=console, quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The recipe for real text: GSM8K-style JSONL, a chat template, math-verify, and any local causal LM."""
+"""The recipe for real text: GSM8K-style JSONL, a chat template, the `math` reward, and any local causal LM."""
 
 import json
 import random

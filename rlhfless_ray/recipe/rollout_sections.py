@@ -199,7 +199,7 @@ class AgentConfig(Section):
 
 class RewardConfig(Section):
     function: LocalPath = ""
-    """`task` (the built-in task's verifier), `math` (math-verify on the text after `####` or in a box), or
+    """`task` (the built-in task's verifier), `math` (the answer after `####` or in a box equals the reference), or
     `path/to/file.py:name` with `def name(prompt: str, response: str, row: dict) -> float`. Set this, `url` or `model_path`."""
     contract: Literal["row", "openrlhf"] = "row"
     """Arguments of a file's function. `row`: as above. `openrlhf`: lists of queries (prompt and response), prompts and labels; it

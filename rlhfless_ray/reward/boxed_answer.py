@@ -12,7 +12,7 @@ def extract_boxed_answer(solution: str) -> str | None:
 
 
 def grade_answer(given_answer: str | None, ground_truth: str | None) -> bool:
-    """Return whether two answers without their boxes are equal. A truth that cannot be read equals nothing but its own text."""
+    """Return whether two answers without their boxes are equal. A broken truth equals nothing."""
     if not given_answer or not ground_truth:
         return given_answer == ground_truth == ""
     try:

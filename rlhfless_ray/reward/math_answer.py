@@ -2,23 +2,24 @@
 
 The reference is the text after the last `####` of the row's answer, or the whole answer. The response's answer is the first
 of these that exists: the rest of the line after its last `####`, the content of its last `\\boxed{…}`, its last number.
-
-The answers are compared by `math_compare`. What the response contains is never an error: what cannot be read or is too
-large is not equal.
+What the response contains is never an error.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
-from rlhfless_ray.reward.math_compare import UnreadableReference, is_equal
+from rlhfless_ray.reward.math_compare import UnreadableReference, is_equal, is_understood
 
-_DIGITS = r"(?:(?:\d{1,3}(?:(?:,|\{,\}|\\,|\\ |[~\u00a0\u2009\u202f ])\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_DIGITS = r"(?:(?:\d{1,3}(?:(?:,|\{,\}|\\[,;: ]|[~\u00a0\u2009\u202f ])\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _MONEY = r"(?:\\?[$€£]\s?)?"
-_POWER_OF_TEN = r"(?:[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|×|\*)\s?10\s?(?:\^|\*\*)\s?(?:\{\s?[-+−]?\d+\s?\}|[-+−]?\d+)|[½⅓⅔¼¾⅕⅛])"
+_SIGNED = r"(?:\{\s?[-+−]?\d+\s?\}|[-+−]?\d+)"
+_POWER_OF_TEN = rf"(?:[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|×|\*)\s?10\s?(?:\^|\*\*)\s?{_SIGNED}|[½⅓⅔¼¾⅕⅛])"
 _FRACTION = r"\\[dt]?frac\s?(?:\{\d+\}\s?\{\d+\}|\d\d)"
 # A minus directly after a digit, letter or bracket is a subtraction, not a sign.
 _NUMBER = re.compile(
@@ -26,8 +27,8 @@ _NUMBER = re.compile(
     r"(?:\s(?:hundred|thousand|million|billion|trillion|dozen)\b|\s?\\?%)?"
 )
 _ASKED_ORDER = re.compile(
-    r"\b(?:(?:in|by) [a-z ]{0,30}order\b|(?:from|in order of) (?:the )?(?:least|smallest|lowest|shortest|youngest|earliest|largest|greatest|highest|"
-    r"longest|oldest|increasing|decreasing)|arrange|rank the)",
+    r"\b(?:(?:in|by) [a-z ]{0,30}order\b|(?:from|in order of) (?:the )?(?:least|smallest|lowest|shortest|youngest|earliest|largest|"
+    r"greatest|highest|longest|oldest|increasing|decreasing)|arrange|rank the)",
     re.IGNORECASE,
 )
 _ANY_ORDER = re.compile(r"\b(?:in any order|order does(?: not|n't) matter|(?:select|choose|mark|list) all)", re.IGNORECASE)
@@ -40,8 +41,21 @@ def math_reward(prompt: str, response: str, row: dict[str, Any], answer_column: 
     answer = final_answer(response)
     if not answer:
         return 0.0
-    try:
+    with _named(gold):
         return float(is_equal(gold, answer, asked_order(prompt)))
+
+
+def is_reference_understood(row: dict[str, Any], column: str) -> bool:
+    """Return whether a row's reference is compared by its value, not only as text. Raises ValueError if it is broken."""
+    gold = reference_answer(row, column)
+    with _named(gold):
+        return is_understood(gold)
+
+
+@contextmanager
+def _named(gold: str) -> Iterator[None]:
+    try:
+        yield
     except UnreadableReference as error:
         raise ValueError(f"cannot read the reference answer {gold[:200]!r}: {error}") from None
 
@@ -68,8 +82,8 @@ def reference_answer(row: dict[str, Any], column: str) -> str:
 
 
 def prepare() -> None:
-    """Import and warm up the libraries, so that this does not count towards the first sample's time limit."""
-    is_equal("\\sqrt{2}", "\\sqrt{3}")
+    """Import and warm up mpmath, so that this does not count towards the first sample's time limit."""
+    is_equal("\\sqrt{2}n!", "\\sqrt{3}n!")
 
 
 def final_answer(response: str) -> str | None:

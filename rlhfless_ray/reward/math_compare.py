@@ -1,35 +1,36 @@
 """Compare two answers: words as words, lists item by item, numbers exactly, other expressions at fixed points.
 
-What the answer's side contains is never an error: an answer that is too long, too deep or too large is not equal.
+What is too long, too deep, too large or not understood is compared as text. Only a broken reference is an error.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from rlhfless_ray.reward.math_evaluation import ExpressionEvaluation, is_equal_value, is_real
+from rlhfless_ray.reward.math_evaluation import ExpressionEvaluation, is_equal_value, is_real, ratio
 from rlhfless_ray.reward.math_expression import MAX_DEPTH, Node, TooLarge, UnreadableExpression, parse_expression, variables
 from rlhfless_ray.reward.math_form import FLIPPED, Form, Piece, as_region, read_form, words_of
 from rlhfless_ray.reward.math_notation import join_comma_groups, normalize_notation, without_spaces
 from rlhfless_ray.reward.math_units import Quantity, read_quantity
 
 MAX_CHARS = 30_000
-MAX_FORM_CHARS = 3000  # of an answer that is more than its text
+MAX_FORM_CHARS = 4000  # of an answer that is more than its text
 MAX_UNORDERED = 64  # items that are compared in any order
-MAX_COMPARISONS = 2000  # of parts of two answers
+MAX_COMPARISONS = 1000  # of parts of two answers
 POINTS = 4
-_CHOICE = re.compile(r"\(?([A-J])\)?")
-_CHOSEN = re.compile(r"\(?([A-J])[).:] ?\S.*|\(([A-J])\) ?\S.*", re.DOTALL)
+_CHOICE = re.compile(r"(?:(?:option|choice|answer):? )?\(?((?-i:[A-J]))\)?", re.IGNORECASE)
+_CHOSEN = re.compile(r"\(?([A-J])[).:] ?\S.*", re.DOTALL)
 
 _Part = TypeVar("_Part")
 
 
 class UnreadableReference(ValueError):
-    """The reference answer cannot be read."""
+    """The reference answer is broken."""
 
 
 def is_equal(gold: str, answer: str, is_ordered: bool | None = None) -> bool:
@@ -39,41 +40,44 @@ def is_equal(gold: str, answer: str, is_ordered: bool | None = None) -> bool:
         is_ordered: Whether bare lists have an order; None if the prompt does not say so.
 
     Raises:
-        UnreadableReference: The reference cannot be read.
+        UnreadableReference: The reference is broken.
     """
+    reference = _reference(gold)[0]
     if "".join(gold.split()) == "".join(answer.split()) and not re.search(r"\d\s+\d", gold + answer):
         return True
-    gold = _reference(gold)
     if len(answer) > MAX_CHARS:
         return False
     answer = normalize_notation(answer)
-    if without_spaces(gold) == without_spaces(answer):
+    if without_spaces(reference) == without_spaces(answer):
         return True
-    if len(gold) > MAX_FORM_CHARS or len(answer) > MAX_FORM_CHARS or _nesting(answer) > MAX_DEPTH:
-        return join_comma_groups(gold) == join_comma_groups(answer)
-    if (choice := _CHOICE.fullmatch(gold)) and (chosen := _CHOSEN.fullmatch(answer)):
-        return choice[1] == (chosen[1] or chosen[2])
-    return _Comparison(is_ordered).texts(gold, answer)
+    if max(len(reference), len(answer)) > MAX_FORM_CHARS or max(_nesting(reference), _nesting(answer)) > MAX_DEPTH:
+        return join_comma_groups(reference) == join_comma_groups(answer)
+    for one, other in ((reference, answer), (answer, reference)):
+        if (choice := _CHOICE.fullmatch(one)) and (chosen := _CHOICE.fullmatch(other) or _CHOSEN.fullmatch(other)):
+            return choice[1] == chosen[1]
+    return _Comparison(is_ordered).texts(reference, answer)
 
 
 def is_understood(gold: str) -> bool:
-    """Return whether a reference is more than its text. Raises UnreadableReference if it is broken."""
-    gold = _reference(gold)
-    return len(gold) <= MAX_FORM_CHARS and _Comparison(None, by_text=False).texts(gold, gold)
+    """Return whether a reference is compared by its value, not only as text. Raises UnreadableReference if it is broken."""
+    return _reference(gold)[1]
 
 
-@lru_cache(64)
-def _reference(text: str) -> str:
+@lru_cache(1024)
+def _reference(text: str) -> tuple[str, bool]:
+    """Return a reference's normal form, and whether it is understood."""
     text = normalize_notation(text)
     if not re.search(r"[^\W_]|\\", text):
         raise UnreadableReference("it has neither letters nor digits")
+    if _CHOICE.fullmatch(text) or re.fullmatch(r"-?\d[\d,]*", text):
+        return text, True
     bare = re.sub(r"\\\\|\\[{}]", "", text)
     is_closed = bare.count("{") == bare.count("}") and len(re.findall(r"[(\[]", bare)) == len(re.findall(r"[)\]]", bare))
-    if not is_closed and not re.fullmatch(r"\(?\w\)?", text) and words_of(text) is None:
+    if not is_closed and words_of(text) is None:
         raise UnreadableReference("a bracket is not closed")
-    if _nesting(text) > MAX_DEPTH:
-        raise UnreadableReference("it is nested too deeply")
-    return text
+    if len(text) > MAX_FORM_CHARS or _nesting(text) > MAX_DEPTH:
+        return text, False
+    return text, _Comparison(None, by_text=False).texts(text, text)
 
 
 def _nesting(text: str) -> int:
@@ -172,15 +176,16 @@ class _Comparison:
         return FLIPPED[gold.relation] == answer.relation and self.is_proportional(gold.items, answer.items[::-1], needs_positive=True)
 
     def _value(self, gold_form: Form, answer_form: Form) -> bool:
-        gold, gold_tree = self.read(gold_form.text, is_gold=True)
-        answer, answer_tree = self.read(answer_form.text, is_gold=False)
+        gold, gold_tree = _read(gold_form.text)
+        answer, answer_tree = _read(answer_form.text)
         if gold_tree is None or answer_tree is None:
-            return False
+            return not self.by_text and re.fullmatch(r"-?\\infty|\\dots", gold_form.text) is not None
         units = [dict(quantity.unit[1]) if quantity.unit else {} for quantity in (gold, answer)]
         is_angle = [unit == {"degree": 1} for unit in units]
         if is_angle[0] != is_angle[1] and ("rad" in {**units[0], **units[1]} or "\\pi" in gold.value + answer.value):
             gold_tree, answer_tree = (
-                ("product", tree, ("degree",)) if degrees else tree for tree, degrees in zip((gold_tree, answer_tree), is_angle, strict=True)
+                ("product", tree, ("degree",)) if degrees else tree
+                for tree, degrees in zip((gold_tree, answer_tree), is_angle, strict=True)
             )
         elif gold.unit and answer.unit and units[0] and units[1]:
             if units[0] != units[1]:
@@ -196,26 +201,12 @@ class _Comparison:
             factors = [Fraction(1), Fraction(100)]
         return any(self.is_equal_tree(gold_tree, _scaled(answer_tree, factor)) for factor in factors)
 
-    def read(self, text: str, is_gold: bool) -> tuple[Quantity, Node | None]:
-        """Return a text's quantity, and its tree if it can be read."""
-        quantity = read_quantity(text)
-        try:
-            return quantity, parse_expression(join_comma_groups(quantity.value))
-        except UnreadableExpression:
-            return quantity, None
-        except TooLarge as error:
-            if is_gold:
-                raise UnreadableReference(str(error)) from None
-            return quantity, None
-
     def at(self, tree: Node, point: int, is_gold: bool) -> Any:
-        """Return the value at a point, None if there is none, NaN if the answer is too large."""
+        """Return the value at a point, None if there is none, NaN if it is too large."""
         try:
             return (self.gold if is_gold else self.answer).at(tree, point)
-        except TooLarge as error:
-            if is_gold:
-                raise UnreadableReference(str(error)) from None
-            return float("nan")
+        except TooLarge:
+            return math.nan
 
     def is_equal_tree(self, gold: Node, answer: Node) -> bool:
         """Compare two expressions at the points where both are real, or at all if there is none."""
@@ -226,7 +217,7 @@ class _Comparison:
         pairs = []
         for point, left in zip(points, golds, strict=True):
             right = self.at(answer, point, is_gold=False)
-            if right != right or (left is None) != (right is None):
+            if left != left or right != right or (left is None) != (right is None):
                 return False
             if left is not None:
                 pairs.append((left, right))
@@ -236,26 +227,38 @@ class _Comparison:
     def is_proportional(self, gold: list[str], answer: list[str], needs_positive: bool) -> bool:
         """Return whether the differences of the sides of two relations have a constant ratio."""
         trees: list[Node] = []
-        for sides, is_gold in ((gold, True), (answer, False)):
-            left, right = (self.read(side, is_gold)[1] for side in sides)
+        for sides in (gold, answer):
+            left, right = (_read(side)[1] for side in sides)
             if left is None or right is None:
                 return False
             trees.append(("sum", left, ("negative", right)))
         ratios: list[Any] = []
         for point in range(POINTS):
             values = [self.at(tree, point, is_gold) for tree, is_gold in zip(trees, (True, False), strict=True)]
-            if None in values or values[1] != values[1] or (values[0] == 0) != (values[1] == 0):
+            if None in values or any(value != value for value in values) or (values[0] == 0) != (values[1] == 0):
                 return False
             if values[0] != 0:
-                ratios.append(values[0] / values[1])
-        if not ratios or not all(is_equal_value(ratios[0], ratio) for ratio in ratios[1:]):
+                ratios.append(ratio(*values))
+        if not ratios or not all(is_equal_value(ratios[0], other) for other in ratios[1:]):
             return False
-        return not needs_positive or bool(is_real(ratios[0]) and ratios[0] > 0)
+        return not needs_positive or bool(is_real(ratios[0]) and ratios[0].real > 0)
+
+
+@lru_cache(256)
+def _read(text: str) -> tuple[Quantity, Node | None]:
+    """Return a text's quantity, and its tree if it can be read."""
+    quantity = read_quantity(text)
+    try:
+        return quantity, parse_expression(join_comma_groups(quantity.value))
+    except (UnreadableExpression, TooLarge):
+        return quantity, None
 
 
 def _matches(gold: list[_Part], answer: list[_Part], is_same: Callable[[_Part, _Part], bool]) -> bool:
     """Return whether two lists have the same members in any order. Lists of unequal length may name members twice."""
     missing = list(answer)
+    if not len(gold) <= 2 * len(answer) <= 4 * len(gold):
+        return False
     for left in gold:
         same = [right for right in (missing if len(gold) == len(answer) else answer) if is_same(left, right)]
         if not same:

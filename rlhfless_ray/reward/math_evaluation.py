@@ -69,7 +69,7 @@ class ExpressionEvaluation:
             raise UnreadableExpression("the expression has no finite value")
         if value and abs(context.mag(value)) > MAX_EXPONENT_BITS:
             raise TooLarge("the value is too large or too small")
-        return value
+        return value.real if is_real(value) else value
 
     def _variable(self, name: str) -> Any:
         """Return an irrational number from 1.2 to 2.4: positive at the points 0 and 1, negative at 2, of either sign at others."""
@@ -186,8 +186,15 @@ class ExpressionEvaluation:
 
     def _binomial(self, above_tree: Node, below_tree: Node) -> Any:
         above, below = self.value(above_tree), self.value(below_tree)
-        if not (_is_whole(above) and _is_whole(below) and above >= below >= 0):
-            return self.multiply(self.gamma(above), 1 / self.multiply(self.gamma(below), self.gamma(self.add(above, -below))))
+        if not _is_whole(below) or below < 0:
+            raise UnreadableExpression("the binomial coefficient is not known")
+        if not _is_whole(above) or above < below:
+            if below > 50:
+                raise TooLarge("the binomial coefficient is too large")
+            result: Any = Fraction(1)
+            for i in range(int(below)):
+                result = self.multiply(result, self.multiply(self.add(above, Fraction(-i)), Fraction(1, i + 1)))
+            return result
         if min(below, above - below) * above.numerator.bit_length() > MAX_BITS // 4:
             raise TooLarge("the binomial coefficient is too large")
         return self.checked(Fraction(math.comb(above.numerator, below.numerator)))
@@ -220,6 +227,11 @@ class ExpressionEvaluation:
 def approximate(value: Any) -> Any:
     """Return the value as a number of mpmath."""
     return _context().mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+
+def ratio(left: Any, right: Any) -> Any:
+    """Return left / right, exactly if both are exact."""
+    return left / right if isinstance(left, Fraction) and isinstance(right, Fraction) else approximate(left) / approximate(right)
 
 
 def is_real(value: object) -> bool:

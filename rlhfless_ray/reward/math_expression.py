@@ -25,14 +25,18 @@ class TooLarge(ValueError):
     """The expression is longer, deeper or larger than what is judged."""
 
 
-_TOKEN = re.compile(r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:\.\d*)?|\.\d+)|(?P<command>\\(?:[A-Za-z]+|.))|(?P<name>[A-Za-z])|(?P<sign>\S))", re.DOTALL)
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:\.\d*)?|\.\d+)|(?P<command>\\(?:[A-Za-z]+|.))|(?P<name>[A-Za-z])|(?P<sign>\S))", re.DOTALL
+)
 _PLAIN_NAMES = re.compile("|".join(sorted((*FUNCTIONS, "pi"), key=len, reverse=True)))
 _GROUPS = {"{": "}", "(": ")", "[": "]", "\\{": "\\}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _CALLS = {"|": "abs", "\\lfloor": "lfloor", "\\lceil": "lceil"}
 _REPEATING = ("\\overline", "\\dot", "\\bar")
 _FACTORS = {"frac", "binom", "sqrt", "pi", "lfloor", "lceil", "{", *GREEK, *FUNCTIONS}
 _INVERTIBLE = ("sin", "cos", "tan", "cot", "sinh", "cosh", "tanh")
-REAL_FUNCTIONS = {name: name.replace("arc", "a") for name in FUNCTIONS - {"max", "min", "gcd", "lcm", "sqrt"}} | {"ln": "log"}  # → their names in mpmath
+REAL_FUNCTIONS = {name: name.replace("arc", "a") for name in FUNCTIONS - {"max", "min", "gcd", "lcm", "sqrt"}} | {
+    "ln": "log"
+}  # → their names in mpmath
 ONE = ("number", Fraction(1))
 
 
@@ -91,13 +95,9 @@ class _Parser:
         return is_negative
 
     def sum(self) -> Node:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise TooLarge("the expression is nested too deeply")
         terms = [self.product()]
         while self.token() in ("+", "-"):
             terms.append(self.product())
-        self.depth -= 1
         return terms[0] if len(terms) == 1 else ("sum", *terms)
 
     def product(self) -> Node:
@@ -140,13 +140,16 @@ class _Parser:
             else:
                 return ("power", base, self.exponent())
 
-    def exponent(self) -> Node:
+    def deeper(self, read: Callable[[], Node]) -> Node:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise TooLarge("the powers are nested too deeply")
-        tree = self.signed(self.power)  # `2^3^2` is `2^{3^2}`
+            raise TooLarge("the expression is nested too deeply")
+        tree = read()
         self.depth -= 1
         return tree
+
+    def exponent(self) -> Node:
+        return self.signed(lambda: self.deeper(self.power))  # `2^3^2` is `2^{3^2}`
 
     def group(self, opener: str) -> Node:
         closer = _GROUPS[opener]
@@ -174,9 +177,9 @@ class _Parser:
         if kind == "number":
             return ("number", self.number(token))
         if token in _GROUPS:
-            return self.group(token)
+            return self.deeper(lambda: self.group(token))
         if kind == "command":
-            return self.command(token[1:])
+            return self.deeper(lambda: self.command(token[1:]))
         if kind != "name" or (token in "fgh" and self.token() == "("):
             raise UnreadableExpression(f"`{token}` is not expected")
         return ("constant", token) if token in "ei" and self.token() != "_" else ("variable", token + self.subscript())

@@ -28,8 +28,8 @@ _NAMED = re.compile(
 FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
 _JOINED = re.compile(r"\\text ?\{ ?(or|and) ?\}|(?<![A-Za-z\\{])(or|and)(?![A-Za-z}])")
 _ALL_NUMBERS = re.compile(r"\\mathbb ?\{? ?R ?\}?|all real numbers|real numbers|R", re.IGNORECASE)
-_NOTHING = re.compile(r"(?:\\text)?\{?(?:\\?emptyset|\\\{\\\}|no(?:real)?solutions?)\}?", re.IGNORECASE)
-_MATRIX = re.compile(r"\\begin ?\{([pbvBV]?matrix|array)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\1\}", re.DOTALL)
+_NOTHING = re.compile(r"(?:\\text)?\{?(?:\\?emptyset|\\\{\\\}|no(?:real)?solutions?|none)\}?", re.IGNORECASE)
+_MATRIX = re.compile(r"\\begin ?\{([pbvBV]?matrix|array|cases)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\1\}", re.DOTALL)
 _INFINITY = "\\infty"
 
 
@@ -87,6 +87,8 @@ def read_form(text: str) -> Form:
         return Form("words", words)
     if matrix := _MATRIX.fullmatch(text):
         rows = [row for row in split_top(matrix[2].replace("\\hline", ""), {"\\\\"})[0] if row]
+        if matrix[1] == "cases" and "&" not in matrix[2]:
+            return Form("items", text, items=rows)
         return Form("matrix", text, rows=[split_top(row, {"&"})[0] for row in rows])
     bracket, content = _inside(joined)
     items = _items(content)
@@ -193,7 +195,9 @@ def _read_region(text: str) -> Form | None:
     if len(names) > 1:
         return None
     sides, relations = split_top(text, set(FLIPPED))
-    return Form("region", text, items=sides, pieces=pieces, name=names.pop(), relation=relations[0] if len(relations) == len(parts) == 1 else "")
+    return Form(
+        "region", text, items=sides, pieces=pieces, name=names.pop(), relation=relations[0] if len(relations) == len(parts) == 1 else ""
+    )
 
 
 def _both(parts: list[str], text: str) -> Form | None:
@@ -213,8 +217,8 @@ def _read_pieces(text: str, is_alone: bool) -> tuple[list[Piece], str] | None:
         return [Piece(f"-{_INFINITY}", _INFINITY)], ""
     if without := re.fullmatch(r"\\mathbb ?\{ ?R ?\} ?(?:\\setminus|-) ?\\?\{(.*?)\\?\}", text):
         return _all_but(_items(without[1])), ""
-    ends = re.fullmatch(r"([(\[]) ?(.*?) ?([)\]])", text, re.DOTALL)
-    if ends and len(items := split_top(ends[2], {","})[0]) == 2 and (not is_alone or ends[1] + ends[3] in ("(]", "[)")):
+    ends = re.fullmatch(r"([(\[\]]) ?(.*?) ?([)\[\]])", text, re.DOTALL)
+    if ends and len(items := split_top(ends[2], {","})[0]) == 2 and (not is_alone or ends[1] + ends[3] not in ("()", "[]")):
         return [Piece(items[0], items[1], ends[1] == "[", ends[3] == "]")], ""
     bracket, inside = _inside(text)
     if bracket == "\\{" and not is_alone:

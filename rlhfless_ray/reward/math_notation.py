@@ -8,24 +8,26 @@ from __future__ import annotations
 import re
 import unicodedata
 
-FUNCTIONS = {
-    *("sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth arcsinh arccosh arctanh".split()),
-    *("log ln lg exp sqrt max min gcd lcm".split()),
-}
-_GREEK = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon phi chi psi omega".split()
+_FUNCTION_NAMES = (
+    "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth arcsinh arccosh arctanh log ln lg exp sqrt max min gcd lcm"
 )
+_GREEK_NAMES = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon phi chi psi omega"
+_DROPPED = (
+    "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle limits nolimits middle boxed fbox "
+    "bf rm it negthinspace phantom strut centering bold boldsymbol bm mathit mathsf mathtt mathnormal ensuremath underline emph "
+    "quad qquad enspace thinspace medspace thickspace space nobreakspace newline"
+)
+_TEXT = "text textbf textit textrm textsf texttt textup textnormal mbox hbox mathrm mathbf operatorname"
+FUNCTIONS = set(_FUNCTION_NAMES.split())
+_GREEK = _GREEK_NAMES.split()
 GREEK = {*_GREEK, *(name.capitalize() for name in _GREEK), "varepsilon", "varphi", "vartheta", "varrho", "ell", "hbar"}
 
-_SCRIPTS = {
-    "^": str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni"),
-    "_": str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎", "0123456789+-=()"),
-}
+_SCRIPTS = {"^": str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni"), "_": str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎", "0123456789+-=()")}
 _GLYPHS = {
     **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("×·⋅∙", "\\cdot "), **dict.fromkeys("÷⁄∕", "/"), **dict.fromkeys("°º", "^\\circ "),
     **dict.fromkeys("≤⩽", "\\le "), **dict.fromkeys("≥⩾", "\\ge "), **dict.fromkeys("∅⌀", "\\emptyset "), **dict.fromkeys("′’‘", "'"),
-    "∞": "\\infty ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
-    "∖": "\\setminus ", "∨": "\\lor ", "∧": "\\land ", "∣": "|", "∫": "\\int ", "∑": "\\sum ", "∏": "\\prod ", "µ": "\\mu ",
+    "٫": ".", "٬": ",", "∞": "\\infty ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ",
+    "∈": "\\in ", "∖": "\\setminus ", "∨": "\\lor ", "∧": "\\land ", "∣": "|", "∫": "\\int ", "∑": "\\sum ", "∏": "\\prod ", "µ": "\\mu ",
     "⟨": "\\langle ", "⟩": "\\rangle ", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "…": "\\dots ",
     **{glyph: f"\\mathbb{{{letter}}}" for glyph, letter in zip("ℝℂℤℕℚ", "RCZNQ", strict=True)},
 }  # fmt: skip
@@ -39,16 +41,8 @@ _RENAMED = {
 _REPLACED = {
     "div": "/", "slash": "/", "lt": "<", "gt": ">", "colon": ":", "vert": "|", "lvert": "|", "rvert": "|", "lbrack": "[", "rbrack": "]",
     "lparen": "(", "rparen": ")", "degree": "^\\circ ", "prime": "'", "%": "%", "&": "&", "#": "#", "i": "i", "imath": "i",
-    "$": "\\USD ", "dollar": "\\USD ", "pounds": "£", "euro": "€", "ang": "", "/": "",
-    **dict.fromkeys([*",;: >", "quad", "qquad", "enspace", "thinspace", "medspace", "thickspace", "space", "nobreakspace", "newline"], " "),
-    **dict.fromkeys("!()[]", ""),
-    **dict.fromkeys(
-        "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle limits nolimits middle boxed fbox bf "
-        "rm it negthinspace phantom strut centering bold boldsymbol bm mathit mathsf mathtt mathnormal ensuremath underline emph".split(), " "
-    ),
-    **dict.fromkeys(
-        "text textbf textit textrm textsf texttt textup textnormal mbox hbox mathrm mathbf operatorname".split(), "\\text"
-    ),
+    "$": "\\USD ", "dollar": "\\USD ", "mathdollar": "\\USD ", "textdollar": "\\USD ", "pounds": "£", "euro": "€", "ang": "", "/": "",
+    **dict.fromkeys([*",;: >", *_DROPPED.split()], " "), **dict.fromkeys("!()[]", ""), **dict.fromkeys(_TEXT.split(), "\\text"),
 }  # fmt: skip
 _COMMAND = re.compile(r"\\(?:([A-Za-z]+)(?:\s*\*(?=\s*\{))?|(.))", re.DOTALL)
 _TEXT_BLOCK = re.compile(r"\\text\s*\{([^{}]*)\}")
@@ -58,6 +52,7 @@ _DOT_GROUPS = re.compile(r"(?<![\w.,])([1-9]\d{0,2}(?:(?:\.\d{3}){2,}(?:,\d+)?|\
 _COMMA_GROUPS = re.compile(r"(?<![\d.])(?<!\d,)([1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d{2})+,\d{3})(?!\d)(?!,\d)")
 _REWRITES = [
     (re.compile(r"\^ ?\{ ?\\circ ?\}"), r"^\\circ "),
+    (re.compile(r"\{ +\}"), " "),
     (re.compile(r"_ ?\{ ?(\w) ?\}"), r"_\1"),
     (re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),

@@ -27,10 +27,11 @@ _SIZES: dict[str, dict[str, str]] = {  # base unit → names without a plural's 
     },
     "month": {"month": "1", "year yr": "12"}, "gallon": {"gal gallon": "1"}, "lb": {"lb": "1"}, "ounce": {"oz ounce": "1"},
     "ton": {"ton tonne": "1"}, "N": {"N newton": "1"}, "J": {"J joule": "1", "kJ": "1000"}, "W": {"W watt": "1", "kW": "1000"},
-    "V": {"V volt": "1"}, "K": {"K kelvin": "1"}, "Pa": {"Pa": "1", "kPa": "1000"}, "Hz": {"Hz": "1", "kHz": "1000"}, "mol": {"mol mole": "1"},
-    "rad": {"rad radian": "1"}, "degree": {"degree deg": "1"}, "celsius": {"C celsius": "1"}, "fahrenheit": {"F fahrenheit": "1"},
-    "byte": {"byte": "1"}, "bit": {"bit": "1"}, "USD": {"USD dollar": "1", "cent": "1/100"}, "EUR": {"EUR euro": "1"}, "GBP": {"GBP": "1"},
-    "JPY": {"JPY yen": "1"}, "CNY": {"CNY yuan RMB": "1"}, "INR": {"INR Rs rupee": "1"}, "": {"unit": "1"},
+    "V": {"V volt": "1"}, "K": {"K kelvin": "1"}, "Pa": {"Pa": "1", "kPa": "1000"}, "Hz": {"Hz": "1", "kHz": "1000"},
+    "mol": {"mol mole": "1"}, "rad": {"rad radian": "1"}, "degree": {"degree deg": "1"}, "celsius": {"C celsius": "1"},
+    "fahrenheit": {"F fahrenheit": "1"}, "byte": {"byte": "1"}, "bit": {"bit": "1"},
+    "USD": {"USD dollar": "1", "cent": "1/100"}, "EUR": {"EUR euro": "1"}, "GBP": {"GBP": "1"}, "JPY": {"JPY yen": "1"},
+    "CNY": {"CNY yuan RMB": "1"}, "INR": {"INR Rs rupee": "1"}, "": {"unit": "1"},
 }  # fmt: skip
 _UNITS: dict[str, Unit] = {
     name: (Fraction(size), (("m", 3),) if base == "m^3" else ((base, 1),) if base else ())
@@ -43,10 +44,11 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _CURRENCIES = {"\\USD": "USD", "€": "EUR", "£": "GBP", "¥": "JPY", "₹": "INR"}
 _PERCENT = {"%", "percent", "percentage", "pct"}
 # Words that change a value or join two, so they are neither its unit nor its introduction.
-_CHANGES = {
-    *"minus negative no not or and half of if for where when plus times percent over mod base with to by from than less more".split(),
-    *"squared cubed pi root infinity".split(), *_MAGNITUDES, *FUNCTIONS,
-}  # fmt: skip
+_CHANGING = (
+    "minus negative no not or and half of if for where when plus times percent over mod base with to by from than less more squared cubed "
+    "pi root infinity least most between under below above"
+)
+_CHANGES = {*_CHANGING.split(), *_MAGNITUDES, *FUNCTIONS}
 _WORD = r"(?:\\text ?\{[^{}]*\}|[A-Za-z]+(?![A-Za-z])|%|\^\\circ ?(?:[CF](?![A-Za-z]))?)"
 _POWER = r"(?: ?\^ ?(?:-?\d|\{ ?-?\d ?\}))?"
 _TAIL = re.compile(rf"{_WORD}\.?{_POWER}(?: ?(?:/|\\cdot)? ?{_WORD}\.?{_POWER})*")
@@ -54,11 +56,10 @@ _TAIL_STARTS = re.compile(r"\\text ?\{|(?<![A-Za-z\\])[A-Za-z]|%|\^\\circ")
 _LEAD = re.compile(r"((?:\\text ?\{[^{}0-9]*\}|[A-Za-z]{2,}(?![A-Za-z])) ?[:=]? ?)+(?=[-+]?(?:\d|\.\d|\\frac|\\sqrt|\\USD|[€£¥₹(]))")
 _CURRENCY = re.compile(r"([-+]?) ?(\\USD|[€£¥₹]|Rs\.?|USD|EUR) ?([-+]?.*)", re.DOTALL)
 _MAX_CHARS = 300  # of a text whose end may be a unit
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
-)
-_NUMBER_WORDS = {word: value for value, word in enumerate(_SMALL)}
-_NUMBER_WORDS |= {word: 10 * tens for tens, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
+_SMALL = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NUMBER_WORDS = {word: value for value, word in enumerate(_SMALL.split())}
+_NUMBER_WORDS |= {word: 10 * tens for tens, word in enumerate(_TENS.split(), 2)}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,18 +45,24 @@ def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: floa
         raise UserError(f"{where}: it fails in a dry call with made-up responses: {scores[0].error}")
 
 
-def check_references(source: Any, prompts: Iterable[Prompt]) -> None:
-    """Raise UserError for a prompt without a reference answer that `math` can compare with."""
+def check_references(source: Any, prompts: Sequence[Prompt]) -> str | None:
+    """Return a note on references that `math` compares only as text. Raises UserError for a prompt without one that it can read."""
     if not isinstance(source, RewardSource) or source.kind != "math":
-        return
-    from rlhfless_ray.reward.math_answer import reference_answer
+        return None
+    from rlhfless_ray.reward.math_answer import is_reference_understood
 
+    as_text = []
     for prompt in prompts:
         try:
-            reference_answer(prompt.row, source.answer_column)
+            if not is_reference_understood(prompt.row, source.answer_column):
+                as_text.append(prompt)
         except ValueError as error:
             end = prompt.text[-80:]  # with a chat template all begin alike
             raise UserError(f"reward.function: `math` cannot score prompt {end!r}: {error}; fix or remove the row") from None
+    if not as_text:
+        return None
+    first = str(as_text[0].row[source.answer_column])[-80:]
+    return f"reward.function: `math` compares {len(as_text)} of {len(prompts)} reference answers only as text; the first is {first!r}"
 
 
 def find_server(urls: Sequence[str], within_s: float) -> None:

@@ -89,8 +89,8 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
     reward_source = load_reward(recipe, tokenizer)
     if isinstance(reward_source, AgentSource):
         dry_play(recipe, reward_source, prompts.train, files)
-    if recipe.learns:
-        check_references(reward_source, [*prompts.train, *prompts.heldout])
+    if recipe.learns and (note := check_references(reward_source, [*prompts.train, *prompts.heldout])):
+        prompts = replace(prompts, notes=(*prompts.notes, note))
     dry_call(reward_source, prompts.train, tokenizer, recipe.reward.timeout_s, recipe.answer_column)
     inputs = RunInputs(files, owes_warm_start, critic_files, reference, drafter_files, tokenizer, prompts, reward_source, speculation_note)
     if computes:

@@ -152,6 +152,16 @@ def test_a_prompt_without_a_reference_answer_is_named() -> None:
         check_references(math, [*PROMPTS, Prompt(2, "system" + "." * 79 + "w", (5,), {"answer": " "})])
 
 
+def test_references_that_math_does_not_read_are_counted_before_the_run() -> None:
+    math = RewardSource("math", "math_reward", answer_column="answer")
+    rows = ["7", "\\int_0^2 f", "yes", "\\overline{PQ}"]
+    prompts = [Prompt(i, "?", (5,), {"answer": answer}) for i, answer in enumerate(rows)]
+    note = check_references(math, prompts)
+    assert note is not None and "compares 2 of 4 reference answers only as text; the first is '\\\\int_0^2 f'" in note
+    with pytest.raises(UserError, match=r"cannot read the reference answer '7/0': it has no value; fix or remove the row"):
+        check_references(math, [*prompts, Prompt(4, "?", (5,), {"answer": "7/0"})])
+
+
 def test_the_verifier_of_a_task_is_not_called() -> None:
     dry_call(RewardSource("task", "no-such-task"), PROMPTS, None, 1.0)
 
