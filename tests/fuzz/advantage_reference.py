@@ -110,10 +110,7 @@ def advantages_of(
     advantages, returns = [], []
     for number, (rows, mask) in enumerate(zip(earned, masks, strict=True)):
         critic = [0.0] * len(mask) if values is None else [v if own else 0.0 for v, own in zip(values[number], mask, strict=True)]
-        if math.isnan(flat[number]):
-            got = [NAN] * len(mask), [NAN] * len(mask)
-        else:
-            got = _discounted(section, rows, critic)
+        got = ([NAN] * len(mask),) * 2 if math.isnan(flat[number]) else _discounted(section, rows, critic)
         advantages.append([a if own else 0.0 for a, own in zip(got[0], mask, strict=True)])
         returns.append([g if own else 0.0 for g, own in zip(got[1], mask, strict=True)])
     totals = [math.fsum(row) if not math.isnan(r) or not any(mask) else NAN for r, row, mask in zip(flat, earned, masks, strict=True)]

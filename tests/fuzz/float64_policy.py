@@ -17,12 +17,12 @@ VOCABULARY, EXPERTS, CHOSEN = 37, 4, 2  # Mixtral has 4 experts, of which each t
 
 
 @cache
-def model_files(family: str, seed: int = 0, scored: bool = False) -> dict[str, bytes]:
+def model_files(family: str, seed: int = 0, scalar_head: str = "") -> dict[str, bytes]:
     """Return a model folder with random weights as {file name: content}.
 
     Args:
         family: qwen2 or mixtral.
-        scored: whether the file also has the scalar head `score`.
+        scalar_head: name of a scalar head that the file has too; "": none.
     """
     import transformers
     from safetensors.torch import save
@@ -54,19 +54,23 @@ def model_files(family: str, seed: int = 0, scored: bool = False) -> dict[str, b
         for name, tensor in weights.items():  # biases and norms are constants otherwise
             if name.endswith("bias") or "norm" in name:
                 weights[name] = tensor + 0.1 * torch.randn(tensor.shape)
-        if scored:
-            weights["score.weight"] = 0.2 * torch.randn(1, 32)
+        if scalar_head:
+            weights[f"{scalar_head}.weight"] = 0.2 * torch.randn(1, 32)
     return {**files, "model.safetensors": save(weights, {"format": "pt"})}
 
 
 class Float64Policy:
     """Weights by their names in the model's file, and the forward pass of one sequence."""
 
-    def __init__(self, files: dict[str, bytes], head: str = "lm_head.weight") -> None:
+    def __init__(self, files: dict[str, bytes], scalar_head: str = "") -> None:
+        """`scalar_head`: name of the head in the file, which is called `score` from then on; "": the language model's head."""
         self.config = json.loads(files["config.json"])
-        other = {"lm_head.weight", "score.weight"} - {head}
-        self.weights = {n: t.double().requires_grad_() for n, t in load(files["model.safetensors"]).items() if n not in other}
-        self.head = head
+        stored = load(files["model.safetensors"])
+        self.head = "score.weight" if scalar_head else "lm_head.weight"
+        if scalar_head:
+            stored["score.weight"] = stored.pop(f"{scalar_head}.weight")
+            del stored["lm_head.weight"]
+        self.weights = {name: tensor.double().requires_grad_() for name, tensor in stored.items()}
         self.router_logits: list[Tensor] = []  # (tokens, experts) of each layer in the last pass
 
     def outputs(self, ids: Sequence[int], experts: Tensor | None = None) -> Tensor:

@@ -16,7 +16,8 @@ from rlhfless_ray.recipe import AlgorithmConfig, RewardConfig
 from tests.fuzz import advantage_reference as wanted
 from tests.fuzz.sections import READ, Read, options_in, options_of
 
-SHAPING = ("clip_range", "overlong_buffer_tokens", "overlong_limit_tokens", "overlong_feedback", "overlong_penalty", "stop_properly_penalty")
+SHAPING = {"clip_range", "stop_properly_penalty"}
+SHAPING |= {f"overlong_{part}" for part in ("buffer_tokens", "limit_tokens", "feedback", "penalty")}
 OF_THE_LOSS = {"unbiased_gradient"}  # see test_fuzz_updates.py
 FEW, MANY = 60, 3000
 MAX_TOKENS = 9
@@ -107,8 +108,10 @@ def check(case: Case) -> None:
     for name, got, right in zip(("advantages", "returns", "sums"), found, (*map(flat64, expected[:2]), np.array(expected[2])), strict=True):
         np.testing.assert_allclose(got, right, rtol=2e-5, atol=2e-5, err_msg=name)
     measured = float(np.random.default_rng(len(case.masks)).gamma(1.0)) * 0.3
-    controller = FixedKL(section.coefficient) if section.target is None else AdaptiveKL(section.coefficient, section.target, section.horizon)
-    after = wanted.next_coefficient(algorithm.kl, section.coefficient, measured, len(case.masks))
+    controller = (
+        FixedKL(section.coefficient) if section.target is None else AdaptiveKL(section.coefficient, section.target, section.horizon)
+    )
+    after = wanted.next_coefficient(algorithm.kl, start, measured, len(case.masks))
     assert controller.after(measured, len(case.masks)).coefficient == pytest.approx(after, rel=1e-12)
 
 

@@ -5,27 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from tests.fuzz.compare import CLOSE, check, weight_differences
 from tests.fuzz.draw_updates import UpdateCase, draw_case, draw_settings
-from tests.fuzz.float64_policy import model_files
 from tests.fuzz.sections import READ, Read, options_in, options_of
 from tests.fuzz.update_reference import UpdateReference
-from tests.learn.conftest import joined, run_gangs
 
 pytestmark = pytest.mark.learner
 
 SEEDS = range(200)
 BLOCK = 50  # seeds of one pair of gangs
-NEAR = 1e-4  # a case with a number so near to a bound is left out: float32 may be on its other side
-CLOSE = 3e-5  # relative error of float32
-RENAMED = {"capped": "importance_capped_share"}
 WITHOUT_NUMBERS = {"uncorrected_lag", "filter_range", "filter_draw", "filter_patience", "advantage"}  # decide before the update
 
 
@@ -69,33 +63,6 @@ def differences(case: UpdateCase, found: dict[str, Any]) -> tuple[list[str], flo
                 wrong.append(f"update {number}: {name} is {got!r}, and should be {value!r}")
         wrong += [f"update {number}: {error}" for error in weight_differences(found["weights"][number], reference.policy.weights, before)]
     return wrong, reference.margin
-
-
-def weight_differences(found: dict[str, np.ndarray], wanted: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> list[str]:
-    """Compare weights by their distance in units of the largest change since the start."""
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    moved = max(float((wanted[name] - before[name]).abs().max()) for name in wanted)
-    apart = {name: float((torch.from_numpy(found[name]).double() - wanted[name]).abs().max()) for name in wanted}
-    worst = max(apart, key=lambda name: apart[name])
-    return [f"{worst} is off by {apart[worst] / moved:.1e} of the largest change"] if apart[worst] > CLOSE * moved + 2e-8 else []
-
-
-def check(folder: Path, cases: dict[int, Any], compare: Callable[[Any, dict[str, Any]], tuple[list[str], float]]) -> None:
-    """Run the cases in gangs of one and two ranks, and compare each with its reference."""
-    jobs: dict[int, dict[str, Any]] = {1: {}, 2: {}}
-    for seed, case in cases.items():
-        jobs[case.settings.learner.ranks][str(seed)] = {**vars(case), "files": case.files}
-    results = run_gangs(folder, jobs)
-    wrong, near = dict[int, list[str]](), 0
-    for seed, case in cases.items():
-        errors, margin = compare(case, joined(results[case.settings.learner.ranks], str(seed)))
-        if errors and margin < NEAR:
-            near += 1
-        elif errors:
-            wrong[seed] = errors
-    said = "\n".join(f"seed {seed}: {'; '.join(errors[:4])}" for seed, errors in wrong.items())
-    assert not wrong, f"{len(wrong)} of {len(cases)} cases differ from float64:\n{said}"
-    assert near <= max(1, len(cases) // 10), f"{near} of {len(cases)} cases are too near to a bound to tell"
 
 
 def test_updates_of_every_option_equal_float64(tmp_path: Path, warm_processes: None) -> None:

@@ -169,7 +169,9 @@ class UpdateReference:
         tokens = {name: torch.cat(values) for name, values in parts.items()}
         ratio, square = tokens.pop("ratio"), tokens.pop("square")
         found = {name: float(x.mean()) for name, x in tokens.items() if name not in ("lag", "divergence")}
-        found |= {f"lag {int(lag)}": float(tokens["divergence"][tokens["lag"] == lag].mean()) for lag in tokens.get("lag", ratio[:0]).unique()}
+        if "lag" in tokens:
+            of_lags = {int(lag): tokens["divergence"][tokens["lag"] == lag] for lag in tokens["lag"].unique()}
+            found |= {f"lag {lag}": float(divergence.mean()) for lag, divergence in of_lags.items()}
         more = {"effective_share": float(ratio.mean() ** 2 / square.mean()), "trained_tokens": len(ratio)}
         return found | more | {"mismatch_max": float(tokens["mismatch_mean"].max())}
 
