@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-ROUNDING = 1e-9  # of a mean, as a share of the largest score; far above float64's
+from rlhfless_ray.learn.advantage import ROUNDING
 
 
 def kept_groups(scores: np.ndarray, low: float = 0.0, high: float = 1.0) -> np.ndarray:

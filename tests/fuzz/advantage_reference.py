@@ -53,17 +53,22 @@ def penalized(reward: Read, rewards: list[list[float]], masks: list[list[bool]],
     return rows
 
 
+def differ(rewards: list[float]) -> bool:
+    """Return whether some rewards differ by more than the rounding of sums."""
+    return bool(rewards) and max(rewards) - min(rewards) > 1e-12 * max(map(abs, rewards))
+
+
 def baselined(estimator: str, rewards: Rows) -> Rows:
     """Subtract the estimator's baseline. A missing reward is NaN and takes no part."""
     everything = [r for row in rewards for r in row if not math.isnan(r)]
 
     def centred(row: list[float], r: float) -> float:
         known = [x for x in row if not math.isnan(x)]
-        return r - mean(known) if len(set(known)) > 1 else 0.0
+        return r - mean(known) if differ(known) else 0.0
 
     def normalized(row: list[float], r: float) -> float:
         known = [x for x in row if not math.isnan(x)]
-        if len(set(known)) < 2:
+        if not differ(known):
             return 0.0
         deviation = math.sqrt(math.fsum((x - mean(known)) ** 2 for x in known) / (len(known) - 1))
         return (r - mean(known)) / (deviation + 1e-9)
@@ -149,7 +154,7 @@ def _pairs(rewards: Rows, masks: list[list[bool]], kl: Rows | None, beta: float)
     pairs = []
     for prompt, row in enumerate(rewards):
         known = [(r, -k) for k, r in enumerate(row) if not math.isnan(r)]
-        if known and max(known)[0] > min(known)[0]:
+        if differ([r for r, _ in known]):
             best, worst = -max(known)[1], min(k for k, r in enumerate(row) if r == min(known)[0])
             pairs.append((prompt * samples + best, prompt * samples + worst))
     for best, worst in pairs:

@@ -69,8 +69,8 @@ def draw_case(seed: int) -> Case:
     rewards = rng.normal(size=(prompts, samples)) if kind else rng.integers(0, 2, (prompts, samples)).astype(float)
     if kind == 1:  # small differences of large rewards
         rewards = 1000 + 0.01 * rewards
-    if rng.random() < 0.2:
-        rewards[0] = 0.1  # a group of equal rewards
+    if rng.random() < 0.3:  # a group of equal rewards, or of rewards that are equal up to rounding
+        rewards[0] = rng.choice([0.1, 1e6]) * (1 + rng.integers(0, 2, samples) * rng.choice([0.0, 3e-16]))
     rewards[rng.random(rewards.shape) < 0.15] = np.nan
     lengths = rng.integers(0 if rng.random() < 0.3 else 1, MAX_TOKENS + 1, prompts * samples)
     has_masks = bool(rng.random() < 0.5)
@@ -108,9 +108,8 @@ def check(case: Case) -> None:
     for name, got, right in zip(("advantages", "returns", "sums"), found, (*map(flat64, expected[:2]), np.array(expected[2])), strict=True):
         np.testing.assert_allclose(got, right, rtol=2e-5, atol=2e-5, err_msg=name)
     measured = float(np.random.default_rng(len(case.masks)).gamma(1.0)) * 0.3
-    controller = (
-        FixedKL(section.coefficient) if section.target is None else AdaptiveKL(section.coefficient, section.target, section.horizon)
-    )
+    start = section.coefficient
+    controller = FixedKL(start) if section.target is None else AdaptiveKL(start, section.target, section.horizon)
     after = wanted.next_coefficient(algorithm.kl, start, measured, len(case.masks))
     assert controller.after(measured, len(case.masks)).coefficient == pytest.approx(after, rel=1e-12)
 
