@@ -70,7 +70,7 @@ def draw_case(seed: int) -> Case:
     if kind == 1:  # small differences of large rewards
         rewards = 1000 + 0.01 * rewards
     if rng.random() < 0.3:  # a group of equal rewards, or of rewards that are equal up to rounding
-        rewards[0] = rng.choice([0.1, 1e6]) * (1 + rng.integers(0, 2, samples) * rng.choice([0.0, 3e-16]))
+        rewards[0] = rng.choice([0.1, 1e8]) * (1 + rng.integers(0, 2, samples) * rng.choice([0.0, 3e-16]))
     rewards[rng.random(rewards.shape) < 0.15] = np.nan
     lengths = rng.integers(0 if rng.random() < 0.3 else 1, MAX_TOKENS + 1, prompts * samples)
     has_masks = bool(rng.random() < 0.5)

@@ -10,7 +10,7 @@ import pytest
 
 from rlhfless_ray.recipe.supervised_sections import SupervisedLoss
 from tests.fuzz import draw_critics, draw_supervised
-from tests.fuzz.compare import CLOSE, check, weight_differences
+from tests.fuzz.compare import CLOSE, check, is_close, weight_differences
 from tests.fuzz.critic_reference import CriticReference
 from tests.fuzz.draw_critics import CriticCase
 from tests.fuzz.draw_supervised import TASKS, SupervisedCase
@@ -74,7 +74,7 @@ def critic_differences(case: CriticCase, found: dict[str, Any]) -> tuple[list[st
             batch = draw_critics.with_values(batch, values)
         for name, value in reference.update(batch).items():
             got = getattr(found["stats"][number], name)
-            if not np.isclose(got, value, rtol=CLOSE * 5, atol=CLOSE / 10):
+            if not is_close(got, value):
                 wrong.append(f"update {number}: {name} is {got!r}, and should be {value!r}")
         wrong += [f"update {number}: {error}" for error in weight_differences(found["weights"][number], reference.model.weights, before)]
     return wrong, reference.margin
@@ -89,7 +89,7 @@ def stage_differences(case: SupervisedCase, found: dict[str, Any]) -> tuple[list
         result = found["stats"][number]
         got = {**result.metrics, "grad_norm": result.grad_norm}
         for name, value in reference.step(rows).items():
-            if not np.isclose(got[name], value, rtol=CLOSE * 5, atol=CLOSE / 5):
+            if not is_close(got[name], value):
                 wrong.append(f"step {number} of {recipe.task}: {name} is {got[name]!r}, and should be {value!r}")
         errors = weight_differences(found["weights"][number], reference.model.weights, before)
         wrong += [f"step {number} of {recipe.task}: {error}" for error in errors]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzz.compare import CLOSE, check, weight_differences
+from tests.fuzz.compare import check, is_close, weight_differences
 from tests.fuzz.draw_updates import UpdateCase, draw_case, draw_settings
 from tests.fuzz.sections import READ, Read, options_in, options_of
 from tests.fuzz.update_reference import UpdateReference
@@ -59,7 +59,7 @@ def differences(case: UpdateCase, found: dict[str, Any]) -> tuple[list[str], flo
         wanted, stats = reference.update(batch), found["stats"][number]
         for name, value in wanted.items():
             got = stats.kl_by_lag[int(name[4:])] if name.startswith("lag ") else getattr(stats, name)
-            if not np.isclose(got, value, rtol=CLOSE * 5, atol=CLOSE / 10):
+            if not is_close(got, value):
                 wrong.append(f"update {number}: {name} is {got!r}, and should be {value!r}")
         wrong += [f"update {number}: {error}" for error in weight_differences(found["weights"][number], reference.policy.weights, before)]
     return wrong, reference.margin
