@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 EPSILON = 1e-6  # keeps a group of equal rewards at advantage 0 instead of 0/0
+ROUNDING = 1e-12  # of sums in float64, as a share of their largest number: a smaller difference is none
 
 
 def group_advantages(rewards: np.ndarray, normalize_std: bool = True, epsilon: float = EPSILON) -> np.ndarray:
@@ -29,10 +30,15 @@ def group_advantages(rewards: np.ndarray, normalize_std: bool = True, epsilon: f
     if normalize_std:
         variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1)
         centred = centred / (np.sqrt(variance) + epsilon)
-    # equal rewards are 0 exactly: their mean is rounded, and a small deviation would make advantages of that
+    # equal rewards are 0 exactly: a small deviation would make advantages of the rounding of their mean, or of their own sums
     highest, lowest = np.where(known, values, -np.inf).max(axis=1), np.where(known, values, np.inf).min(axis=1)
-    centred = np.where((highest > lowest)[:, None], centred, 0.0)
+    centred = np.where(differ(highest, lowest)[:, None], centred, 0.0)
     return np.where(known, centred, np.nan)
+
+
+def differ(highest: np.ndarray, lowest: np.ndarray) -> np.ndarray:
+    """Return whether rewards are higher than others by more than rounding: 0.1 + 0.2 is no better than 0.3."""
+    return highest - lowest > ROUNDING * np.maximum(np.abs(highest), np.abs(lowest))
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:

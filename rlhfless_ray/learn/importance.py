@@ -52,7 +52,7 @@ def correction_weights(
     if loss.correction_gating == "ratio":
         statistic = learner - sampler
     else:
-        statistic = binary_kl(sampler, learner) if loss.correction_gating == "binary_kl" else (sampler.exp() - learner.exp()).abs()
+        statistic = binary_kl(sampler, learner) if loss.correction_gating == "binary_kl" else probability_gap(sampler, learner)
     if loss.correction_level == "seq":
         statistic = sequence_means(statistic, sequence, sequences)[sequence]
     if loss.correction_gating == "ratio":
@@ -61,6 +61,11 @@ def correction_weights(
     if loss.correction_gating == "ratio":  # a divergence has no lower bound
         kept &= statistic >= low
     return torch.where(kept, ratios, torch.zeros_like(ratios)), ~kept
+
+
+def probability_gap(sampler_logprobs: Tensor, learner_logprobs: Tensor) -> Tensor:
+    """Return |p - q|, (tokens,), as p·|exp(d) - 1| with d = log(q/p). The difference of two float32 probabilities near 1 has no digits."""
+    return sampler_logprobs.exp() * (learner_logprobs - sampler_logprobs).expm1().abs()
 
 
 def binary_kl(sampler_logprobs: Tensor, learner_logprobs: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from rlhfless_ray.learn.advantage import spans
 
 if TYPE_CHECKING:
     from torch import Tensor  # the driver estimates without torch
@@ -17,6 +20,12 @@ WEIGHT_LIMIT = 10.0  # limit of the importance weight in the unbiased gradient
 def token_kl(logprobs: np.ndarray, reference: np.ndarray, estimator: str, limit: float | None = LIMIT) -> np.ndarray:
     """Return the KL penalty per token for the reward, (tokens,) float32, clamped to [-limit, limit]; None: not clamped."""
     return _estimate(logprobs - reference, estimator, limit, np.expm1)
+
+
+def mean_kl(kl: np.ndarray, lengths: np.ndarray) -> float:
+    """Average the mean of each sample's tokens over the samples that have some. NaN: none has. `kl` (Σ length,), `lengths` (samples,)."""
+    means = [kl[span].mean() for span in spans(lengths) if span.stop > span.start]
+    return float(np.mean(means)) if means else math.nan
 
 
 def bounded_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, limit: float | None = LIMIT) -> Tensor:

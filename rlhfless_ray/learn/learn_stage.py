@@ -14,14 +14,13 @@ from placement.scaling.resize_policy import Decision
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease
-from rlhfless_ray.learn.advantage import spans
 from rlhfless_ray.learn.batch import Batch, batch_of, counts_of, lags_of, mask_of
 from rlhfless_ray.learn.carry import FILE, as_bytes, carried, of_bytes
 from rlhfless_ray.learn.colocation import ColocatedGroups
 from rlhfless_ray.learn.compute_advantages import compute_advantages, penalized
 from rlhfless_ray.learn.gang_scheduling import homes_of
 from rlhfless_ray.learn.kl_controller import AdaptiveKL, FixedKL
-from rlhfless_ray.learn.kl_estimators import token_kl
+from rlhfless_ray.learn.kl_estimators import mean_kl, token_kl
 from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.learn.worker_group import WorkerGroup
@@ -174,7 +173,7 @@ class LearnStage:
             passed |= logprobs.of(learned, batch, self.worker_groups.turn)
         if self.kl_in_reward and len(batch):
             kl = token_kl(passed["old"], passed["reference"], recipe.algorithm.kl.estimator, recipe.algorithm.kl.limit)
-            self.kl = float(np.mean([kl[span].mean() for span in spans(batch.response_lengths)]))
+            self.kl = mean_kl(kl, batch.response_lengths)
             extra |= {"kl": _spread(kl, scored_tokens, tokens), "kl_coefficient": self.controller.coefficient}
         batch = replace(batch, **passed)  # type: ignore[arg-type]
         if values_of is not None:

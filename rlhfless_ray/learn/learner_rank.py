@@ -185,7 +185,8 @@ class LearnerRank:
             sums += values
             if cut:
                 max_mismatch = torch.maximum(max_mismatch, worst)
-        return _Sums(sums, max_mismatch, int(share.response_lengths[step.indices].sum()), len(step.indices), divisor)
+        lengths = share.response_lengths[step.indices]
+        return _Sums(sums, max_mismatch, int(lengths.sum()), int((lengths > 0).sum()), divisor)
 
     def _apply(self, accumulated: _Sums, scale: float) -> UpdateStats:
         """Make the optimizer step with the accumulated gradients. `scale`: factor of gradients and weighted sums."""
@@ -304,7 +305,7 @@ class _Sums:
     sums: torch.Tensor  # SUMS, then divergence and tokens by lag
     max_mismatch: torch.Tensor
     tokens: int  # of the whole batch
-    sequences: int  # of the whole batch
+    sequences: int  # of the whole batch, that have tokens
     divisor: float  # by which the loss weights are divided at the end
 
     def plus(self, other: _Sums) -> _Sums:

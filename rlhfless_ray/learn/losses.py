@@ -56,13 +56,15 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
     `values`, `old_values` and `returns` (tokens,). `clip` keeps the critic near the values that the advantages were computed with
     (OpenAI's baselines, ppo2; Engstrom et al. 2020, section 3, arXiv 2005.12729). None: no clipping. Returns the loss, and a mask of
-    the tokens whose clipped error was larger.
+    the tokens whose value is beyond the clip with the larger error. Without the first condition rounding would decide for all others,
+    whose two errors are the same.
     """
     plain = (values - returns).square()
     if clip is None:
         return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
-    near = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    return torch.maximum(plain, near) / 2, near > plain
+    moved = values - old_values
+    near = (old_values + moved.clamp(-clip, clip) - returns).square()
+    return torch.maximum(plain, near) / 2, (moved.abs() > clip) & (near > plain)
 
 
 def token_weights(lengths: Tensor, mean: str) -> Tensor:

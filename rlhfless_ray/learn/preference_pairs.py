@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlhfless_ray.learn.advantage import differ
+
 
 def pair_advantages(
     rewards: np.ndarray, lengths: np.ndarray, kl: np.ndarray | None, beta: float, mask: np.ndarray | None = None
@@ -17,8 +19,8 @@ def pair_advantages(
     divides by its pairs. This holds for a single optimizer step, before which π is the policy that `kl` was computed with.
 
     Args:
-        rewards: (prompts, samples), NaN where missing: the tokens of that sample are NaN. A prompt whose rewards are all equal has no
-            pair. Among equal rewards the first response is taken.
+        rewards: (prompts, samples), NaN where missing: the tokens of that sample are NaN. A prompt whose rewards are equal up to
+            rounding has no pair. Among equal rewards the first response is taken.
         lengths: (prompts · samples,) tokens of each response.
         kl: (Σ length,) log π/π_ref of each token. None: 0.
         beta: β.
@@ -31,8 +33,8 @@ def pair_advantages(
     firsts = np.arange(len(rewards)) * rewards.shape[1]
     chosen = firsts + np.where(np.isnan(rewards), -np.inf, rewards).argmax(axis=1)
     rejected = firsts + np.where(np.isnan(rewards), np.inf, rewards).argmin(axis=1)
-    differs = flat[chosen] > flat[rejected]
-    chosen, rejected = chosen[differs], rejected[differs]
+    is_pair = differ(flat[chosen], flat[rejected])
+    chosen, rejected = chosen[is_pair], rejected[is_pair]
     of_response = np.where(np.isnan(flat), np.nan, 0.0)
     if len(chosen):
         tokens = np.count_nonzero(written & ~np.isnan(flat)[owner])

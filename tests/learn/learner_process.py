@@ -25,9 +25,11 @@ import pickle
 import signal
 import sys
 import traceback
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -35,6 +37,7 @@ from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings, Refer
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.local.member_process import PARENT_DEATH_SIGNAL
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.weights.model_folder import DividedFiles
 from rlhfless_ray.weights.parts import Part, Shard
 from rlhfless_ray.weights.tensor_file import cut_file, read_header_bytes
@@ -183,7 +186,10 @@ def run(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any
 
 
 def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
-    """`settings` of a critic; the batches hold the returns. The result holds `values` before each update too."""
+    """`settings` of a critic. The batches hold the returns, and perhaps other old values than the critic's own.
+
+    The result holds `values` before each update too.
+    """
     import torch
 
     from rlhfless_ray.learn.critic_rank import CriticRank
@@ -199,7 +205,8 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
         share = _own(critic.cutter.of_pass(batch), rank, ranks)
         values = _together(critic.trainer, share, {"values": critic.values(share)})["values"]
         found["values"].append(values.copy())
-        found["stats"].append(critic.update(_own(critic.cutter.of_update(replace(batch, values=values)), rank, ranks)))
+        batch = replace(batch, values=values if batch.values is None else batch.values)
+        found["stats"].append(critic.update(_own(critic.cutter.of_update(batch), rank, ranks)))
         weights = critic.trainer.weights()
         found["model"] = _copied(critic.trainer.model_files())
         found["weights"].append(_values(weights))
@@ -211,13 +218,39 @@ def run_critic(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[s
     return found
 
 
+def run_supervised(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
+    """`settings`: the recipe of a supervised stage. `examples`, `steps` (rows of each), `second` (files of a reference or a teacher) and
+    `reward_tokens`: what `SupervisedRank` takes. `packs`: whether rows are packed, however little time that saves."""
+    from rlhfless_ray.learn import packing
+    from rlhfless_ray.supervise.supervised_rank import SupervisedRank
+    from rlhfless_ray.weights.model_folder import as_folder
+
+    found: dict[str, Any] = {"stats": [], "weights": []}
+    with patch.object(packing, "CALL_WORK", -(10**12) if case["packs"] else packing.CALL_WORK), ExitStack() as folders:
+        second = None if case["second"] is None else folders.enter_context(as_folder(case["second"]))
+        stage = SupervisedRank(case["settings"], len(case["steps"]), rank, ranks)
+        stage.trainer.join_process_group(("127.0.0.1", port))
+        stage.open(case["files"], second, [case["examples"]], None, None, case["reward_tokens"])
+        for rows in case["steps"]:
+            found["stats"].append(stage.step(case["examples"], rows))
+            found["weights"].append(_values(stage.trainer.weights()))
+    stage.trainer.engine.destroy()
+    return found
+
+
+def run_any(case: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any]:
+    """Run a case of what its settings are of."""
+    kinds = {CriticSettings: run_critic, SupervisedRecipe: run_supervised}
+    return kinds.get(type(case["settings"]), run)(case, rank, ranks, port)
+
+
 def work(rank: int, ranks: int, port: int, folder: Path) -> None:
     """Run every case of a gang as one of its ranks."""
     cases = pickle.loads((folder / f"cases{ranks}").read_bytes())
     results = {}
     for name, case in cases.items():
         try:
-            results[name] = (run_critic if isinstance(case["settings"], CriticSettings) else run)(case, rank, ranks, port)
+            results[name] = run_any(case, rank, ranks, port)
         except Exception:  # the test that asks for this case fails with it; with two ranks both stop here
             results[name] = {"error": traceback.format_exc()}
         gc.collect()

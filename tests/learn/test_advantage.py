@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless_ray.learn.advantage import EPSILON, batch_centred, group_advantages, leave_one_out
+from rlhfless_ray.learn.preference_pairs import pair_advantages
 
 REWARD = st.one_of(st.just(math.nan), st.floats(-100, 100, allow_nan=False))
 
@@ -107,3 +108,13 @@ def test_epsilon_is_the_callers() -> None:
     std = 1e-4 / math.sqrt(2)
     np.testing.assert_allclose(group_advantages(rewards, epsilon=1e-9)[0, 1], 0.5e-4 / (std + 1e-9))
     np.testing.assert_allclose(group_advantages(rewards, epsilon=1e-4)[0, 1], 0.5e-4 / (std + 1e-4))
+
+
+def test_rewards_that_differ_by_rounding_only_are_equal() -> None:
+    """Sums of parts in another order: their differences would be advantages of ±1 where rewards are large, and a pair of DPO everywhere."""
+    sums = np.array([[0.1 + 0.2, 0.3], [1e7 + 0.1 + 0.2, 1e7 + 0.3 + 4e-9], [0.3, 0.3 + 1e-6]])
+    assert sums[0, 0] != sums[0, 1] and sums[1, 0] != sums[1, 1]
+    advantages = group_advantages(sums, epsilon=1e-9)
+    assert (advantages[:2] == 0).all() and advantages[2] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=2e-3)
+    factors = pair_advantages(sums, np.ones(6, int), None, 0.1)
+    assert (factors[:4] == 0).all() and factors[4] < 0 < factors[5]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless_ray.learn.importance import binary_kl, correction_weights, importance_weights
+from rlhfless_ray.learn.importance import binary_kl, correction_weights, importance_weights, probability_gap
 from rlhfless_ray.learn.losses import clipped_loss, token_ratios
 from rlhfless_ray.recipe.learn_sections import LossConfig
 
@@ -170,3 +170,12 @@ def test_no_token_is_left_out_where_engine_and_learner_agree(level: Any, gating:
     sequence = torch.arange(2000).repeat_interleave(4)
     weights, left_out = correction_weights(section, learner, sampler, sequence, 2000)
     assert not left_out.any() and torch.allclose(weights, torch.ones(8000), atol=1e-4)
+
+
+@pytest.mark.parametrize("logprob", [-1e-7, -1e-4, -0.3])
+def test_the_gap_of_two_probabilities_keeps_its_digits(logprob: float) -> None:
+    """At probabilities near 1 the difference of two float32 numbers is a multiple of 6e-8, and a bound of 1e-7 compares with that."""
+    sampler = torch.full((4,), logprob)
+    learner = (sampler - torch.tensor([1e-7, 3e-7, 1e-5, 0.2])).clamp(max=0)
+    exact = (sampler.double().exp() - learner.double().exp()).abs()
+    torch.testing.assert_close(probability_gap(sampler, learner).double(), exact, rtol=1e-5, atol=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhfless_ray.learn.kl_estimators import bounded_kl, token_kl, unbiased_kl
+from rlhfless_ray.learn.kl_estimators import bounded_kl, mean_kl, token_kl, unbiased_kl
 
 ESTIMATORS = ["k1", "k2", "k3"]
 
@@ -98,3 +98,10 @@ def test_half_precision_is_widened() -> None:
         assert found.dtype == torch.float32
         assert float(found) == pytest.approx(0.0078125**2 / 2, rel=0.01)
     assert bounded_kl(torch.zeros(0), torch.zeros(0), "k2").shape == (0,)
+
+
+def test_a_sample_without_tokens_has_no_part_in_the_mean_kl() -> None:
+    """The mean of nothing is NaN, and a controller ignores a KL of NaN: its coefficient would never change."""
+    kl = np.array([0.1, 0.3, 0.6], np.float32)
+    assert mean_kl(kl, np.array([0, 2, 0, 1])) == pytest.approx(0.4)
+    assert np.isnan(mean_kl(kl[:0], np.array([0, 0])))

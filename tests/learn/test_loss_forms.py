@@ -136,3 +136,11 @@ def test_empty_tensors_and_types() -> None:
     for kind in (torch.float32, torch.float64):
         x = torch.zeros(2, dtype=kind)
         assert sequence_ratios(x, x, torch.zeros(2, dtype=torch.int64), 1).dtype == kind
+
+
+def test_a_value_within_the_clip_is_not_counted_as_clipped() -> None:
+    """Both errors are those of the same value, and rounding makes the clipped one the larger for a fifth of the tokens."""
+    values, old, returns = 0.3 * torch.randn(3, 2000, generator=torch.Generator().manual_seed(0))
+    within = (values - old).abs() < 0.49
+    _, clipped = value_loss(values, old, returns, 0.5)
+    assert not bool(clipped[within].any()) and bool(clipped.any())

@@ -1,0 +1,78 @@
+"""Random updates of the policy against float64: options, masks, ranks, micro-batches, ZeRO stages and gradients in the tail.
+
+`make test` runs the seeds that together draw every option; `make test-long` many more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fuzz.compare import check, is_close, weight_differences
+from tests.fuzz.draw_updates import UpdateCase, draw_case, draw_settings
+from tests.fuzz.sections import READ, Read, options_in, options_of
+from tests.fuzz.update_reference import UpdateReference
+
+pytestmark = pytest.mark.learner
+
+SEEDS = range(200)
+BLOCK = 50  # seeds of one pair of gangs
+WITHOUT_NUMBERS = {"uncorrected_lag", "filter_range", "filter_draw", "filter_patience", "advantage"}  # decide before the update
+
+
+def options_of_updates() -> set[tuple[str, object]]:
+    """Return every option of the section `algorithm` that the update depends on."""
+    from rlhfless_ray.recipe import AlgorithmConfig
+
+    every = options_of(AlgorithmConfig, "algorithm")
+    return {option for option in every if option[0].split(".")[1] not in WITHOUT_NUMBERS}
+
+
+def covering(seeds: range) -> list[int]:
+    """Return the first seeds that together draw every option of the update, every ZeRO stage and gradients in the tail."""
+    left, chosen = options_of_updates(), []
+    for seed in seeds:
+        settings, _ = draw_settings(np.random.default_rng([seed, 1]), 1 + seed % 2)
+        drawn = options_in(settings.algorithm, "algorithm")
+        if left & drawn:
+            chosen.append(seed)
+            left -= drawn
+    assert not left, f"never drawn: {sorted(map(str, left))}; let tests/fuzz/draw_updates.py draw them"
+    return chosen
+
+
+def reference_of(case: UpdateCase) -> UpdateReference:
+    settings = case.settings
+    microbatches = "one" if case.microbatches == "one" else "each"
+    sections = Read(settings.algorithm, "algorithm"), Read(settings.learner, "learner")
+    return UpdateReference(case.files, *sections, settings.temperature, settings.seed, microbatches)
+
+
+def differences(case: UpdateCase, found: dict[str, Any]) -> tuple[list[str], float]:
+    """Return what differs by more than float32's rounding, and the reference's smallest distance from a bound."""
+    reference, wrong = reference_of(case), list[str]()
+    before = {name: w.detach().clone() for name, w in reference.policy.weights.items()}
+    for number, batch in enumerate(case.batches):
+        wanted, stats = reference.update(batch), found["stats"][number]
+        for name, value in wanted.items():
+            got = stats.kl_by_lag[int(name[4:])] if name.startswith("lag ") else getattr(stats, name)
+            if not is_close(got, value):
+                wrong.append(f"update {number}: {name} is {got!r}, and should be {value!r}")
+        wrong += [f"update {number}: {error}" for error in weight_differences(found["weights"][number], reference.policy.weights, before)]
+    return wrong, reference.margin
+
+
+def test_updates_of_every_option_equal_float64(tmp_path: Path, warm_processes: None) -> None:
+    READ.clear()
+    check(tmp_path / "gangs", {seed: draw_case(seed) for seed in covering(SEEDS)}, differences)
+    unread = {key for key, _ in options_of_updates()} - READ - {"algorithm.kl.target", "algorithm.kl.horizon"}
+    assert not unread, f"the reference does not know {sorted(unread)}; add them to tests/fuzz/update_reference.py"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", SEEDS[::BLOCK])
+def test_many_random_updates_equal_float64(tmp_path: Path, warm_processes: None, first: int) -> None:
+    check(tmp_path / "gangs", {seed: draw_case(seed) for seed in range(first, first + BLOCK)}, differences)
