@@ -175,7 +175,7 @@ def _wide(x: Any) -> Any:
 def _addmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
     """Return beta·base + alpha·a@b, of a (rows, inner) and b (inner, columns), computed in blocks along the longest of the three."""
     (rows, inner), columns = a.shape, b.shape[1]
-    out = a.new_empty(rows, columns) if out is None else out
+    out = a.new_empty(rows, columns) if out is None else out.resize_(rows, columns)
     base = None if base is None or beta == 0 else base.expand(rows, columns)
 
     def put(part: Tensor, *where: slice) -> None:
@@ -204,7 +204,7 @@ def _addmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha:
 def _baddbmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
     """Do the same for a batch of matrices (count, rows, inner) and (count, inner, columns), several small ones at a time."""
     (count, rows, inner), columns = a.shape, b.shape[2]
-    out = a.new_empty(count, rows, columns) if out is None else out
+    out = a.new_empty(count, rows, columns) if out is None else out.resize_(count, rows, columns)
     base = None if base is None or beta == 0 else base.expand(count, rows, columns)
     size = BLOCK // max(1, rows * inner, inner * columns, rows * columns)
     if size <= 1:

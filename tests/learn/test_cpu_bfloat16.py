@@ -67,7 +67,8 @@ def test_products_into_given_memory(replaced: None) -> None:
     wanted[:, 10:50] = (whole[:, 10:50].float() + a.float() @ b.float()).bfloat16()
     whole[:, 10:50].addmm_(a, b)
     assert torch.equal(whole, wanted)
-    assert torch.equal(torch.mm(a, b, out=torch.empty(30, 40, dtype=torch.bfloat16)), (a.float() @ b.float()).bfloat16())
+    for shape in ((30, 40), (0,)):
+        assert torch.equal(torch.mm(a, b, out=torch.empty(shape, dtype=torch.bfloat16)), (a.float() @ b.float()).bfloat16())
 
 
 class Block(torch.nn.Module):
