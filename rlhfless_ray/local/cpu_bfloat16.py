@@ -30,6 +30,7 @@ SLOW = 1.5  # times as long as in float32. Measured: 0.6 with bfloat16 instructi
 SIZES = (64, 512, 512)  # tokens, inputs and outputs of the products that are timed: 0.1 s at 0.65 GFLOP/s
 REPEATS = 5  # of which the fastest counts
 BLOCK = 1 << 18  # elements of a block in float32, 1 MB: larger ones leave the cache, and were up to twice as slow
+WHOLE = 1 << 22  # elements of a matrix that becomes float32 as a whole, 17 MB
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")  # change the kernels
 
@@ -173,7 +174,10 @@ def _wide(x: Any) -> Any:
 
 
 def _addmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
-    """Return beta·base + alpha·a@b, of a (rows, inner) and b (inner, columns), computed in blocks along the longest of the three."""
+    """Return beta·base + alpha·a@b, of a (rows, inner) and b (inner, columns), computed in blocks.
+
+    The smaller of both becomes float32 as a whole, and the other block by block. If both are large, the sum is divided into blocks.
+    """
     (rows, inner), columns = a.shape, b.shape[1]
     out = a.new_empty(rows, columns) if out is None else out.resize_(rows, columns)
     base = None if base is None or beta == 0 else base.expand(rows, columns)
@@ -182,22 +186,22 @@ def _addmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha:
         part = part if alpha == 1 else part.mul_(alpha)
         out[where] = part if base is None else part.add_(base[where], alpha=beta)
 
-    longest = max(rows, inner, columns)
-    if columns == longest:
-        wide, size = a.float(), max(64, BLOCK // max(1, inner))
-        for start in range(0, columns, size):
-            block = slice(start, start + size)
-            put(wide @ b[:, block].float(), slice(None), block)
-    elif rows == longest:
-        wide, size = b.float(), max(64, BLOCK // max(1, inner))
-        for start in range(0, rows, size):
-            block = slice(start, start + size)
-            put(a[block].float() @ wide, block)
-    else:
-        size, total = max(64, BLOCK // max(1, rows + columns)), torch.zeros(rows, columns)
+    size = max(64, BLOCK // max(1, inner))
+    if min(rows, columns) * inner > WHOLE and inner > max(rows, columns):
+        size, total = max(64, BLOCK // (rows + columns)), torch.zeros(rows, columns)
         for start in range(0, inner, size):
             total.addmm_(a[:, start : start + size].float(), b[start : start + size].float())
         put(total, slice(None))
+    elif columns >= rows:
+        wide = a.float()
+        for start in range(0, columns, size):
+            block = slice(start, start + size)
+            put(wide @ b[:, block].float(), slice(None), block)
+    else:
+        wide = b.float()
+        for start in range(0, rows, size):
+            block = slice(start, start + size)
+            put(a[block].float() @ wide, block)
     return out
 
 

@@ -32,11 +32,12 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
 
 
-# one product for each of the longest dimensions with several blocks, then batches, vectors, bases and empty ones
+# several blocks of columns, of rows and of the sum, then batches, vectors, bases and empty ones
 PRODUCTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
     "columns": lambda to: to(drawn(5, 700)) @ to(drawn(700, 1500)),
     "rows": lambda to: to(drawn(1700, 600)) @ to(drawn(600, 20)),
-    "inner": lambda to: to(drawn(300, 2000)) @ to(drawn(2000, 200)),
+    "inner": lambda to: to(drawn(40, 6000)) @ to(drawn(6000, 300)),
+    "long sums": lambda to: to(drawn(260, 17_000)) @ to(drawn(17_000, 250)),
     "transposed": lambda to: to(drawn(1000, 30)).T @ to(drawn(1000, 600)),
     "layer": lambda to: functional.linear(to(drawn(2, 9, 70)), to(drawn(50, 70)), to(drawn(50))),
     "no bias": lambda to: functional.linear(to(drawn(2, 9, 70)), to(drawn(50, 70))),
