@@ -27,6 +27,8 @@ ADDED_BYTES = 3  # bytes per parameter while the gradients of a micro-batch are 
 ADAPTER_SLACK = 1.5  # heap of adapters' activations over the size of the kept tensors: short-lived tensors lie between them
 STAGE_1_COPIES = 2.5  # copies of the gradients of float32 weights in an optimizer step of DeepSpeed's stage 1
 
+WIDE_TENSORS = 8  # queries, keys, values, their attention, and the gradient of each
+
 DEFAULT_TOKENS = 8192
 LEAST_WHOLE_TOKENS = 1024  # tokens: smaller micro-batches cost more time than recomputing activations
 LEAST_TOKENS = 512  # tokens: with smaller micro-batches nearly all memory is weights and state
@@ -85,6 +87,7 @@ def trainer_parts(
     trained = adapter_parameters(config, lora_rank) if training.adapters else parameters
     slack, slices = ADAPTER_SLACK if training.adapters else 1.0, training.sequence_parallel
     working = update_bytes(config, batch, training.value_bytes, checkpointing, slack, slices)
+    working += 0 if on_gpu else wide_bytes(config, -(-batch.tokens // slices), training.value_bytes)
     if batch.targets and not training.adapters:
         # gradient of the output head, and the sum of those of earlier chunks; a few tokens of tied embeddings need one (learn/tied_ends.py)
         is_one = ties_ends(config) and training.zero_stage < 3 and training.tensor_parallel == 1 and not on_gpu
@@ -119,6 +122,15 @@ def update_bytes(
     mask = batch.longest * (value_bytes + 2) if batch.is_masked else 0  # it is made from booleans
     own, targets = -(-batch.tokens // slices), -(-batch.targets // slices)
     return int(own * (slack * kept + ends) + batch.tokens * mask) + logits_bytes(config, targets)
+
+
+def wide_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int) -> int:
+    """Return the bytes of float32 copies with which a CPU without bfloat16 instructions multiplies, and 0 for float32 weights.
+
+    Attention has the most: copies of its input, its output and their gradients. Other layers copy a block at a time. It is counted for
+    every CPU, because the nodes that will compute are not known.
+    """
+    return WIDE_TENSORS * MASTER_BYTES * _width(config) * tokens if value_bytes < MASTER_BYTES else 0
 
 
 def layer_bytes(config: Mapping[str, Any], longest: int, value_bytes: int) -> int:
@@ -211,6 +223,7 @@ def kv_cache_bytes(config: Mapping[str, Any], sequences: int, longest: int, bloc
 def pass_parts(config: Mapping[str, Any], parameters: int, value_bytes: int, batch: MicroBatch) -> tuple[tuple[str, int], ...]:
     """Return the parts of the memory of a process that computes forward passes only: (name, bytes) of each."""
     working = batch.tokens * layer_bytes(config, batch.longest, value_bytes) + logits_bytes(config, batch.targets)
+    working += wide_bytes(config, batch.tokens, value_bytes)
     return (("weights", parameters * value_bytes), ("activations", working), ("imports", PASS_BYTES))
 
 

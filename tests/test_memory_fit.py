@@ -63,14 +63,14 @@ def test_smaller_micro_batches_come_before_recomputing(tmp_path):
     found = [fitted(node(size), wanted) for size in (48, 28, 24, 19)]
     assert [chosen(one) for one in found] == [(8192, False, False), (4096, False, False), (2048, False, False), (8192, True, False)]
     assert found[0].reason == "" and found[1].reason == (
-        "learner.micro_batch_tokens=4096 (auto: with the defaults the learner's update would take about 26.2 GB, more than 85% of 28.0 GB)"
+        "learner.micro_batch_tokens=4096 (auto: with the defaults the learner's update would take about 26.5 GB, more than 85% of 28.0 GB)"
     )
     assert found[0].predicted_mb["learner"] > found[1].predicted_mb["learner"] > 9000 and "engines" in found[0].predicted_mb
     step_mb = found[1].step_mb(engines=2)
     assert (
         step_mb["engines"] == 2 * found[1].predicted_mb["engines"] and step_mb["total"] == max(need.bytes for need in found[1].needs) / 1e6
     )
-    assert "learner 16.7 GB (at least 8.9), one engine 2.8 GB; learner.micro_batch_tokens" in found[1].statement({"learner": 8900}, "cpu")
+    assert "learner 16.8 GB (at least 8.9), one engine 2.8 GB; learner.micro_batch_tokens" in found[1].statement({"learner": 8900}, "cpu")
 
 
 def test_a_run_that_has_a_part_of_the_memory_chooses_its_settings_for_it(tmp_path):
@@ -134,7 +134,7 @@ def test_what_a_recipe_sets_stays_and_what_it_may_cost_is_said(tmp_path):
     both = recipe(model, rollout={"max_tokens": 128}, learner={"micro_batch_tokens": 8192, "gradient_checkpointing": False})
     found = fitted(node(17), both)
     assert chosen(found) == (8192, False, False) and found.reason.startswith("learner.overlap=off (auto: with the defaults")
-    assert found.note.startswith("the memory may not be enough: policy.path: the learner's update needs about 24.0 GB (")
+    assert found.note.startswith("the memory may not be enough: policy.path: the learner's update needs about 24.2 GB (")
     assert found.note.endswith(
         "and this machine has 17.0 GB, also with learner.overlap=off; it may fit with learner.micro_batch_tokens=2048"
     )

@@ -65,6 +65,7 @@ class EngineActor:
         """Build the engine without weights."""
         from rlhfless_ray.engine.engine_arguments import engine_folder
         from rlhfless_ray.engine.vllm_engine import VllmEngine
+        from rlhfless_ray.local.cpu_bfloat16 import note
         from rlhfless_ray.local.process_memory import own_memory_mb
 
         start = time.time()
@@ -81,7 +82,7 @@ class EngineActor:
             "keeps_no_pages": pages.refused if pages is not None else "",
             "drafter_failure": drafts.failure if drafts is not None else "",
         }
-        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": spans, **obstacles}
+        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": spans, "note": note(), **obstacles}
 
     def _set_threads(self, threads: int) -> None:
         """Use as many threads as leased cores. A further member has one. Set before each call, because OpenMP keeps it per thread."""

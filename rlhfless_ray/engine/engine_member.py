@@ -47,9 +47,11 @@ class MemberWorker:
         from vllm.platforms import current_platform
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-        from rlhfless_ray.engine.prepare_vllm import install_sampler
+        from rlhfless_ray.engine.prepare_vllm import install_sampler, use_fast_products
 
-        if config.lora_config is not None and config.device_config.device_type == "cpu":
+        on_cpu = config.device_config.device_type == "cpu"
+        use_fast_products(str(config.model_config.dtype).removeprefix("torch."), on_cpu)
+        if config.lora_config is not None and on_cpu:
             from rlhfless_ray.engine.adapter_layers import replace_products
 
             replace_products()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
 from rlhfless_ray.local.fast_imports import fast_imports
 
 if TYPE_CHECKING:
@@ -66,6 +67,17 @@ def _replace_kernels() -> None:
 
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def use_fast_products(dtype: str, on_cpu: bool) -> None:
+    """Replace slow bfloat16 products on CPU, see `cpu_bfloat16`. vLLM then leaves linear layers to PyTorch, without packed weights.
+
+    Call it before a model with weights of this dtype is built. Attention and experts have vLLM's own kernels, which multiply in float32.
+    """
+    if use_float32_products(dtype, "cpu" if on_cpu else "gpu"):
+        from vllm import _custom_ops
+
+        _custom_ops._supports_onednn = False
 
 
 def _configure_logging() -> None:

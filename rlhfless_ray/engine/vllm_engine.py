@@ -17,7 +17,7 @@ from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.engine.control_queue import ControlQueue, DraftNews, EngineCommand
 from rlhfless_ray.engine.engine_arguments import engine_arguments, read_stop_tokens
 from rlhfless_ray.engine.engine_settings import EngineSettings
-from rlhfless_ray.engine.prepare_vllm import install_sampler, prepare
+from rlhfless_ray.engine.prepare_vllm import install_sampler, prepare, use_fast_products
 from rlhfless_ray.engine.running_requests import RunningRequests
 from rlhfless_ray.engine.stop_strings import StopStrings
 from rlhfless_ray.engine.token_deltas import CUT, ENDS, TokenDeltas
@@ -71,6 +71,7 @@ class VllmEngine:
         self.on_cpu = on_cpu = settings.device == "cpu"
         architectures = json.loads((folder / "config.json").read_bytes()).get("architectures") or ()
         prepare(on_cpu, architectures)
+        use_fast_products(settings.dtype, on_cpu)
         from vllm import LLMEngine
 
         self.version: int | None = None

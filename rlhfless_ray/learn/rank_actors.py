@@ -89,6 +89,7 @@ class RankActor:
     def build(self, files: Source | FolderInStore, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files."""
         from rlhfless_ray.learn.trainer_rank import read_state
+        from rlhfless_ray.local.cpu_bfloat16 import note
         from rlhfless_ray.local.process_memory import own_memory_mb
 
         saved = None if state is None else read_state(read_source(state), parts_in(state))
@@ -97,7 +98,7 @@ class RankActor:
         else:
             model = Path(files[0]) if isinstance(files, tuple) else read_source(files)
         _, spans = timed(lambda: self.rank.open(model, rendezvous, saved), "start", f"open {self.name}", threads)
-        return {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter}
+        return {"memory_mb": own_memory_mb(), "spans": spans, "cutter": self.rank.cutter, "note": note()}
 
     def update(self, share: Share, threads: int) -> tuple[UpdateStats | CriticStats, list[Span]]:
         return timed(lambda: self.rank.update(share), "work", "update", threads)

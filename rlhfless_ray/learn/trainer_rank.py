@@ -37,6 +37,7 @@ from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.learn.sequence_parallel import SequenceParallel
 from rlhfless_ray.learn.tensor_parallel import ModelSlices, visible_adapters
 from rlhfless_ray.learn.tied_ends import TiedEnds
+from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
 from rlhfless_ray.weights.layout import whole_layers
@@ -61,6 +62,7 @@ class TrainerRank:
         self.settings, self.section = settings, settings.learner
         self.dtype, self.rank = settings.policy.dtype, settings.rank
         self.device = torch.device("cuda" if settings.device == "gpu" else "cpu")
+        use_float32_products(self.dtype, self.device.type)
         self.ranks, self.stage, self.hosted = self.section.ranks, self.section.zero_stage, self.section.offloads_optimizer
         self.replicas = self.ranks // self.section.tensor_parallel  # copies of the model, whose gradients are averaged
         self.shares = self.replicas // self.section.sequence_parallel  # parts of a batch; ranks with the same part return the same values

@@ -80,6 +80,7 @@ class WorkerGroup:
         self.shares_base = shares_base
         self.base: Any = None  # if shared, a reference to the model's files, or to the arguments of `map_files`
         self.loopback = False
+        self.notes: list[str] = []  # for the user, about the ranks' processors
         self.cutter = Cutter()  # replaced by the ranks' own once they have loaded the model
         self.scheduler = GangScheduler(pool, ranks, broker, name)
         self.update_s = 0.0  # seconds of the slowest rank's work in the last update
@@ -271,6 +272,7 @@ class WorkerGroup:
             self.recovery.say(f"the {self.name} computes a copy of the prompt for each response: {obstacle}")
         for instance, one in zip(self.by_rank, opened, strict=True):
             instance.memory_mb = one["memory_mb"]
+        self.notes = [one["note"] for one in opened if one.get("note")]
 
     def _folder(self, files: StoredFiles) -> tuple[str, dict[str, int], str] | None:
         """Return arguments of `map_files` if all ranks see the folder, so that no copy of it is in memory."""

@@ -33,6 +33,7 @@ class ProgressDisplay:
         self._stream = stream if stream is not None else sys.stdout
         self._state = ProgressState(title=title, steps=steps)
         self._live: Live | None = None
+        self._once: set[str] = set()
         self.mode = _resolve(mode, self._stream)
         if self.mode == "live":
             self._start_live()
@@ -59,9 +60,12 @@ class ProgressDisplay:
         """Show the current phase. This is cheap, so call it at every change."""
         self._state.phase, self._state.phase_at_s = name, time.monotonic()
 
-    def message(self, text: str) -> None:
-        """Print a permanent line, above the panel if there is one."""
-        self._print(text)
+    def message(self, text: str, *, once: bool = False) -> None:
+        """Print a permanent line, above the panel if there is one. `once`: unless a line of the same text was printed so."""
+        if not once or text not in self._once:
+            self._print(text)
+        if once:
+            self._once.add(text)
 
     def close(self) -> None:
         """Leave the last state on the terminal and restore it. May be called twice."""

@@ -19,7 +19,7 @@ class RewardActor:
 
     def open(self, threads: int) -> dict[str, Any]:
         self.worker.open(threads)
-        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": [self.imported]}
+        return {"memory_mb": own_memory_mb() + members_memory_mb(), "spans": [self.imported], "note": self.worker.note}
 
     def park(self) -> dict[str, Any]:
         start = time.time()

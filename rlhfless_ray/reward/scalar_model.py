@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
+from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
 
 
 class LastHiddenStates(nn.Module):
@@ -85,6 +86,7 @@ class ScalarModel:
 
         All sequences form one batch, padded on the right. The mask matters for models that are not causal only.
         """
+        use_float32_products(str(self.weight.dtype).removeprefix("torch."), self.device.type)
         lengths = torch.tensor([len(ids) for ids in sequences], device=self.device)
         ids = torch.zeros((len(sequences), int(lengths.max())), dtype=torch.int64)
         for row, tokens in enumerate(sequences):

@@ -26,7 +26,9 @@ class Score:
 
 
 class Worker:
-    """The part of a source that runs in a scoring process."""
+    """The part of a source that runs in a scoring process. `note`: for the user, about its processor, once it is open."""
+
+    note = ""
 
     def score(self, items: list[Any], budget_s: float) -> list[Score]:
         """Return scores of the items that were finished within `budget_s`; none if a server does not answer."""

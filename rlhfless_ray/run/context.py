@@ -50,6 +50,8 @@ class RunContext:
         instance.memory_mb, instance.keeps_no_pages = result["memory_mb"], result.get("keeps_no_pages", "")
         instance.drafter_failure = result.get("drafter_failure", "")
         self.ledger.spans([lease.id for lease in instance.leases], result["spans"])
+        if note := result.get("note"):
+            self.record.progress.message(note, once=True)
         return result["spans"]
 
     def record_start_or_replace(self, pool: WorkerPool, instance: Instance, record: Callable[[Instance], object]) -> bool:

@@ -361,9 +361,13 @@ class Runtime(StepOperations):
             self.broker.put(self.worker_group.park())
             critic, other = self.inputs.critic_files, self.inputs.reference
             of_critic = policy if critic is None else StoredFiles(Path(self.recipe.critic.path), critic)
-            self.learn_stage.worker_groups.open_critic(of_critic, self.cluster.private, state)
+            groups = self.learn_stage.worker_groups
+            groups.open_critic(of_critic, self.cluster.private, state)
             of_reference = policy if other is None else StoredFiles(other, read_folder(other))
-            self.learn_stage.worker_groups.open_reference(of_reference, self.cluster.private)
+            groups.open_reference(of_reference, self.cluster.private)
+            for group in filter(None, (groups.learner, groups.reference, groups.critic)):
+                for note in group.notes:
+                    self.record.progress.message(note, once=True)
             if self.stages.agents is not None:
                 self.stages.agents.check()
         if checkpoint is None:

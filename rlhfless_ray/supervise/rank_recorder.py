@@ -116,6 +116,9 @@ class RankRecorder:
         self.leases_of[rank] = leases
         self.progress.phase("opening the model")
 
+    def _on_note(self, sentence: str) -> None:
+        self.progress.message(sentence, once=True)
+
     def _on_spans(self, content: tuple[int, Any]) -> None:
         rank, spans = content
         self.ledger.spans(self.leases_of.get(rank, []), spans)

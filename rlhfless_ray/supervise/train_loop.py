@@ -23,6 +23,7 @@ from rlhfless_ray.common.deadlines import fetch
 from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.trainer_rank import read_state
+from rlhfless_ray.local.cpu_bfloat16 import note
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.recipe.supervised_sections import WITH_REFERENCE
 from rlhfless_ray.run.checkpoint_files import write_checksums
@@ -62,6 +63,8 @@ class _Loop:
         alive = partial(self.post, "alive", None)
         self.work = SupervisedRank(self.recipe, self.order.schedule_steps, self.rank, self.ranks, start.device, alive)
         self.saved = -1
+        if sentence := note():
+            self.post("note", sentence)
 
     def post(self, kind: str, content: Any) -> bool:
         return bool(self._fetch(self.start.inbox.post.remote(kind, content), INBOX))

@@ -1,0 +1,250 @@
+"""For CPUs only: multiply bfloat16 matrices in float32 where the processor is slow at it.
+
+A processor without bfloat16 instructions, such as most with AVX2 only, multiplies bfloat16 matrices up to 50 times slower than float32
+ones. Weights and activations keep their dtype here. Blocks of both sides of a product become float32, are multiplied, and the result is
+rounded to bfloat16 once. That is the arithmetic of bfloat16 instructions, which add up in float32 too.
+
+`use_float32_products` is the only entry. It replaces the kernels of PyTorch's products in this process. So it holds for every layer,
+forward and backward, in models of transformers, peft, DeepSpeed and vLLM alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLOW = 1.5  # times as long as in float32. Measured: 0.6 with bfloat16 instructions, 2.4 with AVX-512 without them, 20 to 46 with AVX2.
+SIZES = (64, 512, 512)  # tokens, inputs and outputs of the products that are timed: 0.1 s at 0.65 GFLOP/s
+REPEATS = 5  # of which the fastest counts
+BLOCK = 1 << 18  # elements of a block in float32, 1 MB: larger ones leave the cache, and were up to twice as slow
+WHOLE = 1 << 22  # elements of a matrix that becomes float32 as a whole, 17 MB
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")  # change the kernels
+
+
+@dataclass(frozen=True)
+class ProductSpeed:
+    """How fast one core of this processor multiplies matrices, in GFLOP/s."""
+
+    float32: float
+    bfloat16: float
+
+    @property
+    def is_slow(self) -> bool:
+        return self.float32 > SLOW * self.bfloat16
+
+
+@cache
+def node_speed() -> ProductSpeed:
+    """Return this node's speed, which its first process measures. All processes of a node so decide the same until it reboots."""
+    file = _record()
+    with suppress(OSError, ValueError, TypeError):
+        return ProductSpeed(**json.loads(file.read_text()))
+    speed, own = measure(), file.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        own.write_text(json.dumps(asdict(speed)))
+        with suppress(FileExistsError):
+            os.link(own, file)  # unless another process was first
+        own.unlink()
+    with suppress(OSError, ValueError, TypeError):
+        return ProductSpeed(**json.loads(file.read_text()))
+    return speed
+
+
+def _record() -> Path:
+    """Return the file with this node's speed. Engines change `tempfile`'s folder, so it is not asked."""
+    parts = [platform.node(), torch.__version__, *(f"{name}={os.environ.get(name)}" for name in LIMITS)]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    key = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"rlhfless-ray-{os.getuid()}-products-{key}.json"
+
+
+def measure() -> ProductSpeed:
+    """Time products in both dtypes, of the forms that forward and backward passes have, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return ProductSpeed(*(_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _gflops(dtype: torch.dtype) -> float:
+    tokens, inputs, outputs = SIZES
+    hidden, weight, gradient = (torch.ones(shape, dtype=dtype) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+    begin, best_s = time.perf_counter(), float("inf")
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        hidden @ weight.T, gradient @ weight
+        best_s = min(best_s, time.perf_counter() - start)
+        if start - begin > 0.05:
+            break
+    return 4 * tokens * inputs * outputs / best_s / 1e9
+
+
+def use_float32_products(dtype: str, device: str) -> bool:
+    """Replace this process' bfloat16 products if they are slow. Returns whether they are replaced.
+
+    Call it before the first product of a model with weights of this `dtype` on this `device` ("cpu", or anything else for others).
+    """
+    if dtype != "bfloat16" or device != "cpu" or not node_speed().is_slow:
+        return False
+    install()
+    return True
+
+
+def note() -> str:
+    """Return a sentence for the user if this process' products are replaced, else an empty string."""
+    if not _installed:
+        return ""
+    speed = node_speed()
+    return (
+        f"node {platform.node()}: a core multiplies bfloat16 at {speed.bfloat16:.2g} GFLOP/s and float32 at {speed.float32:.2g}; "
+        "weights stay in bfloat16, and their products are computed in float32"
+    )
+
+
+_installed: list[Any] = []  # the library that holds the kernels, once they are replaced
+
+
+def install() -> None:
+    """Replace the kernels for CPU tensors. Other dtypes still reach PyTorch's own."""
+    if _installed:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns that its own kernels are replaced
+        for name, product in PRODUCTS.items():
+            library.impl(name, _or_own(name, product), "CPU", with_keyset=True, allow_override=True)
+        for name in (ATTENTION, f"{ATTENTION}_backward"):
+            library.impl(name, _in_float32(name), "CPU", with_keyset=True, allow_override=True)
+    _installed.append(library)
+
+
+def uninstall() -> None:
+    """Restore PyTorch's kernels, for tests."""
+    while _installed:
+        _installed.pop()._destroy()
+
+
+def _or_own(name: str, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel: `product` for bfloat16, PyTorch's own for other dtypes."""
+    own = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
+        if any(isinstance(x, Tensor) and x.dtype != torch.bfloat16 for x in (*arguments, *options.values())):
+            return own.call_boxed(keys, *arguments, **options)
+        return product(*arguments, **options)
+
+    return kernel
+
+
+def _in_float32(name: str) -> Callable[..., Any]:
+    """Return a kernel that computes with float32 copies of bfloat16 tensors, and returns bfloat16 for them."""
+    own = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def kernel(keys: Any, query: Tensor, *arguments: Any, **options: Any) -> Any:
+        if query.dtype != torch.bfloat16:
+            return own.call_boxed(keys, query, *arguments, **options)
+        wide = [_wide(x) for x in (query, *arguments)]
+        results = own.call_boxed(keys, *wide, **{key: _wide(x) for key, x in options.items()})
+        # the first is the attention; the second of the forward pass is a logarithm, which is float32 in any case
+        narrow = len(results) if name.endswith("_backward") else 1
+        return tuple(x.bfloat16() if number < narrow else x for number, x in enumerate(results))
+
+    return kernel
+
+
+def _wide(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x
+
+
+def _addmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
+    """Return beta·base + alpha·a@b, of a (rows, inner) and b (inner, columns), computed in blocks.
+
+    The smaller of both becomes float32 as a whole, and the other block by block. If both are large, the sum is divided into blocks.
+    """
+    (rows, inner), columns = a.shape, b.shape[1]
+    out = a.new_empty(rows, columns) if out is None else out.resize_(rows, columns)
+    base = None if base is None or beta == 0 else base.expand(rows, columns)
+
+    def put(part: Tensor, *where: slice) -> None:
+        part = part if alpha == 1 else part.mul_(alpha)
+        out[where] = part if base is None else part.add_(base[where], alpha=beta)
+
+    size = max(64, BLOCK // max(1, inner))
+    if min(rows, columns) * inner > WHOLE and inner > max(rows, columns):
+        size, total = max(64, BLOCK // (rows + columns)), torch.zeros(rows, columns)
+        for start in range(0, inner, size):
+            total.addmm_(a[:, start : start + size].float(), b[start : start + size].float())
+        put(total, slice(None))
+    elif columns >= rows:
+        wide = a.float()
+        for start in range(0, columns, size):
+            block = slice(start, start + size)
+            put(wide @ b[:, block].float(), slice(None), block)
+    else:
+        wide = b.float()
+        for start in range(0, rows, size):
+            block = slice(start, start + size)
+            put(a[block].float() @ wide, block)
+    return out
+
+
+def _baddbmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
+    """Do the same for a batch of matrices (count, rows, inner) and (count, inner, columns), several small ones at a time."""
+    (count, rows, inner), columns = a.shape, b.shape[2]
+    out = a.new_empty(count, rows, columns) if out is None else out.resize_(count, rows, columns)
+    base = None if base is None or beta == 0 else base.expand(count, rows, columns)
+    size = BLOCK // max(1, rows * inner, inner * columns, rows * columns)
+    if size <= 1:
+        for number in range(count):
+            _addmm(None if base is None else base[number], a[number], b[number], beta=beta, alpha=alpha, out=out[number])
+        return out
+    for start in range(0, count, size):
+        block = slice(start, start + size)
+        part = a[block].float() @ b[block].float()
+        part = part if alpha == 1 else part.mul_(alpha)
+        out[block] = part if base is None else part.add_(base[block], alpha=beta)
+    return out
+
+
+def _addmv(base: Tensor, a: Tensor, b: Tensor, *, out: Tensor | None = None, **scales: float) -> Tensor:
+    """Do the same for a matrix (rows, inner) and a vector (inner,)."""
+    result = _addmm(base.expand(len(a))[:, None], a, b[:, None], **scales)[:, 0]
+    return result if out is None else out.copy_(result)
+
+
+def _without_base(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda a, b, **options: product(None, a, b, **options)
+
+
+def _in_place(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda base, a, b, **options: product(base, a, b, out=base, **options)
+
+
+def _variants(name: str, product: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+    return {name: product, f"{name}_": _in_place(product), f"{name}.out": product}
+
+
+PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("mm", "mm.out"), _without_base(_addmm)),
+    **dict.fromkeys(("bmm", "bmm.out"), _without_base(_baddbmm)),
+    **_variants("addmm", _addmm),
+    **_variants("baddbmm", _baddbmm),
+    **_variants("addmv", _addmv),
+}

@@ -1,0 +1,185 @@
+"""Products of bfloat16 in float32: they equal the rounded float32 products, in every layer and its gradients, and only where it is slow."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rlhfless_ray.local import cpu_bfloat16
+from rlhfless_ray.local.cpu_bfloat16 import ProductSpeed, use_float32_products
+
+SLOW, FAST = ProductSpeed(30.0, 0.65), ProductSpeed(90.0, 140.0)
+
+
+@pytest.fixture
+def replaced() -> Iterator[None]:
+    cpu_bfloat16.install()
+    yield
+    cpu_bfloat16.uninstall()
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+# several blocks of columns, of rows and of the sum, then batches, vectors, bases and empty ones
+PRODUCTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
+    "columns": lambda to: to(drawn(5, 700)) @ to(drawn(700, 1500)),
+    "rows": lambda to: to(drawn(1700, 600)) @ to(drawn(600, 20)),
+    "inner": lambda to: to(drawn(40, 6000)) @ to(drawn(6000, 300)),
+    "long sums": lambda to: to(drawn(260, 17_000)) @ to(drawn(17_000, 250)),
+    "transposed": lambda to: to(drawn(1000, 30)).T @ to(drawn(1000, 600)),
+    "layer": lambda to: functional.linear(to(drawn(2, 9, 70)), to(drawn(50, 70)), to(drawn(50))),
+    "no bias": lambda to: functional.linear(to(drawn(2, 9, 70)), to(drawn(50, 70))),
+    "vector": lambda to: functional.linear(to(drawn(70)), to(drawn(50, 70)), to(drawn(50))),
+    "small batch": lambda to: to(drawn(40, 30, 64)) @ to(drawn(40, 64, 33)),
+    "large batch": lambda to: to(drawn(2, 600, 500)) @ to(drawn(2, 500, 600)),
+    "scaled": lambda to: torch.addmm(to(drawn(40)), to(drawn(30, 20)), to(drawn(20, 40)), beta=0.5, alpha=2.0),
+    "scaled batch": lambda to: torch.baddbmm(to(drawn(3, 1, 40)), to(drawn(3, 30, 20)), to(drawn(3, 20, 40)), beta=0.5, alpha=-1.0),
+    "unused base": lambda to: torch.addmm(to(drawn(40)) * torch.nan, to(drawn(30, 20)), to(drawn(20, 40)), beta=0.0),
+    "no rows": lambda to: to(drawn(0, 20)) @ to(drawn(20, 40)),
+    "nothing to add": lambda to: to(drawn(30, 0)) @ to(drawn(0, 40)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_rounded_products_of_float32(replaced: None, name: str) -> None:
+    found, wanted = PRODUCTS[name](lambda x: x), PRODUCTS[name](Tensor.float)
+    assert found.dtype == torch.bfloat16
+    # another order of additions changes the last bits of float32, and with them the rounding of a few values by one step
+    assert (found == wanted.bfloat16()).float().mean() > 0.999 or not found.numel()
+    torch.testing.assert_close(found.float(), wanted, rtol=2**-8, atol=2e-5)
+
+
+def test_products_into_given_memory(replaced: None) -> None:
+    """As the engines add an adapter's products into a slice of the output."""
+    whole, a, b = drawn(30, 90), drawn(30, 20), drawn(20, 40)
+    wanted = whole.clone()
+    wanted[:, 10:50] = (whole[:, 10:50].float() + a.float() @ b.float()).bfloat16()
+    whole[:, 10:50].addmm_(a, b)
+    assert torch.equal(whole, wanted)
+    for shape in ((30, 40), (0,)):
+        assert torch.equal(torch.mm(a, b, out=torch.empty(shape, dtype=torch.bfloat16)), (a.float() @ b.float()).bfloat16())
+
+
+class Block(torch.nn.Module):
+    """Attention and a gated MLP, and experts as transformers multiplies them on CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys, self.out = (torch.nn.Linear(64, 64, bias=bias) for bias in (True, True, False))
+        self.gate, self.up, self.down = torch.nn.Linear(64, 96), torch.nn.Linear(64, 96), torch.nn.Linear(96, 64)
+        self.experts = torch.nn.Parameter(torch.randn(3, 64, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [part(x).unflatten(-1, (4, 16)).transpose(1, 2) for part in (self.queries, self.keys, self.keys)]
+        x = x + self.out(functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.down(functional.silu(self.gate(x)) * self.up(x))
+        ends = torch.tensor([8, 16, 24], dtype=torch.int32)
+        return x + torch._grouped_mm(x.flatten(0, 1), self.experts, offs=ends).view_as(x)
+
+
+def gradients(model: Any, checkpointed: bool) -> list[Tensor]:
+    x = drawn(2, 12, 64).to(next(model.parameters()).dtype).requires_grad_()
+    y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+    (y.float() ** 2).mean().backward()
+    found = [y, x.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    return [tensor.detach() for tensor in found]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_and_their_gradients(replaced: None, checkpointed: bool) -> None:
+    torch.manual_seed(0)
+    model = Block().bfloat16()
+    found = gradients(model, checkpointed)
+    wanted = gradients(model.float(), checkpointed)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.float() - other).norm() < 0.02 * other.norm()
+
+
+def test_every_product_of_a_block_is_replaced(replaced: None) -> None:
+    """A kernel of PyTorch that multiplies by itself would be slow: all of it happens in float32, forward and backward."""
+    seen = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    model = Block().bfloat16()
+    with Record():
+        gradients(model, checkpointed=False)
+    products = {name.removeprefix("aten.").split(".")[0] for name in seen if "mm" in name or "attention" in name}
+    known = {name.split(".")[0] for name in cpu_bfloat16.PRODUCTS} | {cpu_bfloat16.ATTENTION, f"{cpu_bfloat16.ATTENTION}_backward"}
+    assert products - {"_grouped_mm"} <= known  # that one calls `mm` for each expert
+    assert {"mm", "addmm", cpu_bfloat16.ATTENTION} <= products
+
+
+def test_other_dtypes_keep_their_kernels() -> None:
+    made = [torch.randn(30, 40, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    before = [x @ x.T for x in made]
+    cpu_bfloat16.install()
+    try:
+        assert all(torch.equal(x @ x.T, one) for x, one in zip(made, before, strict=True))
+        with pytest.raises(RuntimeError, match="dtype"):
+            drawn(3, 4) @ made[0].T[:4]
+    finally:
+        cpu_bfloat16.uninstall()
+
+
+def test_products_are_replaced_only_where_they_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def speed_of(speed: ProductSpeed) -> None:
+        monkeypatch.setattr(cpu_bfloat16, "node_speed", lambda: asked.append(1) or speed)
+
+    try:
+        speed_of(SLOW)
+        assert not use_float32_products("float32", "cpu") and not use_float32_products("bfloat16", "cuda")
+        assert asked == [] and cpu_bfloat16.note() == ""
+        speed_of(FAST)
+        assert not use_float32_products("bfloat16", "cpu") and cpu_bfloat16.note() == ""
+        speed_of(SLOW)
+        assert use_float32_products("bfloat16", "cpu") and use_float32_products("bfloat16", "cpu")
+        assert "0.65 GFLOP/s and float32 at 30" in cpu_bfloat16.note()
+    finally:
+        cpu_bfloat16.uninstall()
+
+
+def test_a_node_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Engine and learner are processes of their own, and must decide the same."""
+    measured = iter([SLOW, FAST, FAST, SLOW])
+    monkeypatch.setattr(cpu_bfloat16, "measure", lambda: next(measured))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    ask = cpu_bfloat16.node_speed.__wrapped__
+    assert [ask(), ask()] == [SLOW, SLOW]
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # other kernels
+    assert ask() == FAST
+    for file in tmp_path.iterdir():
+        file.write_text("{")
+    assert ask() == FAST  # measured again
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    assert ask() == SLOW
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the limits are those of x86")
+def test_a_processor_held_to_avx2_is_found_slow(tmp_path: Path) -> None:
+    """PyTorch's own kernels without bfloat16 instructions, in a process of its own, because they are chosen at the start."""
+    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "OMP_NUM_THREADS": "1"}
+    code = "from rlhfless_ray.local.cpu_bfloat16 import measure; print(measure().is_slow)"
+    environment = {**os.environ, **limits, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.strip() == "True"
