@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ POLL_S = 0.1
 BASH_ENV = f"""
 [ -z "${{RLHFLESS_BASH_ENV-}}" ] || . "$RLHFLESS_BASH_ENV"
 [ "${{BASH_VERSINFO[0]}}" -lt 5 ] || exec {{BASH_XTRACEFD}}>/dev/null # the trap below would be in the trace of each command
-[ -z "${{{AWAY}-}}" ] || cd() {{ builtin cd "$@" || echo "cd: ignored, as the command is for another machine" >&2; }}
+[ -z "${{{AWAY}-}}" ] || cd() {{ builtin cd "$@" 2>/dev/null || echo "cd $*: no such folder on this machine" >&2; }}
 command_not_found_handle() {{
   echo "${{BASH_SOURCE[1]-bash}}: line ${{BASH_LINENO[0]}}: $1: command not found" >&2
   case $1 in -*) "${FOLDER}/bin/{LOST}" "${{BASH_SOURCE[1]-}}:${{BASH_LINENO[0]}}" "$@" ;; esac
@@ -78,6 +79,7 @@ def run_script(argv: Sequence[str], deadline_s: float = DEADLINE_S) -> ScriptRun
             reaper.close()
             raise UserError(f"`{words[0]}`: {error.strerror}") from None
         reaper.watch(process.pid)
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` runs
         try:
             if code := process.wait(deadline_s):
                 found.notes.append(f"{command} ended with exit code {code}; what it would do after that is not read")
@@ -89,6 +91,7 @@ def run_script(argv: Sequence[str], deadline_s: float = DEADLINE_S) -> ScriptRun
             ended = _end_rest(folder, process.pid)
             process.wait()
             reaper.close()
+            signal.signal(signal.SIGTERM, before)
         if ended:
             found.notes.append(f"processes that {command} left running were ended: {', '.join(ended)}")
         _read_records(folder / RECORDS, found)
