@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +44,9 @@ def explain(ctx: typer.Context) -> None:
         print(list_flags(name))
         return
     run = _launches(argv)
-    first, *rest = sorted(run.launches, key=_priority)
-    with _folder_of(first):
+    # PPO's launcher first, and those that neither train nor generate last
+    first, *rest = sorted(run.launches, key=lambda launch: (launch.launcher != LAUNCHER) + (launch.launcher not in TRANSLATED))
+    with chdir(first.folder):
         text, data = _explained(_translated(first), here=not first.is_away)
     data["notes"] = [*data.get("notes", []), *run.notes]
     data["runs"] = data["runs"] and not run.lost
@@ -72,43 +71,21 @@ def explain(ctx: typer.Context) -> None:
 
 def _launches(argv: list[str]) -> ScriptRun:
     """Return the launch in a command, or those that its script starts when it runs. Raises UserError if there is none."""
-    from rlhfless_ray.compat.openrlhf.command import launch_in, starts_script
+    from rlhfless_ray.compat.openrlhf.command import check_starts_shell, launch_in
     from rlhfless_ray.compat.openrlhf.script_run import DEADLINE_S, ScriptRun, run_script
 
-    launch = launch_in(argv)
-    if launch is not None:
+    if launch := launch_in(argv):
         return ScriptRun([launch])
-    starts_script(argv)
+    check_starts_shell(argv)
     command = f"`{shlex.join(argv)[:80]}`"
     print(
         f"[rlhfless] {command} runs now, for {DEADLINE_S:g} s at most. OpenRLHF's launchers, ray, Slurm, containers and ssh start nothing. "
         "Everything else that it does is done: files, installations, downloads, other programs.",
         file=sys.stderr, flush=True,
     )  # fmt: skip
-    run = run_script(argv)
-    if not run.launches:
+    if not (run := run_script(argv)).launches:
         raise UserError("; ".join([f"{command}: it started no launcher of OpenRLHF", *run.lost, *run.notes]))
     return run
-
-
-def _priority(launch: LaunchCommand) -> int:
-    """Sort PPO's launcher first, and those that neither train nor generate last."""
-    from rlhfless_ray.compat.openrlhf.command import TRANSLATED
-    from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
-
-    return 0 if launch.launcher == LAUNCHER else 1 if launch.launcher in TRANSLATED else 2
-
-
-@contextmanager
-def _folder_of(launch: LaunchCommand) -> Iterator[None]:
-    """Read relative paths of a launch as it would."""
-    before = os.getcwd()
-    with suppress(OSError):  # the script has removed it
-        os.chdir(launch.folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def _translated(launch: LaunchCommand) -> Translation | LauncherTranslation:
@@ -126,7 +103,7 @@ def _translated(launch: LaunchCommand) -> Translation | LauncherTranslation:
 def _why_not(launch: LaunchCommand) -> str | None:
     """Return why a launch would not run, or None if it would."""
     try:
-        with _folder_of(launch):
+        with chdir(launch.folder):
             translation = _translated(launch)
             wrong = translation.refusal() or translation.problem()
     except UserError as error:

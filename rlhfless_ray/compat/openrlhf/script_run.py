@@ -157,6 +157,7 @@ def _read_records(file: Path, found: ScriptRun) -> None:
             continue
         launch = launch_in(entry["words"])
         assert launch is not None
-        launch.folder, launch.script, launch.line, launch.is_away = entry["folder"], place, first, entry["away"] or launch.is_away
+        launch.script, launch.line, launch.is_away = place, first, entry["away"] or launch.is_away
+        launch.folder = entry["folder"] if Path(entry["folder"]).is_dir() else "."
         if not any((launch.launcher, launch.flags) == (other.launcher, other.flags) for other in found.launches):
             found.launches.append(launch)

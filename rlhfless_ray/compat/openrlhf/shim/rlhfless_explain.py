@@ -58,6 +58,8 @@ def is_script(word: str, before: str) -> bool:
 def stand_in(words: list[str]) -> int | None:
     """Handle a command of the script. Returns the exit code, or None if the program itself is to run."""
     name, found = Path(words[0]).name, find_launcher(words)
+    if name == "ray":
+        _enter_working_folder(words)
     if found is not None and words[found[0] + 1 : found[0] + 2] not in (["--help"], ["-h"]):
         record({"words": words, "folder": os.getcwd(), "place": os.environ.get(PLACE, ""), "away": AWAY in os.environ})
         print(f"[rlhfless] recorded, not started: {found[1]}", file=sys.stderr)
@@ -91,24 +93,21 @@ def _leave_alone(words: Sequence[str]) -> int:
 
 
 def _ray(words: list[str]) -> int:
-    """Print what a script may read of a job. Run the shell script of a job that has one, in the job's folder if it is here."""
+    """Print what a script may read of a job. Run the shell script of a job that has one."""
     if words[1:3] == ["job", "status"]:
         print(f"Job '{words[-1]}' succeeded\nStatus message: SUCCEEDED")
     if words[1:3] != ["job", "submit"] or "--" not in words:
         return _leave_alone(words)
-    options, entry = words[: words.index("--")], words[words.index("--") + 1 :]
     print(SUBMITTED, flush=True)
-    for option, value in pairwise([*options, ""]):
+    return _run_away(_inner(["", *words[words.index("--") + 1 :]]), words)
+
+
+def _enter_working_folder(words: Sequence[str]) -> None:
+    """Enter the working folder of a job if it is on this machine."""
+    for option, value in pairwise(words):
         name, _, given = option.partition("=")
-        folder = given or value
-        if name == "--runtime-env-json":
-            try:
-                folder = json.loads(folder).get("working_dir", "")
-            except (ValueError, AttributeError):
-                continue
-        if name in ("--working-dir", "--runtime-env-json") and os.path.isdir(folder):
-            os.chdir(folder)
-    return _run_away(_inner(["", *entry]), words)
+        if name == "--working-dir" and os.path.isdir(given or value):
+            os.chdir(given or value)
 
 
 def _inner(words: list[str]) -> list[str]:
