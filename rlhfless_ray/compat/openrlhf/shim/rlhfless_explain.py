@@ -78,7 +78,7 @@ def stand_in(words: list[str]) -> int | None:
     if name in ("sbatch", *ELSEWHERE) or (installs and AWAY in os.environ):
         return _run_away(_inner(words), words)
     if name == "sudo" and (inner := _inner(words)):
-        return _run(inner)
+        return _replace_process(inner)
     return _leave_alone(words) if name == "rlhfless" or any(UNREAD.fullmatch(word) for word in words) else None
 
 
@@ -129,10 +129,10 @@ def _run_away(inner: list[str], words: list[str]) -> int:
     if not inner:
         return _leave_alone(words)
     os.environ[AWAY] = "1"
-    return _run(inner)
+    return _replace_process(inner)
 
 
-def _run(words: list[str]) -> int:
+def _replace_process(words: list[str]) -> int:
     sys.stdout.flush()
     try:
         os.execvp(words[0], words)
