@@ -1,4 +1,4 @@
-"""`rlhfless explain -- COMMAND`: show how an OpenRLHF command is read, without running it."""
+"""`rlhfless explain -- COMMAND`: show how an OpenRLHF command is read, without training."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def explain(ctx: typer.Context) -> None:
     # PPO's launcher first, and those that neither train nor generate last
     first, *rest = sorted(run.launches, key=lambda launch: (launch.launcher != LAUNCHER) + (launch.launcher not in TRANSLATED))
     with chdir(first.folder):
-        text, data = _explained(_translated(first), here=not first.is_away)
-    data["notes"] = [*data.get("notes", []), *run.notes]
+        translation = _translated(first)
+        translation.notes += run.notes
+        text, data = _explained(translation, here=not first.is_away)
     data["runs"] = data["runs"] and not run.lost
     data["problem"] = data["problem"] or "; ".join(run.lost) or None
     others = [(launch.launcher, _why_not(launch)) for launch in rest if launch.launcher in TRANSLATED]
@@ -61,8 +62,6 @@ def explain(ctx: typer.Context) -> None:
             print(f"does not run: {data['problem']}")
         for name, why in others:
             print(f"also starts {name}, which would {f'not run: {why}' if why else 'run'}")
-        for note in run.notes:
-            print(f"note: {note}")
     if not data["runs"] or any(why for _, why in others):
         raise typer.Exit(2)
     if not run.is_complete:
@@ -118,26 +117,21 @@ def _explained(translation: Translation | LauncherTranslation, here: bool) -> tu
     from rlhfless_ray.compat.openrlhf.memory import too_large_here, too_large_stage, width_note
     from rlhfless_ray.compat.openrlhf.resources import fit, fit_width
     from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
+    from rlhfless_ray.compat.openrlhf.translate import Translation
 
-    if isinstance(translation, LauncherTranslation):
-        if here and (narrower := fit_width(translation.settings)):
-            translation.notes.append(narrower)
-        problem = _problem(translation)
-        if here and isinstance(translation, SupervisedTranslation) and not translation.refused and problem is None:
+    problem: UserError | str | None
+    if here and (fitted := fit_width(translation.settings) if isinstance(translation, LauncherTranslation) else fit(translation)):
+        translation.notes.append(fitted)
+    if isinstance(translation, Translation):
+        translation.notes += width_note(translation)
+    problem = None if translation.refused else translation.problem()
+    if here and not translation.refused and problem is None:
+        if isinstance(translation, SupervisedTranslation):
             problem = too_large_stage(translation)
+        elif isinstance(translation, Translation):
+            problem = too_large_here(translation)
+    if isinstance(translation, LauncherTranslation):
         text, data = translation.explanation(), translation.as_data()
     else:
-        if here and (fewer := fit(translation)):
-            translation.notes.append(fewer)
-        translation.notes += width_note(translation)
-        problem = _problem(translation)
-        if here and not translation.refused and problem is None:
-            problem = too_large_here(translation)
         text, data = explanation(translation), as_data(translation)
-    return text, {**data, "runs": not translation.refused and problem is None, "problem": problem}
-
-
-def _problem(translation: Translation | LauncherTranslation) -> str | None:
-    """Return why the recipe is invalid. None if it is valid, or lacks refused flags."""
-    error = None if translation.refused else translation.problem()
-    return str(error) if error else None
+    return text, {**data, "runs": not translation.refused and problem is None, "problem": str(problem) if problem else None}

@@ -37,11 +37,9 @@ class LaunchCommand:
     is_away: bool = False
     """Whether it is a job for another machine."""
     folder: str = "."
-    """Its working folder."""
     script: str = ""
-    """The script that starts it."""
     line: int = 1
-    """The line of the script where the command begins."""
+    """The command's first line in the script that starts it."""
 
 
 def launch_in(argv: Sequence[str]) -> LaunchCommand | None:
@@ -51,8 +49,7 @@ def launch_in(argv: Sequence[str]) -> LaunchCommand | None:
     """
     if argv and argv[0].startswith("--"):
         return LaunchCommand(LAUNCHER, list(argv))
-    found = find_launcher(argv)
-    if found is None:
+    if (found := find_launcher(argv)) is None:
         return None
     place, launcher = found
     return LaunchCommand(launcher, [*_ranks(launcher, argv[:place]), *argv[place + 1 :]], is_submission(argv))

@@ -61,21 +61,17 @@ class ScriptRun:
 
 
 def run_script(argv: Sequence[str], deadline_s: float = DEADLINE_S) -> ScriptRun:
-    """Run a command in its usual working folder, with its output on stderr. At the end nothing that it started is left running.
-
-    Raises UserError if there is no such program.
-    """
+    """Run a command in its usual working folder, with its output on stderr. At the end nothing that it started is left running."""
     words = ["bash", *argv] if argv[0].endswith(SCRIPT_ENDINGS) and not os.access(argv[0], os.X_OK) else list(argv)
     found, command = ScriptRun(), f"`{shlex.join(argv)[:80]}`"
     with TemporaryDirectory(prefix="rlhfless-explain-") as name:
         folder = Path(name)
         environment = _prepare(folder)
-        reaper = OrphanReaper(folder)
         try:
             process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
         except OSError as error:
-            reaper.close()
             raise UserError(f"`{words[0]}`: {error.strerror}") from None
+        reaper = OrphanReaper(folder)
         reaper.watch(process.pid)
         before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` runs
         try:

@@ -78,7 +78,7 @@ def stand_in(words: list[str]) -> int | None:
     if name in ("sbatch", *ELSEWHERE) or (installs and AWAY in os.environ):
         return _run_away(_inner(words), words)
     if name == "sudo" and (inner := _inner(words)):
-        return _replace_process(inner)
+        os.execvp(inner[0], inner)
     return _leave_alone(words) if name == "rlhfless" or any(UNREAD.fullmatch(word) for word in words) else None
 
 
@@ -129,26 +129,13 @@ def _run_away(inner: list[str], words: list[str]) -> int:
     if not inner:
         return _leave_alone(words)
     os.environ[AWAY] = "1"
-    return _replace_process(inner)
-
-
-def _replace_process(words: list[str]) -> int:
-    sys.stdout.flush()
-    try:
-        os.execvp(words[0], words)
-    except OSError as error:
-        print(f"[rlhfless] {words[0]}: {error.strerror}", file=sys.stderr)
-        return 127
+    os.execvp(inner[0], inner)
 
 
 def stand_in_for_python() -> None:
     """End this interpreter if it was started for a launcher, or for a program that is left alone."""
-    words = list(sys.orig_argv)
-    program = next((word for word in words[1:] if not word.startswith("-")), "")
-    if Path(program).name in NAMES and words[1:2] == [program]:
-        words = words[1:]  # a program written in Python, such as /opt/venv/bin/ray
-    code = stand_in(words)
-    if code is not None:
+    is_program = Path("".join(sys.orig_argv[1:2])).name in NAMES  # written in Python, such as /opt/venv/bin/ray
+    if (code := stand_in(sys.orig_argv[is_program:])) is not None:
         sys.stdout.flush()
         os._exit(code)
 
@@ -158,8 +145,7 @@ def main(words: list[str]) -> int:
     if words[0] == LOST:
         record({"lost": words[2:], "place": words[1]})
         return 0
-    code = stand_in(words)
-    if code is not None:
+    if (code := stand_in(words)) is not None:
         return code
     stands = os.path.join(os.environ[FOLDER], "bin")
     path = os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if folder != stands)
