@@ -1,13 +1,11 @@
-"""`rlhfless explain -- COMMAND`: show how an OpenRLHF command is read, without running it."""
+"""`rlhfless explain -- COMMAND`: show how an OpenRLHF command is read, without training."""
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +44,12 @@ def explain(ctx: typer.Context) -> None:
         print(list_flags(name))
         return
     run = _launches(argv)
-    first, *rest = sorted(run.launches, key=_priority)
-    with _folder_of(first):
-        text, data = _explained(_translated(first), here=not first.is_away)
-    data["notes"] = [*data.get("notes", []), *run.notes]
+    # PPO's launcher first, and those that neither train nor generate last
+    first, *rest = sorted(run.launches, key=lambda launch: (launch.launcher != LAUNCHER) + (launch.launcher not in TRANSLATED))
+    with chdir(first.folder):
+        translation = _translated(first)
+        translation.notes += run.notes
+        text, data = _explained(translation, here=not first.is_away)
     data["runs"] = data["runs"] and not run.lost
     data["problem"] = data["problem"] or "; ".join(run.lost) or None
     others = [(launch.launcher, _why_not(launch)) for launch in rest if launch.launcher in TRANSLATED]
@@ -62,8 +62,6 @@ def explain(ctx: typer.Context) -> None:
             print(f"does not run: {data['problem']}")
         for name, why in others:
             print(f"also starts {name}, which would {f'not run: {why}' if why else 'run'}")
-        for note in run.notes:
-            print(f"note: {note}")
     if not data["runs"] or any(why for _, why in others):
         raise typer.Exit(2)
     if not run.is_complete:
@@ -72,43 +70,21 @@ def explain(ctx: typer.Context) -> None:
 
 def _launches(argv: list[str]) -> ScriptRun:
     """Return the launch in a command, or those that its script starts when it runs. Raises UserError if there is none."""
-    from rlhfless_ray.compat.openrlhf.command import launch_in, starts_script
+    from rlhfless_ray.compat.openrlhf.command import check_starts_shell, launch_in
     from rlhfless_ray.compat.openrlhf.script_run import DEADLINE_S, ScriptRun, run_script
 
-    launch = launch_in(argv)
-    if launch is not None:
+    if launch := launch_in(argv):
         return ScriptRun([launch])
-    starts_script(argv)
+    check_starts_shell(argv)
     command = f"`{shlex.join(argv)[:80]}`"
     print(
         f"[rlhfless] {command} runs now, for {DEADLINE_S:g} s at most. OpenRLHF's launchers, ray, Slurm, containers and ssh start nothing. "
         "Everything else that it does is done: files, installations, downloads, other programs.",
         file=sys.stderr, flush=True,
     )  # fmt: skip
-    run = run_script(argv)
-    if not run.launches:
+    if not (run := run_script(argv)).launches:
         raise UserError("; ".join([f"{command}: it started no launcher of OpenRLHF", *run.lost, *run.notes]))
     return run
-
-
-def _priority(launch: LaunchCommand) -> int:
-    """Sort PPO's launcher first, and those that neither train nor generate last."""
-    from rlhfless_ray.compat.openrlhf.command import TRANSLATED
-    from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
-
-    return 0 if launch.launcher == LAUNCHER else 1 if launch.launcher in TRANSLATED else 2
-
-
-@contextmanager
-def _folder_of(launch: LaunchCommand) -> Iterator[None]:
-    """Read relative paths of a launch as it would."""
-    before = os.getcwd()
-    with suppress(OSError):  # the script has removed it
-        os.chdir(launch.folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def _translated(launch: LaunchCommand) -> Translation | LauncherTranslation:
@@ -126,7 +102,7 @@ def _translated(launch: LaunchCommand) -> Translation | LauncherTranslation:
 def _why_not(launch: LaunchCommand) -> str | None:
     """Return why a launch would not run, or None if it would."""
     try:
-        with _folder_of(launch):
+        with chdir(launch.folder):
             translation = _translated(launch)
             wrong = translation.refusal() or translation.problem()
     except UserError as error:
@@ -141,26 +117,21 @@ def _explained(translation: Translation | LauncherTranslation, here: bool) -> tu
     from rlhfless_ray.compat.openrlhf.memory import too_large_here, too_large_stage, width_note
     from rlhfless_ray.compat.openrlhf.resources import fit, fit_width
     from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
+    from rlhfless_ray.compat.openrlhf.translate import Translation
 
-    if isinstance(translation, LauncherTranslation):
-        if here and (narrower := fit_width(translation.settings)):
-            translation.notes.append(narrower)
-        problem = _problem(translation)
-        if here and isinstance(translation, SupervisedTranslation) and not translation.refused and problem is None:
+    problem: UserError | str | None
+    if here and (fitted := fit_width(translation.settings) if isinstance(translation, LauncherTranslation) else fit(translation)):
+        translation.notes.append(fitted)
+    if isinstance(translation, Translation):
+        translation.notes += width_note(translation)
+    problem = None if translation.refused else translation.problem()
+    if here and not translation.refused and problem is None:
+        if isinstance(translation, SupervisedTranslation):
             problem = too_large_stage(translation)
+        elif isinstance(translation, Translation):
+            problem = too_large_here(translation)
+    if isinstance(translation, LauncherTranslation):
         text, data = translation.explanation(), translation.as_data()
     else:
-        if here and (fewer := fit(translation)):
-            translation.notes.append(fewer)
-        translation.notes += width_note(translation)
-        problem = _problem(translation)
-        if here and not translation.refused and problem is None:
-            problem = too_large_here(translation)
         text, data = explanation(translation), as_data(translation)
-    return text, {**data, "runs": not translation.refused and problem is None, "problem": problem}
-
-
-def _problem(translation: Translation | LauncherTranslation) -> str | None:
-    """Return why the recipe is invalid. None if it is valid, or lacks refused flags."""
-    error = None if translation.refused else translation.problem()
-    return str(error) if error else None
+    return text, {**data, "runs": not translation.refused and problem is None, "problem": str(problem) if problem else None}

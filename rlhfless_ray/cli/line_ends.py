@@ -19,10 +19,8 @@ def check_line_ends(words: Sequence[str], script: Path | None = None, line: int 
 
     `script`: None: the scripts of the shells above this process. `line`: where the command begins.
     """
-    blank = next((place for place, word in enumerate(words) if word != word.rstrip(" \t\r")), None)
-    if blank is None:
+    if (word := next((word for word in words if word != word.rstrip(" \t\r")), None)) is None:
         return
-    word = words[blank]
     for file in _scripts_above() if script is None else [script]:
         with suppress(OSError):
             text = file.read_bytes().decode("utf-8", "replace")  # newlines as they are
@@ -30,10 +28,8 @@ def check_line_ends(words: Sequence[str], script: Path | None = None, line: int 
                 found = BROKEN_END.search(end) if number >= line and not end.lstrip().startswith("#") else None
                 if found and (found[1] == word.rstrip(" \t\r") or re.search("[$'\"`]", found[1])):
                     what = "carriage return (the file has line ends of Windows)" if "\r" in found[2] else "blank"
-                    raise UserError(
-                        f"{file} line {number}: a {what} after the backslash ends the command there, with the argument {word!r}; "
-                        f"delete it so that the next line belongs to the command"
-                    )
+                    ends = f"a {what} after the backslash ends the command there, with the argument {word!r}"
+                    raise UserError(f"{file} line {number}: {ends}; delete it so that the next line belongs to the command")
 
 
 def _scripts_above() -> Iterator[Path]:

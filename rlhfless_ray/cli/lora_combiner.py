@@ -9,12 +9,13 @@ from pathlib import Path
 
 from rlhfless_ray.cli.openrlhf_tools import DTYPES, add_dtype_flags, run_tool
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.parsers import QuotingParser
 from rlhfless_ray.recipe.local_path import given_path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Merge. Exit code 2 for a mistake in the command line, an invalid folder, or an adapter that does not fit the model."""
-    parser = argparse.ArgumentParser(prog="lora_combiner", description="Merge a LoRA adapter into its base model.")
+    parser = QuotingParser(prog="lora_combiner", description="Merge a LoRA adapter into its base model.")
     add = parser.add_argument
     add("--model_path", required=True, help="the base model's folder")
     add("--lora_path", required=True, help="the adapter's folder")

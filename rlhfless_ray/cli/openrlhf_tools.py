@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.compat.openrlhf.parsers import quoted
-
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -21,10 +18,4 @@ def run_tool(parser: argparse.ArgumentParser, action: Callable[[argparse.Namespa
     """Parse the command line, run the action and end the process. A mistake is shown after the usage, as argparse does."""
     from rlhfless_ray.cli.guarded import guarded
 
-    def parse() -> argparse.Namespace:
-        options, others = parser.parse_known_args(arguments)
-        if others:
-            raise UserError(f"unrecognized arguments: {quoted(others)}")
-        return options
-
-    guarded(lambda: action(parse()), lambda: f"{parser.format_usage()}{parser.prog}: ")
+    guarded(lambda: action(parser.parse_args(arguments)), lambda: f"{parser.format_usage()}{parser.prog}: ")

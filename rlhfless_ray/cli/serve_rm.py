@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from rlhfless_ray.cli.openrlhf_tools import DTYPES, add_dtype_flags, run_tool
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.compat.openrlhf.parsers import QuotingParser
 from rlhfless_ray.recipe.local_path import given_path
 
 
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="serve_rm", description='POST {"query": [text, …]} to /get_reward.')
+    parser = QuotingParser(prog="serve_rm", description='POST {"query": [text, …]} to /get_reward.')
     add = parser.add_argument
     add("--reward.model_name_or_path", "--reward_pretrain", dest="model", required=True, help="a local Hugging Face folder")
     add("--reward.normalize_enable", "--normalize_reward", dest="normalize", action="store_true", help="mean and std of config.json")

@@ -28,7 +28,6 @@ def start(launcher: str, action: Callable[[list[str]], None], arguments: Sequenc
         from rlhfless_ray.compat.openrlhf.explain_report import list_flags
 
         action = lambda _: print(list_flags(launcher))  # noqa: E731
-
     guarded(lambda: action(tokens))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlhfless_ray.compat.openrlhf.command import LaunchCommand, launch_in, starts_script
+from rlhfless_ray.compat.openrlhf.command import LaunchCommand, check_starts_shell, launch_in
 
 
 class Example(NamedTuple):
@@ -151,6 +151,6 @@ def find(argv: Sequence[str]) -> LaunchCommand:
     """Return the launch in a command that no shell has to read."""
     launch = launch_in(argv)
     if launch is None:
-        starts_script(argv)
+        check_starts_shell(argv)
         raise AssertionError("a shell reads it")
     return launch

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhfless_ray.compat.openrlhf.command import starts_script
 from rlhfless_ray.compat.openrlhf.script_run import run_script
 from tests.conftest import command_here, environment
 
@@ -140,7 +139,3 @@ def test_a_script_without_a_launch_says_how_it_ended(tmp_path: Path) -> None:
     (tmp_path / "s.sh").write_text("cd nowhere || exit 7\n")
     done = command_here("explain", "--", "bash", str(tmp_path / "s.sh"))
     assert done.returncode == 2 and "started no launcher of OpenRLHF" in done.stderr and "exit code 7" in done.stderr
-
-
-def test_only_commands_of_a_shell_are_run() -> None:
-    assert all(starts_script(words) for words in (["bash", "-c", "true"], ["srun", "-n1", "sh", "-lc", "bash train.sh"]))

@@ -1,8 +1,8 @@
 """Translate OpenRLHF command lines of versions 0.8.0 to 0.11.2 into settings of a recipe.
 
 command.py         find the launcher in a command, and the command to run instead
-shell.py           read launch scripts without running them (shell_flow.py, shell_values.py)
-shim/              replace the launcher in unmodified scripts
+script_run.py      run a launch script whose launchers are recorded and not started
+shim/              replace the launcher in unmodified scripts, or record it
 flags.py           every flag of every version (data/*.json)
 parsers.py         an argparse parser for each version
 dialect.py         find the version that a command is written for

@@ -19,7 +19,7 @@ from rlhfless_ray.common.ray_environment import PACKAGES
 from rlhfless_ray.compat.openrlhf.elastic_flags import take_options
 from rlhfless_ray.compat.openrlhf.flags import LAUNCHER
 from rlhfless_ray.compat.openrlhf.inference_table import LAUNCHERS
-from rlhfless_ray.compat.openrlhf.shim.rlhfless_explain import FILE, INSIDE, MODULE, MODULE_FLAGS, MOLT, SHELLS, find_launcher, is_script
+from rlhfless_ray.compat.openrlhf.shim.rlhfless_explain import MODULE_FLAGS, MOLT, SHELLS, find_launcher, is_script
 from rlhfless_ray.compat.openrlhf.starters import STARTERS, ranks_before
 from rlhfless_ray.compat.openrlhf.supervised_table import TASKS
 
@@ -37,11 +37,9 @@ class LaunchCommand:
     is_away: bool = False
     """Whether it is a job for another machine."""
     folder: str = "."
-    """Its working folder."""
     script: str = ""
-    """The script that starts it."""
     line: int = 1
-    """The line of the script where the command begins."""
+    """The command's first line in the script that starts it."""
 
 
 def launch_in(argv: Sequence[str]) -> LaunchCommand | None:
@@ -51,26 +49,22 @@ def launch_in(argv: Sequence[str]) -> LaunchCommand | None:
     """
     if argv and argv[0].startswith("--"):
         return LaunchCommand(LAUNCHER, list(argv))
-    found = find_launcher(argv)
-    if found is None:
+    if (found := find_launcher(argv)) is None:
         return None
     place, launcher = found
     return LaunchCommand(launcher, [*_ranks(launcher, argv[:place]), *argv[place + 1 :]], is_submission(argv))
 
 
-def starts_script(argv: Sequence[str]) -> bool:
-    """Return whether a command runs a shell. Raises UserError if it names no launcher either, or a script that does not exist."""
-    words = list(argv)
-    scripts = [word for before, word in pairwise(["", *words]) if is_script(word, before) and not re.search(r"\s", word)]
+def check_starts_shell(argv: Sequence[str]) -> None:
+    """Raise UserError if a command without a launcher runs no shell either, or a script that does not exist."""
+    scripts = [word for before, word in pairwise(["", *argv]) if is_script(word, before) and not re.search(r"\s", word)]
     if missing := [script for script in scripts if not (Path(script).exists() or is_submission(argv))]:
         raise UserError(f"{missing[0]}: no such file")
-    if scripts or any(Path(before).name in SHELLS and word.startswith("-") for before, word in pairwise(words)):
-        return True
-    if other := next((found[0] for word in words if (found := re.search(r"\bmolt\.cli\.\w+", word))), None):
+    if other := next((found[0] for word in argv if (found := re.fullmatch(r"molt\.cli\.\w+", word))), None):
         raise UserError(f"{other}: of Molt's launchers only molt.cli.{MOLT} is read")
-    raise UserError(
-        f"`{shlex.join(words)[:80]}`: no launcher of OpenRLHF in it; give a command such as python3 -m openrlhf.cli.{LAUNCHER} …"
-    )
+    if not scripts and not any(Path(before).name in SHELLS for before, _ in pairwise(argv)):
+        command = f"python3 -m openrlhf.cli.{LAUNCHER} …"
+        raise UserError(f"`{shlex.join(argv)[:80]}`: no launcher of OpenRLHF in it; give a command such as {command}")
 
 
 # ---------------------------------------------------------------- running it
@@ -78,28 +72,16 @@ def starts_script(argv: Sequence[str]) -> bool:
 
 def replaced(argv: Sequence[str]) -> list[str]:
     """Replace OpenRLHF's launchers in a command with this project's. A bare `python` that starts one becomes this interpreter."""
-    done: list[str] = []
-    for index, token in enumerate(argv):
-        before, file = argv[index - 1] if index else "", FILE.fullmatch(token)
-        if before in MODULE_FLAGS and MODULE.fullmatch(token):
-            done.append(_with_own_launchers(token))
-        elif token.startswith("-m") and MODULE.fullmatch(token[2:]):
-            done += ["-m", _with_own_launchers(token[2:])]
-        elif file and file[1] in OURS:
-            done += ["-m", f"rlhfless_ray.cli.{file[1]}"]
-        elif (" " in token or "\n" in token) and INSIDE.search(token):
-            done.append(_with_own_launchers(token))
-            continue
-        else:
-            done.append(token)
-            continue
-        if Path(done[0]).name in STARTERS:
-            own = done[-1]
-            return [sys.executable, "-m", own, *_ranks(own.rpartition(".")[2], argv[:index]), *argv[index + 1 :]]
-        if re.fullmatch(r"python[\d.]*", done[0]):
-            done[0] = sys.executable
-        return [*done, *argv[index + 1 :]]  # the rest are flags and their values
-    return done
+    found = find_launcher(argv)
+    if found is None or found[1] not in OURS:
+        return [_with_own_launchers(word) if re.search(r"\s", word) else word for word in argv]
+    place, launcher = found
+    before, own = list(argv[:place]), f"rlhfless_ray.cli.{launcher}"
+    if Path(argv[0]).name in STARTERS:
+        return [sys.executable, "-m", own, *_ranks(launcher, before), *argv[place + 1 :]]
+    if re.fullmatch(r"python[\d.]*", argv[0]):
+        before[0] = sys.executable
+    return [*before, *([] if before[-1] in MODULE_FLAGS else ["-m"]), own, *argv[place + 1 :]]
 
 
 def _ranks(launcher: str, before: Sequence[str]) -> list[str]:

@@ -126,7 +126,7 @@ class LauncherTranslation(CommandTranslation):
 
     def as_data(self) -> dict[str, Any]:
         """Return the explanation as JSON types."""
-        return {"dialect": self.version, "flags": [outcome._asdict() for outcome in self.flags], "recipe": self.tree}
+        return {"dialect": self.version, "flags": [outcome._asdict() for outcome in self.flags], "notes": self.notes, "recipe": self.tree}
 
     def explanation(self) -> str:
         """Describe the dialect, the outcomes of all flags, and the recipe, as `rlhfless explain` prints them."""

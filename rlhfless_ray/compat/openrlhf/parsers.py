@@ -19,12 +19,18 @@ class Refused(Exception):
     """The message that argparse would print before it exits with code 2."""
 
 
-def quoted(words: Sequence[str]) -> str:
-    """Join words for a message, so that blanks and control characters can be seen."""
-    return " ".join(shlex.quote(word) if word.isprintable() else repr(word) for word in words)
+class QuotingParser(argparse.ArgumentParser):
+    """A parser whose message about arguments that it does not know shows blanks and control characters."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, others = self.parse_known_args(args, namespace)
+        if others:
+            words = [shlex.quote(word) if word.isprintable() else repr(word) for word in others]
+            self.error(f"unrecognized arguments: {' '.join(words)}")
+        return known
 
 
-class FlagParser(argparse.ArgumentParser):
+class FlagParser(QuotingParser):
     def __init__(self, launcher: str, specs: Iterable[Spec], *, has_help: bool = False, allow_abbrev: bool = True) -> None:
         super().__init__(prog=f"{launcher}.py", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=allow_abbrev)
         if has_help:
@@ -43,10 +49,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def read(self, tokens: Sequence[str]) -> Given:
         """Parse tokens. Raises Refused."""
-        known, others = self.parse_known_args(list(tokens))
-        if others:
-            raise Refused(f"unrecognized arguments: {quoted(others)}")
-        given = vars(known)
+        given = vars(self.parse_args(list(tokens)))
         given.pop("help", None)
         return {f"--{name}": value for name, value in given.items()}
 

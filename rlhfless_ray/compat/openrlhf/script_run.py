@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,12 +25,11 @@ from rlhfless_ray.local.orphan_reaper import OrphanReaper
 DEADLINE_S = 120.0  # of a script; a longer one probably waits for what is not started
 LEFT_S = 5.0  # for processes that the script left in the background
 END_S = 2.0  # from SIGTERM to SIGKILL
-POLL_S = 0.1
 
 BASH_ENV = f"""
 [ -z "${{RLHFLESS_BASH_ENV-}}" ] || . "$RLHFLESS_BASH_ENV"
 [ "${{BASH_VERSINFO[0]}}" -lt 5 ] || exec {{BASH_XTRACEFD}}>/dev/null # the trap below would be in the trace of each command
-[ -z "${{{AWAY}-}}" ] || cd() {{ builtin cd "$@" || echo "cd: ignored, as the command is for another machine" >&2; }}
+[ -z "${{{AWAY}-}}" ] || cd() {{ builtin cd "$@" 2>/dev/null || echo "cd $*: no such folder on this machine" >&2; }}
 command_not_found_handle() {{
   echo "${{BASH_SOURCE[1]-bash}}: line ${{BASH_LINENO[0]}}: $1: command not found" >&2
   case $1 in -*) "${FOLDER}/bin/{LOST}" "${{BASH_SOURCE[1]-}}:${{BASH_LINENO[0]}}" "$@" ;; esac
@@ -62,33 +61,30 @@ class ScriptRun:
 
 
 def run_script(argv: Sequence[str], deadline_s: float = DEADLINE_S) -> ScriptRun:
-    """Run a command in its usual working folder, with its output on stderr. At the end nothing that it started is left running.
-
-    Raises UserError if there is no such program.
-    """
+    """Run a command in its usual working folder, with its output on stderr. At the end nothing that it started is left running."""
     words = ["bash", *argv] if argv[0].endswith(SCRIPT_ENDINGS) and not os.access(argv[0], os.X_OK) else list(argv)
     found, command = ScriptRun(), f"`{shlex.join(argv)[:80]}`"
     with TemporaryDirectory(prefix="rlhfless-explain-") as name:
         folder = Path(name)
         environment = _prepare(folder)
-        reaper = OrphanReaper(folder)
         try:
             process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
         except OSError as error:
-            reaper.close()
             raise UserError(f"`{words[0]}`: {error.strerror}") from None
+        reaper = OrphanReaper(folder)
         reaper.watch(process.pid)
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` runs
         try:
             if code := process.wait(deadline_s):
                 found.notes.append(f"{command} ended with exit code {code}; what it would do after that is not read")
-            _wait_for_rest(folder, process.pid)
         except subprocess.TimeoutExpired:
             found.is_complete = False
             found.notes.append(f"{command} still ran after {deadline_s:g} s and was ended; what it would do after that is not read")
         finally:
-            ended = _end_rest(folder, process.pid)
+            ended = _end_rest(folder, process.pid, 0.0 if process.poll() is None else LEFT_S)
             process.wait()
             reaper.close()
+            signal.signal(signal.SIGTERM, before)
         if ended:
             found.notes.append(f"processes that {command} left running were ended: {', '.join(ended)}")
         _read_records(folder / RECORDS, found)
@@ -122,23 +118,17 @@ def _running(folder: Path, session: int) -> Iterator[psutil.Process]:
                 yield process
 
 
-def _wait_for_rest(folder: Path, session: int) -> None:
-    """Wait for what the script left running in the background, where a launcher may be about to start."""
-    end = time.monotonic() + LEFT_S
-    while any(_running(folder, session)) and time.monotonic() < end:
-        time.sleep(POLL_S)
-
-
-def _end_rest(folder: Path, session: int) -> list[str]:
-    """End what is still running. Returns its commands."""
+def _end_rest(folder: Path, session: int, patience_s: float) -> list[str]:
+    """End what still runs after some patience: a launcher may be about to start. Returns the commands that were ended."""
     ended: dict[int, str] = {}
-    for end in (psutil.Process.terminate, psutil.Process.kill):
+    for end, wait_s in ((psutil.Process.is_running, patience_s), (psutil.Process.terminate, END_S), (psutil.Process.kill, END_S)):
         processes = list(_running(folder, session))
         for process in processes:
             with suppress(psutil.Error):
-                ended.setdefault(process.pid, shlex.join(process.cmdline())[:80])
+                if end is not psutil.Process.is_running:
+                    ended.setdefault(process.pid, shlex.join(process.cmdline())[:80])
                 end(process)
-        psutil.wait_procs(processes, timeout=END_S)
+        psutil.wait_procs(processes, timeout=wait_s)
     return list(ended.values())
 
 
@@ -154,6 +144,7 @@ def _read_records(file: Path, found: ScriptRun) -> None:
             continue
         launch = launch_in(entry["words"])
         assert launch is not None
-        launch.folder, launch.script, launch.line, launch.is_away = entry["folder"], place, first, entry["away"] or launch.is_away
+        launch.script, launch.line, launch.is_away = str(Path(place).absolute()), first, entry["away"] or launch.is_away
+        launch.folder = entry["folder"] if Path(entry["folder"]).is_dir() else "."
         if not any((launch.launcher, launch.flags) == (other.launcher, other.flags) for other in found.launches):
             found.launches.append(launch)

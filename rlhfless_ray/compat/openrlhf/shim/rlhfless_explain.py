@@ -58,6 +58,8 @@ def is_script(word: str, before: str) -> bool:
 def stand_in(words: list[str]) -> int | None:
     """Handle a command of the script. Returns the exit code, or None if the program itself is to run."""
     name, found = Path(words[0]).name, find_launcher(words)
+    if name == "ray":
+        _enter_working_folder(words)
     if found is not None and words[found[0] + 1 : found[0] + 2] not in (["--help"], ["-h"]):
         record({"words": words, "folder": os.getcwd(), "place": os.environ.get(PLACE, ""), "away": AWAY in os.environ})
         print(f"[rlhfless] recorded, not started: {found[1]}", file=sys.stderr)
@@ -76,7 +78,7 @@ def stand_in(words: list[str]) -> int | None:
     if name in ("sbatch", *ELSEWHERE) or (installs and AWAY in os.environ):
         return _run_away(_inner(words), words)
     if name == "sudo" and (inner := _inner(words)):
-        return _run(inner)
+        os.execvp(inner[0], inner)
     return _leave_alone(words) if name == "rlhfless" or any(UNREAD.fullmatch(word) for word in words) else None
 
 
@@ -91,24 +93,21 @@ def _leave_alone(words: Sequence[str]) -> int:
 
 
 def _ray(words: list[str]) -> int:
-    """Print what a script may read of a job. Run the shell script of a job that has one, in the job's folder if it is here."""
+    """Print what a script may read of a job. Run the shell script of a job that has one."""
     if words[1:3] == ["job", "status"]:
         print(f"Job '{words[-1]}' succeeded\nStatus message: SUCCEEDED")
     if words[1:3] != ["job", "submit"] or "--" not in words:
         return _leave_alone(words)
-    options, entry = words[: words.index("--")], words[words.index("--") + 1 :]
     print(SUBMITTED, flush=True)
-    for option, value in pairwise([*options, ""]):
+    return _run_away(_inner(["", *words[words.index("--") + 1 :]]), words)
+
+
+def _enter_working_folder(words: Sequence[str]) -> None:
+    """Enter the working folder of a job if it is on this machine."""
+    for option, value in pairwise(words):
         name, _, given = option.partition("=")
-        folder = given or value
-        if name == "--runtime-env-json":
-            try:
-                folder = json.loads(folder).get("working_dir", "")
-            except (ValueError, AttributeError):
-                continue
-        if name in ("--working-dir", "--runtime-env-json") and os.path.isdir(folder):
-            os.chdir(folder)
-    return _run_away(_inner(["", *entry]), words)
+        if name == "--working-dir" and os.path.isdir(given or value):
+            os.chdir(given or value)
 
 
 def _inner(words: list[str]) -> list[str]:
@@ -130,26 +129,13 @@ def _run_away(inner: list[str], words: list[str]) -> int:
     if not inner:
         return _leave_alone(words)
     os.environ[AWAY] = "1"
-    return _run(inner)
-
-
-def _run(words: list[str]) -> int:
-    sys.stdout.flush()
-    try:
-        os.execvp(words[0], words)
-    except OSError as error:
-        print(f"[rlhfless] {words[0]}: {error.strerror}", file=sys.stderr)
-        return 127
+    os.execvp(inner[0], inner)
 
 
 def stand_in_for_python() -> None:
     """End this interpreter if it was started for a launcher, or for a program that is left alone."""
-    words = list(sys.orig_argv)
-    program = next((word for word in words[1:] if not word.startswith("-")), "")
-    if Path(program).name in NAMES and words[1:2] == [program]:
-        words = words[1:]  # a program written in Python, such as /opt/venv/bin/ray
-    code = stand_in(words)
-    if code is not None:
+    is_program = Path("".join(sys.orig_argv[1:2])).name in NAMES  # written in Python, such as /opt/venv/bin/ray
+    if (code := stand_in(sys.orig_argv[is_program:])) is not None:
         sys.stdout.flush()
         os._exit(code)
 
@@ -159,8 +145,7 @@ def main(words: list[str]) -> int:
     if words[0] == LOST:
         record({"lost": words[2:], "place": words[1]})
         return 0
-    code = stand_in(words)
-    if code is not None:
+    if (code := stand_in(words)) is not None:
         return code
     stands = os.path.join(os.environ[FOLDER], "bin")
     path = os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if folder != stands)

@@ -5,6 +5,7 @@ The rest of an installed OpenRLHF, or of a checkout in the working folder, stays
 would not work, because `-m` searches the working folder first. Python processes that start no launcher do not change.
 """
 
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -64,16 +65,8 @@ def _run_next_sitecustomize():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def _stand_in():
-    """Record a launcher for `rlhfless explain` instead of starting it."""
-    spec = importlib.util.spec_from_file_location("rlhfless_explain", os.path.join(HERE, "rlhfless_explain.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.stand_in_for_python()
-
-
 if "RLHFLESS_EXPLAIN" in os.environ and sys.version_info >= (3, 10):
-    _stand_in()
+    importlib.import_module("rlhfless_explain").stand_in_for_python()  # a launcher is recorded and not started
 STARTED = [argument.removeprefix("-m") for argument in getattr(sys, "orig_argv", ())]  # Python 3.9 and older has no orig_argv
 if any(argument.startswith(("openrlhf.cli.", "molt.cli.")) for argument in STARTED):
     sys.meta_path.insert(0, Launchers)
