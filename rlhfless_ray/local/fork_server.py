@@ -28,9 +28,11 @@ from typing import Any, NoReturn
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request
 from rlhfless_ray.local.local_ray import FORK_CLIENT
+from rlhfless_ray.local.orphan_reaper import adopt_orphans, end_below, reap_adopted
 
 MAX_FAILURE_CHARS = 300  # of the sentence that says why a server could not start
 LOOK_EVERY_S = 5.0  # interval of looking for the failure of a server for workers of Ray
+REAP_EVERY_S = 10.0  # interval of forgetting adopted processes that have ended
 END_S = 5.0  # for a server to end, which has little to do but may still import
 SETUP_WORKER = "ray/_private/workers/setup_worker.py"  # the program of Ray's workers
 OF_RAY = ("ray._private.workers.default_worker", "ray.util.placement_group", "ray.util.scheduling_strategies")
@@ -214,14 +216,17 @@ class _Server:
         self.is_open = True  # for clients
 
     def run(self, end: Any) -> None:
-        """Serve clients until `end` can be read from, and kill their processes then."""
+        """Serve clients until `end` can be read from, and kill their processes then, and what these have left in other sessions."""
+        adopt_orphans()
         self.watched.register(end, selectors.EVENT_READ, self._kill)
         self.watched.register(self.source, selectors.EVENT_READ, self._take)
         while True:
-            for key, _ in self.watched.select():
+            reap_adopted({*self.children, *(other.process for other in self.ray_servers.values() if other is not None)})
+            for key, _ in self.watched.select(REAP_EVERY_S):
                 if self.watched.get_map().get(key.fd) == key:  # else another event of the same round has removed it
                     key.data()
                 if not self.is_open and not self.children:
+                    end_below(os.getpid())
                     return
 
     def _kill(self) -> None:
