@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from rlhfless_ray.cli.main import app
 from rlhfless_ray.common.errors import UserError
@@ -121,6 +123,17 @@ def test_remote_models_and_data_of_an_evaluation_are_refused_by_their_scheme() -
         evaluate(recipe, ["gs://bucket/model"])
     with pytest.raises(UserError, match=r"--data .*`hf://` is not supported"):
         evaluate(recipe, ["model"], ["hf://datasets/org/x"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rollout.max_actors", "1:30"), ("learner.max_slots_per_rank", "two"), ("cluster.cpus", "[1]"), ("run.root", "oss://bucket/x")],
+)
+def test_own_values_of_openrlhf_commands_are_refused_in_one_sentence(key: str, value: str) -> None:
+    theirs = ["--pretrain", "m", "--prompt_data", "d.jsonl", "--remote_rm_url", "r.py", "--n_samples_per_prompt", "4"]
+    command = ["explain", "--json", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *theirs, f"--elastic.{key}={value}"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2 and f"--elastic.{key}: recipe: `{key}`: " in str(json.loads(done.stdout)["problem"]), done.output
 
 
 def test_names_of_the_hub_and_addresses_of_servers_stay() -> None:
