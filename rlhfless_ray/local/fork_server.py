@@ -153,7 +153,7 @@ def serve(address: str, architectures: Sequence[str], more: Sequence[str], engin
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen(64)
-    _Server(listening, more).run(sys.stdin)
+    _Server(listening, more).run_adopting(sys.stdin)
 
 
 def _import_everything(architectures: Sequence[str], more: Sequence[str], engines: bool) -> None:
@@ -214,20 +214,27 @@ class _Server:
         self.children: dict[int, tuple[socket.socket, int]] = {}  # client and file descriptor of each process
         self.ray_servers: dict[tuple[tuple[str, str], ...], _RayServer | None] = {}  # by environment; None for one that has ended
         self.is_open = True  # for clients
+        self.adopts = False
 
     def run(self, end: Any) -> None:
-        """Serve clients until `end` can be read from, and kill their processes then, and what these have left in other sessions."""
-        adopt_orphans()
+        """Serve clients until `end` can be read from, and kill their processes then."""
         self.watched.register(end, selectors.EVENT_READ, self._kill)
         self.watched.register(self.source, selectors.EVENT_READ, self._take)
         while True:
-            reap_adopted({*self.children, *(other.process for other in self.ray_servers.values() if other is not None)})
+            if self.adopts:
+                reap_adopted({*self.children, *(other.process for other in self.ray_servers.values() if other is not None)})
             for key, _ in self.watched.select(REAP_EVERY_S):
                 if self.watched.get_map().get(key.fd) == key:  # else another event of the same round has removed it
                     key.data()
                 if not self.is_open and not self.children:
-                    end_below(os.getpid())
                     return
+
+    def run_adopting(self, end: Any) -> None:
+        """Do the same for a process's only server, and also end what the processes have left behind in sessions of their own."""
+        adopt_orphans()
+        self.adopts = True
+        self.run(end)
+        end_below(os.getpid())
 
     def _kill(self) -> None:
         """Kill all processes, those of the other servers included."""
@@ -353,7 +360,7 @@ def _serve_ray(source: socket.socket, end: int, more: Sequence[str], environment
             _import_those_there(OF_RAY)
             _import_those_there(more)
         _check_threads()
-        _Server(source, more, of_ray=True).run(end)
+        _Server(source, more, of_ray=True).run_adopting(end)
     except BaseException as error:
         traceback.print_exc()
         Path(failed).write_text(one_line_with_type(error, MAX_FAILURE_CHARS))

@@ -178,7 +178,7 @@ def test_a_child_that_ends_with_the_server_is_left_to_it(tmp_path: Path, monkeyp
         end, closed = os.pipe()
         os.close(closed)
         select = server.watched.select
-        monkeypatch.setattr(server.watched, "select", lambda: sorted(select(), key=lambda event: event[0].fileobj != end))
+        monkeypatch.setattr(server.watched, "select", lambda timeout: sorted(select(timeout), key=lambda event: event[0].fileobj != end))
         server.run(end)
         assert not server.is_open and not server.children
 
