@@ -142,6 +142,7 @@ def test_an_unknown_key_without_a_neighbour_names_none() -> None:
         ("rollout.stop", "", "`rollout.stop`: expected texts that are not empty, each in quotes"),
         ("rollout.stop", ["</s>", ""], '`rollout.stop`: expected texts that are not empty, each in quotes, such as ["</answer>"]'),
         ("rollout.stop", ["x", 7], "(got ['x', 7])"),
+        ("rollout.stop", ["x", "\\n\\n"], "`\\n\\n` is a backslash and a letter here, not a line break; write it in double quotes"),
         ("rollout.stop", True, "or [] for none (got True)"),
         ("rollout.top_k", -1, "`rollout.top_k`: input should be greater than or equal to 0 (got -1)"),
         ("rollout.min_tokens", 257, "rollout.min_tokens: must not exceed rollout.max_tokens"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from rlhfless_ray.cli.main import app
 from rlhfless_ray.common.errors import UserError
@@ -15,6 +17,9 @@ from rlhfless_ray.recipe.generation import GenerationRecipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
 from rlhfless_ray.runtime.evaluate_models import evaluate
+from rlhfless_ray.runtime.generation import generate
+from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.supervise.run_supervised import run_supervised
 
 TREE: dict[str, Any] = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
 
@@ -65,6 +70,7 @@ def test_paths_expand_home_and_variables_everywhere(tmp_path: Path, monkeypatch:
     assert (recipe.run.root, recipe.save.path, recipe.checkpoint.path) == (f"{tmp_path}/runs", "/data/model", "/data/c")
     stage = SupervisedRecipe.parse({"task": "sft", "data": {"path": "~/rows.jsonl"}, "policy": {"path": "$OWN_DATA/p"}})
     assert (stage.data.path, stage.policy.path) == (f"{tmp_path}/rows.jsonl", "/data/p")
+    assert Recipe.parse({**TREE, "save": {"path": Path("~/model")}}).save.path == f"{tmp_path}/model"
     for text, said in (
         ("$NOT_SET_ANYWHERE/x", "`NOT_SET_ANYWHERE` is not set"),
         ("~nobody-of-this-name/x", "no user"),
@@ -119,6 +125,17 @@ def test_remote_models_and_data_of_an_evaluation_are_refused_by_their_scheme() -
         evaluate(recipe, ["model"], ["hf://datasets/org/x"])
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rollout.max_actors", "1:30"), ("learner.max_slots_per_rank", "two"), ("cluster.cpus", "[1]"), ("run.root", "oss://bucket/x")],
+)
+def test_own_values_of_openrlhf_commands_are_refused_in_one_sentence(key: str, value: str) -> None:
+    theirs = ["--pretrain", "m", "--prompt_data", "d.jsonl", "--remote_rm_url", "r.py", "--n_samples_per_prompt", "4"]
+    command = ["explain", "--json", "--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *theirs, f"--elastic.{key}={value}"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2 and f"--elastic.{key}: recipe: `{key}`: " in str(json.loads(done.stdout)["problem"]), done.output
+
+
 def test_names_of_the_hub_and_addresses_of_servers_stay() -> None:
     tree = {**TREE, "policy": {"path": "org/model"}, "reward": {"url": ["http://host:5000/score"]}}
     recipe = Recipe.parse(tree)
@@ -134,6 +151,13 @@ def test_names_of_the_hub_and_addresses_of_servers_stay() -> None:
         (lambda: Recipe.parse(["run"]), "not list"),
         (lambda: Recipe.load("no/such/file.yaml"), "no such file"),
         (lambda: Recipe.load("."), "a folder"),
+        (lambda: Recipe.load("recipe.yaml", None), "overrides: expected a list of texts"),  # type: ignore[arg-type]
+        (lambda: GenerationRecipe.of([TREE]), "not list"),  # type: ignore[arg-type]
+        (lambda: Runtime(TREE), "expected a Recipe, not dict; make one of a dict with `Recipe.parse`"),  # type: ignore[arg-type]
+        (lambda: generate(Recipe.parse(TREE)), "expected a GenerationRecipe, not Recipe"),  # type: ignore[arg-type]
+        (lambda: evaluate("recipe.yaml", []), "expected a GenerationRecipe, not str"),  # type: ignore[arg-type]
+        (lambda: evaluate(GenerationRecipe.of(TREE), "model"), "expected lists"),
+        (lambda: run_supervised({"task": "sft"}), "expected a SupervisedRecipe, not dict"),  # type: ignore[arg-type]
     ],
 )
 def test_mistakes_in_python_are_one_sentence(make: Any, said: str) -> None:

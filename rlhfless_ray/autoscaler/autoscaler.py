@@ -149,6 +149,9 @@ class Autoscaler(StepPredictor):
             lambda: self.predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1], update),
             lambda: (0.0, 0.0, 0.0),
         )
+        if made is not None and (start_s := predicted[0] - decision.time_s) > 0:
+            starts = f"{predicted[0]:.4g} s with {start_s:.3g} s of cold starts before"
+            decision = replace(decision, reason=f"{decision.reason}; {starts}")
         if rooms:
             size = partial(self._size_together, scenarios.lengths, prompts, rooms, rest, warm_by_width, step)
             self.sizes = self.safely("sizing learner and engines", size, lambda: None)

@@ -342,7 +342,7 @@ def read_ledger(path: Path) -> list[Row]:
 def read_ledger_lines(path: Path) -> tuple[list[Row], list[str]]:
     """Return the complete rows of a ledger.csv, and the lines that are none, such as the last one of a killed run: `line 7 (step 3)`."""
     rows, problems = [], []
-    lines = path.read_bytes().decode(errors="replace").split("\n")
+    lines = path.read_bytes().decode("utf-8-sig", errors="replace").split("\n")
     header = lines[0].rstrip("\r").split(",")
     for number, text in enumerate(lines[1:], 2):
         if not text.strip():

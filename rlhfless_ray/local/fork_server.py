@@ -28,9 +28,11 @@ from typing import Any, NoReturn
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request
 from rlhfless_ray.local.local_ray import FORK_CLIENT
+from rlhfless_ray.local.orphan_reaper import adopt_orphans, end_below, reap_adopted
 
 MAX_FAILURE_CHARS = 300  # of the sentence that says why a server could not start
 LOOK_EVERY_S = 5.0  # interval of looking for the failure of a server for workers of Ray
+REAP_EVERY_S = 10.0  # interval of forgetting adopted processes that have ended
 END_S = 5.0  # for a server to end, which has little to do but may still import
 SETUP_WORKER = "ray/_private/workers/setup_worker.py"  # the program of Ray's workers
 OF_RAY = ("ray._private.workers.default_worker", "ray.util.placement_group", "ray.util.scheduling_strategies")
@@ -151,7 +153,7 @@ def serve(address: str, architectures: Sequence[str], more: Sequence[str], engin
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen(64)
-    _Server(listening, more).run(sys.stdin)
+    _Server(listening, more).run_adopting(sys.stdin)
 
 
 def _import_everything(architectures: Sequence[str], more: Sequence[str], engines: bool) -> None:
@@ -212,17 +214,27 @@ class _Server:
         self.children: dict[int, tuple[socket.socket, int]] = {}  # client and file descriptor of each process
         self.ray_servers: dict[tuple[tuple[str, str], ...], _RayServer | None] = {}  # by environment; None for one that has ended
         self.is_open = True  # for clients
+        self.adopts = False
 
     def run(self, end: Any) -> None:
         """Serve clients until `end` can be read from, and kill their processes then."""
         self.watched.register(end, selectors.EVENT_READ, self._kill)
         self.watched.register(self.source, selectors.EVENT_READ, self._take)
         while True:
-            for key, _ in self.watched.select():
+            if self.adopts:
+                reap_adopted({*self.children, *(other.process for other in self.ray_servers.values() if other is not None)})
+            for key, _ in self.watched.select(REAP_EVERY_S):
                 if self.watched.get_map().get(key.fd) == key:  # else another event of the same round has removed it
                     key.data()
                 if not self.is_open and not self.children:
                     return
+
+    def run_adopting(self, end: Any) -> None:
+        """Do the same for a process's only server, and also end what the processes have left behind in sessions of their own."""
+        adopt_orphans()
+        self.adopts = True
+        self.run(end)
+        end_below(os.getpid())
 
     def _kill(self) -> None:
         """Kill all processes, those of the other servers included."""
@@ -348,7 +360,7 @@ def _serve_ray(source: socket.socket, end: int, more: Sequence[str], environment
             _import_those_there(OF_RAY)
             _import_those_there(more)
         _check_threads()
-        _Server(source, more, of_ray=True).run(end)
+        _Server(source, more, of_ray=True).run_adopting(end)
     except BaseException as error:
         traceback.print_exc()
         Path(failed).write_text(one_line_with_type(error, MAX_FAILURE_CHARS))

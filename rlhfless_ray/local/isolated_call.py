@@ -1,7 +1,7 @@
 """Run a user's file once before the first step, in a process of its own.
 
 A file that hangs or crashes ends only that process. Whatever the file started is ended with it, also processes in a session of their
-own: they inherit a mark in their environment.
+own: the call is made in a child of a process that adopts all orphans below it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local.local_ray import forked
+from rlhfless_ray.local.orphan_reaper import adopt_orphans, end_below
 
 START_S = 120.0  # limit for starting the process and for the imports of the user's file
-END_S = 10.0  # how long to try to end what a call has left
-MARK = "RLHFLESS_ISOLATED_CALL"  # in the environment of a call's processes
-GROUP = ".group"  # suffix of a file with the number of the program's process group
+GROUP = ".group"  # suffix of a file with the number of the program's process and process group
 
 
 def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: str, ends: str) -> Any:
@@ -37,7 +34,7 @@ def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: s
 
     Raises UserError if the program hangs or ends without a result.
     """
-    limit_s, mark = START_S + work_s, uuid.uuid4().hex
+    limit_s = START_S + work_s
     with tempfile.TemporaryDirectory(prefix="rlhfless-dry-") as folder:
         result_path, log_path = Path(folder) / "result", Path(folder) / "stderr"
         with log_path.open("wb") as errors:  # not a pipe: processes left by the user's file would keep it open
@@ -46,7 +43,7 @@ def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: s
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={**environment_with_packages(), MARK: mark},
+                env=environment_with_packages(),
                 start_new_session=True,
             )
         try:
@@ -56,32 +53,16 @@ def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: s
         finally:
             group = result_path.with_suffix(GROUP)  # a forked program has another than the process that asked for the fork
             for number in {process.pid, int(group.read_text()) if group.is_file() else process.pid}:
+                end_below(number)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(number, signal.SIGKILL)
             process.wait()
-            _end_marked(mark)
         if not result_path.is_file():
             last_line = (log_path.read_text("utf-8", "replace").strip().splitlines() or [""])[-1][:300]
             raise UserError(
                 f"{where}: its process ended with code {process.returncode} in {what}" + (f": {last_line}" if last_line else "")
             )
         return pickle.loads(result_path.read_bytes())
-
-
-def _end_marked(mark: str) -> None:
-    """End all processes with this mark in their environment, until none is left that could start another."""
-    entry = f"{MARK}={mark}".encode()
-    end_s = time.monotonic() + END_S
-    while time.monotonic() < end_s:
-        found = False
-        for process in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-            with contextlib.suppress(OSError):  # it is another user's, or has ended meanwhile
-                if entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
-                    os.kill(process, signal.SIGKILL)
-                    found = True
-        if not found:
-            return
-        time.sleep(0.01)
 
 
 def environment_with_packages() -> dict[str, str]:
@@ -94,6 +75,15 @@ def isolated_main(function: Callable[..., Any]) -> None:
     """Call `function` with the arguments that `run_isolated` passed, and return its result to that process."""
     path = Path(sys.argv[1])
     path.with_suffix(GROUP).write_text(str(os.getpgrp()))
+    adopt_orphans()
+    if child := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        end_below(os.getpid())
+        if code < 0:
+            with contextlib.suppress(OSError):  # SIGKILL has no handler
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code)
     result = function(*pickle.loads(sys.stdin.buffer.read()))
     temporary = path.with_suffix(".part")
     temporary.write_bytes(pickle.dumps(result))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rlhfless_ray.recipe import Recipe
 
 
+EMPTY: tuple[Any, ...] = (None, "", [], {})  # cells that say nothing
+
+
 class PromptTexts:
     """Render the prompts of a recipe's rows, and count what nobody reads of them."""
 
@@ -26,7 +29,10 @@ class PromptTexts:
         self.renderer: ChatRenderer | None = None
         self.rows = 0
         self.ended = RowCounts()  # conversations that end with the assistant's turn
-        self.cut, self.tools = RowCounts(), RowCounts()
+        self.cut, self.tools, self.unread = RowCounts(), RowCounts(), RowCounts()
+        read = {column, recipe.prompts.answer_column, recipe.evaluate.source_column, recipe.prompts.tools_column}
+        reward = recipe.reward  # only a function of the user's own gets whole rows
+        self.read_columns = None if reward.contract == "row" and reward.function not in ("", "task", "math") else read
         if self.section.template == "none":
             if self.section.system:
                 raise UserError("prompts.system: a system turn needs prompts.template=chat; set it, or remove prompts.system")
@@ -45,6 +51,8 @@ class PromptTexts:
         found = []
         for name, row in named_rows:
             self.rows += 1
+            if self.read_columns is not None:
+                self.unread.count([key for key, cell in row.items() if key not in self.read_columns and cell not in EMPTY], name)
             try:
                 text = self._plain(name, row) if self.renderer is None else self._rendered(name, row, self.renderer)
             except ValueError as error:
@@ -105,6 +113,8 @@ class PromptTexts:
                 f"prompts that begin with the beginning-of-text token, which comes before them in any case: {self.cut.shown(self.rows)}; "
                 "it is left out of them. Set prompts.template=none if they are whole texts already"
             )
+        if self.unread.rows:
+            notes.append(f"columns that nothing reads: {self.unread.shown(self.rows)}")
         if self.tools.rows:
             notes.append(f"columns with tools, which only prompts.template=chat reads: {self.tools.shown(self.rows)}")
         if ended := self.ended.rows.get("assistant"):

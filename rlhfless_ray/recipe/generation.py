@@ -46,6 +46,7 @@ class GenerationRecipe(Recipe):
 
     rollout: GenerationRollout = GenerationRollout()
     learns: ClassVar[bool] = False
+    from_dict: ClassVar[str] = "of"
     _left_out: tuple[str, ...] = PrivateAttr(())  # sections and keys that only learning has
 
     @property
@@ -83,6 +84,8 @@ class GenerationRecipe(Recipe):
     @classmethod
     def of(cls, tree: dict[str, Any], name: str = "generate", where: str = "recipe") -> GenerationRecipe:
         """Validate a nested dict as `read` does."""
+        if not isinstance(tree, dict):
+            return cls.parse(tree, where=where)  # which refuses it
         left_out = [section for section in tree if section in OF_LEARNING]
         tree = {section: keys for section, keys in tree.items() if section not in OF_LEARNING}
         for section, dropped in OF_STEPS.items():

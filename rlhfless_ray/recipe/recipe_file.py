@@ -33,7 +33,7 @@ def read_tree(path: str | Path, overrides: Sequence[str] = (), kind: str = "reci
     """
     if not isinstance(path, str | Path):
         raise UserError(f"{kind}: expected the path of a YAML file, not {type(path).__name__}; a dict is read by `parse`")
-    if isinstance(overrides, str) or not all(isinstance(one, str) for one in overrides):
+    if not isinstance(overrides, list | tuple) or not all(isinstance(one, str) for one in overrides):
         raise UserError(f"{kind} {path}: overrides: expected a list of texts such as ['run.steps=3'], got {overrides!r}")
     path = given_path(path, kind)
     try:
@@ -78,6 +78,8 @@ class RecipeFile(Section):
 
     kind: ClassVar[str] = "recipe"
     """What messages call the file."""
+    from_dict: ClassVar[str] = "parse"
+    """Method that makes a recipe from a dict."""
     _named: frozenset[str] | None = PrivateAttr(None)
     """Keys that the user has named, for recipes in which other values are not the user's. None: all that differ from their defaults."""
 
@@ -141,6 +143,13 @@ class RecipeFile(Section):
             return cls.model_validate(tree)
         except ValidationError as error:
             raise UserError(f"{where}: {describe_mistake(cls, error)}") from None
+
+    @classmethod
+    def check_type(cls, recipe: object) -> None:
+        """Raise UserError for what is no recipe of this kind."""
+        if not isinstance(recipe, cls):
+            name = cls.__name__
+            raise UserError(f"{cls.kind}: expected a {name}, not {type(recipe).__name__}; make one of a dict with `{name}.{cls.from_dict}`")
 
     def to_yaml(self) -> str:
         """Return the whole recipe as YAML, defaults included."""

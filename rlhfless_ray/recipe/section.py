@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -23,6 +24,7 @@ else:
 LEAST_KV_MB = 16  # of the KV cache of an engine on CPU
 MAX_ROWS = 1_000_000  # rows that a built-in task generates, in half a minute
 NUMBERS = (int, float, int | None, float | None, Literal[0, 1, 2, 3])
+ESCAPES = re.compile(r"(\\[nrt])+")
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ScheduleName = Literal[
@@ -133,6 +135,8 @@ def _stop_words(value: Any) -> Any:
     """Read one word as a list of it. Reject other values in one sentence: pydantic would name a place in the list."""
     words = [value] if isinstance(value, str) else value
     if isinstance(words, list | tuple) and all(isinstance(word, str) and word for word in words):
+        if unread := next((word for word in words if ESCAPES.fullmatch(word)), None):
+            raise ValueError(f'`{unread}` is a backslash and a letter here, not a line break; write it in double quotes, as ["{unread}"]')
         return list(words)
     raise ValueError('expected texts that are not empty, each in quotes, such as ["</answer>"], or [] for none')
 

@@ -7,6 +7,7 @@ core schema replace these, except that numbers are decimal only and may have `_`
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import Any, ClassVar
 
 import yaml
@@ -41,7 +42,9 @@ def switch(value: Any) -> Any:
 
 
 def as_texts(value: Any) -> Any:
-    """Return a value of YAML with the texts of its numbers in place of the numbers."""
+    """Return a value with the texts of YAML's numbers in place of the numbers, and of paths in place of Python's objects for them."""
+    if isinstance(value, PurePath):
+        return str(value)
     if isinstance(value, WrittenInt | WrittenFloat):
         return value.text
     if isinstance(value, list):

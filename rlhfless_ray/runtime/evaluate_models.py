@@ -167,6 +167,9 @@ def evaluate(
         ...
         rlhfless_ray.common.errors.UserError: reward: an evaluation needs one; set reward.function, reward.url or reward.model_path
     """
+    GenerationRecipe.check_type(recipe)
+    if isinstance(models, str | Path) or isinstance(data, str):
+        raise UserError("models and data: expected lists, such as ['my-model'], not one text")
     root = _check(recipe, ks, resume)
     models, data = [given_path(model, "--model") for model in models], [str(given_path(one, "--data")) for one in data]
     recipes = {

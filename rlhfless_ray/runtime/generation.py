@@ -80,6 +80,7 @@ class Generation(Runtime):
         self, recipe: GenerationRecipe, *, prompts: list[Prompt] | None = None, notes: tuple[str, ...] = (), resume: bool = False
     ) -> None:
         """`prompts`: used instead of the recipe's prompts, with indices from 0. `notes`: messages for the user about them."""
+        GenerationRecipe.check_type(recipe)
         self._continued: RunFolder | None = None
         self._given = None if prompts is None else PromptSet(prompts, [], notes)
         super().__init__(recipe, resume=resume)

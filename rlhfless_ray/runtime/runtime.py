@@ -102,6 +102,7 @@ class Runtime(StepOperations):
 
     def __init__(self, recipe: Recipe, *, resume: Resume = False, resume_changed: bool = False) -> None:
         """Read and check everything that can be checked without Ray."""
+        Recipe.check_type(recipe)
         self.given = recipe  # before a run decides some settings
         self.previous, self.resume_changed = resume == "previous", resume_changed
         self.resume = bool(resume) or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)

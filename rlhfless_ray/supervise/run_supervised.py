@@ -100,6 +100,7 @@ class SupervisedStage:
     changes = Changes()  # since the checkpoint
 
     def __init__(self, recipe: SupervisedRecipe, *, resume: bool | Literal["previous"] = False, resume_changed: bool = False) -> None:
+        SupervisedRecipe.check_type(recipe)
         self.recipe, self.given, self.resume = recipe, recipe, bool(resume)
         RunFolder.check_root(recipe)
         for setting, path in (("save.path", recipe.save.path), ("checkpoint.path", recipe.checkpoint.path)):

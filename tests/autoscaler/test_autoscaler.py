@@ -248,7 +248,9 @@ def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_le
     plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
     assert auto.engine_speed.prefill_s > 0, "and prompts are part of the plan's own time"
     assert auto.around.predict() > 0 and plan.predicted_s == plan.decision.time_s, "one prediction a quantity"
-    assert f"{plan.predicted_s:.4g} s" in plan.reason
+    assert f"{plan.predicted_s:.4g} s" in plan.reason and "cold starts" not in plan.reason
+    cold = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=0)
+    assert f"; {cold.predicted_s:.4g} s with {auto.terms.cold_start.predict():.3g} s of cold starts before" in cold.reason
     assert plan.predicted_step_s > plan.predicted_s
     assert plan.predicted_slot_s == pytest.approx(plan.actors * plan.predicted_s)  # all are wanted next: nobody lets go
 

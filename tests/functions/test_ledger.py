@@ -406,6 +406,7 @@ def test_lost_rows_are_said(clock: Clock, tmp_path: Path) -> None:
     few = f": 1 of the {len(rows)} rows that it had at the checkpoint are lost, and their costs"
     assert said(text[:-3], len(rows)) == [torn, few] and said(b"".join(lines[:-1]), len(rows)) == [few]
     assert said(lines[0] + b"\xff\xfe\0,,\n" + b"".join(lines[2:])) == [": line 2 not complete and left out, and so are their costs"]
+    assert not said(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n"), 2), "saved again by a spreadsheet"
     assert said(b"\xff" + text)[0].startswith(": line 2 (step 1), line 3") and said(b"", 2)[0].startswith(": 2 of the 2 rows")
     assert said(None, 3) == [" is missing: the 3 rows that it had at the checkpoint are lost, and their costs"] and said(None) == []
     assert said(lines[0] + b'"' + b"x" * 200_000 + b"\n" + b"".join(lines[1:]))[0].startswith(": line 2 not complete")

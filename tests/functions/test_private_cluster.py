@@ -21,7 +21,7 @@ from rlhfless_ray.local.cluster import _lock, _temporary_folder
 from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request, write_request
 from rlhfless_ray.local.fork_server import worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, lives
 
 SCRIPT = """
 import json, os, signal, tempfile, time
@@ -178,7 +178,7 @@ def test_a_child_that_ends_with_the_server_is_left_to_it(tmp_path: Path, monkeyp
         end, closed = os.pipe()
         os.close(closed)
         select = server.watched.select
-        monkeypatch.setattr(server.watched, "select", lambda: sorted(select(), key=lambda event: event[0].fileobj != end))
+        monkeypatch.setattr(server.watched, "select", lambda timeout: sorted(select(timeout), key=lambda event: event[0].fileobj != end))
         server.run(end)
         assert not server.is_open and not server.children
 
@@ -425,3 +425,34 @@ def test_a_ray_that_it_was_not_tried_with_starts_whole(monkeypatch: pytest.Monke
     monkeypatch.setattr("ray.__version__", "9.9.0")
     with local_ray():
         assert Node.start_monitor is whole
+
+
+ADOPTING = """
+import os, socket, subprocess, sys
+from rlhfless_ray.local import fork_server
+def work(command, environment, folder, streams):
+    daemon = ["setsid", "--fork", "sh", "-c", "echo $$ >> daemons; exec sleep 300"]
+    subprocess.run(daemon, env={"PATH": "/usr/bin:/bin"})  # with no environment and no parent, as sandboxes are
+    while not os.path.exists("daemons"):
+        pass
+    os._exit(0)
+fork_server._become_worker = work
+server = fork_server._Server(socket.socket(socket.AF_UNIX), ())
+ours, theirs = socket.socketpair()
+server._fork(theirs, [], [], {}, "")
+server.source.bind("source")
+server.source.listen(1)
+server.run_adopting(sys.stdin)
+"""
+
+
+def test_what_a_worker_leaves_in_another_session_ends_with_its_server(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ADOPTING], cwd=tmp_path, stdin=subprocess.PIPE, env=environment()) as server:
+        end_s = time.monotonic() + 60
+        while not ((note := tmp_path / "daemons").exists() and note.read_text().strip()) and time.monotonic() < end_s:
+            time.sleep(0.01)
+        daemon = int(note.read_text())
+        assert lives(daemon), "it outlives the worker"
+        assert server.stdin is not None
+        server.stdin.close()
+        assert server.wait(60) == 0 and not lives(daemon)

@@ -31,6 +31,7 @@ def letters(bos: bool = False, eos: bool = False, chat: str | None = None) -> Pr
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", chat_template=chat)
 
 
+EXTRA = "columns that nothing reads: `extra` (10 of 10 rows, first line 1)"
 ROWS = [{"question": f"What is {i}?", "answer": str(i), "extra": [i]} for i in range(10)]
 
 
@@ -157,8 +158,9 @@ def test_turns_and_characters_that_no_model_reads_name_the_row(tmp_path: Path) -
 
 
 def test_turns_that_the_chat_template_leaves_out_are_named(tmp_path: Path) -> None:
+    plain = [{key: row[key] for key in ("question", "answer")} for row in ROWS]
     users = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }};{% endif %}{% endfor %}"
-    file = write(tmp_path, "rows.jsonl", ROWS)
+    file = write(tmp_path, "rows.jsonl", plain)
     note = "roles of turns of which no word is in the text that the chat template writes: `system` (10 of 10 rows, first line 1)"
     assert load_prompts(recipe(file, template="chat", system="Be brief."), letters(chat=users)).notes == (note,)
     assert not load_prompts(recipe(file, template="chat", system="a"), letters(chat=CHAT)).notes
@@ -167,11 +169,11 @@ def test_turns_that_the_chat_template_leaves_out_are_named(tmp_path: Path) -> No
         {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]},
         {"role": "user", "content": "c"},
     ]
-    rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in ROWS]), template="chat")
+    rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in plain]), template="chat")
     note = "keys of turns that the chat template does not read: `tool_calls` (10 of 10 rows, first line 1)"
     assert load_prompts(rows, letters(chat=CHAT)).notes == (note,)
     asked[1]["content"] = " "
-    rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in ROWS]), template="chat")
+    rows = recipe(write(tmp_path, "rows.jsonl", [{**row, "question": asked} for row in plain]), template="chat")
     assert "line 1: turn 2 has `tool_calls` only, and the chat template reads none" in refused(rows, letters(chat=CHAT))
 
 
@@ -327,9 +329,9 @@ def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one(tmp_path: 
         and "(1 of 10 rows, first line 1)" in found.notes[0]
     )
     found = load_prompts(recipe(file, template="chat"), letters(bos=True, chat="<bos>" + CHAT))
-    assert found.train[0].text == "<bos>[user]Why?[assistant]" and found.train[0].token_ids.count(0) == 1 and len(found.notes) == 1
+    assert found.train[0].text == "<bos>[user]Why?[assistant]" and found.train[0].token_ids.count(0) == 1 and found.notes[1:] == (EXTRA,)
     plain = load_prompts(recipe(file, template="chat"), letters(bos=True, chat=CHAT))
-    assert plain.train[0].text == "[user]<bos>Why?[assistant]" and not plain.notes, "the template writes none"
+    assert plain.train[0].text == "[user]<bos>Why?[assistant]" and plain.notes == (EXTRA,), "the template writes none"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
@@ -366,11 +368,21 @@ def test_keys_of_turns_and_tools_that_nobody_reads_are_named(tmp_path: Path) -> 
     file = write(tmp_path, "r.jsonl", rows)
     settings: dict[str, Any] = {"template": "chat", "batch_prompts": 1, "held": 0, "tools_column": ""}
     found = load_prompts(recipe(file, **settings), letters(chat=CHAT))
-    assert found.notes == ("keys of turns that the chat template does not read: `name` (2 of 2 rows, first line 1)",)
+    tools = "columns that nothing reads: `tools` (2 of 2 rows, first line 1)"
+    assert found.notes == ("keys of turns that the chat template does not read: `name` (2 of 2 rows, first line 1)", tools)
     named = CHAT.replace("{{ m['content'] }}", "{{ m.name }}:{{ m['content'] }}")
     found = load_prompts(recipe(file, **settings), letters(chat=named))
-    assert found.train[0].text == "[user]Ann:a[assistant]" and not found.notes
+    assert found.train[0].text == "[user]Ann:a[assistant]" and found.notes == (tools,)
     plain = write(tmp_path, "p.jsonl", [{**row, "tools": [1]} for row in ROWS])
     assert load_prompts(recipe(plain), letters()).notes == (
+        EXTRA,
         "columns with tools, which only prompts.template=chat reads: `tools` (10 of 10 rows, first line 1)",
     )
+
+
+@pytest.mark.parametrize(("function", "contract"), [("math", "row"), ("mine.py:reward", "openrlhf"), ("mine.py:reward", "row")])
+def test_columns_are_named_unless_a_reward_function_gets_whole_rows(tmp_path: Path, function: str, contract: str) -> None:
+    rows = [{**row, "extra": None, "datasource": "a", **({"system": "Be brief."} if n == 3 else {})} for n, row in enumerate(ROWS)]
+    given = recipe(write(tmp_path, "rows.jsonl", rows)).with_settings({"reward.function": function, "reward.contract": contract})
+    named = () if contract == "row" and function != "math" else ("columns that nothing reads: `system` (1 of 10 rows, first line 4)",)
+    assert load_prompts(given, letters()).notes == named

@@ -86,16 +86,21 @@ with open({str(note)!r}, "a") as file:
     assert started and not left
 
 
-@pytest.mark.parametrize("body", ["return [1.0] * len(queries)", "import os; os._exit(3)"])
-def test_processes_in_a_session_of_their_own_end_with_a_dry_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+@pytest.mark.parametrize("body", ["return [1.0] * len(queries)", "import os; os._exit(3)", "import os; os.abort()"])
+@pytest.mark.parametrize("command", [["sleep", "300"], ["setsid", "--fork", "sh", "-c", "echo $$ >> helper; exec sleep 300"]])
+def test_processes_in_a_session_of_their_own_end_with_a_dry_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, command: list[str]
+) -> None:
+    """Also those that have no environment and no parent any more, as sandboxes for code start them."""
     monkeypatch.setattr(module, "START_S", 60.0)
     note = tmp_path / "helper"
     file = f"""
 import subprocess
 def reward_func(queries, prompts, labels):
-    helper = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    helper = subprocess.Popen({command!r}, start_new_session=True, env={{"PATH": "/usr/bin:/bin"}}, cwd={str(tmp_path)!r})
     with open({str(note)!r}, "a") as file:
-        file.write(f"{{helper.pid}} ")
+        file.write(f"{{helper.pid}}\\n")
+    helper.wait() if {command[0] == "setsid"} else None
     {body}
 """
     with contextlib.suppress(UserError):

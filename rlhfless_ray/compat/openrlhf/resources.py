@@ -24,7 +24,7 @@ def slots_of(translation: Translation) -> Slots:
     """Return the slots of the largest phase, because phases take turns."""
 
     def setting(key: str, otherwise: int) -> int:
-        return int(translation.settings.get(key, otherwise))
+        return _whole(translation.settings.get(key, otherwise), otherwise)
 
     v = translation.values
     engine = _least_width(translation.settings)
@@ -45,7 +45,15 @@ def slots_of(translation: Translation) -> Slots:
 def _least_width(settings: Mapping[str, Any]) -> int:
     """Return the slots of the narrowest engine."""
     width = settings.get("rollout.tensor_parallel", 1)
-    return 1 if width == "auto" else int(width)
+    return _whole(width, 1)  # the narrowest of `auto`
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    """Return a setting that is a whole number. Of another value, which the recipe will refuse, return `otherwise`."""
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return otherwise
 
 
 def openrlhf_gpus(v: Values) -> int:
@@ -71,7 +79,7 @@ def slots_here(settings: Mapping[str, Any], environment: Mapping[str, str] = os.
     gpus = visible_gpus(environment)
     if gpus and settings.get("functions.slot", "auto") != "cpu":
         return gpus
-    return int(settings.get("cluster.cpus") or len(os.sched_getaffinity(0)))
+    return _whole(settings.get("cluster.cpus"), 0) or len(os.sched_getaffinity(0))
 
 
 def fit_width(settings: dict[str, Any], environment: Mapping[str, str] = os.environ) -> str:
@@ -101,9 +109,9 @@ def fit(translation: Translation, environment: Mapping[str, str] = os.environ) -
         notes.append(narrower)
     for name in ("critic", "reference", "learner"):
         key = f"{name}.ranks"
-        ranks = int(translation.settings.get(key, 1))
+        ranks = _whole(translation.settings.get(key, 1), 1)
         if here is not None and name == "learner" and translation.settings.get("rollout.max_lag_steps"):
-            engines = int(translation.settings.get("rollout.min_actors", 1)) * _least_width(translation.settings)
+            engines = _whole(translation.settings.get("rollout.min_actors", 1), 1) * _least_width(translation.settings)
             here = max(1, here - engines)
         if here is not None and ranks > here and key not in translation.own:
             translation.settings[key] = here
