@@ -201,15 +201,17 @@ class RolloutStage:
         has no engine if others hold the slots until its update ends, or if the nodes have no more of them.
         """
         context, need, wait_s = self.context, self.context.limits().fewest(self.pool.width), max(0.2, wait_s)
-        if ends is not None:
-            context.broker.resize(self.pool, actors, need=0, wait_s=wait_s, begin=begin)
-            while len(self.pool.working) < need:
-                if ends():
-                    context.broker.put(self.pool.park_all())
-                    return
-                context.broker.resize(self.pool, actors, need=0, wait_s=BESIDE_S, begin=begin)
-        else:
-            context.broker.resize(self.pool, actors, need=need, wait_s=wait_s, begin=begin)
+        staff = partial(context.broker.resize, self.pool, actors, begin=begin)
+        if ends is None:
+            staff(need=need, wait_s=wait_s)
+            return
+        staff(need=0, wait_s=wait_s)
+        end_s = time.monotonic() + context.recipe.learner.deadline_s  # an update that hangs is found where its result is awaited
+        while len(self.pool.working) < need:
+            if ends() or time.monotonic() > end_s:
+                context.broker.put(self.pool.park_all())
+                return
+            staff(need=0, wait_s=BESIDE_S)
 
     def generate(
         self,
