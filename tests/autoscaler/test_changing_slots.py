@@ -12,6 +12,7 @@ from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.functions.limits import Limits
+from rlhfless_ray.functions.worker_pool import NoRoom
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
@@ -103,3 +104,19 @@ def test_wide_engines_become_narrower_once_no_node_has_room_for_one() -> None:
     run.limits = Limits({"small": 2}, {1: 4, 2: 2, 4: 1})
     plan = run.plan()
     assert plan.width in (1, 2) and plan.actors * plan.width <= 2
+
+
+@pytest.mark.parametrize("working", [[], ["an engine"]])
+def test_a_rollout_beside_the_update_whose_engines_are_lost_begins_after_it(working: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(Limits({"a": 2}, {1: 8}))
+    run.run.in_update, run.run.rollout_stage.pool = True, SimpleNamespace(working=working)  # type: ignore[assignment]
+
+    def lost(step: Step) -> Any:
+        raise NoRoom("no slot is free for a successor")
+
+    monkeypatch.setattr(run.run, "_generate", lost)
+    assert run.run.generate(Step(4)) == []
+    assert run.said == ["step 4: no slot is free beside the update, so its rollout begins after it"]
+    run.run.in_update = False
+    with pytest.raises(NoRoom):
+        run.run.generate(Step(4))
