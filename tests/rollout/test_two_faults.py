@@ -225,7 +225,7 @@ def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: p
     monkeypatch.setattr(slot_source, "placement_group_table", table)
     monkeypatch.setattr(slot_source, "remove_placement_group", lambda group: None)
     pool: Any = Pool(["a"], {"a"})
-    pool.labels, pool.leases = {}, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
+    pool.find_labels, pool.leases = dict, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
     pool.leases.nodes.notices, pool.leases.without_lost = lambda: {"a"}, lambda leases: leases
     pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
     rollout = rollout_on(pool, 1)
