@@ -158,7 +158,10 @@ class Autoscaler(StepPredictor):
         return RolloutPlan(decision, actors, tuple(plans), *predicted, width=width, update=update, has_failed=made is None)
 
     def _keep_last(self, fallback_actors: int, most: int) -> Decision:
-        """Hold the last plan's engines, `most` at most, or `fallback_actors` if there is none. Its groups are of other sequences, so they are left out."""
+        """Hold the last plan's engines, `most` at most, or `fallback_actors` if there is none.
+
+        Its groups are of other sequences, so they are left out.
+        """
         if (last := self.last) is None:
             return Hold(fallback_actors, f"the planner failed; no plan before it, {fallback_actors} actors")
         return Hold(min(last.actors, most), f"the planner failed; the last good plan is kept: {last.reason}", last.time_s, last.cost)
