@@ -108,7 +108,6 @@ def test_a_run_grows_and_shrinks_with_its_cluster_and_goes_on_without_a_node_of_
     }
     run = go_from_home(Hit(recipe, script))
     said = capsys.readouterr().out
-    print(said, [(row["step"], row["plan/actors"], row["pool/reason"]) for row in run.rows()])
     complete(run)
     plans = {row["step"]: row["plan/actors"] for row in run.rows()}
     assert max(plans[1], plans[2]) <= 2 and max(plans[3], plans[4]) > 2 and max(plans[5], plans[6]) <= 2, plans
@@ -143,7 +142,6 @@ def test_a_rollout_beside_the_update_that_loses_all_nodes_of_its_label_begins_af
     began_s = time.monotonic()
     run = go_from_home(Hit(recipe, {(2, "parked"): lose}))
     said = capsys.readouterr().out
-    print(said, [(row["step"], row["plan/actors"], row["pool/reason"]) for row in run.rows()])
     complete(run)
     assert time.monotonic() - began_s < recipe.functions.lease_deadline_s
     assert "no slot is free beside the update, so its rollout begins after it" in said
