@@ -45,9 +45,9 @@ class Spot:
         self.cluster.wait_for_nodes(timeout=120)
         time.sleep(1.1)  # a list of nodes is used for a second
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: Any, sudden: bool = False) -> None:
         node = self.nodes.pop()
-        self.cluster.remove_node(node, allow_graceful=False)
+        self.cluster.remove_node(node, allow_graceful=not sudden)
         end_s = time.monotonic() + 60
         while node.node_id in node_slots("cpu") and time.monotonic() < end_s:
             time.sleep(0.2)
@@ -97,7 +97,7 @@ def test_a_run_grows_and_shrinks_with_its_cluster_and_goes_on_without_a_node_of_
     def lose_last(run: Hit) -> None:
         note(run)
         last = spot.nodes[0].node_id
-        when(engine_on(last), spot.leave)(run)
+        when(engine_on(last), lambda _: spot.leave(sudden=True))(run)
 
     script: Script = {
         **{(step, "parked"): note for step in range(1, 10)},
@@ -137,7 +137,7 @@ def test_a_rollout_beside_the_update_that_loses_all_nodes_of_its_label_begins_af
 
     def lose(run: Hit) -> None:
         assert run.in_update
-        when(engine_on(spot.nodes[0].node_id), spot.leave)(run)
+        when(engine_on(spot.nodes[0].node_id), lambda _: spot.leave(sudden=True))(run)
 
     began_s = time.monotonic()
     run = go_from_home(Hit(recipe, {(2, "parked"): lose}))
