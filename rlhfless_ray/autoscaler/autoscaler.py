@@ -115,6 +115,7 @@ class Autoscaler(StepPredictor):
         rest = self.safely("predicting the rest", lambda: self._rest(scenarios.lengths, prompts, rest_actors), lambda: None)
         update = self.safely("predicting the update", lambda: self._update_beside(learner_slots, scenarios.lengths, rest), lambda: None)
         self.least = min_actors = min(self.recipe.rollout.min_actors, max_actors)
+        self.actors = min(self.actors, max_actors)  # the slots of the others are gone, or the learner has them
         limits = {self.engines.width: (max_actors, warm), **(others or {})}
         warm_by_width = {width: count for width, (_, count) in limits.items()}
         plans: list[Plan] = []
@@ -137,7 +138,7 @@ class Autoscaler(StepPredictor):
 
         made = self.safely("planning engines", make, lambda: None)
         if made is None:
-            decision = self._keep_last(min(max(self.actors, min_actors), max_actors))
+            decision = self._keep_last(min(max(self.actors, min_actors), max_actors), max_actors)
         else:
             drafts = f"drafts make {self.tokens_per_step:.2f} tokens of a sequence in an engine step, so few sequences are faster"
             decision = replace(made, reason=f"{made.reason}; {drafts}") if self.tokens_per_step > DRAFTS_MATTER else made
@@ -159,11 +160,14 @@ class Autoscaler(StepPredictor):
         actors = max(min_actors, decision.actors)
         return RolloutPlan(decision, actors, tuple(plans), *predicted, width=width, update=update, has_failed=made is None)
 
-    def _keep_last(self, fallback_actors: int) -> Decision:
-        """Hold the last plan's engines, or `fallback_actors` if there is none. Its groups are of other sequences, so they are left out."""
+    def _keep_last(self, fallback_actors: int, most: int) -> Decision:
+        """Hold the last plan's engines, `most` at most, or `fallback_actors` if there is none.
+
+        Its groups are of other sequences, so they are left out.
+        """
         if (last := self.last) is None:
             return Hold(fallback_actors, f"the planner failed; no plan before it, {fallback_actors} actors")
-        return Hold(last.actors, f"the planner failed; the last good plan is kept: {last.reason}", last.time_s, last.cost)
+        return Hold(min(last.actors, most), f"the planner failed; the last good plan is kept: {last.reason}", last.time_s, last.cost)
 
     def _shared(
         self, frontiers: dict[int, list[Plan]], update: Update | None, warm: Mapping[int, int], step: int

@@ -21,6 +21,7 @@ from rlhfless_ray.functions.ledger import Ledger
 from rlhfless_ray.functions.slot_source import Grant, LeaseRequest, RayGroups, SlotSource, bundle_of
 
 PREFERRED_S = 1.0  # longest wait for a preferred node: a little more than Ray's retry interval
+Labels = Callable[[], dict[str, str]]  # returns the node labels that slots must have now
 LOOKING_SHARE = 0.01  # largest share of time for checks whether others wait: Ray's table lists every group ever created
 
 
@@ -121,10 +122,12 @@ class LeaseManager:
         need: int = 0,
         have: list[Lease] | None = None,
         use: Callable[[Lease], object] = lambda lease: None,
+        labels: Labels = dict,
     ) -> list[Lease]:
         """Return `have` and the granted ones of `requests`; those not granted in time are withdrawn.
 
-        `use`: called with each lease as soon as it is granted, while others may still be missing.
+        `use`: called with each lease as soon as it is granted, while others may still be missing. `labels`: those of `requests`. If they
+        change, as when the last node with them is lost, a needed slot is requested again.
 
         It waits for the first `need` leases until the lease deadline, and for each other one for `wait_s` after the last grant: slots come
         one after the other, and on GPU Ray starts a process to name the first device. If there are fewer than `need`, all are released, and
@@ -137,9 +140,13 @@ class LeaseManager:
             if needed := len(leases) < need:
                 self.withdraw([one for one in self.pending.values() if one not in requests])
             end = start + self.deadline_s if needed else granted_s + wait_s
-            grant = self.source.wait(request, end)
+            look_s = PREFERRED_S if needed and request.labels else float("inf")
+            grant = self.source.wait(request, min(end, time.monotonic() + look_s))
             while grant is None and needed and (time.monotonic() < end or self.may_wait(1, request.labels)):  # sooner: its node was lost
-                grant = self.source.wait(request, max(end, time.monotonic() + PREFERRED_S))
+                if request.labels and labels() != request.labels:
+                    self.withdraw([request])
+                    [request] = self.ask(1, labels=labels())
+                grant = self.source.wait(request, min(max(end, time.monotonic() + PREFERRED_S), time.monotonic() + look_s))
             if grant is None:
                 self.withdraw([request])
             else:
@@ -151,7 +158,7 @@ class LeaseManager:
         seconds = time.monotonic() - start
         self.waited_s += seconds - used_s
         if len(leases) < need:
-            where = f" on nodes labelled {requests[0].labels}" if requests and requests[0].labels else ""
+            where = f" on nodes labelled {labels()}" if labels() else ""
             missing = f"{kind} needs {need} × {self.bundle}{where} and got {len(leases)} within {seconds:.0f} s; {self.availability()}"
             self.release(leases)
             raise RunError(missing)
@@ -164,7 +171,7 @@ class LeaseManager:
         asked: list[LeaseRequest] | None = None,
         need: int | None = None,
         wait_s: float = 0.0,
-        labels: dict[str, str] | None = None,
+        labels: Labels = dict,
         use: Callable[[Lease], object] = lambda lease: None,
     ) -> list[Lease]:
         """Request and collect `count` slots, of which `need` (default: all) must be granted within the lease deadline.
@@ -180,11 +187,12 @@ class LeaseManager:
         self.withdraw(surplus)
         leases = self.collect(first, kind, PREFERRED_S if need else wait_s / 2, use=use)
         if len(leases) < count:
-            leases = self.collect(self.ask(count - len(leases), labels=labels), kind, wait_s / 2 if first else wait_s, need, leases, use)
+            requests = self.ask(count - len(leases), labels=labels())
+            leases = self.collect(requests, kind, wait_s / 2 if first else wait_s, need, leases, use, labels)
         return leases
 
     def take_together(
-        self, count: int, kind: str, spare: list[Lease], prefer: set[str], labels: dict[str, str], need: bool, wait_s: float
+        self, count: int, kind: str, spare: list[Lease], prefer: set[str], find_labels: Labels, need: bool, wait_s: float
     ) -> tuple[list[Lease], list[Lease]]:
         """Return `count` leases of one node, all or none, and what is left of `spare`, held leases that may be among them.
 
@@ -194,6 +202,7 @@ class LeaseManager:
         start = time.monotonic()
         end = start + (self.deadline_s if need else wait_s)
         while True:
+            labels = find_labels()
             spare_on_node = Counter(lease.slot.node for lease in spare)
             room = Counter(self.nodes.slots(labels))
             elsewhere = [lease for lease in self.held.values() if lease not in spare]

@@ -37,7 +37,7 @@ class Limits:
         joined, left = sum(n for n in changes if n > 0), -sum(n for n in changes if n < 0)
         parts = [f"{n} slot{'s' * (n > 1)} {verb}" for n, verb in ((joined, "joined"), (left, "left")) if n]
         if self.is_own != before.is_own:
-            parts = ["only the learner's node is left" if self.is_own else "nodes with the labels of rollout.nodes are back"]
+            parts = ["only the run's own node is left" if self.is_own else "nodes with the labels of rollout.nodes are back"]
         count, cap = self.engines(width), self.most.get(width, 0)
         limited = " (rollout.max_actors)" if count == cap < most_instances(self.slots, width) else ""
         return f"{' and '.join(parts)}: the pool may be {count}{limited}" if parts else ""
@@ -59,13 +59,14 @@ class EngineNodes:
         if slots or not self.wanted:
             self._tell("engines work on nodes labelled {} again" if self.said else "")
             return slots, self.wanted
-        home = self.home()
-        own = self.nodes.slots({}).get(home, 0) if home is not None else 0
-        if home is None or own < self.width:
+        home, others = self.home(), self.nodes.slots({})
+        if home is not None and home not in others:  # lost too: the learner will start again on another one
+            home = max(sorted(others), key=others.__getitem__, default=None)
+        if home is None or others[home] < self.width:
             self._tell("no node labelled {} is left: engines wait for one, each for functions.lease_deadline_s at most")
             return {}, self.wanted
-        self._tell("no node labelled {} is left: engines work in this run's own slots, on the learner's node, until one joins")
-        return {home: own}, {NODE_LABEL: home}
+        self._tell("no node labelled {} is left: engines work in this run's own slots until one joins")
+        return {home: others[home]}, {NODE_LABEL: home}
 
     def _tell(self, text: str) -> None:
         if text and text != self.said:

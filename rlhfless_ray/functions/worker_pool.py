@@ -16,7 +16,7 @@ from rlhfless_ray.common.deadlines import get
 from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.failure_budget import FailureBudget, FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance, State, actor_state, reason_of
-from rlhfless_ray.functions.lease import PREFERRED_S, Lease, LeaseManager, Slot
+from rlhfless_ray.functions.lease import PREFERRED_S, Labels, Lease, LeaseManager, Slot
 from rlhfless_ray.functions.slot_source import LeaseRequest
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 
@@ -43,7 +43,7 @@ class WorkerPool:
         on_device: bool = False,
         leave_s: float = 60.0,
         waits_to_leave: bool = True,
-        labels: Callable[[], dict[str, str]] = dict,
+        labels: Labels = dict,
         give_back_after_s: float = float("inf"),
         faults: FailureBudget | None = None,
         parked_memory: WarmMemoryBudget | None = None,
@@ -129,7 +129,7 @@ class WorkerPool:
         def start(lease: Lease) -> None:
             begin(self.assign_leases([lease]))
 
-        self.leases.take(missing, self.kind, expected or self._ask_for_parked(missing), urgent, wait_s, self.labels, start)
+        self.leases.take(missing, self.kind, expected or self._ask_for_parked(missing), urgent, wait_s, self.find_labels, start)
         return spare
 
     def _lease_together(self, need: int, spare: list[Lease], expected: list[LeaseRequest]) -> list[Lease]:
@@ -141,7 +141,7 @@ class WorkerPool:
         leases, start = self.leases, time.monotonic()
         while (missing := need - len(self.working) - sum(map(self.may_use, spare))) > 0:
             leases.withdraw([one for one in leases.pending.values() if one not in expected])  # they are for later
-            got = leases.take(missing, self.kind, expected or self._ask_for_parked(missing), 0, ATTEMPT_S, self.labels)
+            got = leases.take(missing, self.kind, expected or self._ask_for_parked(missing), 0, ATTEMPT_S, self.find_labels)
             spare, expected = [*spare, *got], []
             if len(got) < missing:
                 wanted = f"{self.kind} needs {need} × {leases.bundle} at once"
@@ -184,7 +184,7 @@ class WorkerPool:
         if self.width > 1:
             return self._lease_wide([], need, wait_s)[0]
         asked = self._ask_for_parked(1) if need else None
-        return self.leases.take(1, self.kind, asked, int(need), wait_s, self.labels)
+        return self.leases.take(1, self.kind, asked, int(need), wait_s, self.find_labels)
 
     def _ask_for_parked(self, count: int) -> list[LeaseRequest]:
         """Request up to `count` slots of nodes with parked instances."""
@@ -192,7 +192,7 @@ class WorkerPool:
 
     def _lease_wide(self, spare: list[Lease], need: bool, wait_s: float) -> tuple[list[Lease], list[Lease]]:
         prefer = {instance.slot.node for instance in self.parked}
-        return self.leases.take_together(self.width, self.kind, spare, prefer, self.labels, need, wait_s)
+        return self.leases.take_together(self.width, self.kind, spare, prefer, self.find_labels, need, wait_s)
 
     def assign_leases(self, leases: list[Lease]) -> Instance:
         """Assign leases of one node to a fitting parked instance (warm start), or to a new one."""

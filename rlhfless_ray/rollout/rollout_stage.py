@@ -14,6 +14,7 @@ from placement.scaling.engine_assignment import assign_engines
 from placement.scaling.resize_policy import Decision, assign_groups
 from rlhfless_ray.agent.agent_processes import AgentProcesses
 from rlhfless_ray.agent.episode_samples import EpisodeSamples
+from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.fetch_weights import fetch_into, fetch_weights
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease, Slot
@@ -200,16 +201,26 @@ class RolloutStage:
         The learner holds its own slots then. If each of several runs waited until it has one more, none of them would ever get it. So a run
         has no engine if others hold the slots until its update ends, or if the nodes have no more of them.
         """
-        context, need, wait_s = self.context, self.context.limits().fewest(self.pool.width), max(0.2, wait_s)
-        if ends is not None:
-            context.broker.resize(self.pool, actors, need=0, wait_s=wait_s, begin=begin)
-            while len(self.pool.working) < need:
-                if ends():
-                    context.broker.put(self.pool.park_all())
-                    return
-                context.broker.resize(self.pool, actors, need=0, wait_s=BESIDE_S, begin=begin)
-        else:
-            context.broker.resize(self.pool, actors, need=need, wait_s=wait_s, begin=begin)
+        context, need, wait_s = self.context, self._fewest(), max(0.2, wait_s)
+        staff = partial(context.broker.resize, self.pool, actors, begin=begin)
+        if ends is None:
+            try:
+                staff(need=need, wait_s=wait_s)
+            except RunError:
+                if (fewer := self._fewest()) >= need:  # otherwise only the run's own node is left meanwhile
+                    raise
+                staff(need=fewer, wait_s=wait_s)
+            return
+        staff(need=0, wait_s=wait_s)
+        end_s = time.monotonic() + context.recipe.learner.deadline_s  # an update that hangs is found where its result is awaited
+        while len(self.pool.working) < need:
+            if ends() or time.monotonic() > end_s:
+                context.broker.put(self.pool.park_all())
+                return
+            staff(need=0, wait_s=BESIDE_S)
+
+    def _fewest(self) -> int:
+        return self.context.limits().fewest(self.pool.width)
 
     def generate(
         self,

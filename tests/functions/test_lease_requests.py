@@ -103,6 +103,25 @@ def test_a_needed_slot_whose_node_is_lost_as_it_is_granted_is_waited_for(monkeyp
     assert leases.take(1, "rollout", need=0, wait_s=5.0) == [] and len(waits) == 1, "one that is not needed is given up"
 
 
+def test_a_needed_slot_is_asked_for_elsewhere_once_the_last_node_of_its_label_is_lost():
+    """Ray lists a lost node for up to half a minute. A request for it, made meanwhile, would never be granted."""
+    spot, home = {"market": "spot"}, {"ray.io/node-id": "home"}
+    asked: dict[str, dict[str, str]] = {}
+    withdrawn: list[str] = []
+
+    def wait(request: LeaseRequest, until_s: float) -> Grant | None:
+        return Grant(request.id, "home", 0) if asked[request.id] == home else None
+
+    source: Any = SimpleNamespace(wait=wait, may_wait=lambda: False)
+    source.ask = lambda requests: asked.update({one.id: one.labels for one in requests})
+    source.withdraw = lambda requests: withdrawn.extend(one.id for one in requests)
+    leases = LeaseManager("cpu", Ledger("cpu"), 5.0, "x", source, SimpleNamespace(slots=lambda labels: {}))  # type: ignore[arg-type]
+    looks = iter([spot, spot, spot, home])
+    [lease] = leases.take(1, "rollout", labels=lambda: next(looks, home))
+    assert lease.slot.node == "home" and list(asked.values()) == [spot, home] and withdrawn == [next(iter(asked))]
+    assert list(leases.held) == [lease.id] and not leases.pending
+
+
 @pytest.mark.parametrize(("pause_s", "expected"), [(0.05, 6), (1.0, 1)])
 def test_slots_that_come_one_after_the_other_are_waited_for(pause_s, expected):
     """A rollout on 32 GPUs began with 1 to 3 engines, because the other devices were named after its wait."""
@@ -212,8 +231,8 @@ def test_a_slot_that_no_node_has_is_not_waited_for_because_other_runs_hold_other
     asked: list[int] = []
     source.may_wait = lambda: not asked.append(1) and len(asked) < 3
     for take in (
-        lambda: leases.take(1, "rollout", labels={"market": "spot"}),
-        lambda: leases.take_together(2, "rollout", [], set(), {}, True, 0.0),
+        lambda: leases.take(1, "rollout", labels=lambda: {"market": "spot"}),
+        lambda: leases.take_together(2, "rollout", [], set(), dict, True, 0.0),
     ):
         with pytest.raises(RunError, match="within"):
             take()

@@ -85,16 +85,23 @@ def test_without_a_node_of_the_label_engines_work_on_the_learners_node_until_one
     back = found.limits({1: 8}, 3)
     assert back.engines(1) == 1 and back.fewest(1) == 3 and found.labels() == SPOT
     assert cluster.said[1:] == ["rollout.nodes: engines work on nodes labelled {'market': 'spot'} again"]
-    assert alone.since(back, 1) == "only the learner's node is left: the pool may be 2"
+    assert alone.since(back, 1) == "only the run's own node is left: the pool may be 2"
     assert back.since(alone, 1) == "nodes with the labels of rollout.nodes are back: the pool may be 1"
 
 
-@pytest.mark.parametrize(("home", "width"), [(None, 1), ("gone", 1), ("home", 4)])
+@pytest.mark.parametrize(("home", "width"), [(None, 1), ("home", 4)])
 def test_engines_wait_for_a_node_of_the_label_if_the_learners_node_has_no_slots_for_one(home: str | None, width: int) -> None:
     cluster = Cluster(home=(2, {}))
     found = cluster.engine_nodes(SPOT, home, width)
     assert found.labels() == SPOT and found.limits({width: 8}, 1).engines(width) == 0
     assert len(cluster.said) == 1 and "engines wait for one, each for functions.lease_deadline_s at most" in cluster.said[0]
+
+
+def test_if_the_learners_node_is_lost_too_engines_work_on_the_largest_that_is_left() -> None:
+    cluster = Cluster(a=(1, {}), b=(2, {}), c=(2, {}))
+    assert cluster.engine_nodes(SPOT, "lost", 2).labels() == {NODE_LABEL: "b"}
+    cluster.nodes.clear()
+    assert cluster.engine_nodes(SPOT, "lost").labels() == SPOT
 
 
 def test_without_labels_all_nodes_are_for_engines_and_nothing_is_said() -> None:

@@ -84,3 +84,16 @@ def test_engines_leave_their_devices_when_a_rollout_ends_or_something_else_comes
     roll_out(stage, 3, version=2, goes_on=False)
     assert all(engine.actor.calls[-2:] == ["load 2", "park"] for engine in kept) and not pool.working
     assert len(broker.reclaim()) == 3, "those that were kept have left already"
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_rollout_beside_an_update_waits_for_slots_no_longer_than_the_update(stage: RolloutStage, hangs: bool) -> None:
+    """The learner holds them all, and gives none back while the rollout waits. An update that hangs is found later, by its own deadline."""
+    stage.context.broker.take()
+    waits = iter([False, False, True])
+    if hangs:
+        stage.context.recipe = stage.context.recipe.with_settings({"learner.deadline_s": 0.05})
+    plan: Any = SimpleNamespace(actors=2, width=1)
+    with stage.phase(plan, WeightVersion(1, ()), ends=lambda: not hangs and next(waits)):
+        assert not stage.pool.working
+    assert hangs or next(waits, "all asked") == "all asked"

@@ -14,7 +14,7 @@ from rlhfless_ray.functions import slot_source
 from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.lease import LeaseManager
 from rlhfless_ray.functions.ledger import Ledger
-from rlhfless_ray.functions.worker_pool import WorkerPool
+from rlhfless_ray.functions.worker_pool import NoRoom, WorkerPool
 from rlhfless_ray.rollout.driver import IdleEngines, RolloutDriver
 from rlhfless_ray.rollout.listener import RolloutListener
 from rlhfless_ray.rollout.migration_policy import MigrationRequest
@@ -103,6 +103,25 @@ def test_an_engine_that_dies_on_a_drained_node_is_not_replaced_while_others_work
     rollout.calls.running = {ref: one for ref, one in rollout.calls.running.items() if one is not call}
     rollout.handle_loss(call, FailureCause.DIED, "killed")
     assert pool.log == log and rollout.token_log.owner.tolist() == [second, second]
+
+
+def test_a_rollout_that_may_not_wait_for_a_slot_ends_with_its_last_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an update the learner may hold every slot that is left, and keeps it until the rollout ends."""
+    pool, told = Pool(["a"], set()), list[Any]()
+    rollout = rollout_on(pool, 1)
+    rollout.waits, rollout.stop_sources = False, lambda: told.append("stopped")  # type: ignore[method-assign]
+    rollout.assign(rollout.calls.number(pool.working[0]), np.array([0]))
+
+    def replace(*_: Any, waits: bool) -> Any:
+        told.append(waits)
+        raise NoRoom("no slot is free")
+
+    monkeypatch.setattr(pool, "replace", replace)
+    [call] = rollout.calls.running.values()
+    rollout.calls.running.clear()
+    with pytest.raises(NoRoom):
+        rollout.handle_loss(call, FailureCause.NODE_LOST, "its node is gone")
+    assert told == [False, "stopped"]
 
 
 def test_requests_of_the_last_working_engine_go_to_one_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +225,7 @@ def test_evacuation_waits_until_ray_grants_a_slot_on_another_node(monkeypatch: p
     monkeypatch.setattr(slot_source, "placement_group_table", table)
     monkeypatch.setattr(slot_source, "remove_placement_group", lambda group: None)
     pool: Any = Pool(["a"], {"a"})
-    pool.labels, pool.leases = {}, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
+    pool.find_labels, pool.leases = dict, LeaseManager("cpu", Ledger("cpu", 1.0), 60.0, "test")
     pool.leases.nodes.notices, pool.leases.without_lost = lambda: {"a"}, lambda leases: leases
     pool.assign_leases = lambda leases: pool.working.append(pool.engine(leases[0].slot.node))
     rollout = rollout_on(pool, 1)
