@@ -1,0 +1,226 @@
+"""Outlive a driver and its Ray: say what died, have the run's last words written, and end what a killed driver has left.
+
+A separate process in a session of its own, without this project's imports and without Ray. `watcher.py` starts it. It reads a JSON object
+from each line of standard input. The end of that input means that the driver is gone. Before it tells the driver to end, by a line on
+standard output, the run's status is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+GCS = "GCS"  # begins the name of Ray's control service
+LOOK_MS = 1000  # interval of looking for processes that stand still
+STILL_S = 5.0  # how long a process is stopped before this is said
+PROBE_S, CONNECT_S = 2.0, 2.0  # interval of connecting to a cluster's GCS, and the limit of one try
+WORDS_S = 15.0  # limit for writing the last words and the report
+END_S = 5.0  # for the driver to end by itself once the words are written
+KILL_S = 30.0  # how long to try to end the processes of a private Ray
+
+
+class Watcher:
+    def __init__(self, driver: int) -> None:
+        self.driver = driver
+        self.driver_gone = False
+        self.pending = b""
+        self.sessions: set[int] = set()  # of a private Ray's processes
+        self.temporary = ""  # its folder
+        self.ray: dict[int, str] = {}  # process id → name
+        self.ended_by: dict[int, int] = {}  # pidfd → process id, of those whose death ends the run
+        self.address, self.lost_s = "", 0.0  # of a cluster's GCS, and how long it may be out of reach
+        self.answered_s = self.probed_s = time.monotonic()
+        self.folder: Path | None = None  # of the run at work
+        self.words: list[str] = []  # the command that writes its last words
+        self.stopped_s: dict[int, float] = {}  # process id → when it was first seen stopped
+        self.told_still: set[int] = set()
+
+    def run(self) -> None:
+        """Watch until the driver is gone."""
+        poll = select.poll()
+        poll.register(0, select.POLLIN | select.POLLHUP)
+        registered: set[int] = set()
+        while not self.driver_gone:
+            for descriptor in self.ended_by.keys() ^ registered:
+                (poll.register if descriptor in self.ended_by else poll.unregister)(descriptor)
+            registered = set(self.ended_by)
+            ready = [descriptor for descriptor, _ in poll.poll(LOOK_MS)]
+            if 0 in ready:
+                self.read()
+            dead = [self.ray[self.ended_by[descriptor]] for descriptor in ready if descriptor in self.ended_by]
+            dead = [name for name in dead if not name.startswith(GCS)] or dead  # a driver takes it along
+            if dead:
+                self.end_run(f"Ray's {' and '.join(dead)} died, without which no run goes on")
+            elif self.driver_gone:
+                self.end_run(f"its driver, process {self.driver}, was killed, as by `kill -9` or for lack of memory")
+            elif self.is_out_of_reach():
+                self.end_run(f"the cluster's GCS at {self.address} has not been reached for {self.lost_s:.0f} s")
+            else:
+                self.say_who_stands_still()
+        self.end_leftover()
+
+    def read(self) -> None:
+        """Take over what the driver says."""
+        if not (content := os.read(0, 65536)):
+            self.driver_gone = True
+        *lines, self.pending = (self.pending + content).split(b"\n")
+        for line in lines:
+            self.take(json.loads(line))
+
+    def take(self, told: dict[str, Any]) -> None:
+        self.sessions |= set(told.get("sessions", ()))
+        self.temporary = told.get("temporary", self.temporary)
+        if "ray" in told:
+            for descriptor in self.ended_by:
+                os.close(descriptor)
+            self.ray = {int(process): name for process, name in told["ray"].items()}
+            self.address, self.lost_s, self.answered_s = told["address"], told["lost_s"], time.monotonic()
+            self.ended_by = {}
+            for process, name in self.ray.items():
+                if not (self.address and name.startswith(GCS)):  # of a cluster it may come back
+                    with contextlib.suppress(ProcessLookupError):
+                        self.ended_by[os.pidfd_open(process)] = process
+        if "folder" in told:
+            self.folder, self.words = Path(told["folder"]) if told["folder"] else None, told["words"]
+
+    def is_out_of_reach(self) -> bool:
+        """Connect to the cluster's GCS now and then. Returns whether that has failed for too long."""
+        if not self.address or time.monotonic() - self.probed_s < PROBE_S:
+            return False
+        host, _, port = self.address.rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S):
+            self.answered_s = time.monotonic()
+        late_s = time.monotonic() - self.probed_s
+        self.probed_s = time.monotonic()
+        if late_s > self.lost_s:  # the machine itself stood still
+            self.answered_s = max(self.answered_s, self.probed_s - PROBE_S)
+        return self.probed_s - self.answered_s > self.lost_s
+
+    def say_who_stands_still(self) -> None:
+        """Say which processes are stopped by a signal, and which go on again."""
+        now = time.monotonic()
+        for process, name in {self.driver: "the driver", **{one: f"Ray's {name}" for one, name in self.ray.items()}}.items():
+            if state_of(process) != "T":
+                self.stopped_s.pop(process, None)
+                if process in self.told_still:
+                    self.told_still.remove(process)
+                    say(f"note: {name}, process {process}, goes on")
+                    self.note("")
+            elif now - self.stopped_s.setdefault(process, now) >= STILL_S and process not in self.told_still:
+                self.told_still.add(process)
+                text = f"{name}, process {process}, stands still: it was stopped by a signal. `kill -CONT {process}` lets it go on"
+                say(f"note: {text}. Nothing is ended meanwhile")
+                self.note(text)
+
+    def note(self, reason: str) -> None:
+        """Write a reason into the status of a run that goes on."""
+        if self.folder is not None and self.is_running():
+            patch_status(self.folder, reason=reason)
+
+    def is_running(self) -> bool:
+        """Return whether the status says that the driver is at work: the folder may belong to another one by now."""
+        assert self.folder is not None
+        status = read_status(self.folder)
+        return status.get("status") == "running" and status.get("pid") == self.driver
+
+    def end_run(self, what: str) -> None:
+        """Write the run's last words, and end the driver if it still lives."""
+        if self.folder is not None and self.is_running():
+            with contextlib.suppress(OSError):
+                patch_status(self.folder, status="failed", reason=what)  # at once: Ray may end the driver before the words are complete
+            if self.driver_gone:
+                self.end_leftover()  # frees memory and the run's folder
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run([*self.words, what], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=WORDS_S)
+            final = read_status(self.folder)
+        else:
+            final = {}
+            if not self.driver_gone:  # else another one has told why it ended
+                say(f"run failed: {what}")
+        self.end_driver()
+        if final and self.folder is not None and self.is_running():  # the driver wrote it meanwhile
+            patch_status(self.folder, **final)
+
+    def end_driver(self) -> None:
+        """Ask the driver to end, and kill it if it does not."""
+        if self.driver_gone:
+            return
+        with contextlib.suppress(OSError):
+            os.write(1, b"end\n")
+        until = time.monotonic() + END_S
+        while not self.driver_gone and time.monotonic() < until:
+            if select.select([0], [], [], 0.1)[0]:
+                self.read()
+        if not self.driver_gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.driver, signal.SIGKILL)
+            self.driver_gone = True
+
+    def end_leftover(self) -> None:
+        """End the processes of a private Ray, which would take a minute to notice, and remove its folder."""
+        end = time.monotonic() + KILL_S
+        while (left := members(self.sessions)) and time.monotonic() < end:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.1)
+        if self.temporary:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it
+        print(text, file=sys.stderr, flush=True)
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / "status.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def patch_status(folder: Path, **changes: Any) -> None:
+    """Change a run's status in place: that needs no space on the disk."""
+    file = folder / "status.json"
+    content = (json.dumps({**read_status(folder), **changes}, indent=1) + "\n").encode()
+    with file.open("r+b") as opened:
+        opened.write(content.ljust(os.fstat(opened.fileno()).st_size))
+        opened.truncate(max(len(content), opened.tell()))
+
+
+def stat_of(process: int) -> list[str]:
+    """Return the fields of a process from its state on. Raises OSError if it has ended."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+
+
+def state_of(process: int) -> str:
+    try:
+        return stat_of(process)[0]
+    except OSError:
+        return ""
+
+
+def members(sessions: set[int]) -> list[int]:
+    """Return the ids of running processes in these sessions."""
+    found = []
+    for process in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            state, _, _, session = stat_of(process)[:4]
+            if state != "Z" and int(session) in sessions:
+                found.append(process)
+    return found
+
+
+if __name__ == "__main__":
+    Watcher(int(sys.argv[1])).run()
