@@ -65,7 +65,7 @@ class Watcher:
     def writes_last_words(self, folder: Path) -> Iterator[None]:
         """Have the last words of a run written if it does not leave the block."""
         absolute = str(folder.absolute())
-        words = [sys.executable, "-m", "rlhfless_ray.run.last_words", absolute, str(folder)]
+        words = [sys.executable, "-m", "rlhfless_ray.runtime.last_words", absolute, str(folder)]
         self.tell(folder=absolute, words=words)
         try:
             yield

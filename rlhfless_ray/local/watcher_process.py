@@ -29,7 +29,7 @@ END_S = 5.0  # for the driver to end by itself once the words are written
 KILL_S = 30.0  # how long to try to end the processes of a private Ray
 
 
-class Watcher:
+class DriverWatch:
     def __init__(self, driver: int) -> None:
         self.driver = driver
         self.driver_gone = False
@@ -223,4 +223,4 @@ def members(sessions: set[int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    Watcher(int(sys.argv[1])).run()
+    DriverWatch(int(sys.argv[1])).run()

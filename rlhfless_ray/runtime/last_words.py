@@ -1,6 +1,6 @@
 """Write how a run ended whose driver or Ray died: a sentence on stderr, the status, the timeline and the report.
 
-`python -m rlhfless_ray.run.last_words FOLDER NAME WHAT`, as the watcher of a driver calls it. `NAME`: the folder as the user named it.
+`python -m rlhfless_ray.runtime.last_words FOLDER NAME WHAT`, as the watcher of a driver calls it. `NAME`: the folder as the user named it.
 """
 
 from __future__ import annotations
