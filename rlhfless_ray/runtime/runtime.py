@@ -149,6 +149,7 @@ class Runtime(StepOperations):
             stack.push(self._raise_reported_error)
             if self.resume:
                 self.folder = self._folder_to_resume()
+                self.folder.check_resumable()
                 stack.enter_context(self.folder.locked())
                 checkpoint = self._open_folder()
             stack.enter_context(self.cluster.running())

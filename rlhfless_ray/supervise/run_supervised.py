@@ -186,6 +186,7 @@ class SupervisedStage:
         with ExitStack() as stack:
             is_new = not self.resume or not self.folder.path.is_dir()
             if not is_new:
+                self.folder.check_resumable()
                 stack.enter_context(self.folder.locked())
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
