@@ -22,6 +22,7 @@ from typing import Any
 
 GCS = "GCS"  # begins the name of Ray's control service
 LOOK_MS = 1000  # interval of looking for processes that stand still
+STOPPED = "T"  # the state of a process after SIGSTOP
 STILL_S = 5.0  # how long a process is stopped before this is said
 PROBE_S, CONNECT_S = 2.0, 2.0  # interval of connecting to a cluster's GCS, and the limit of one try
 WORDS_S = 15.0  # limit for writing the last words and the report
@@ -43,7 +44,7 @@ class DriverWatch:
         self.folder: Path | None = None  # of the run at work
         self.words: list[str] = []  # the command that writes its last words
         self.stopped_s: dict[int, float] = {}  # process id → when it was first seen stopped
-        self.told_still: set[int] = set()
+        self.told_still: dict[int, str] = {}
 
     def run(self) -> None:
         """Watch until the driver is gone."""
@@ -109,23 +110,27 @@ class DriverWatch:
     def say_who_stands_still(self) -> None:
         """Say which processes are stopped by a signal, and which go on again."""
         now = time.monotonic()
-        for process, name in {self.driver: "the driver", **{one: f"Ray's {name}" for one, name in self.ray.items()}}.items():
-            if state_of(process) != "T":
-                self.stopped_s.pop(process, None)
-                if process in self.told_still:
-                    self.told_still.remove(process)
-                    say(f"note: {name}, process {process}, goes on")
-                    self.note("")
-            elif now - self.stopped_s.setdefault(process, now) >= STILL_S and process not in self.told_still:
-                self.told_still.add(process)
-                text = f"{name}, process {process}, stands still: it was stopped by a signal. `kill -CONT {process}` lets it go on"
-                say(f"note: {text}. Nothing is ended meanwhile")
-                self.note(text)
+        watched = {self.driver: f"its driver, process {self.driver},", **{process: f"Ray's {name}" for process, name in self.ray.items()}}
+        stopped = {process: name for process, name in watched.items() if state_of(process) == STOPPED}
+        for process in members(self.sessions, only=STOPPED) - watched.keys():
+            stopped[process] = f"its process {process} ({title_of(process)})"
+        for process in self.stopped_s.keys() - stopped.keys():
+            del self.stopped_s[process]
+            if name := self.told_still.pop(process, ""):
+                self.note(f"{name} does not stand still any more", reason="")
+        for process, name in stopped.items():
+            if now - self.stopped_s.setdefault(process, now) >= STILL_S and process not in self.told_still:
+                self.told_still[process] = name
+                text = f"{name} stands still, stopped by a signal: `kill -CONT {process}` lets it go on"
+                self.note(text, reason=text)
 
-    def note(self, reason: str) -> None:
-        """Write a reason into the status of a run that goes on."""
+    def note(self, text: str, reason: str) -> None:
+        """Tell of a run that is not ended, and write a reason into its status."""
+        if self.folder is None or self.is_running():
+            say(f"note on the run: {text}")
         if self.folder is not None and self.is_running():
-            patch_status(self.folder, reason=reason)
+            with contextlib.suppress(OSError):
+                patch_status(self.folder, reason=reason)
 
     def is_running(self) -> bool:
         """Return whether the status says that the driver is at work: the folder may belong to another one by now."""
@@ -211,14 +216,23 @@ def state_of(process: int) -> str:
         return ""
 
 
-def members(sessions: set[int]) -> list[int]:
-    """Return the ids of running processes in these sessions."""
-    found = []
+def title_of(process: int) -> str:
+    """Return what a process calls itself, such as ray::LearnerActor.update."""
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return os.path.basename(words[0])
+
+
+def members(sessions: set[int], only: str = "") -> set[int]:
+    """Return the ids of the processes in these sessions that have not ended, or of those in one state."""
+    found = set()
     for process in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         with contextlib.suppress(OSError):  # the process has ended meanwhile
             state, _, _, session = stat_of(process)[:4]
-            if state != "Z" and int(session) in sessions:
-                found.append(process)
+            if int(session) in sessions and (state == only if only else state != "Z"):
+                found.add(process)
     return found
 
 
