@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import yaml
 
@@ -152,15 +153,20 @@ def _wait(is_done: Any, seconds: float, what: str, *, required: bool = True) -> 
         time.sleep(0.1)
 
 
-def deaths(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each kind of fault with what was wrong then."""
-    for number, kinds in ((signal.SIGKILL, KILLED), (signal.SIGSTOP, STOPPED)):
-        for what in kinds:
-            own = folder / f"{what} {number.name}".replace(" ", "-")
-            own.mkdir()
-            struck = strike(own, what, number)
-            if number == signal.SIGSTOP:
-                yield f"{what} stopped", struck.wrong_after_stop()
-            else:
-                wrong = struck.wrong_after_kill(what)
-                yield f"{what} killed", wrong + (["resume"] if resume(own) else [])
+def signalled(folder: Path, count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Strike `count` runs, each by another signal to another process. Returns the part of a result as `benchmarks.chaos` has it."""
+    kinds = [(what, signal.SIGKILL) for what in KILLED] + [(what, signal.SIGSTOP) for what in STOPPED]
+    found: dict[str, Any] = {"faults": {}, "wrong": {}, "left": {}, "seconds": {}}
+    for place in np.random.default_rng(seed).permutation(len(kinds))[:count]:
+        what, number = kinds[place]
+        name = f"{what} {'killed' if number == signal.SIGKILL else 'stopped'}"
+        own = folder / name.replace(" ", "-")
+        own.mkdir()
+        struck = strike(own, what, number)
+        wrong = struck.wrong_after_kill(what) if number == signal.SIGKILL else struck.wrong_after_stop()
+        if number == signal.SIGKILL and resume(own):
+            wrong.append("no resume")
+        found["faults"][name], found["seconds"][name] = 1, struck.seconds
+        found["wrong"] |= {f"{name}: {one}": 1 for one in wrong}
+        say(f"{name}: {', '.join(wrong) or 'as it should be'} after {struck.seconds:.1f} s")
+    return found

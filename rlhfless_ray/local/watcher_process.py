@@ -59,7 +59,9 @@ class DriverWatch:
             if 0 in ready:
                 self.read()
             dead = [self.ray[self.ended_by[descriptor]] for descriptor in ready if descriptor in self.ended_by]
-            dead = [name for name in dead if not name.startswith(GCS)] or dead  # a driver takes it along
+            dead = [name for name in dead if not name.startswith(GCS)] or dead  # a driver takes its private GCS along
+            if dead and self.address:  # without their GCS, other processes of a cluster's head may be ended before it is missed
+                dead = [name for process, name in self.ray.items() if name.startswith(GCS) and state_of(process) in ("", "Z")] + dead
             if dead:
                 self.end_run(f"Ray's {' and '.join(dead)} died, without which no run goes on")
             elif self.driver_gone:
