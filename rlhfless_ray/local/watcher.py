@@ -82,7 +82,7 @@ class Watcher:
         assert self.process.stdout is not None
         if self.process.stdout.readline() == b"end\n":
             with suppress(OSError, ValueError):
-                sys.stdout.flush()
+                print(end="\033[?25h" if sys.stdout.isatty() else "", flush=True)  # the progress has hidden the cursor
             os._exit(EXIT_CODE)
 
 
