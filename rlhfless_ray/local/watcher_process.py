@@ -65,7 +65,7 @@ class DriverWatch:
             if dead:
                 self.end_run(f"Ray's {' and '.join(dead)} died, without which no run goes on")
             elif self.driver_gone:
-                self.end_run(f"its driver, process {self.driver}, was killed, as by `kill -9` or for lack of memory")
+                self.end_run(f"its driver, process {self.driver}, was killed, {self.why_driver_ended()}")
             elif self.is_out_of_reach():
                 self.end_run(f"the cluster's GCS at {self.address} has not been reached for {self.lost_s:.0f} s")
             else:
@@ -126,6 +126,10 @@ class DriverWatch:
                 text = f"{name} stands still, stopped by a signal: `kill -CONT {process}` lets it go on"
                 self.note(text, reason=text)
 
+    def why_driver_ended(self) -> str:
+        still = [name for process, name in self.told_still.items() if process != self.driver]
+        return f"as by Ray while {' and '.join(still)} stood still" if still else "as by `kill -9` or for lack of memory"
+
     def note(self, text: str, reason: str) -> None:
         """Tell of a run that is not ended, and write a reason into its status."""
         if self.folder is None or self.is_running():
@@ -150,6 +154,8 @@ class DriverWatch:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run([*self.words, what], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=WORDS_S)
             final = read_status(self.folder)
+            if final.get("reason") == what:  # the words could not be written
+                say(f"run failed: {what}")
         else:
             final = {}
             if not self.driver_gone:  # else another one has told why it ended
@@ -203,7 +209,6 @@ def patch_status(folder: Path, **changes: Any) -> None:
     content = (json.dumps({**read_status(folder), **changes}, indent=1) + "\n").encode()
     with file.open("r+b") as opened:
         opened.write(content.ljust(os.fstat(opened.fileno()).st_size))
-        opened.truncate(max(len(content), opened.tell()))
 
 
 def stat_of(process: int) -> list[str]:

@@ -39,7 +39,7 @@ def what_is_saved(folder: RunFolder, name: str) -> str:
     steps = saved_steps(tree, folder.path)
     if steps is None:
         return "nothing is saved yet: start the run again"
-    return f"step {steps} is saved: go on with `rlhfless train {name}/recipe.yaml --resume`"
+    return f"step {steps} is saved: go on with the same command and --resume, or with `rlhfless train {name}/recipe.yaml --resume`"
 
 
 def saved_steps(tree: dict[str, Any], folder: Path) -> int | None:

@@ -27,7 +27,12 @@ from rlhfless_ray.runtime import last_words
 from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import ROOT, lives, small_recipe
 
-WORDS = "import sys; sys.stderr.write('words: ' + sys.argv[1] + '\\n')"
+WORDS = """
+import json, pathlib, sys
+status = pathlib.Path(sys.argv[1], "status.json")
+status.write_text(json.dumps({**json.loads(status.read_text()), "reason": sys.argv[2] + "; saved"}))
+sys.stderr.write(f"words: {sys.argv[2]}\\n")
+"""
 PATIENCE_S = 30.0  # of a test, on a busy machine
 
 
@@ -60,7 +65,7 @@ class Watched:
         (self.folder / "status.json").write_text(json.dumps(status).ljust(200))
         processes = {key: self.sleeper() for key in names}
         self.tell(ray={processes[key].pid: name for key, name in names.items()}, address=address, lost_s=lost_s)
-        self.tell(folder=str(self.folder), words=[sys.executable, "-I", "-S", "-c", WORDS])
+        self.tell(folder=str(self.folder), words=[sys.executable, "-I", "-S", "-c", WORDS, str(self.folder)])
         time.sleep(0.5)
         return processes
 
@@ -97,7 +102,7 @@ def test_a_dead_process_of_ray_ends_the_run_with_its_name(watched: Watched, kill
     names = {"agent": "dashboard agent", "raylet": "raylet", "gcs": "GCS"}
     watched.begin(**names)[killed].kill()
     assert watched.ends() == b"end\n"
-    assert f"words: Ray's {names[killed]} died" in watched.said
+    assert f"words: Ray's {names[killed]} died" in watched.said and "run failed" not in watched.said
     status = read_status(watched.folder)
     assert status["status"] == "failed" and names[killed] in status["reason"] and status["steps_done"] == 3
 
@@ -170,6 +175,23 @@ def test_a_cluster_that_is_out_of_reach_ends_the_run_and_one_that_comes_back_doe
     assert f"words: the cluster's GCS at 127.0.0.1:{port} has not been reached for 4 s" in watched.said
 
 
+def test_words_that_cannot_be_written_are_replaced_by_a_sentence(watched: Watched) -> None:
+    raylet = watched.begin(raylet="raylet")["raylet"]
+    watched.tell(folder=str(watched.folder), words=[sys.executable, "-c", "raise SystemExit(1)"])
+    time.sleep(0.5)
+    raylet.kill()
+    assert watched.ends() == b"end\n" and "run failed: Ray's raylet died" in watched.said
+
+
+def test_a_driver_that_ray_ended_because_its_node_stood_still_is_told_so(watched: Watched) -> None:
+    raylet = watched.begin(raylet="raylet")["raylet"].pid
+    os.kill(raylet, signal.SIGSTOP)
+    watched.wait_for("stands still")
+    assert watched.process.stdin is not None
+    watched.process.stdin.close()
+    assert watched.process.wait(PATIENCE_S) == 0 and "was killed, as by Ray while Ray's raylet stood still" in watched.said
+
+
 def test_a_torn_or_missing_status_hinders_nobody(watched: Watched) -> None:
     watched.begin(raylet="raylet")
     (watched.folder / "status.json").write_text("{")
@@ -223,7 +245,8 @@ def test_last_words_name_what_is_saved_and_how_to_go_on(tmp_path: Path, capsys: 
     for step in (2, 12):
         Checkpoints(Recipe.parse(small_recipe(tmp_path)).checkpoint, folder.path).save(step, writer({"model.safetensors": b""}), {})
     last_words.main(str(folder.path), "runs/small", "Ray's GCS died")
-    said = "Ray's GCS died; step 12 is saved: go on with `rlhfless train runs/small/recipe.yaml --resume`"
+    how = "go on with the same command and --resume, or with `rlhfless train runs/small/recipe.yaml --resume`"
+    said = f"Ray's GCS died; step 12 is saved: {how}"
     assert capsys.readouterr().err == f"run failed: {said}\n"
     status = folder.read_status()
     assert (status["status"], status["reason"]) == ("failed", said) and status["ended_at"]
