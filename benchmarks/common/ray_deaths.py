@@ -41,9 +41,10 @@ class Struck:
 
     def wrong_after_kill(self, what: str) -> list[str]:
         """Return what is not as it should be after SIGKILL."""
+        name = "its driver, process" if what == "driver" else f"{what} (process"
         found = {
-            "no sentence": what not in self.said or "--resume" not in self.said or "Traceback" in self.said,
-            "status": self.status.get("status") != "failed" or what not in self.status.get("reason", ""),
+            "no sentence": name not in self.said or "--resume" not in self.said or "Traceback" in self.said,
+            "status": self.status.get("status") != "failed" or name not in self.status.get("reason", ""),
             "exit code": self.code != (-signal.SIGKILL if what == "driver" else 1),
             "late": self.seconds > LIMIT_S,
             "processes left": bool(self.left),

@@ -147,9 +147,9 @@ class RayCluster:
             RayCluster.watcher, self.owns_watcher = Watcher(self.temporary), True
         return RayCluster.watcher
 
-    def writes_last_words(self, folder: Path) -> AbstractContextManager[None]:
+    def writes_last_words(self, folder: Path, leave_status: Callable[[], None]) -> AbstractContextManager[None]:
         """Have the last words of a run written if it does not leave the block, see `Watcher`."""
-        return self._watch().writes_last_words(folder)
+        return self._watch().writes_last_words(folder, leave_status)
 
     def _forks(self) -> dict[str, str]:
         """Start the server that forks workers, on cores. Returns the variables with which workers find it."""

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Watcher:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_with_packages(), start_new_session=True
         )
         self.tells = threading.Lock()
+        self.leave_status: Callable[[], None] = lambda: None
         if temporary is not None:
             self.tell(temporary=str(temporary))
         threading.Thread(target=self._wait_for_end, name="end with Ray", daemon=True).start()
@@ -62,8 +63,9 @@ class Watcher:
         self.tell(ray={}, address="", lost_s=0.0)
 
     @contextmanager
-    def writes_last_words(self, folder: Path) -> Iterator[None]:
-        """Have the last words of a run written if it does not leave the block."""
+    def writes_last_words(self, folder: Path, leave_status: Callable[[], None]) -> Iterator[None]:
+        """Have the last words of a run written if it does not leave the block. `leave_status`: called when they begin."""
+        self.leave_status = leave_status
         absolute = str(folder.absolute())
         words = [sys.executable, "-m", "rlhfless_ray.runtime.last_words", absolute, str(folder)]
         self.tell(folder=absolute, words=words)
@@ -80,6 +82,8 @@ class Watcher:
     def _wait_for_end(self) -> None:
         """End this process when the watcher says so: no wait on a dead Ray is sure to return."""
         assert self.process.stdout is not None
+        if self.process.stdout.readline() == b"died\n":
+            self.leave_status()
         if self.process.stdout.readline() == b"end\n":
             with suppress(OSError, ValueError):
                 print(end="\033[?25h" if sys.stdout.isatty() else "", flush=True)  # the progress has hidden the cursor

@@ -22,6 +22,7 @@ from typing import Any
 
 GCS = "GCS"  # begins the name of Ray's control service
 LOOK_MS = 1000  # interval of looking for processes that stand still
+ENDED_BY_RAY = 1 << 8  # what `wait` tells of a process that ended with code 1
 STOPPED = "T"  # the state of a process after SIGSTOP
 STILL_S = 5.0  # how long a process is stopped before this is said
 PROBE_S, CONNECT_S = 2.0, 2.0  # interval of connecting to a cluster's GCS, and the limit of one try
@@ -33,7 +34,7 @@ KILL_S = 30.0  # how long to try to end the processes of a private Ray
 class DriverWatch:
     def __init__(self, driver: int) -> None:
         self.driver = driver
-        self.driver_gone = False
+        self.driver_gone, self.driver_code = False, 0  # the code as `wait` tells it; 0 also if it is not known
         self.pending = b""
         self.sessions: set[int] = set()  # of a private Ray's processes
         self.temporary = ""  # its folder
@@ -62,10 +63,8 @@ class DriverWatch:
             dead = [name for name in dead if not name.startswith(GCS)] or dead  # a driver takes its private GCS along
             if dead and self.address:  # without their GCS, other processes of a cluster's head may be ended before it is missed
                 dead = [name for process, name in self.ray.items() if name.startswith(GCS) and state_of(process) in ("", "Z")] + dead
-            if dead:
-                self.end_run(f"Ray's {' and '.join(dead)} died, without which no run goes on")
-            elif self.driver_gone:
-                self.end_run(f"its driver, process {self.driver}, was killed, {self.why_driver_ended()}")
+            if self.driver_gone or dead:
+                self.end_run(self.what_died(" and ".join(dead)))
             elif self.is_out_of_reach():
                 self.end_run(f"the cluster's GCS at {self.address} has not been reached for {self.lost_s:.0f} s")
             else:
@@ -76,6 +75,8 @@ class DriverWatch:
         """Take over what the driver says."""
         if not (content := os.read(0, 65536)):
             self.driver_gone = True
+            with contextlib.suppress(OSError):
+                self.driver_code = int(stat_of(self.driver)[-1])
         *lines, self.pending = (self.pending + content).split(b"\n")
         for line in lines:
             self.take(json.loads(line))
@@ -126,9 +127,17 @@ class DriverWatch:
                 text = f"{name} stands still, stopped by a signal: `kill -CONT {process}` lets it go on"
                 self.note(text, reason=text)
 
-    def why_driver_ended(self) -> str:
+    def what_died(self, of_ray: str) -> str:
+        """Return a clause. A killed driver takes its private Ray along, and a driver whose Ray died is ended by Ray at once."""
+        driver = f"its driver, process {self.driver},"
+        if of_ray and not (self.driver_gone and self.driver_code != ENDED_BY_RAY):
+            return f"Ray's {of_ray} died, without which no run goes on"
+        if of_ray and self.driver_code != signal.SIGKILL:  # its parent was quicker to ask for the code
+            return f"{driver} and Ray's {of_ray} died"
         still = [name for process, name in self.told_still.items() if process != self.driver]
-        return f"as by Ray while {' and '.join(still)} stood still" if still else "as by `kill -9` or for lack of memory"
+        return f"{driver} was killed, " + (
+            f"as by Ray while {' and '.join(still)} stood still" if still else "as by `kill -9` or for lack of memory"
+        )
 
     def note(self, text: str, reason: str) -> None:
         """Tell of a run that is not ended, and write a reason into its status."""
@@ -146,6 +155,7 @@ class DriverWatch:
 
     def end_run(self, what: str) -> None:
         """Write the run's last words, and end the driver if it still lives."""
+        self.tell_driver("died")
         if self.folder is not None and self.is_running():
             with contextlib.suppress(OSError):
                 patch_status(self.folder, status="failed", reason=what)  # at once: Ray may end the driver before the words are complete
@@ -164,12 +174,15 @@ class DriverWatch:
         if final and self.folder is not None and self.is_running():  # the driver wrote it meanwhile
             patch_status(self.folder, **final)
 
+    def tell_driver(self, word: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(1, f"{word}\n".encode())
+
     def end_driver(self) -> None:
         """Ask the driver to end, and kill it if it does not."""
         if self.driver_gone:
             return
-        with contextlib.suppress(OSError):
-            os.write(1, b"end\n")
+        self.tell_driver("end")
         until = time.monotonic() + END_S
         while not self.driver_gone and time.monotonic() < until:
             if select.select([0], [], [], 0.1)[0]:

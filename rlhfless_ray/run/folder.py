@@ -61,6 +61,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.status: dict[str, Any] = {}
+        self.is_left = False  # whether the status is another's to write
         self.reserve = Reserve(path / ".reserve")
 
     @classmethod
@@ -294,8 +295,14 @@ class RunFolder:
         """Whether the run has come to its end."""
         return self.read_status().get("status") == "done"
 
+    def leave_status(self) -> None:
+        """Leave the status to the watcher, which writes the run's last words."""
+        self.is_left = True
+
     def write_status(self, **changes: Any) -> None:
         self.status.update(changes)
+        if self.is_left:
+            return
         replace_file(self.path / "status.json", self._status_text())
 
     def _status_text(self) -> bytes:

@@ -197,7 +197,7 @@ class SupervisedStage:
             if is_new:
                 self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
-            stack.enter_context(self.cluster.writes_last_words(self.folder.path))
+            stack.enter_context(self.cluster.writes_last_words(self.folder.path, self.folder.leave_status))
             shares = self._join_pool(resource, stack)
             resume_notes = self._begin_resume() if self.resume else []
             done = self.progress_before.get("steps", 0) if self.resume else 0

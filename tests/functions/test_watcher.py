@@ -82,10 +82,10 @@ class Watched:
     def ends(self) -> bytes:
         """Return what the driver is told before the watcher ends."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        line = self.process.stdout.readline()
+        told = self.process.stdout.readline() + self.process.stdout.readline()
         self.process.stdin.close()  # as when the driver ends
         self.process.wait(PATIENCE_S)
-        return line
+        return told
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 def test_a_dead_process_of_ray_ends_the_run_with_its_name(watched: Watched, killed: str) -> None:
     names = {"agent": "dashboard agent", "raylet": "raylet", "gcs": "GCS"}
     watched.begin(**names)[killed].kill()
-    assert watched.ends() == b"end\n"
+    assert watched.ends() == b"died\nend\n"
     assert f"words: Ray's {names[killed]} died" in watched.said and "run failed" not in watched.said
     status = read_status(watched.folder)
     assert status["status"] == "failed" and names[killed] in status["reason"] and status["steps_done"] == 3
@@ -171,7 +171,7 @@ def test_a_cluster_that_is_out_of_reach_ends_the_run_and_one_that_comes_back_doe
     time.sleep(2.5)
     assert watched.said == ""
     server.close()
-    assert watched.ends() == b"end\n"
+    assert watched.ends() == b"died\nend\n"
     assert f"words: the cluster's GCS at 127.0.0.1:{port} has not been reached for 4 s" in watched.said
 
 
@@ -180,7 +180,7 @@ def test_words_that_cannot_be_written_are_replaced_by_a_sentence(watched: Watche
     watched.tell(folder=str(watched.folder), words=[sys.executable, "-c", "raise SystemExit(1)"])
     time.sleep(0.5)
     raylet.kill()
-    assert watched.ends() == b"end\n" and "run failed: Ray's raylet died" in watched.said
+    assert watched.ends() == b"died\nend\n" and "run failed: Ray's raylet died" in watched.said
 
 
 def test_a_driver_that_ray_ended_because_its_node_stood_still_is_told_so(watched: Watched) -> None:
@@ -196,26 +196,27 @@ def test_a_torn_or_missing_status_hinders_nobody(watched: Watched) -> None:
     watched.begin(raylet="raylet")
     (watched.folder / "status.json").write_text("{")
     watched.sleepers[-1].kill()
-    assert watched.ends() == b"end\n" and "run failed: Ray's raylet died" in watched.said
+    assert watched.ends() == b"died\nend\n" and "run failed: Ray's raylet died" in watched.said
 
 
 DRIVER = """
-import sys, time, types
+import pathlib, sys, time, types
 from rlhfless_ray.local import watcher
 watcher.watcher_process = types.SimpleNamespace(__file__=sys.argv[1])
 one = watcher.Watcher()
 time.sleep(1)
-one.tell(folder="here", words=[])
-print("begun")
-time.sleep(3)
+with one.writes_last_words(pathlib.Path("here"), lambda: print("left")):
+    one.tell(folder="here")
+    print("begun")
+    time.sleep(3)
 """
 
 
-@pytest.mark.parametrize(("program", "code"), [("input(); print('end', flush=True); input()", 1), ("raise SystemExit", 0)])
+@pytest.mark.parametrize(("program", "code"), [("input(); print('died\\nend', flush=True); input()", 1), ("raise SystemExit", 0)])
 def test_a_driver_ends_when_its_watcher_says_so_and_goes_on_without_one(tmp_path: Path, program: str, code: int) -> None:
     (tmp_path / "program.py").write_text(program)
     told = subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path / "program.py")], capture_output=True, timeout=60, cwd=ROOT)
-    assert (told.returncode, told.stdout) == (code, b"begun\n"), told.stderr
+    assert (told.returncode, told.stdout) == (code, b"begun\n" + b"left\n" * code), told.stderr
 
 
 def test_agents_are_known_by_their_commands() -> None:

@@ -458,3 +458,12 @@ def test_a_model_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {*shards, "config.json", "notes.txt"}
     module.put_model(tmp_path, {"adapter_model.safetensors": b"c"})
     assert {file.name for file in tmp_path.iterdir()} == {*shards, "config.json", "notes.txt", "adapter_model.safetensors"}
+
+
+def test_a_status_that_is_left_to_the_watcher_is_written_by_nobody_else(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    folder.leave_status()
+    before = (folder.path / "status.json").read_bytes()
+    folder.write_status(steps_done=5)
+    folder.end("failed", "the learner died")
+    assert (folder.path / "status.json").read_bytes() == before
