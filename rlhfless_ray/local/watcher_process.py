@@ -257,4 +257,6 @@ def members(sessions: set[int], only: str = "") -> set[int]:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job; it ends with its driver
+        signal.signal(number, signal.SIG_IGN)
     DriverWatch(int(sys.argv[1])).run()

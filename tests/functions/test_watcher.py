@@ -175,6 +175,31 @@ def test_a_cluster_that_is_out_of_reach_ends_the_run_and_one_that_comes_back_doe
     assert f"words: the cluster's GCS at 127.0.0.1:{port} has not been reached for 4 s" in watched.said
 
 
+@pytest.mark.parametrize(
+    ("gone", "code", "of_ray", "said"),
+    [
+        (True, signal.SIGKILL, "", "its driver, process 7, was killed, as by `kill -9` or for lack of memory"),
+        (True, signal.SIGKILL, "raylet", "its driver, process 7, was killed, as by `kill -9` or for lack of memory"),
+        (True, 1 << 8, "dashboard agent and raylet", "Ray's dashboard agent and raylet died, without which no run goes on"),
+        (True, 0, "raylet", "its driver, process 7, and Ray's raylet died"),
+        (False, 0, "raylet", "Ray's raylet died, without which no run goes on"),
+    ],
+)
+def test_who_died_first_is_told_by_the_drivers_exit_code(gone: bool, code: int, of_ray: str, said: str) -> None:
+    """A driver takes its private Ray along, and Ray its driver."""
+    watch = watcher_process.DriverWatch(7)
+    watch.driver_gone, watch.driver_code = gone, code
+    assert watch.what_died(of_ray) == said
+
+
+def test_signals_to_a_whole_job_do_not_end_the_watcher(watched: Watched) -> None:
+    raylet = watched.begin(raylet="raylet")["raylet"]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        watched.process.send_signal(number)
+    raylet.kill()
+    assert watched.ends() == b"died\nend\n"
+
+
 def test_words_that_cannot_be_written_are_replaced_by_a_sentence(watched: Watched) -> None:
     raylet = watched.begin(raylet="raylet")["raylet"]
     watched.tell(folder=str(watched.folder), words=[sys.executable, "-c", "raise SystemExit(1)"])
