@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ status = pathlib.Path(sys.argv[1], "status.json")
 status.write_text(json.dumps({**json.loads(status.read_text()), "reason": sys.argv[2] + "; saved"}))
 sys.stderr.write(f"words: {sys.argv[2]}\\n")
 """
+QUICK = {"LOOK_MS": 100, "STILL_S": 0.4, "END_S": 1.0}  # constants of the program, so that tests need not wait
 PATIENCE_S = 30.0  # of a test, on a busy machine
 
 
@@ -43,7 +45,13 @@ class Watched:
         self.folder = folder
         self.driver = self.sleeper()
         self.errors = folder / "stderr"
-        command = [sys.executable, "-I", "-S", watcher_process.__file__, str(self.driver.pid)]
+        program = Path(watcher_process.__file__).read_text()
+        for name, value in QUICK.items():
+            program, count = re.subn(rf"\b{name} = [\d.]+", f"{name} = {value}", program)
+            assert count == 1, name
+        program = re.sub(r"\bPROBE_S, CONNECT_S = .*", "PROBE_S, CONNECT_S = 0.2, 1.0", program)
+        (folder / "watcher.py").write_text(program)
+        command = [sys.executable, "-I", "-S", str(folder / "watcher.py"), str(self.driver.pid)]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
 
@@ -136,9 +144,9 @@ def test_a_run_that_has_ended_or_is_anothers_by_now_is_left_alone(watched: Watch
 def test_ray_may_end_once_the_run_has_left_it(watched: Watched) -> None:
     processes = watched.begin(raylet="raylet")
     watched.tell(ray={}, address="", lost_s=0.0)
-    time.sleep(0.5)
+    time.sleep(0.3)
     processes["raylet"].kill()
-    time.sleep(1.5)
+    time.sleep(0.6)
     assert watched.said == "" and read_status(watched.folder)["status"] == "running" and lives(watched.process.pid)
 
 
@@ -163,16 +171,16 @@ def test_a_cluster_that_is_out_of_reach_ends_the_run_and_one_that_comes_back_doe
     """Its GCS may be on another machine, and may come back: that its process here ends is not the end."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
-    gcs = watched.begin(gcs="GCS", address=f"127.0.0.1:{port}", lost_s=3.5)["gcs"]
+    gcs = watched.begin(gcs="GCS", address=f"127.0.0.1:{port}", lost_s=1.6)["gcs"]
     gcs.kill()
     server.close()
-    time.sleep(2.0)
+    time.sleep(0.5)
     server = socket.create_server(("127.0.0.1", port))
-    time.sleep(2.5)
+    time.sleep(1.5)
     assert watched.said == ""
     server.close()
     assert watched.ends() == b"died\nend\n"
-    assert f"words: the cluster's GCS at 127.0.0.1:{port} has not been reached for 4 s" in watched.said
+    assert f"words: the cluster's GCS at 127.0.0.1:{port} has not been reached for 2 s" in watched.said
 
 
 @pytest.mark.parametrize(
@@ -229,11 +237,11 @@ import pathlib, sys, time, types
 from rlhfless_ray.local import watcher
 watcher.watcher_process = types.SimpleNamespace(__file__=sys.argv[1])
 one = watcher.Watcher()
-time.sleep(1)
+time.sleep(0.3)
 with one.writes_last_words(pathlib.Path("here"), lambda: print("left")):
     one.tell(folder="here")
     print("begun")
-    time.sleep(3)
+    time.sleep(1.5)
 """
 
 
