@@ -9,21 +9,19 @@ import pytest
 
 from benchmarks.common.ray_deaths import KILLED, STOPPED, resume, strike
 
+EVERYDAY = ("raylet", "driver")
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 
 
-def members(names: tuple[str, ...], *everyday: str) -> list[object]:
-    return [name if name in everyday else pytest.param(name, marks=pytest.mark.long) for name in names]
-
-
-@pytest.mark.parametrize("what", members(KILLED, "raylet", "driver"))
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[] if what in EVERYDAY else pytest.mark.long) for what in KILLED])
 def test_a_death_is_told_within_20_s_and_the_run_goes_on(tmp_path: Path, what: str) -> None:
     struck = strike(tmp_path, what)
     assert struck.wrong_after_kill(what) == [], struck
     assert resume(tmp_path) == 0, (tmp_path / "resumed.stderr").read_text()
 
 
-@pytest.mark.parametrize("what", members(STOPPED, "driver"))
+@pytest.mark.long
+@pytest.mark.parametrize("what", STOPPED)
 def test_a_process_that_stands_still_is_named_and_the_run_goes_on(tmp_path: Path, what: str) -> None:
     struck = strike(tmp_path, what, signal.SIGSTOP)
     assert struck.wrong_after_stop() == [], struck
