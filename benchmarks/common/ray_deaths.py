@@ -24,6 +24,7 @@ LIMIT_S = 20.0  # from a death to the last words and the report
 STOPPED_S = 9.0  # how long a process stands still; a watcher says so after 5 s
 START_S, END_S = 240.0, 240.0  # on a machine that does something else too
 STEPS = 8
+STEPS_STOPPED = 200  # a run goes on while some of Ray's processes stand still, and must not end before they are named
 AGENTS = ("dashboard agent", "agent of runtime environments")
 KILLED = ("raylet", "GCS", *AGENTS, "driver")
 STOPPED = (*KILLED, "EngineActor", "LearnerActor", "RewardActor")
@@ -93,7 +94,7 @@ def strike(folder: Path, what: str, number: signal.Signals = signal.SIGKILL) -> 
     After SIGSTOP the process goes on after STOPPED_S, and the run to its end.
     """
     recipe, errors = small_recipe(folder), folder / f"{what}.stderr"
-    driver = train(recipe, errors)
+    driver = train(recipe, errors, *([f"run.steps={STEPS_STOPPED}"] if number == signal.SIGSTOP else []))
     run, processes = folder / "runs" / "struck", list[psutil.Process]()
     try:
         _wait(lambda: driver.poll() is not None or any((run / "checkpoints").glob("step_[1-9]*")), START_S, "a saved step")
@@ -103,7 +104,8 @@ def strike(folder: Path, what: str, number: signal.Signals = signal.SIGKILL) -> 
         began_s = time.monotonic()
         if number == signal.SIGSTOP:
             time.sleep(STOPPED_S)
-            victim.send_signal(signal.SIGCONT)
+            with suppress(psutil.Error):  # the run has replaced it
+                victim.send_signal(signal.SIGCONT)
         report = run / "report.html"
         _wait(lambda: driver.poll() is not None, END_S, "the driver to end")
         _wait(lambda: report.exists() and not alive(processes), LIMIT_S, "the report", required=False)
