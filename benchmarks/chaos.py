@@ -1,11 +1,12 @@
-"""Random faults of every kind in one run: `python -m benchmarks.chaos [--quick] [--faults N] [--real N] [--drivers N] [--partial N]`.
+"""Random faults of every kind in one run: `python -m benchmarks.chaos [--quick] [--faults N] [--real N] [--drivers N] [--partial N]
+[--deaths N]`.
 
 A run on a local cluster of several nodes, struck once in every step, next to one that is not: the same samples, each once, the
 same learning (a replayed learner's weights are a digest of all it was given, in order), nothing left behind. Replayed engines
 for the volume; real ones, with `--real`, for a part: there the weights of every version are DeepSpeed's, and the same to the bit,
 so what is learned with faults is what is learned without. The driver is killed and resumed in processes of its own. Partial rollouts
-depend on speed, so there every group must be trained once, whole and in time. A part that fails is told with its reason, and the
-others are run and written down all the same.
+depend on speed, so there every group must be trained once, whole and in time. A run whose Ray or driver is killed or stopped must say so,
+leave nothing behind and go on. A part that fails is told with its reason, and the others are run and written down all the same.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from benchmarks.common.fault_injection import (
     step_rows,
 )
 from benchmarks.common.partial_outcome import wrong_of
+from benchmarks.common.ray_deaths import KILLED, STOPPED, signalled
 from benchmarks.common.replay_setup import ReplaySetup, build, recipe_for, synthetic_lengths
 from benchmarks.common.results import Target, make_console, save, show_targets
 from rlhfless_ray.recipe import Recipe
@@ -313,6 +315,7 @@ def main() -> None:
     parser.add_argument("--drivers", type=int, default=5, help="drivers killed")
     parser.add_argument("--real", type=int, default=0, help="faults on real engines; 20 take about ten minutes on two cores")
     parser.add_argument("--partial", type=int, default=32, help="with partial rollouts, on replayed engines; and a tenth as many drivers")
+    parser.add_argument("--deaths", type=int, default=len(KILLED) + len(STOPPED), help="signals to Ray's own processes and to drivers")
     parser.add_argument("--kinds", nargs="*", choices=REAL_KINDS, default=REAL_KINDS, help="of faults on real engines")
     parser.add_argument("--ranks", type=int, default=1, help="of the real learner")
     parser.add_argument("--seed", type=int, default=0)
@@ -323,16 +326,16 @@ def main() -> None:
         driven(json.loads(options.drive))
         return
     if options.quick:
-        options.faults, options.drivers, options.partial = len(KINDS), 1, len(KINDS)
+        options.faults, options.drivers, options.partial, options.deaths = len(KINDS), 1, len(KINDS), 2
     # else its results do not replace those of one that is whole
     whole = not options.quick and bool((options.faults and options.drivers) or not (options.faults or options.drivers or options.real))
-    part_name = "chaos" if options.faults or options.drivers or options.real else "chaos_partial"
+    part_name = "chaos" if options.faults or options.drivers or options.real else f"chaos_{'partial' if options.partial else 'deaths'}"
     quiet_ray()
     console, found = make_console(), {}
     on_real = partial(real, kinds=tuple(options.kinds), ranks=options.ranks)
     parts: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
         "replayed": (replayed, options.faults), "drivers": (drivers, options.drivers), "real": (on_real, options.real),
-        "partial": (partial_rollouts, options.partial),
+        "partial": (partial_rollouts, options.partial), "deaths": (signalled, options.deaths),
     }  # fmt: skip
     for name, (part, count) in parts.items():
         if count:
@@ -373,7 +376,7 @@ def reached(options: argparse.Namespace, found: dict[str, Any]) -> list[Target]:
     wrong, left = (sum(sum(one.get(what, {}).values()) for one in found.values()) for what in ("wrong", "left"))
     targets = [
         Target("parts that failed", sum("failed" in one for one in found.values()), most=0),
-        Target("samples lost, twice, other or too many; versions with other weights", wrong, most=0),
+        Target("samples lost, twice, other or too many; versions with other weights; ends without their words", wrong, most=0),
         Target("placement groups, actors, processes and session folders left behind", left, most=0),
     ]
     if "compared" in found.get("real", {}):

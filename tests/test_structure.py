@@ -129,13 +129,13 @@ def test_no_folders_import_one_another_in_a_circle() -> None:
 
 
 def test_only_the_fork_server_imports_other_folders_by_their_names() -> None:
-    """The circles above do not show such imports. `memory_watch` only compares names with those of processes."""
+    """The circles above do not show such imports. `memory_watch` only compares names with those of processes. `watcher` starts a process."""
     known, found = modules("rlhfless_ray"), dict[str, set[str]]()
     for name, path in known.items():
         for other in re.findall(r'"(rlhfless_ray(?:\.\w+)+)"', path.read_text()):
             if other.split(".")[1] != name.split(".")[1]:
                 found.setdefault(name, set()).add(other)
-    assert found.keys() == {"rlhfless_ray.local.fork_server", "rlhfless_ray.local.memory_watch"}
+    assert found.keys() == {f"rlhfless_ray.local.{name}" for name in ("fork_server", "memory_watch", "watcher")}
     for name, others in found.items():
         assert others <= known.keys(), (name, others - known.keys())
 

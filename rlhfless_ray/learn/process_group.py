@@ -6,22 +6,38 @@ import importlib
 import os
 import socket
 
+import psutil
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+INTERFACES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}  # variables of the backends, which listen too
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a free port of an address of this machine."""
+    with listening_socket(address, 0) as probe:
         port: int = probe.getsockname()[1]
         return port
+
+
+def listening_socket(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on one address of this machine only. Raises OSError if the port is taken."""
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has an address, "" if none of this machine has it."""
+    found = (name for name, addresses in psutil.net_if_addrs().items() if address in [one.address for one in addresses])
+    return next(found, "lo" if address.startswith("127.") else "")
 
 
 def join_process_group(rendezvous: tuple[str, int] | None, rank: int, ranks: int, device: str) -> None:
     """Connect the ranks for DeepSpeed. `device`: "cpu" or "cuda".
 
-    `rendezvous`: address and port of rank 0; None: torch.distributed is initialized already.
+    `rendezvous`: address and port of rank 0, which listens there and on no other address. None: torch.distributed is initialized already.
     """
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
     import torch.distributed as dist
+    from deepspeed.constants import default_pg_timeout
 
     if device == "cpu":
         # DeepSpeed would compile a shared-memory all-reduce (about 45 s, needs g++ and ninja); gloo does it too.
@@ -29,13 +45,21 @@ def join_process_group(rendezvous: tuple[str, int] | None, rank: int, ranks: int
     if dist.is_initialized() or rendezvous is None:
         return
     address, port = rendezvous
+    backend = "nccl" if device == "cuda" else "gloo"
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_SIZE="1")
-    if address.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    deepspeed.init_distributed(
-        dist_backend="nccl" if device == "cuda" else "gloo",
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=ranks,
-        verbose=False,
-    )
+    if interface := interface_of(address if rank == 0 else own_address_towards(address)):
+        os.environ.setdefault(
+            INTERFACES[backend], f"={interface}" if backend == "nccl" else interface
+        )  # NCCL takes a bare name for a prefix
+    listening = listening_socket(address, port).detach() if rank == 0 else None  # torch's own would listen on all interfaces
+    store = dist.TCPStore(address, port, ranks, rank == 0, default_pg_timeout, master_listen_fd=listening)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=default_pg_timeout)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+
+
+def own_address_towards(address: str) -> str:
+    """Return the address with which this machine reaches another one. Sends nothing."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        own: str = probe.getsockname()[0]
+        return own

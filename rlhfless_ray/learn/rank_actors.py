@@ -84,7 +84,8 @@ class RankActor:
         """Return an address and a free port for the process group on this node, which is rank 0's."""
         import ray
 
-        return "127.0.0.1" if loopback else ray.util.get_node_ip_address(), free_port()
+        address = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        return address, free_port(address)
 
     def build(self, files: Source | FolderInStore, rendezvous: tuple[str, int], threads: int, state: Source | None) -> dict[str, Any]:
         """Load the model, and the `state` of a stopped run. Each comes from a folder that `sees` confirmed, or as references to files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import Any
 
@@ -24,7 +25,7 @@ def wait_for_ranks(refs: list[Any], deadline_s: float, what: str, name: str, ran
     try:
         return get(refs, deadline_s, what)
     except ray.exceptions.RayTaskError as error:
-        if "EADDRINUSE" in f"{error.cause} {error}":  # taken after it was chosen; other ranks already wait at it
+        if getattr(error.cause, "errno", None) == errno.EADDRINUSE:  # taken after it was chosen; other ranks already wait at it
             taken = f"{what} failed: another program has taken the rendezvous port of its processes"
             raise LearnerLost(taken, FailureCause.DIED) from error
         if ranks > 1 and (death := _death(refs)) is not None:  # other ranks fail because of it, possibly before it

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import psutil
@@ -28,8 +28,8 @@ from rlhfless_ray.common.ray_environment import AUTH_MODE, PACKAGES
 from rlhfless_ray.local.fork_server import ForkServer, worker_prefix
 from rlhfless_ray.local.local_ray import WORKER_PREFIX, local_ray
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
-from rlhfless_ray.local.orphan_reaper import OrphanReaper
 from rlhfless_ray.local.slot_check import check_slots
+from rlhfless_ray.local.watcher import Watcher
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 
@@ -44,6 +44,7 @@ class RayCluster:
     """A private Ray on loopback with token authentication, or an existing cluster."""
 
     shared_is_private = False  # whether the Ray of this process is a private one that `shared` has started
+    watcher: ClassVar[Watcher | None] = None  # of this process's Ray
 
     @classmethod
     @contextmanager
@@ -76,7 +77,7 @@ class RayCluster:
         self.joined = False
         self.names: dict[str, str] = {}
         self.temporary: Path | None = None  # session folder and TMPDIR of a private Ray
-        self.sweeper: OrphanReaper | None = None
+        self.owns_watcher = False
         self.fork_server: ForkServer | None = None
 
     @contextmanager
@@ -103,12 +104,14 @@ class RayCluster:
 
         if ray.is_initialized():  # a notebook or a test that is already connected
             self.joined, self.private = True, self.shared_is_private
+            self._watch().watch_ray(private=self.private)
             return
         section = self.recipe.cluster
         address = section.address or os.environ.get("RAY_ADDRESS", "")
         _shorten_ray_errors()
         if address:
             connect(address)
+            self._watch().watch_ray(private=False)
             return
         self.private = True
         _set_auth_token()
@@ -122,8 +125,8 @@ class RayCluster:
         kernels = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
         self.temporary = _temporary_folder()
-        self.sweeper = OrphanReaper(self.temporary)
-        with _detached_sessions(self.sweeper.watch), _environment({"TMPDIR": str(self.temporary), **self._forks()}), local_ray():
+        watcher = self._watch()
+        with _detached_sessions(watcher.add_session), _environment({"TMPDIR": str(self.temporary), **self._forks()}), local_ray():
             try:
                 ray.init(
                     address="local",
@@ -136,15 +139,26 @@ class RayCluster:
                 )
             except Exception as error:  # Ray raises plain exceptions if its processes do not start in time
                 raise RunError(f"a private Ray did not start on this machine: {one_line(error, 200)}") from error
+        watcher.watch_ray(private=True)
+
+    def _watch(self) -> Watcher:
+        """Return the watcher of this process's Ray. Starts it if there is none, as where a notebook has started Ray itself."""
+        if RayCluster.watcher is None:
+            RayCluster.watcher, self.owns_watcher = Watcher(self.temporary), True
+        return RayCluster.watcher
+
+    def writes_last_words(self, folder: Path, leave_status: Callable[[], None]) -> AbstractContextManager[None]:
+        """Have the last words of a run written if it does not leave the block, see `Watcher`."""
+        return self._watch().writes_last_words(folder, leave_status)
 
     def _forks(self) -> dict[str, str]:
         """Start the server that forks workers, on cores. Returns the variables with which workers find it."""
         has_gpus = self.recipe.functions.slot != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
         if self.architectures is None or has_gpus or WORKER_PREFIX in os.environ:
             return {}
-        assert self.temporary is not None and self.sweeper is not None
+        assert self.temporary is not None and self.watcher is not None
         self.fork_server = ForkServer(self.temporary, self.architectures, self.engines)
-        self.sweeper.watch(self.fork_server.process.pid)
+        self.watcher.add_session(self.fork_server.process.pid)
         return {WORKER_PREFIX: worker_prefix(self.fork_server.address)}
 
     @staticmethod
@@ -164,6 +178,9 @@ class RayCluster:
         """Leave the cluster, and shut a private one down."""
         import ray
 
+        watcher = self.watcher if self.owns_watcher else None
+        if watcher is not None:
+            watcher.leave_ray()
         if not self.joined and (ray.is_initialized() or self.private):  # private: its start may have been interrupted
             ray.shutdown()
         if self.joined:
@@ -176,8 +193,9 @@ class RayCluster:
             self.fork_server.close()
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
-        if self.sweeper is not None:
-            self.sweeper.close()
+        if watcher is not None:
+            watcher.close()
+            RayCluster.watcher, self.owns_watcher = None, False
 
     def node_name(self, node_id: str) -> str:
         """Return a node's host name, with a number if several nodes share it. Ray's node ids would not survive a resume."""

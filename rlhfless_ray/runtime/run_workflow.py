@@ -18,7 +18,7 @@ from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.workflow_file import PAIRS, PlannedStage, Workflow
 from rlhfless_ray.report.workflow_report import write_workflow_report
 from rlhfless_ray.run.checkpoints import Checkpoints
-from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.folder import RunFolder, check_writable
 from rlhfless_ray.run.responses import RECORD, preference_pairs, read_groups, write_rows
 from rlhfless_ray.runtime.evaluate_models import FILE, evaluate
 from rlhfless_ray.runtime.generation import generate
@@ -57,7 +57,7 @@ def run_workflow(workflow: Workflow, *, resume: Resume = False, resume_changed: 
     stages, folder = workflow.plan(), workflow.folder
     if folder.is_dir() and not resume:
         raise UserError(f"{folder} exists already; continue it with --resume, or set another run.name")
-    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder, "run.root")
     _check_unchanged(folder, stages)
     replace_file(folder / PLAN, json.dumps([{"name": s.name, "kind": s.kind, "recipe": s.tree} for s in stages], indent=1).encode())
     waiting = [stage for stage in stages if not is_done(folder, stage)]

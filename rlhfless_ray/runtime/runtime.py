@@ -150,6 +150,7 @@ class Runtime(StepOperations):
             stack.push(self._raise_reported_error)
             if self.resume:
                 self.folder = self._folder_to_resume()
+                self.folder.check_resumable()
                 stack.enter_context(self.folder.locked())
                 checkpoint = self._open_folder()
             stack.enter_context(self.cluster.running())
@@ -168,6 +169,7 @@ class Runtime(StepOperations):
             if not self.cluster.private and self.recipe.cluster.pool:
                 self.shared_pool = self._join_pool(resource)
                 stack.callback(self.shared_pool.close)
+            stack.enter_context(self.cluster.writes_last_words(self.folder.path, self.folder.leave_status))
             stack.push(self._end_folder)
             state = checkpoint[2] if checkpoint else {}
             resume_notes = self._begin_resume() if checkpoint else []

@@ -58,7 +58,8 @@ def free_address() -> tuple[str, int]:
     """In a rank: return the address of its node, and a free port."""
     from rlhfless_ray.learn.process_group import free_port
 
-    return ray.util.get_node_ip_address(), free_port()
+    address = ray.util.get_node_ip_address()
+    return address, free_port(address)
 
 
 def join_ranks(address: str, port: int, device: str) -> None:

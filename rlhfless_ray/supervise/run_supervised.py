@@ -187,6 +187,7 @@ class SupervisedStage:
         with ExitStack() as stack:
             is_new = not self.resume or not self.folder.path.is_dir()
             if not is_new:
+                self.folder.check_resumable()
                 stack.enter_context(self.folder.locked())
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
@@ -197,6 +198,7 @@ class SupervisedStage:
             if is_new:
                 self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
+            stack.enter_context(self.cluster.writes_last_words(self.folder.path, self.folder.leave_status))
             shares = self._join_pool(resource, stack)
             resume_notes = self._begin_resume() if self.resume else []
             done = self.progress_before.get("steps", 0) if self.resume else 0

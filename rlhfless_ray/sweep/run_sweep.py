@@ -24,7 +24,7 @@ from rlhfless_ray.preflight.memory_check import Room, cluster_room, local_room, 
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import Checkpoints
-from rlhfless_ray.run.folder import RunFolder
+from rlhfless_ray.run.folder import RunFolder, check_writable
 from rlhfless_ray.sweep.halving import Halving
 from rlhfless_ray.sweep.sweep_file import PlannedRun, Sweep, check_shares
 from rlhfless_ray.sweep.sweep_folder import FINISHED, GrowingMetrics, RunState, State, SweepFolder
@@ -74,6 +74,8 @@ class SweepRunner:
         file = sweep.file
         self.sweep, self.resume, self.resume_changed = sweep, resume, resume_changed
         self.folder = SweepFolder.resumed(sweep) if resume else SweepFolder.new(sweep)
+        if resume:
+            check_writable(self.folder.path, "--resume:")
         self.states = {state.name: state for state in self.folder.states}
         self.metrics: dict[str, GrowingMetrics] = {}
         self.waiting = [run for run in sweep.runs if self.states[run.name].state not in FINISHED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -237,7 +238,7 @@ def test_a_port_that_is_taken_before_the_ranks_meet_there_makes_them_start_anew(
     """Between its choice and its use anybody may take it. Ranks that wait there cannot be asked again: new ones are."""
 
     def get(refs, deadline_s, what):
-        error = RuntimeError("The server socket has failed to listen on any local network address. port: 4711, EADDRINUSE")
+        error = OSError(errno.EADDRINUSE, "Address already in use")  # as `process_group.listening_socket` raises it
         raise RayTaskError("build", "a traceback", error).as_instanceof_cause()
 
     monkeypatch.setattr("rlhfless_ray.learn.rank_replies.get", get)

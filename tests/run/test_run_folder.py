@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -10,11 +11,12 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import CheckpointConfig, Recipe
@@ -74,6 +76,45 @@ def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run.root .*: cannot make a run folder there"):
         RunFolder.create(recipe(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("root", ["file", "file/below", "dangling", "/proc/runs"])
+def test_a_root_is_checked_before_anything_starts(tmp_path: Path, root: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "else")
+    with pytest.raises(UserError, match=r"^run.root \S+: cannot make a run folder there: [A-Z][a-z -]+$"):
+        RunFolder.check_root(recipe(tmp_path / root))
+
+
+def test_a_full_disk_is_found_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfless_ray.run.folder.Reserve.SIZE", 1 << 60)
+    monkeypatch.setattr("rlhfless_ray.run.folder.os.urandom", full_disk)
+    with pytest.raises(DiskFull, match=rf"^{tmp_path}/new cannot be written: the disk is full .* then start the run again$"):
+        RunFolder.check_root(recipe(tmp_path / "new"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def full_disk(_: int) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.csv", "checkpoints", "."])
+def test_a_run_folder_that_cannot_be_written_to_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A stand-in for a read-only mount: a superuser writes whatever modes say."""
+    folder, refused = begun(tmp_path), tmp_path / "try" / name
+    (folder.path / "metrics.jsonl").write_text("")
+    (folder.path / "ledger.csv").write_text("")
+    folder.check_resumable()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != refused and access(path, mode))
+    if name == ".":
+        monkeypatch.setattr("rlhfless_ray.run.folder.tempfile.TemporaryFile", read_only)
+    with pytest.raises(UserError, match=rf"^--resume: {refused} cannot be written to: \S.*; make it writable, or copy the run"):
+        folder.check_resumable()
+
+
+def read_only(dir: Path) -> NoReturn:
+    raise OSError(errno.EROFS, "Read-only file system", str(dir / "tmp1"))
 
 
 def test_latest_is_the_one_written_last_that_has_a_checkpoint(tmp_path: Path) -> None:
@@ -420,3 +461,12 @@ def test_a_model_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {*shards, "config.json", "notes.txt"}
     module.put_model(tmp_path, {"adapter_model.safetensors": b"c"})
     assert {file.name for file in tmp_path.iterdir()} == {*shards, "config.json", "notes.txt", "adapter_model.safetensors"}
+
+
+def test_a_status_that_is_left_to_the_watcher_is_written_by_nobody_else(tmp_path: Path) -> None:
+    folder = begun(tmp_path)
+    folder.leave_status()
+    before = (folder.path / "status.json").read_bytes()
+    folder.write_status(steps_done=5)
+    folder.end("failed", "the learner died")
+    assert (folder.path / "status.json").read_bytes() == before

@@ -20,7 +20,7 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.command import LaunchCommand, launch_in, shim_folder, with_shim
 from rlhfless_ray.compat.openrlhf.shim import rlhfless_explain
 from rlhfless_ray.compat.openrlhf.shim.rlhfless_explain import AWAY, FOLDER, LOST, NAMES, PLACE, RECORDS, SCRIPT_ENDINGS
-from rlhfless_ray.local.orphan_reaper import OrphanReaper
+from rlhfless_ray.local.watcher import Watcher
 
 DEADLINE_S = 120.0  # of a script; a longer one probably waits for what is not started
 LEFT_S = 5.0  # for processes that the script left in the background
@@ -71,8 +71,8 @@ def run_script(argv: Sequence[str], deadline_s: float = DEADLINE_S) -> ScriptRun
             process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
         except OSError as error:
             raise UserError(f"`{words[0]}`: {error.strerror}") from None
-        reaper = OrphanReaper(folder)
-        reaper.watch(process.pid)
+        watcher = Watcher(folder)
+        watcher.add_session(process.pid)
         before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` runs
         try:
             if code := process.wait(deadline_s):
@@ -83,7 +83,7 @@ def run_script(argv: Sequence[str], deadline_s: float = DEADLINE_S) -> ScriptRun
         finally:
             ended = _end_rest(folder, process.pid, 0.0 if process.poll() is None else LEFT_S)
             process.wait()
-            reaper.close()
+            watcher.close()
             signal.signal(signal.SIGTERM, before)
         if ended:
             found.notes.append(f"processes that {command} left running were ended: {', '.join(ended)}")
