@@ -77,7 +77,9 @@ def main() -> None:
         if verdict == ("equal" if expected else "different"):
             result["agree"] += 1
         else:
-            result["disagreements"].append({"gold": gold, "answer": answer, "theirs": "equal" if expected else "different", "ours": verdict})
+            result["disagreements"].append(
+                {"gold": gold, "answer": answer, "theirs": "equal" if expected else "different", "ours": verdict}
+            )
     print(f"{result['agree']} of {len(pairs)} pairs agree; {len(rows) - len(pairs)} of {len(rows)} rows left out")
     for each in result["disagreements"]:
         print(each)

@@ -180,7 +180,8 @@ class _Comparison:
         is_angle = [unit == {"degree": 1} for unit in units]
         if is_angle[0] != is_angle[1] and ("rad" in {**units[0], **units[1]} or "\\pi" in gold.value + answer.value):
             gold_tree, answer_tree = (
-                ("product", tree, ("degree",)) if degrees else tree for tree, degrees in zip((gold_tree, answer_tree), is_angle, strict=True)
+                ("product", tree, ("degree",)) if degrees else tree
+                for tree, degrees in zip((gold_tree, answer_tree), is_angle, strict=True)
             )
         elif gold.unit and answer.unit and units[0] and units[1]:
             if units[0] != units[1]:

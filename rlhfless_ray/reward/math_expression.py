@@ -25,14 +25,18 @@ class TooLarge(ValueError):
     """The expression is longer, deeper or larger than what is judged."""
 
 
-_TOKEN = re.compile(r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:\.\d*)?|\.\d+)|(?P<command>\\(?:[A-Za-z]+|.))|(?P<name>[A-Za-z])|(?P<sign>\S))", re.DOTALL)
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:\.\d*)?|\.\d+)|(?P<command>\\(?:[A-Za-z]+|.))|(?P<name>[A-Za-z])|(?P<sign>\S))", re.DOTALL
+)
 _PLAIN_NAMES = re.compile("|".join(sorted((*FUNCTIONS, "pi"), key=len, reverse=True)))
 _GROUPS = {"{": "}", "(": ")", "[": "]", "\\{": "\\}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _CALLS = {"|": "abs", "\\lfloor": "lfloor", "\\lceil": "lceil"}
 _REPEATING = ("\\overline", "\\dot", "\\bar")
 _FACTORS = {"frac", "binom", "sqrt", "pi", "lfloor", "lceil", "{", *GREEK, *FUNCTIONS}
 _INVERTIBLE = ("sin", "cos", "tan", "cot", "sinh", "cosh", "tanh")
-REAL_FUNCTIONS = {name: name.replace("arc", "a") for name in FUNCTIONS - {"max", "min", "gcd", "lcm", "sqrt"}} | {"ln": "log"}  # → their names in mpmath
+REAL_FUNCTIONS = {name: name.replace("arc", "a") for name in FUNCTIONS - {"max", "min", "gcd", "lcm", "sqrt"}} | {
+    "ln": "log"
+}  # → their names in mpmath
 ONE = ("number", Fraction(1))
 
 

@@ -193,7 +193,9 @@ def _read_region(text: str) -> Form | None:
     if len(names) > 1:
         return None
     sides, relations = split_top(text, set(FLIPPED))
-    return Form("region", text, items=sides, pieces=pieces, name=names.pop(), relation=relations[0] if len(relations) == len(parts) == 1 else "")
+    return Form(
+        "region", text, items=sides, pieces=pieces, name=names.pop(), relation=relations[0] if len(relations) == len(parts) == 1 else ""
+    )
 
 
 def _both(parts: list[str], text: str) -> Form | None:

@@ -9,18 +9,58 @@ import re
 import unicodedata
 
 FUNCTIONS = {
-    *("sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth arcsinh arccosh arctanh".split()),
-    *("log ln lg exp sqrt max min gcd lcm".split()),
+    *(
+        [
+            "sin",
+            "cos",
+            "tan",
+            "cot",
+            "sec",
+            "csc",
+            "arcsin",
+            "arccos",
+            "arctan",
+            "arccot",
+            "sinh",
+            "cosh",
+            "tanh",
+            "coth",
+            "arcsinh",
+            "arccosh",
+            "arctanh",
+        ]
+    ),
+    *(["log", "ln", "lg", "exp", "sqrt", "max", "min", "gcd", "lcm"]),
 }
-_GREEK = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon phi chi psi omega".split()
-)
+_GREEK = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "xi",
+    "omicron",
+    "pi",
+    "rho",
+    "sigma",
+    "tau",
+    "upsilon",
+    "phi",
+    "chi",
+    "psi",
+    "omega",
+]
 GREEK = {*_GREEK, *(name.capitalize() for name in _GREEK), "varepsilon", "varphi", "vartheta", "varrho", "ell", "hbar"}
 
-_SCRIPTS = {
-    "^": str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni"),
-    "_": str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎", "0123456789+-=()"),
-}
+_SCRIPTS = {"^": str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni"), "_": str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎", "0123456789+-=()")}
 _GLYPHS = {
     **dict.fromkeys("−–‒—", "-"), **dict.fromkeys("×·⋅∙", "\\cdot "), **dict.fromkeys("÷⁄∕", "/"), **dict.fromkeys("°º", "^\\circ "),
     **dict.fromkeys("≤⩽", "\\le "), **dict.fromkeys("≥⩾", "\\ge "), **dict.fromkeys("∅⌀", "\\emptyset "), **dict.fromkeys("′’‘", "'"),
@@ -43,11 +83,10 @@ _REPLACED = {
     **dict.fromkeys([*",;: >", "quad", "qquad", "enspace", "thinspace", "medspace", "thickspace", "space", "nobreakspace", "newline"], " "),
     **dict.fromkeys("!()[]", ""),
     **dict.fromkeys(
-        "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle limits nolimits middle boxed fbox bf "
-        "rm it negthinspace phantom strut centering bold boldsymbol bm mathit mathsf mathtt mathnormal ensuremath underline emph".split(), " "
+        ["left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "Biggl", "Biggr", "displaystyle", "textstyle", "limits", "nolimits", "middle", "boxed", "fbox", "bf", "rm", "it", "negthinspace", "phantom", "strut", "centering", "bold", "boldsymbol", "bm", "mathit", "mathsf", "mathtt", "mathnormal", "ensuremath", "underline", "emph"], " "
     ),
     **dict.fromkeys(
-        "text textbf textit textrm textsf texttt textup textnormal mbox hbox mathrm mathbf operatorname".split(), "\\text"
+        ["text", "textbf", "textit", "textrm", "textsf", "texttt", "textup", "textnormal", "mbox", "hbox", "mathrm", "mathbf", "operatorname"], "\\text"
     ),
 }  # fmt: skip
 _COMMAND = re.compile(r"\\(?:([A-Za-z]+)(?:\s*\*(?=\s*\{))?|(.))", re.DOTALL)

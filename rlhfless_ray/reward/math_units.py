@@ -44,8 +44,8 @@ _CURRENCIES = {"\\USD": "USD", "€": "EUR", "£": "GBP", "¥": "JPY", "₹": "I
 _PERCENT = {"%", "percent", "percentage", "pct"}
 # Words that change a value or join two, so they are neither its unit nor its introduction.
 _CHANGES = {
-    *"minus negative no not or and half of if for where when plus times percent over mod base with to by from than less more".split(),
-    *"squared cubed pi root infinity".split(), *_MAGNITUDES, *FUNCTIONS,
+    *["minus", "negative", "no", "not", "or", "and", "half", "of", "if", "for", "where", "when", "plus", "times", "percent", "over", "mod", "base", "with", "to", "by", "from", "than", "less", "more"],
+    *["squared", "cubed", "pi", "root", "infinity"], *_MAGNITUDES, *FUNCTIONS,
 }  # fmt: skip
 _WORD = r"(?:\\text ?\{[^{}]*\}|[A-Za-z]+(?![A-Za-z])|%|\^\\circ ?(?:[CF](?![A-Za-z]))?)"
 _POWER = r"(?: ?\^ ?(?:-?\d|\{ ?-?\d ?\}))?"
@@ -54,11 +54,32 @@ _TAIL_STARTS = re.compile(r"\\text ?\{|(?<![A-Za-z\\])[A-Za-z]|%|\^\\circ")
 _LEAD = re.compile(r"((?:\\text ?\{[^{}0-9]*\}|[A-Za-z]{2,}(?![A-Za-z])) ?[:=]? ?)+(?=[-+]?(?:\d|\.\d|\\frac|\\sqrt|\\USD|[€£¥₹(]))")
 _CURRENCY = re.compile(r"([-+]?) ?(\\USD|[€£¥₹]|Rs\.?|USD|EUR) ?([-+]?.*)", re.DOTALL)
 _MAX_CHARS = 300  # of a text whose end may be a unit
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
-)
+_SMALL = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
 _NUMBER_WORDS = {word: value for value, word in enumerate(_SMALL)}
-_NUMBER_WORDS |= {word: 10 * tens for tens, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
+_NUMBER_WORDS |= {
+    word: 10 * tens for tens, word in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)
+}
 
 
 @dataclass(frozen=True)
