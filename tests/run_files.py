@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from rlhfless_ray import Recipe, Runtime
-from rlhfless_ray.types import Sample
+from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Prompt, Request, Sample
 
 
 def rows(run: Path, first_step: int = 0) -> list[dict[str, Any]]:
@@ -83,3 +86,28 @@ def engines_in_step() -> Iterator[None]:
         yield
     finally:
         ActorMethod.options = options
+
+
+class HookedRun(Runtime):
+    """A run whose `generate` surrounds each call of `RolloutSession.generate`, which is `roll_out`."""
+
+    def _create_stages(self, resource: str) -> None:
+        super()._create_stages(resource)
+        inner = self.session.generate
+        self.session.generate = lambda step, *more: self.generate(step, lambda: inner(step, *more))  # type: ignore[method-assign]
+
+    def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
+        return roll_out()
+
+    @property
+    def is_beside_update(self) -> bool:
+        return self.session.update is not None
+
+
+def step_requests(recipe: Recipe, step: int, *rounds: list[Prompt]) -> list[Request]:
+    """Return the requests of a step's last round of prompts. Earlier rounds had groups that were dropped."""
+    groups = GroupsInFlight(recipe)
+    for n, prompts in enumerate(rounds):
+        source: Any = SimpleNamespace(missing=len(prompts), draw=lambda *_, p=prompts: p, redraw=lambda p=prompts: p)
+        requests = groups.begin(step, 1, source, refills=n > 0).requests(recipe)
+    return requests

@@ -81,14 +81,22 @@ class Hit(ReplayedRuntime):
         if do := self.script.pop((self.step.number, moment), None):
             do(self)
 
-    def generate(self, step: Step, *more: Any) -> Any:
-        self.now("parked")
-        return super().generate(step, *more)
+    def _create_stages(self, resource: str) -> None:
+        super()._create_stages(resource)
+        inner = self.session.generate
 
-    def prefill(self, step: Step) -> Any:
-        found = super().prefill(step)
-        self.now("leases")
-        return found
+        def generate(step: Step, *more: Any) -> Any:
+            self.now("parked")
+            return inner(step, *more)
+
+        prefill = self.session._prefill
+
+        def prefill_first(step: Step) -> Any:
+            found = prefill(step)
+            self.now("leases")
+            return found
+
+        self.session.generate, self.session._prefill = generate, prefill_first  # type: ignore[method-assign]
 
     def score(self, some: Any) -> Any:
         self.now("score")

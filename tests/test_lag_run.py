@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample
 from tests.compat.test_runs import AGENT
 from tests.conftest import command_here, samples, small_recipe, write_recipe
-from tests.run_files import CheckpointPolicy, engines_in_step, rows, watched_phases
+from tests.run_files import CheckpointPolicy, HookedRun, engines_in_step, rows, watched_phases
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
@@ -95,21 +96,21 @@ def test_a_cluster_without_slots_for_both_is_refused(tmp_path: Path) -> None:
     assert "rollout.max_lag_steps: the learner (learner.ranks × learner.max_slots_per_rank = 2) and the engines" in done.stderr
 
 
-class Struck(Runtime):
+class Struck(HookedRun):
     """Kills the only engine in step 2's rollout, and the learner in step 3's, both beside an update."""
 
     struck: set[str]
 
-    def generate(self, step: Step) -> list[Sample]:
+    def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
         def strike() -> None:
             victim = {2: self.rollout.working, 3: self.worker_group.by_rank}.get(step.number, [])
             name = f"{step.number}"
-            if self.in_update and victim and name not in self.struck and (pid := pid_of(victim[0])):
+            if self.is_beside_update and victim and name not in self.struck and (pid := pid_of(victim[0])):
                 self.struck.add(name)
                 os.kill(pid, signal.SIGKILL)
 
         with watched_phases(self, strike):
-            return super().generate(step)
+            return roll_out()
 
 
 def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path, lagging: Ran) -> None:
@@ -126,7 +127,7 @@ def test_a_lost_engine_and_a_lost_learner_change_nothing(tmp_path: Path, lagging
     assert_same(folder, lagging[2])
 
 
-class Watched(Runtime):
+class Watched(HookedRun):
     """Keeps the log-probabilities that the learner computed beside the rollout, by step and sample.
 
     Its updates end before rollouts, whose tails are long enough for a pass on any machine: engines wait for the driver, which reads no
@@ -135,9 +136,9 @@ class Watched(Runtime):
 
     proximal: dict[int, dict[int, np.ndarray]]
 
-    def generate(self, step: Step) -> list[Sample]:
-        if not self.in_update:
-            return super().generate(step)
+    def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
+        if not self.is_beside_update:
+            return roll_out()
         self.learn_stage.update.result()
         passes, poll = self.learn_stage.passes.logprobs, BesideUpdate.poll
         if passes is not None:
@@ -149,7 +150,7 @@ class Watched(Runtime):
 
         with engines_in_step(), pytest.MonkeyPatch.context() as patched:
             patched.setattr(BesideUpdate, "poll", wait_for_pass)
-            return super().generate(step)
+            return roll_out()
 
     def advantages(self, samples: list[Sample]) -> Batch:
         passes = self.learn_stage.passes.logprobs

@@ -25,59 +25,39 @@ class Pipeline:
         self.overtaken = False  # whether updates end before the rollouts beside them
         self.rolls_out_ahead = ahead
 
-    def next_prompts(self, step: Step) -> list[str]:
-        return self.note("prompts", ["prompt"])
+    @property
+    def session(self) -> Pipeline:
+        return self
 
-    def forecast(self, step: Step) -> str:
-        assert step.prompts
-        return self.note(f"forecast {step.number}")
+    def plan(self, number: int) -> Step | None:
+        if number > self.last_step:
+            return None
+        self.note(f"plan {number}")
+        return Step(number)
 
-    def plan(self, step: Step) -> str:
-        assert step.forecast == f"forecast {step.number}"
-        return self.note(f"plan {step.number}")
-
-    def weigh_prefixes(self, step: Step) -> str:
-        assert step.plan == f"plan {step.number}"
-        return f"weighed {step.number}"
+    def admit(self, number: int) -> Step | None:
+        assert self.at_work
+        step = self.plan(number)
+        if step is not None and self.rolls_out_ahead:
+            assert self.weights == f"weights {number - 2}"
+            step.samples = self.note("generate a part", []) if self.overtaken else self.note("generate", ["sample"])
+        return step
 
     def begin_step(self, step: Step) -> None:
         self.step = step
         self.note(f"begin {step.number}")
 
-    def has_responses(self, step: Step) -> bool:
-        return bool(step.samples)
+    def take(self, step: Step) -> None:
+        assert self.weights == f"weights {step.number - 1}"
+        step.samples = step.samples or self.note("generate", ["sample"])
 
-    def prefill(self, step: Step) -> str:
-        lag = self.at_work and self.rolls_out_ahead
-        assert step.prefixes == f"weighed {step.number}" and self.weights == f"weights {step.number - 1 - lag}"
-        return "pages"
-
-    @contextmanager
-    def rollout_phase(self, plan: str) -> Iterator[None]:
-        ahead = self.at_work and self.rolls_out_ahead
-        assert plan == f"plan {self.step.number + ahead}" and ahead == self.at_work
-        yield
-        self.note("rollout over")
-
-    def generate(self, step: Step) -> list[str]:
-        overtaken = self.overtaken and self.at_work
-        return self.note("generate a part", []) if overtaken else self.note("generate", ["sample"])
-
-    def plan_rest(self, step: Step) -> None:
+    def switch(self, step: Step) -> None:
         assert not self.at_work and self.weights == f"weights {step.number - 1}"
         if not step.samples and self.overtaken:
-            step.prefixes = f"weighed {step.number}"
             self.note(f"plan the rest of {step.number}")
 
-    @contextmanager
-    def score_phase(self) -> Iterator[None]:
-        yield
-
-    def score(self, samples: list[str]) -> int:
-        return self.note("score", 0)
-
-    def refill_groups(self, step: Step) -> None:
-        step.samples = [*step.samples, "filled"]  # type: ignore[list-item]
+    def score(self, step: Step) -> None:
+        step.samples = [*self.note("score", step.samples), "filled"]  # type: ignore[list-item]
 
     @contextmanager
     def learn_phase(self) -> Iterator[None]:
@@ -140,10 +120,8 @@ class Pipeline:
 def test_with_a_lag_the_next_step_is_rolled_out_while_the_learner_works() -> None:
     run = Pipeline(2, ahead=True)
     done = list(steps(run))  # type: ignore[arg-type]
-    planned = ["prompts", "forecast {}", "plan {}"]
-    first, second = ([line.format(n) for line in planned] for n in (1, 2))
     assert run.log == [
-        *(*first, "begin 1", "generate", "rollout over", "score", "update starts", "observe", *second, "generate", "rollout over"),
+        *("plan 1", "begin 1", "generate", "score", "update starts", "observe", "plan 2", "generate"),
         *("stats 1", "weights 1", "close 1", "record 1"),
         *("begin 2", "score", "update starts", "observe", "stats 2", "weights 2", "evaluate", "close 2", "record 2", "finish"),
     ]
@@ -155,22 +133,16 @@ def test_a_partial_rollout_that_the_update_has_overtaken_goes_on_under_its_weigh
     run.overtaken = True
     assert [step.samples for step in steps(run)] == [["sample", "filled"]] * 2  # type: ignore[arg-type]
     update = run.log.index("update starts")
-    assert run.log[update + 2 : run.log.index("close 1")] == [
-        *("prompts", "forecast 2", "plan 2", "generate a part", "rollout over", "stats 1", "weights 1", "plan the rest of 2")
-    ]
-    assert run.log[run.log.index("begin 2") :][1:3] == ["generate", "rollout over"]
+    assert run.log[update + 2 : run.log.index("close 1")] == [*("plan 2", "generate a part", "stats 1", "weights 1", "plan the rest of 2")]
+    assert run.log[run.log.index("begin 2") :][1:3] == ["generate", "score"]
 
 
 def test_the_next_step_is_planned_while_the_learner_works_and_its_engines_start_before_the_step_is_written_down() -> None:
     run = Pipeline(2, early=(1,))
     done = list(steps(run))  # type: ignore[arg-type]
-    planned = ["prompts", "forecast {}", "plan {}"]
-    first = [line.format(1) for line in planned]
-    second = [line.format(2) for line in planned]
-    work = ["generate", "rollout over", "score", "update starts", "observe"]
+    work = ["generate", "score", "update starts", "observe"]
     assert run.log == [
-        *first,
-        *("begin 1", *work, *second, "stats 1", "weights 1", "close 1", "engines of 2", "record 1"),
+        *("plan 1", "begin 1", *work, "plan 2", "stats 1", "weights 1", "close 1", "engines of 2", "record 1"),
         *("begin 2", *work, "stats 2", "weights 2", "evaluate", "close 2", "record 2", "finish"),
     ]
     assert [step.number for step in done] == [1, 2] and done[1].evaluation == {"eval/accuracy": 1.0} and not done[0].evaluation
@@ -185,7 +157,7 @@ def test_engines_that_others_may_need_slots_for_do_not_start_early() -> None:
 def test_a_resumed_run_goes_on_after_its_last_step_and_makes_up_for_an_evaluation() -> None:
     run = Pipeline(4, done=3, owes=True)
     assert [step.number for step in steps(run)] == [4]  # type: ignore[arg-type]
-    assert run.log[:3] == ["evaluate", "evaluation recorded", "prompts"]
+    assert run.log[:3] == ["evaluate", "evaluation recorded", "plan 4"]
     over = Pipeline(3, done=3)
     assert list(steps(over)) == [] and over.log == ["finish"]  # type: ignore[arg-type]
 
@@ -204,12 +176,12 @@ def test_prompts_that_end_early_end_the_run() -> None:
 
 def test_a_planner_that_fails_leaves_the_phase_with_its_error() -> None:
     class Failing(Pipeline):
-        def forecast(self, step: Step) -> str:
-            if step.number == 2:
+        def plan(self, number: int) -> Step | None:
+            if number == 2:
                 raise ValueError("no forecast")
-            return super().forecast(step)
+            return super().plan(number)
 
     run = Failing(3)
     with pytest.raises(ValueError, match="no forecast"):
         list(steps(run))  # type: ignore[arg-type]
-    assert run.log[-2:] == ["observe", "prompts"]
+    assert run.log[-1] == "observe"

@@ -23,6 +23,7 @@ from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample
 from tests.conftest import samples, small_recipe
+from tests.run_files import HookedRun
 from tests.run_files import rows as rows_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -35,7 +36,7 @@ def uneven(plan: RolloutPlan, engines: int, expected: np.ndarray, groups: np.nda
     return [np.flatnonzero(groups < GROUPS), np.flatnonzero(groups >= GROUPS)] if engines == 2 else [np.arange(len(groups))]
 
 
-class HeldPage(Runtime):
+class HeldPage(HookedRun):
     """One engine is stopped as the second step's rollout begins, until `enough` has been done on the slot that the other one leaves: a
     tail that no other load on the machine makes too short."""
 
@@ -43,9 +44,9 @@ class HeldPage(Runtime):
         super().__init__(recipe)
         self.enough = enough
 
-    def generate(self, step: Step) -> list[Sample]:
+    def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
         if step.number == 1:
-            return super().generate(step)
+            return roll_out()
         pid = pid_of(self.rollout.working[1])
         assert pid is not None
         poll = OverlapScheduler.poll
@@ -58,7 +59,7 @@ class HeldPage(Runtime):
         os.kill(pid, signal.SIGSTOP)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(OverlapScheduler, "poll", until_enough)
-            return super().generate(step)
+            return roll_out()
 
 
 def trained(folder: Path, enough: Callable[[OverlapScheduler], bool] | None, **more: Any) -> Path:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import UNFINISHED, Sample, UpdateStats
 from tests.compat.test_runs import AGENT
 from tests.conftest import small_recipe
-from tests.run_files import CheckpointPolicy, engines_in_step, rows, watched_phases
+from tests.run_files import CheckpointPolicy, HookedRun, engines_in_step, rows, watched_phases
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
@@ -94,19 +95,18 @@ class LongUpdate(Runtime):
                 seen.append(what)
 
         self.context.record.progress.phase = look  # type: ignore[method-assign]
-        self.update = replace(pending, is_ready=lambda: bool(seen) and pending.is_ready())
-        return self.update
+        return self.session.update_is(replace(pending, is_ready=lambda: bool(seen) and pending.is_ready()))
 
 
-class Repeated(Runtime):
+class Repeated(HookedRun):
     """Ends each response where another run cut it, by that run's recorded orders of completion."""
 
     def __init__(self, recipe: Recipe, other: Path) -> None:
         super().__init__(recipe)
         self.other = other
 
-    def generate(self, step: Step) -> list[Sample]:
-        batch = step.partial_batch
+    def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
+        batch = step.batch
         (order,) = orders(self.other, step.number)
         assert [[group.prompt.index, group.begun] for group in batch.groups] == order["groups"]
         cut = {(row, sample): tokens for row, sample, tokens in order["cut"]}
@@ -117,9 +117,7 @@ class Repeated(Runtime):
         batch.requests = lambda recipe: [replace(one, max_tokens=int(tokens)) for one, tokens in zip(asked, most, strict=True)]
         batch.is_enough = lambda finished: len(finished) == len(asked)
         batch.chosen = order["trained"]
-        return super().generate(step)
-
-    def _take_groups(self, step: Step, batch: Any, samples: list[Sample]) -> list[Sample]:
+        samples = roll_out()
         for key, tokens in self.cuts.items():
             done, left, versions = samples[key].completion, tokens, []
             for version, count in done.versions:
@@ -127,7 +125,7 @@ class Repeated(Runtime):
                 left -= min(count, left)
             parts = {"token_ids": done.token_ids[:tokens], "logprobs": done.logprobs[:tokens], "versions": tuple(versions)}
             samples[key] = replace(samples[key], completion=replace(done, finish_reason=UNFINISHED, **parts))
-        return super()._take_groups(step, batch, samples)
+        return samples
 
 
 def with_agent(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -189,11 +187,11 @@ def test_a_rollout_may_go_on_under_the_old_weights_to_its_end(tmp_path: Path, mo
     check_each_token(recipe, folder, steps)
 
 
-class HeldForGradients(Runtime):
+class HeldForGradients(HookedRun):
     """Its driver looks at the engine again only once gradients of a group that will certainly be trained were asked for. The engine may be
     far ahead of a driver that gets no time on a busy machine, and a rollout ends with its last report."""
 
-    def generate(self, step: Step) -> list[Sample]:
+    def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
         poll = PartialOverlap.poll
 
         def hold(tail: PartialOverlap, seconds: float) -> None:
@@ -205,7 +203,7 @@ class HeldForGradients(Runtime):
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(PartialOverlap, "poll", hold)
-            return super().generate(step)
+            return roll_out()
 
 
 def test_gradients_of_groups_that_are_certain_to_be_trained_change_nothing_but_the_time(
@@ -283,10 +281,10 @@ def test_lost_pages_are_computed_under_the_new_weights(tmp_path: Path, monkeypat
     check_each_token(recipe, tmp_path / "runs" / "small", steps)
 
 
-class Struck(Runtime):
+class Struck(HookedRun):
     """Kills the only engine in the first rollout."""
 
-    def generate(self, step: Step) -> list[Sample]:
+    def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
         self.struck = getattr(self, "struck", False)
 
         def strike() -> None:
@@ -295,7 +293,7 @@ class Struck(Runtime):
                 os.kill(pid, signal.SIGKILL)
 
         with engines_in_step(), watched_phases(self, strike):  # an engine that has answered all before the driver looks leaves nothing cut
-            return super().generate(step)
+            return roll_out()
 
 
 @pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.long), AHEAD], ids=["in turn", "ahead"])

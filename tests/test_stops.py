@@ -33,17 +33,18 @@ from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.runtime.checkpointed_run import StepsDone
-from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
-from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.stages import Stages
-from rlhfless_ray.step.requests import make_request, make_step_requests
+from rlhfless_ray.session.dynamic_sampling import DynamicSampling
+from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.step.requests import make_request
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import SampleId, WeightVersion
 from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import small_recipe
 from tests.run.test_run_folder import store
-from tests.run_files import rows
+from tests.run_files import rows, step_requests
 
 # ---- the signal ---------------------------------------------------------------------------------------------------
 
@@ -139,8 +140,9 @@ class Ended:
         run.checkpoints, run.best = store(run.folder), Best("none")
         run.steps_done, run.done, run.cursor_after, run.saved = 3, StepsDone([3]), [4], 2  # type: ignore[arg-type]
         run.dynamic_sampling = DynamicSampling(run.recipe, Cursor(64, 8, True, 3))
-        run.partial_rollouts = PartialRollouts(run.recipe)
-        run.weights, run.in_update, run.step = WeightVersion(3, ("weights",)), False, Step(4)
+        run.groups = GroupsInFlight(run.recipe)
+        run.session, run.step = RolloutSession.__new__(RolloutSession), Step(4)
+        run.weights, run.session.mode = WeightVersion(3, ("weights",)), run.recipe.rollout.mode
         run.agreement, run.memory = None, SimpleNamespace(take=dict)
         run.least_mb, run.memory_fit = {}, Fit(run.recipe, [])
         run.ledger = SimpleNamespace(step=3, begin_step=lambda step: None, saved_rows=0)
@@ -172,6 +174,7 @@ class Ended:
         )
         run.context = RunContext(run.recipe, None, SlotBroker(run.leases), run.phases, run.record, run.autoscaler, None)  # type: ignore[arg-type]
         run.learn_stage = LearnStage(run.context, run.worker_group)
+        run.session.context = run.context
         run.rollout_stage = rollout = SimpleNamespace(
             pool=pool, state=dict, restore=lambda state: None, drafts=None, drafter=None, files=dict
         )
@@ -219,10 +222,10 @@ def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp
 
 def test_a_resumed_run_knows_what_old_tokens_cost(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
-    ended.run.partial_rollouts.stale_cost.observe(2.0, 0.5)
+    ended.run.groups.stale_cost.observe(2.0, 0.5)
     ended.by(Stopped(signal.SIGINT))
     resumed = Ended(tmp_path).restore(ended.driver())
-    assert resumed.partial_rollouts.stale_cost.per_version == ended.run.partial_rollouts.stale_cost.per_version > 0
+    assert resumed.groups.stale_cost.per_version == ended.run.groups.stale_cost.per_version > 0
 
 
 def test_a_stop_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_it_is(tmp_path: Path) -> None:
@@ -267,13 +270,13 @@ def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tm
     ended = Ended(tmp_path)
     ended.run.worker_group.start_update = lambda batch, publishes: Pending(lambda: SimpleNamespace(skipped=0, applied=0))
     update = ended.run.start_update(None)
-    assert ended.run.in_update and not ended.run.unrecorded
+    assert ended.run.session.update is update and not ended.run.unrecorded
     update.result()
-    assert not ended.run.in_update and ended.run.unrecorded
+    assert ended.run.session.update is None and ended.run.unrecorded
     ended.run.worker_group.start_update = lambda batch, publishes: Pending(lambda: exec("raise KeyError"))
     with pytest.raises(KeyError):
         ended.run.start_update(None).result()
-    assert ended.run.in_update
+    assert ended.run.session.update is not None
 
 
 def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learner(tmp_path: Path) -> None:
@@ -295,7 +298,7 @@ def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learn
 
 def test_inside_an_update_the_checkpoint_before_stands(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
-    ended.run.in_update = True
+    ended.run.session.update = Pending(lambda: None)
     assert ended.by(Stopped(signal.SIGTERM)) == []
     assert "inside an update" in ended.messages[0]
 
@@ -388,7 +391,7 @@ def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tm
 
     recipe = Recipe.parse(small_recipe(tmp_path, rollout__samples_per_prompt=3))
     rows = [Prompt(i, "p", (1,)) for i in (5, 7, 5, 9, 5)]
-    requests = make_step_requests(recipe, 4, rows)
+    requests = step_requests(recipe, 4, rows)
     assert [r.key for r in requests] == list(range(15))
     assert len({r.seed for r in requests}) == len({r.id for r in requests}) == 15
     ordinary = [make_request(recipe, 0, rows[i], 1.0, SampleId(rows[i].index, 4, j)).seed for i in (0, 1, 3) for j in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample
 from tests.conftest import small_recipe
+from tests.run_files import HookedRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.usefixtures("private_ray")]
 
@@ -39,12 +41,12 @@ def member_of(engine: int) -> int:
     return member
 
 
-class Killing(Runtime):
+class Killing(HookedRun):
     """A run that stops a further member of its engine in the middle of the second rollout, and kills one in the third."""
 
     ended: ClassVar[list[int]] = []
 
-    def generate(self, step: Step) -> list[Sample]:
+    def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
         stage = self.rollout_stage
         on_progress = stage._on_progress
 
@@ -55,7 +57,7 @@ class Killing(Runtime):
             on_progress(done, total)
 
         stage._on_progress = look  # type: ignore[method-assign]
-        return super().generate(step)
+        return roll_out()
 
 
 def run(folder: Path, kind: type[Runtime] = Runtime, **overrides: Any) -> tuple[list[Step], Runtime]:

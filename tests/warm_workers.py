@@ -23,7 +23,7 @@ MORE = (
     "rlhfless_ray.functions.pool_state",
     "rlhfless_ray.reward.reward_functions",
     "rlhfless_ray.rollout.drafter_trainer",
-    "rlhfless_ray.step.partial_batch",
+    "rlhfless_ray.step.rollout_batch",
     "rlhfless_ray.preflight.memory_fit",
     "rlhfless_ray.run.recorder",
     "tests.conftest",

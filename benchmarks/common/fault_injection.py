@@ -125,9 +125,15 @@ class FaultInjector(Runtime):
         self.rollout_stage._on_progress = told  # type: ignore[method-assign]
         return run
 
-    def generate(self, step: Step, *more: Any) -> Any:
-        self.strike(self, "begin")
-        return super().generate(step, *more)
+    def _create_stages(self, resource: str) -> None:
+        super()._create_stages(resource)
+        inner = self.session.generate
+
+        def generate(step: Step, *more: Any) -> Any:
+            self.strike(self, "begin")
+            return inner(step, *more)
+
+        self.session.generate = generate  # type: ignore[method-assign]
 
     def score(self, samples: Any) -> Any:
         self.strike(self, "score")

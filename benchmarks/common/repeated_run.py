@@ -20,9 +20,11 @@ import numpy as np
 
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.ledger import read_ledger
+from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Sample
+from rlhfless_ray.types import UNFINISHED, Completion, Sample, UpdateStats
 
 STEPS = 3
 LOGPROB_DIGITS = 5  # decimals: engines compute logits in batches whose sizes depend on time
@@ -86,46 +88,57 @@ def recipe_of(mode: str, agent: bool, folder: Path, name: str = "run") -> Recipe
     return Recipe.parse(tree)
 
 
+class LateSession(RolloutSession):
+    """Updates end, for the rollout beside them, once some of its responses are finished: on an idle machine they would end first."""
+
+    def update_is(self, update: Pending[UpdateStats]) -> Pending[UpdateStats]:
+        return super().update_is(replace(update, is_ready=lambda: False))
+
+
 class LateEnd(Runtime):
-    """Its updates end, for the rollout beside them, once some of its responses are finished: on an idle machine they would end first."""
-
-    def start_update(self, batch: Any) -> Any:
-        pending = super().start_update(batch)
-        self.update = replace(pending, is_ready=lambda: False)
-        return self.update
+    session_class = LateSession
 
 
-class RepeatedRun(Runtime):
+class RepeatedSession(RolloutSession):
     """Ends each response where another run cut it."""
 
-    def __init__(self, recipe: Recipe, orders: Orders) -> None:
-        super().__init__(recipe)
-        self.orders, self.cuts = orders, dict[int, int]()
+    orders: Orders
+    cuts: dict[int, int]
 
-    def generate(self, step: Step) -> list[Sample]:
-        batch = step.partial_batch
-        if batch is None:
-            return super().generate(step)
-        order = self.orders[self.partial_rollouts.rollout_name(step.number, self.in_update)]
+    def generate(self, step: Step, *more: Any) -> list[Sample]:
+        batch = step.batch
+        if not batch.cuts:
+            return super().generate(step, *more)
+        order = self.orders[self.groups.rollout_name(step.number, self.update is not None)]
         groups = [[group.prompt.index, group.begun] for group in batch.groups]
         assert groups == order["groups"], f"other groups in step {step.number}: {groups} instead of {order['groups']}"
         cut = {(row, number): tokens for row, number, tokens in order["cut"]}
         names = {key: (name.row, name.number) for key, name in enumerate(batch.ids)}
-        self.cuts = {key: cut[name] for key, name in names.items() if name in cut}
-        asked = batch.requests(self.recipe)
-        most = [max(self.cuts.get(one.key, one.max_tokens), batch.made[one.key] + 1) for one in asked]
+        cuts = {key: cut[name] for key, name in names.items() if name in cut}
+        asked = batch.requests(self.context.recipe)
+        most = [max(cuts.get(one.key, one.max_tokens), batch.made[one.key] + 1) for one in asked]
         limited = [replace(one, max_tokens=int(tokens)) for one, tokens in zip(asked, most, strict=True)]
         with (
             patch.object(batch, "requests", lambda recipe: limited),
             patch.object(batch, "is_enough", lambda finished: len(finished) == len(asked)),
         ):
             batch.chosen = order["trained"]
-            return super().generate(step)
-
-    def _take_groups(self, step: Step, batch: Any, samples: list[Sample]) -> list[Sample]:
-        for key, tokens in self.cuts.items():
+            samples = super().generate(step, *more)
+        for key, tokens in cuts.items():
             samples[key] = replace(samples[key], completion=cut_at(samples[key].completion, tokens))
-        return super()._take_groups(step, batch, samples)
+        return samples
+
+
+class RepeatedRun(Runtime):
+    session_class = RepeatedSession
+
+    def __init__(self, recipe: Recipe, orders: Orders) -> None:
+        super().__init__(recipe)
+        self.orders = orders
+
+    def _create_stages(self, resource: str) -> None:
+        super()._create_stages(resource)
+        self.session.orders = self.orders  # type: ignore[attr-defined]
 
 
 def cut_at(done: Completion, tokens: int) -> Completion:

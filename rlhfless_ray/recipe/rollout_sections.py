@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless_ray.recipe.local_path import LocalPath
+from rlhfless_ray.recipe.rollout_mode import Admission, Boundary, RolloutMode, WeightSwitch
 from rlhfless_ray.recipe.section import CountOrAuto, KvSizeOrAuto, NumberOrAuto, OffIsAWord, Section, StopWords, Texts
 
 
@@ -158,9 +159,16 @@ class RolloutConfig(Section):
         return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
 
     @property
+    def mode(self) -> RolloutMode:
+        """Return what the keys `max_lag_steps`, `oversample`, `partial`, `ahead` and `partial_kv` mean together."""
+        boundary = {"off": Boundary.DRAIN, "continue": Boundary.CUT_CONTINUE, "restart": Boundary.CUT_RESTART}[self.partial]
+        admission = Admission(self.max_lag_steps, self.begun_share if boundary.cuts else 1.0)
+        return RolloutMode(admission, boundary, WeightSwitch(self.ahead, self.partial_kv == "keep"))
+
+    @property
     def rolls_out_ahead(self) -> bool:
         """Return whether the next step's responses are generated while the learner works."""
-        return self.ahead or (self.max_lag_steps > 0 and self.partial == "off")
+        return self.mode.begins_beside_update
 
     @property
     def most_begun_share(self) -> int:

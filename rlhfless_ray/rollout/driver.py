@@ -32,7 +32,7 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.shared_drafts import SharedDrafts
 from rlhfless_ray.rollout.shared_slots import GIVEN, SharedSlots
 from rlhfless_ray.rollout.token_log import TokenLog
-from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.types import Completion, EngineStep, Request, Span, WeightVersion
 
 DECIDING_SHARE = 0.02  # largest share of the driver's time for decisions about moves
@@ -62,7 +62,7 @@ class PartialRun:
     rollouts began. None: their contexts are computed again.
     """
 
-    batch: PartialBatch
+    batch: RolloutBatch
     until: Callable[[RolloutDriver], bool] = lambda driver: False
     kept: KeptPages | None = None
 

@@ -14,7 +14,7 @@ from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
-from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.types import Sample, SampleId
 
 ASK_S = 1.0  # pause after a request for free slots got none that fit, because each request waits for up to `FREE_S`
@@ -98,12 +98,12 @@ class OverlapScheduler:
 
 
 class PartialOverlap(OverlapScheduler):
-    """Score and train beside a partial rollout, on the groups that the step will certainly train on (`PartialBatch.settled`).
+    """Score and train beside a partial rollout, on the groups that the step will certainly train on (`RolloutBatch.settled`).
 
     Engines are busy until such a rollout ends, so this also takes free slots that no engine was planned for.
     """
 
-    def __init__(self, scoring: EarlyScoring, learning: EarlyLearning, broker: SlotBroker, batch: PartialBatch) -> None:
+    def __init__(self, scoring: EarlyScoring, learning: EarlyLearning, broker: SlotBroker, batch: RolloutBatch) -> None:
         super().__init__(scoring, learning, broker, batch.quota, batch.count)
         self.batch = batch
         self.finished = {sample.id: sample for key, sample in batch.samples.items() if not batch.unfinished[key]}

@@ -33,7 +33,7 @@ from rlhfless_ray.rollout.shared_slots import SharedSlots
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.step.requests import make_evaluation_requests, make_step_requests
+from rlhfless_ray.step.requests import make_evaluation_requests
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Prompt, Request, Sample, WeightVersion
@@ -125,9 +125,7 @@ class RolloutStage:
         """Return the unfinished requests of each engine, without engines that get none."""
         count = self.context.recipe.rollout.samples_per_prompt
         shares = step.plan.shares(engines, step.expected_work.mean(1), np.repeat(np.arange(len(step.prompts)), count))
-        if step.partial_batch is not None:
-            shares = [share[step.partial_batch.unfinished[share]] for share in shares]
-        return [share for share in shares if len(share)]
+        return [share for share in (share[step.batch.unfinished[share]] for share in shares) if len(share)]
 
     def _order_engines(self, step: Step, shares: list[np.ndarray], weights: WeightVersion) -> None:
         """Order the engines by these shares. The longest share goes to the learner's node if loading weights is faster there."""
@@ -230,18 +228,13 @@ class RolloutStage:
         until: Callable[[RolloutDriver], bool] = lambda driver: False,
         on_samples: OnSamples = lambda new: None,
     ) -> list[Sample]:
-        """Generate every response to the step's prompts, as samples without reward.
+        """Generate until enough groups of the step's batch are complete. Returns all its samples, without reward.
 
-        `overlap`: works on slots that engines left. `until`: ends a partial rollout before enough groups are complete. `on_samples`:
-        called with samples as they finish.
+        `overlap`: works on slots that engines left. `until`: ends the rollout earlier. `on_samples`: called with samples as they finish.
         """
         count = self.context.recipe.rollout.samples_per_prompt
-        lengths, partial_batch = step.expected_work, step.partial_batch
-        if partial_batch is None:
-            requests = make_step_requests(self.context.recipe, step.number, step.prompts, step.before)
-        else:
-            requests = partial_batch.requests(self.context.recipe)
-            lengths = lengths + partial_batch.made[:, None]
+        batch = step.batch
+        requests, lengths = batch.requests(self.context.recipe), step.expected_work + batch.made[:, None]
         if self.migration is not None:
             autoscaler, elastic = self.context.autoscaler, self.context.recipe.functions.elastic
             second = autoscaler.value_per_s if elastic else float("inf")  # inf: leases are never given back, so only time counts
@@ -254,21 +247,18 @@ class RolloutStage:
             self.prefix.send(step.prefixes, tokens, self.pool.working, self._prompts(shares), weights.version)
         samples = self._samples(requests, step.prompts, weights)
         listener = self._listener(samples, overlap if self.context.recipe.functions.elastic else None, on_samples)
-        partial_run = None if partial_batch is None else PartialRun(partial_batch, until, self.kept)
-        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, partial_run)
+        result = self._run(requests, shares, lengths.mean(1), weights, self.migration, listener, PartialRun(batch, until, self.kept))
         if overlap is not None:
             overlap.finish()
         step.metrics |= {**result.metrics(step.metrics), **(overlap.metrics() if overlap is not None else {})}
         step.metrics |= self.traffic.metrics(weights, self.publisher.complete_nodes)
         if isinstance(samples, EpisodeSamples):
             step.metrics |= samples.metrics()
-            if partial_batch is not None:
+            if batch.cuts:
                 step.metrics["agent/cut_tokens"] = result.cut_tokens + step.metrics.get("agent/cut_tokens", 0)
         if self.prefix is not None and step.prefixes is not None:
             step.metrics |= self.prefix.finish(step.prefixes)
-        if partial_batch is not None:
-            return partial_batch.join(samples.all(), result.unfinished)
-        return samples.all()
+        return batch.join(samples.all(), result.unfinished)
 
     def answer(self, prompts: list[Prompt], settings: list[tuple[float, int]], weights: WeightVersion) -> list[Sample]:
         """Generate the responses of an evaluation on as many engines as possible. `settings`: (temperature, responses per prompt)."""

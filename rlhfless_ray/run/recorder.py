@@ -20,7 +20,7 @@ from rlhfless_ray.report.openrlhf_names import Shown
 from rlhfless_ray.report.progress_display import ProgressDisplay
 from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import UNFINISHED, Sample, SampleId
 
@@ -121,7 +121,7 @@ class RunRecorder:
         kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
         self.folder.write_samples(step, kept, self.recipe.answer_column, name)
 
-    def completion_order(self, rollout: str, batch: PartialBatch, samples: list[Sample]) -> None:
+    def completion_order(self, rollout: str, batch: RolloutBatch, samples: list[Sample]) -> None:
         """Record which groups are trained, and where the other responses were cut. With the seed, this determines the run."""
         cut = [[s.id.row, s.id.number, len(s.completion.token_ids)] for s in samples if s.completion.finish_reason == UNFINISHED]
         groups = [[group.prompt.index, group.begun] for group in batch.groups]

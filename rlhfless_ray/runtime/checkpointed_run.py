@@ -19,13 +19,13 @@ from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.checkpoints import Best, Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
-from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
 from rlhfless_ray.runtime.export import trained_policy
-from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.run_inputs import RunInputs
-from rlhfless_ray.runtime.sample_state import as_json, from_json
 from rlhfless_ray.runtime.stages import Stages
-from rlhfless_ray.types import Group, Sample, WeightVersion
+from rlhfless_ray.session.dynamic_sampling import DynamicSampling
+from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.types import Group, WeightVersion
 from rlhfless_ray.weights.remote_folder import writer
 from rlhfless_ray.weights.same_model import model_sizes
 
@@ -36,8 +36,7 @@ class StepsDone:
 
     cursor: dict[str, Any] = field(default_factory=dict)
     refill: Sequence[list[dict[str, Any]]] = ()  # surplus groups
-    ahead: Sequence[Sample] = ()  # responses of the step after it, without rewards
-    in_flight: Sequence[Group] = ()  # groups that go on in that step, with rollout.partial
+    in_flight: Sequence[Group] = ()  # groups of later steps that have begun
 
 
 class CheckpointedRun:
@@ -50,14 +49,14 @@ class CheckpointedRun:
     inputs: RunInputs
     cursor: Cursor
     dynamic_sampling: DynamicSampling
-    partial_rollouts: PartialRollouts
+    groups: GroupsInFlight
     autoscaler: Autoscaler
     stages: Stages
     rollout_stage: RolloutStage
     learn_stage: LearnStage
     worker_group: WorkerGroup
     best: Best
-    weights: WeightVersion | None = None
+    session: RolloutSession
     ledger: Ledger
     contents: Mapping[str, str]  # key → checksum of what it names
     resume_changed: bool
@@ -66,6 +65,15 @@ class CheckpointedRun:
     owes_evaluation = True  # whether one is due before the next step: the first, or one that a stop interrupted
     done = StepsDone()
 
+    @property
+    def weights(self) -> WeightVersion | None:
+        """The newest weights."""
+        return self.session.weights
+
+    @weights.setter
+    def weights(self, version: WeightVersion | None) -> None:
+        self.session.weights = version
+
     def _driver_state(self) -> dict[str, Any]:
         """Return the driver's state after the last finished step as JSON-serialisable values."""
         return {
@@ -73,9 +81,8 @@ class CheckpointedRun:
             "version": self.weights.version if self.weights else 0,
             "cursor": self.done.cursor,
             "refill": self.done.refill,
-            **({"ahead": [as_json(sample) for sample in self.done.ahead]} if self.done.ahead else {}),
-            **({"in_flight": self.partial_rollouts.state(self.done.in_flight)} if self.done.in_flight else {}),
-            "stale_cost": asdict(self.partial_rollouts.stale_cost),
+            **({"in_flight": self.groups.state(self.done.in_flight)} if self.done.in_flight else {}),
+            "stale_cost": asdict(self.groups.stale_cost),
             "autoscaler": self.autoscaler.state(),
             "learning": self.learn_stage.state(),
             "moves": self.rollout_stage.state(),
@@ -107,10 +114,11 @@ class CheckpointedRun:
         if self.recipe.algorithm.filter_range is not None:
             self.dynamic_sampling.restore(state.get("refill", []), train)
         if groups := state.get("in_flight"):
-            self.partial_rollouts.restore(groups, train)
-        ahead = [from_json(row, train) for row in state.get("ahead", [])]
-        self.done = StepsDone(self.cursor.state(), self.dynamic_sampling.state(), ahead, self.partial_rollouts.in_flight)
-        self.partial_rollouts.stale_cost = StaleCost(**state.get("stale_cost", {}))
+            self.groups.restore(groups, train)
+        if ahead := state.get("ahead"):  # of an older version
+            self.groups.restore_ahead(ahead, self.steps_done + 1, self.cursor, train)
+        self.done = StepsDone(self.cursor.state(), self.dynamic_sampling.state(), self.groups.in_flight)
+        self.groups.stale_cost = StaleCost(**state.get("stale_cost", {}))
         try:
             self.autoscaler.restore(state["autoscaler"])
         except (KeyError, TypeError, ValueError) as error:

@@ -14,7 +14,6 @@ import numpy as np
 import ray
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.loop import plan_step, roll_out
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import EvaluateConfig, Recipe
 from rlhfless_ray.recipe.generation import GenerationRecipe
@@ -23,13 +22,14 @@ from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.reward.reward_functions import RewardSource
-from rlhfless_ray.rollout.overlap import OverlapScheduler
+from rlhfless_ray.rollout.listener import WorkBeside
 from rlhfless_ray.run.folder import RunFolder, check_file, folders_of, status_written_s
 from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord, recorded_settings
 from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
 from rlhfless_ray.runtime.worker_pools import ActorClasses
-from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.requests import GENERATION
+from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, WeightVersion
 from rlhfless_ray.weights.checksum import combined, digests
@@ -71,10 +71,35 @@ def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool 
     return run.folder.path / RESPONSES
 
 
+class GenerationSession(RolloutSession):
+    """Its batches are the prompts that lack responses, with the responses that exist."""
+
+    def begin(self, run: Generation) -> None:
+        """Generate for this run."""
+        self.run = run
+        self.on_samples = run.responses.add
+
+    def next_batch(self, step: Step, *, refills: bool = False) -> RolloutBatch:
+        size, count = self.run.recipe.prompts.batch_prompts, self.run.recipe.rollout.samples_per_prompt
+        prompts, self.run.pending = self.run.pending[:size], self.run.pending[size:]
+        groups = [Group(prompt, GENERATION, samples=self._begun(prompt, count)) for prompt in prompts]
+        return RolloutBatch(groups, step.number, len(groups), 0, count, cuts=False)
+
+    def _begun(self, prompt: Prompt, count: int) -> tuple[Sample, ...]:
+        there = self.run.responses.samples(prompt, count)
+        nothing = Completion(0, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, 0)
+        return tuple(there.get(n) or Sample(prompt, SampleId(prompt.index, GENERATION, n), nothing) for n in range(count)) if there else ()
+
+    def _work_beside(self, step: Step) -> WorkBeside | None:
+        return super()._work_beside(step) if self.run.recipe.scores else None
+
+
 class Generation(Runtime):
     """A run that only generates. Its steps are batches of prompts; iterating yields one `Step` at a time."""
 
     recipe: GenerationRecipe
+    session: GenerationSession
+    session_class = GenerationSession
 
     def __init__(
         self, recipe: GenerationRecipe, *, prompts: list[Prompt] | None = None, notes: tuple[str, ...] = (), resume: bool = False
@@ -177,6 +202,10 @@ class Generation(Runtime):
         digest_of = digests(arrays)
         self.weights = WeightVersion(0, (ray.put(arrays),), combined(digest_of), digests=ray.put(digest_of))
 
+    def _create_stages(self, resource: str) -> None:
+        super()._create_stages(resource)
+        self.session.begin(self)
+
     def _save(self, *_: Any, **__: Any) -> None:
         """Save nothing: there is no learner's state, and responses are on disk already."""
         self.record.catch_up()
@@ -190,45 +219,24 @@ class Generation(Runtime):
         return self._steps
 
     def _generate_steps(self) -> Iterator[Step]:
-        step = plan_step(self, self.steps_done + 1)
+        step = self.session.plan(self.steps_done + 1)
         while step is not None:
             self.begin_step(step)
-            roll_out(self, step)
+            self.session.take(step)
             if self.recipe.scores:
-                with self.score_phase():
-                    self.score(step.samples)
+                self.score(step)
                 self.responses.add_scores(step.samples)
             step.answers = step.samples
             self.observe_samples(step)
-            upcoming = plan_step(self, step.number + 1)
+            upcoming = self.session.plan(step.number + 1)
             end = self.decide_end(step, upcoming)
             step.ledger = self.close_step(step, end.starts_next)
             if upcoming is not None and end.starts_next:
-                self.start_engines(upcoming)
+                self.session.start_engines(upcoming)
             self.record_step(step, end)
             yield step
             step = upcoming
         self.finish()
-
-    def next_prompts(self, step: Step, missing: int | None = None) -> list[Prompt]:
-        """Return the next prompts that lack responses. Existing responses to them are part of the step's batch."""
-        size, count = self.recipe.prompts.batch_prompts, self.recipe.rollout.samples_per_prompt
-        prompts, self.pending = self.pending[:size], self.pending[size:]
-        groups = [Group(prompt, GENERATION, samples=self._begun(prompt, count)) for prompt in prompts]
-        step.partial_batch = PartialBatch(groups, step.number, len(groups), 0, count)
-        return prompts
-
-    def _begun(self, prompt: Prompt, count: int) -> tuple[Sample, ...]:
-        there = self.responses.samples(prompt, count)
-        nothing = Completion(0, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, 0)
-        return tuple(there.get(n) or Sample(prompt, SampleId(prompt.index, GENERATION, n), nothing) for n in range(count)) if there else ()
-
-    def generate(self, step: Step) -> list[Sample]:
-        assert self.weights is not None
-        count, overlap = self.recipe.rollout.samples_per_prompt, None
-        if self.recipe.scores:
-            overlap = OverlapScheduler(self.score_stage, self.learn_stage, self.broker, len(step.prompts), count)
-        return self.rollout_stage.generate(step, self.weights, overlap, on_samples=self.responses.add)
 
     def finish(self) -> None:
         self.write_responses(self.folder.path / RESPONSES)

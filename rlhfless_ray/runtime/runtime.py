@@ -51,12 +51,14 @@ from rlhfless_ray.run.folder import RunFolder, check_writable
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.checkpointed_run import StepsDone
-from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
-from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
 from rlhfless_ray.runtime.run_inputs import checksums_of, read_inputs
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_operations import StepOperations
 from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools, make_leases
+from rlhfless_ray.session.dynamic_sampling import DynamicSampling
+from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.session.prompt_source import PromptSource
+from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.weights.known_differences import check_engines
 from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens
@@ -134,7 +136,7 @@ class Runtime(StepOperations):
         self.memory_fit = fit(recipe, models_with(recipe, config, parameters), find_room, inputs.lengths)
         self.recipe = recipe = self.memory_fit.recipe
         self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
-        self.partial_rollouts = PartialRollouts(recipe)
+        self.groups = GroupsInFlight(recipe)
         self.least_mb: dict[str, float] = {}
         self.autoscaler = Autoscaler(recipe, ANY_SPEED)
         self.cluster = RayCluster(recipe, parameters, architectures=config.get("architectures") or ())
@@ -275,6 +277,8 @@ class Runtime(StepOperations):
     def actor_classes(self) -> ActorClasses:
         return ActorClasses.real()
 
+    session_class: type[RolloutSession] = RolloutSession
+
     def _join_pool(self, resource: str) -> PoolClient:
         """Join the slots that the runs of the cluster share. A run that is refused leaves no folder."""
         recipe = self.recipe
@@ -321,6 +325,9 @@ class Runtime(StepOperations):
         computes = self.actor_classes().computes
         self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
         self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
+        source = PromptSource(self.inputs.prompts.train, self.cursor, self.dynamic_sampling, self.recipe.run.episodes)
+        stages = self.rollout_stage, self.learn_stage, self.score_stage, self.stages.prefix
+        self.session = self.session_class(self.context, source, self.groups, *stages, self._accounted)
 
     def _expect_engines(self, resource: str) -> tuple[dict[int, ExpectedEngine], str]:
         """Return what is expected of engines by width, and why there is one width only. An automatic width without a choice is set."""
@@ -431,7 +438,7 @@ class Runtime(StepOperations):
     def _save_last_step(self, hurry: bool) -> None:
         """Save the last finished step unless it is saved. `hurry`: the process will be killed soon."""
         STOP.acknowledge()
-        if self.in_update:
+        if self.session.update is not None:
             self.record.progress.message("stopped inside an update: the last checkpoint remains valid")
             return
         if self.unrecorded:

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import Counter
 
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Prompt, Request, SampleId
 
 EVALUATION = -1  # begun_step of the responses of evaluations
 GENERATION = 0  # of those of `rlhfless generate`, whose tokens no batch and no resume changes
-
-
-def make_step_requests(recipe: Recipe, step: int, prompts: list[Prompt], before: list[Prompt] | tuple[()] = ()) -> list[Request]:
-    """Make `samples_per_prompt` adjacent requests for each prompt.
-
-    A row that occurs twice, at the border of two epochs or in `before` (prompts that the step has used already), gets different
-    samples each time.
-    """
-    count, temperature = recipe.rollout.samples_per_prompt, recipe.rollout.temperature
-    requests: list[Request] = []
-    times = Counter(prompt.index for prompt in before)
-    for prompt in prompts:
-        first = count * times[prompt.index]
-        times[prompt.index] += 1
-        for number in range(first, first + count):
-            requests.append(make_request(recipe, len(requests), prompt, temperature, SampleId(prompt.index, step, number)))
-    return requests
 
 
 def make_evaluation_requests(recipe: Recipe, prompts: list[Prompt], settings: list[tuple[float, int]]) -> list[Request]:

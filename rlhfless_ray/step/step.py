@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from placement.forecast.forecaster import Scenarios
-from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step_prefixes import StepPrefixes
 from rlhfless_ray.types import Prompt, Sample, UpdateStats
@@ -20,11 +20,10 @@ class Step:
 
     number: int
     prompts: list[Prompt] = field(default_factory=list)
-    before: list[Prompt] = field(default_factory=list)  # prompts that this step used before filtered groups were replaced
     # None only until `loop.py` sets them, before anything reads them
     forecast: Scenarios = None  # type: ignore[assignment]  # joint draws of every response's length
     plan: RolloutPlan = None  # type: ignore[assignment]
-    partial_batch: PartialBatch | None = None  # the groups that are generated; None without rollout.partial
+    batch: RolloutBatch = None  # type: ignore[assignment]  # the groups that are generated
     work: np.ndarray | None = None  # (n, S) forecast tokens that its rollout generates; None: whole responses
     prefixes: StepPrefixes | None = None  # None: no prefix KV in this run
     answers: list[Sample] = field(default_factory=list)  # all responses to its prompts

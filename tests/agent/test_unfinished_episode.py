@@ -17,7 +17,7 @@ from rlhfless_ray.agent.episode import Episode
 from rlhfless_ray.agent.unfinished_episode import replies_of, token_versions, unfinished_episode, versions_of_turns
 from rlhfless_ray.rollout.driver import IdleEngines, PartialRun
 from rlhfless_ray.rollout.multi_turn import MultiTurnRollout
-from rlhfless_ray.runtime.sample_state import as_json, from_json
+from rlhfless_ray.session.sample_state import as_json, from_json
 from rlhfless_ray.types import UNFINISHED, Completion, Prompt, Request, Sample, SampleId, WeightVersion
 
 pytestmark = pytest.mark.pure

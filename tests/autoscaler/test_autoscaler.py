@@ -23,9 +23,11 @@ from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.predictor import response_tokens
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Completion, EngineStep, Prompt, Sample, SampleId
@@ -483,28 +485,26 @@ def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
 def test_a_failed_plan_is_told_before_its_rollout_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told after the rollout, so never in a run that ended there."""
     monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
-    run, said = Runtime.__new__(Runtime), list[str]()
-    run.recipe, run.in_update, run.autoscaler = recipe(), False, Autoscaler(recipe(), SPEED)
-    run.context = SimpleNamespace(limits=lambda: Limits({"spot": 4}, {1: 4}))  # type: ignore[assignment]
-    run.rollout_stage = SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
-    run.record = SimpleNamespace(progress=SimpleNamespace(message=said.append))  # type: ignore[assignment]
+    session, said, autoscaler = RolloutSession.__new__(RolloutSession), list[str](), Autoscaler(recipe(), SPEED)
+    record = SimpleNamespace(progress=SimpleNamespace(message=said.append))
+    limits = Limits({"spot": 4}, {1: 4})
+    session.context = SimpleNamespace(limits=lambda: limits, autoscaler=autoscaler, record=record)  # type: ignore[assignment]
+    session.mode, session.stage = recipe().rollout.mode, SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
     step = Step(3)
-    step.prompts, step.forecast = prompts(), run.autoscaler.forecast(prompts(), 3)
-    assert run.plan(step).has_failed
+    step.prompts, step.forecast = prompts(), autoscaler.forecast(prompts(), 3)
+    assert session._plan(step).has_failed
     assert said == ["step 3: planning engines failed (ZeroDivisionError: division by zero); the run continues"]
-    run.plan(step)
+    session._plan(step)
     assert len(said) == len(step.troubles) == 1, "a step tells each failure once"
 
 
 def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_their_own_nodes():
     spot, most, told = {"market": "spot"}, list[int](), list[object]()
-    run = Runtime.__new__(Runtime)
-    run.recipe = recipe(rollout={"max_lag_steps": 1, "nodes": spot})
-    nodes = SimpleNamespace(slots=lambda labels: {"spot": 4} if labels == spot else {"spot": 4, "other": 4})
-    run.leases, run.in_update = SimpleNamespace(nodes=nodes, resource="cpu"), True  # type: ignore[assignment]
-    run.context = SimpleNamespace(limits=lambda: Limits({"spot": 4}, {1: 4}))  # type: ignore[assignment]
+    session = RolloutSession.__new__(RolloutSession)
+    session.mode, session.update = recipe(rollout={"max_lag_steps": 1, "nodes": spot}).rollout.mode, Pending(lambda: None)
     ranks = [SimpleNamespace(leases=[Lease("a", Slot("spot", 0)), Lease("b", Slot("spot", 1))])]
-    run.worker_group, run.rollout_stage = SimpleNamespace(by_rank=ranks), SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
+    session.learn = SimpleNamespace(worker_group=SimpleNamespace(by_rank=ranks))  # type: ignore[assignment]
+    session.stage = SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
 
     def plan(scenarios, prompts, max_actors, *, learner_slots, rooms, **_):
         most.append(max_actors)
@@ -512,12 +512,14 @@ def test_engines_beside_the_update_are_planned_for_what_the_learner_leaves_of_th
         return SimpleNamespace(decision=Hold(1, ""))
 
     learner = SimpleNamespace(counts=[1, 2, 4])
-    run.autoscaler = SimpleNamespace(engines=SimpleNamespace(width=1), plan=plan, learner=learner, troubles=[])  # type: ignore[assignment]
+    autoscaler = SimpleNamespace(engines=SimpleNamespace(width=1), plan=plan, learner=learner, troubles=[])
+    leases, limits = SimpleNamespace(resource="cpu"), Limits({"spot": 4}, {1: 4})
+    session.context = SimpleNamespace(limits=lambda: limits, autoscaler=autoscaler, leases=leases)  # type: ignore[assignment]
     step = Step(1)
     step.prompts, step.forecast = prompts(), None  # type: ignore[assignment]
-    run.plan(step)
+    session._plan(step)
     ranks[0].leases += [Lease("c", Slot("spot", 2)), Lease("d", Slot("spot", 3))]
-    run.plan(step)
+    session._plan(step)
     assert most == [2, 1], "it waits for rollout.min_actors in any case"
     assert told == [(2, {1: {1: 3}, 2: {1: 2}, 4: {1: 0}}), (4, {1: {1: 3}, 2: {1: 2}, 4: {1: 0}})]
 

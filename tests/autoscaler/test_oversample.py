@@ -12,7 +12,7 @@ from placement.forecast.forecaster import Scenarios
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.oversample import StaleCost, choose_oversample
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
+from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Prompt
 
@@ -30,7 +30,7 @@ def test_what_old_tokens_teach_less_is_fitted_per_version() -> None:
 def test_a_long_tail_begins_more_groups_once_speeds_are_known_and_stale_tokens_do_not() -> None:
     rollout = {"samples_per_prompt": 4, "partial": "continue", "max_lag_steps": 2, "max_tokens": 1000}
     recipe = Recipe.parse({"prompts": {"task": "chain", "batch_prompts": 8}, "reward": {"function": "task"}, "rollout": rollout})
-    autoscaler, run = Autoscaler(recipe, Speed(1e-3, 1e-4)), PartialRollouts(recipe)
+    autoscaler, run = Autoscaler(recipe, Speed(1e-3, 1e-4)), GroupsInFlight(recipe)
     prompts = [Prompt(i, "", (1, 2)) for i in range(8)]
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 100, (32, 16)), 1000).astype(float)
     step = Step(1, prompts, forecast=Scenarios.from_matrix(lengths))

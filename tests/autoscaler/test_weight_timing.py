@@ -19,8 +19,8 @@ from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.runtime import step_operations
-from rlhfless_ray.runtime.step_operations import StepOperations
+from rlhfless_ray.session import rollout_session
+from rlhfless_ray.session.rollout_session import Pause, RolloutSession
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 
@@ -76,26 +76,27 @@ def test_engines_gain_no_slots_by_a_pause_that_other_runs_have(monkeypatch: pyte
 
 
 def test_waits_for_slots_of_other_runs_are_no_part_of_a_pause() -> None:
-    run = StepOperations.__new__(StepOperations)
-    run.recipe, run.leases = measured().recipe, SimpleNamespace(waited_s=4.0)
-    run.autoscaler, run.weights, run.step = Autoscaler(run.recipe, Speed(0.01, 0.0)), object(), Step(2)
-    run.broker, run.stages = SimpleNamespace(check=lambda *where: None), SimpleNamespace(pools=list)
-    run._take_groups = lambda step, batch, samples: samples
+    session, leases = RolloutSession.__new__(RolloutSession), SimpleNamespace(waited_s=4.0)
+    recipe, step = measured().recipe, Step(2)
+    autoscaler = Autoscaler(recipe, Speed(0.01, 0.0))
+    session.context = SimpleNamespace(recipe=recipe, leases=leases, autoscaler=autoscaler, broker=None)
+    session.mode, session.weights, session.step, session.accounted = recipe.rollout.mode, object(), step, lambda name, phase: phase
+    session._take_groups = lambda step, samples: samples
 
     @contextmanager
     def phase(*how: Any) -> Iterator[None]:
         began_s = time.monotonic()
         time.sleep(0.3)  # for a slot of another run
-        run.leases.waited_s += time.monotonic() - began_s
+        leases.waited_s += time.monotonic() - began_s
         time.sleep(0.01)  # an engine starts
         yield
 
-    run.rollout_stage = SimpleNamespace(grows=True, phase=phase, generate=lambda *how: [], restart_s=0.02)
-    run.rest_plan_s, run.step.partial_batch = 0.03, object()
-    with run.rollout_phase(RolloutPlan(Hold(1, ""), 1)):
-        run.generate(run.step)
-    run.autoscaler.terms.pause.settle()
-    (seconds,) = run.autoscaler.terms.pause.seconds
+    session.stage = SimpleNamespace(grows=True, phase=phase, generate=lambda *how: [], restart_s=0.02)
+    session.pause, step.batch = Pause(0.03), object()
+    with session._phase(RolloutPlan(Hold(1, ""), 1)):
+        session._generate(step)
+    autoscaler.terms.pause.settle()
+    (seconds,) = autoscaler.terms.pause.seconds
     assert 0.06 <= seconds < 0.3, "planning, an engine's start and the rollout's overhead"
 
 
@@ -135,14 +136,14 @@ def test_engines_take_weights_at_once_where_waiting_is_unsafe_or_unknown(monkeyp
 )
 def test_runs_whose_waiting_cannot_be_priced_take_weights_at_once(changed: dict, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(step_operations, "WeightTiming", lambda *arguments, can_wait: asked.append(can_wait) or timing(measured()))
+    monkeypatch.setattr(rollout_session, "WeightTiming", lambda *arguments, can_wait: asked.append(can_wait) or timing(measured()))
     tree = {"prompts": {"task": "chain", "batch_prompts": 8}, "reward": {"function": "task"}, "rollout": ROLLOUT}
-    run = StepOperations.__new__(StepOperations)
-    run.recipe, run.autoscaler, run.update = Recipe.parse(tree | changed), measured(), Pending(lambda: None)
-    run.partial_rollouts = SimpleNamespace(stale_cost=SimpleNamespace(lags=1.0, per_version=0.1))
-    run.context = SimpleNamespace(most_engines=lambda width: 2)
-    run.worker_group = SimpleNamespace(by_rank=[SimpleNamespace(leases=[1])])
-    run.rollout_stage = SimpleNamespace(generate=lambda *arguments: [])
+    session, recipe = RolloutSession.__new__(RolloutSession), Recipe.parse(tree | changed)
+    session.mode, session.update, session.weights = recipe.rollout.mode, Pending(lambda: None), object()
+    session.groups = SimpleNamespace(stale_cost=SimpleNamespace(lags=1.0, per_version=0.1))
+    session.context = SimpleNamespace(recipe=recipe, autoscaler=measured(), most_engines=lambda width: 2)
+    session.learn = SimpleNamespace(worker_group=SimpleNamespace(by_rank=[SimpleNamespace(leases=[1])]))
+    session.stage = SimpleNamespace(generate=lambda *arguments: [])
     step = Step(2)
-    run._generate_ahead(step, None)
+    session._generate_beside_update(step)
     assert asked == [waits] and set(step.metrics) == {"partial/weights_wait_s", "partial/weights_reason"}

@@ -17,7 +17,7 @@ from rlhfless_ray.learn.policy_model import TokenLogprobs
 from rlhfless_ray.learn.router_replay import RouterReplay
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.agreement import select_batch
-from rlhfless_ray.runtime.sample_state import as_json, from_json
+from rlhfless_ray.session.sample_state import as_json, from_json
 from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 from tests.rollout.families import config
 

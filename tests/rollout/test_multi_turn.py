@@ -24,12 +24,12 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.listener import RolloutListener
-from rlhfless_ray.step.requests import make_step_requests
 from rlhfless_ray.types import Prompt, Sample, WeightVersion
 from rlhfless_ray.weights.checksum import checksum
 from rlhfless_ray.weights.model_folder import without_weights
 from rlhfless_ray.weights.tiny_model import scratch_policy
 from tests.conftest import two_engines
+from tests.run_files import step_requests
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -114,7 +114,7 @@ def play(pool: WorkerPool, files: dict[str, bytes], tmp_path_factory: pytest.Tem
         rows = task("chain").rows(4, 5, "train")
         tokenizer = _tokenizer(files)
         prompts = [Prompt(k, r["prompt"], tuple(tokenizer(r["prompt"])["input_ids"])) for k, r in enumerate(rows)]
-        requests = [replace(one, **sampling) for one in make_step_requests(RECIPE, 3, prompts)]
+        requests = [replace(one, **sampling) for one in step_requests(RECIPE, 3, prompts)]
         asked = [(prompts[r.key // COUNT].text, (labels or [""] * 8)[r.key]) for r in requests]
         samples = EpisodeSamples(requests, prompts, 1)
         listener = RolloutListener(samples, None, lambda _: [], 0.0)

@@ -11,12 +11,13 @@ import pytest
 
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.broker import SlotBroker
+from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
-from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, UpdateStats
 
 COUNT = 2
@@ -522,7 +523,7 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
     earlier = [replace(sample(key), completion=replace(sample(key).completion, version=0)) for key in (0, 1)]
     earlier[1].completion.finish_reason = UNFINISHED
     groups = [Group(earlier[0].prompt, 1, 0, tuple(earlier)), *(Group(Prompt(g, "p", (7,)), 2) for g in (1, 2))]
-    batch, slots = PartialBatch(groups, step=2, quota=2, max_lag=1, count=COUNT), [["slot"], ["slot"]]
+    batch, slots = RolloutBatch(groups, step=2, quota=2, max_lag=1, count=COUNT), [["slot"], ["slot"]]
     learning.number, learning.lease_free_slots = 2, lambda _: slots.pop() if slots else []  # type: ignore[method-assign]
     tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     finished, asked = [0], list[int]()
@@ -550,7 +551,7 @@ def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> Non
     _, scoring, _, learning = parts(lag=1, partial="continue", micro_batch_tokens=100)
     asked: list[bool] = []
     learning.lease_free_slots = lambda _: asked.append(True) or []  # type: ignore[method-assign, func-returns-value]
-    batch = PartialBatch([Group(Prompt(g, "p", (7,)), 1) for g in range(3)], step=1, quota=3, max_lag=1, count=COUNT)
+    batch = RolloutBatch([Group(Prompt(g, "p", (7,)), 1) for g in range(3)], step=1, quota=3, max_lag=1, count=COUNT)
     tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     for key in range(6):
         tail.add_samples([sample(key, tokens=12)])
@@ -566,7 +567,7 @@ def test_free_slots_that_do_not_fit_are_not_taken_again_at_once() -> None:
     asked: list[bool] = []
     scoring.fits = lambda leases: len(leases) > 1  # type: ignore[method-assign]
     learning.lease_free_slots = lambda _: asked.append(True) or ["slot"]  # type: ignore[method-assign, func-returns-value]
-    batch = PartialBatch([Group(Prompt(0, "p", (7,)), 1)], step=1, quota=1, max_lag=1, count=COUNT)
+    batch = RolloutBatch([Group(Prompt(0, "p", (7,)), 1)], step=1, quota=1, max_lag=1, count=COUNT)
     tail = PartialOverlap(scoring, learning, learning.context.broker, batch)  # type: ignore[arg-type]
     tail.add_samples([sample(0), sample(1)])
     batch.is_enough(range(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,15 @@ from hypothesis import strategies as st
 from placement.forecast.forecaster import Scenarios
 from placement.scaling.partial_rollout import choose_groups, find_late, settled_groups
 from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.staleness import check_lag
-from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
-from rlhfless_ray.runtime.partial_rollouts import PartialRollouts
-from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.session.dynamic_sampling import DynamicSampling
+from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.session.prompt_source import PromptSource
+from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId
 
@@ -70,6 +73,11 @@ def test_a_settled_group_is_trained_whatever_becomes_complete_later(data: st.Dat
         assert all(settled[order.index(g) + 1] >= {g} for g in done)
 
 
+def drawing(draw: Callable[[int], list[Prompt]], missing: int | None = None) -> Any:
+    """A source of prompts. `missing`: groups that the step lacks."""
+    return SimpleNamespace(draw=lambda count, has_groups: draw(count), missing=missing)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
@@ -80,14 +88,14 @@ def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
     rng, last, drawn = np.random.default_rng(data.draw(st.integers(0, 2**32))), 9, 0
     share, lowered = min(share, most + (not ahead)), False
     prompts = [Prompt(i, "", (1, 2)) for i in range(999)]
-    run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
+    run = GroupsInFlight(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
 
     def draw(count: int) -> list[Prompt]:
         nonlocal drawn
         drawn += count
         return prompts[drawn - count : drawn]
 
-    def roll_out(batch: PartialBatch, versions_of: tuple[int, ...]) -> tuple[PartialBatch, list[Sample]]:
+    def roll_out(batch: RolloutBatch, versions_of: tuple[int, ...]) -> tuple[RolloutBatch, list[Sample]]:
         for version in versions_of:
             beside_update, before, made = version < step - 1, dict(batch.samples), batch.made.copy()
             finished = [key for key in range(len(made)) if not batch.unfinished[key]]
@@ -123,11 +131,11 @@ def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
             if step > 5 and most > 1:
                 most, lowered = most - 1, True
                 share = min(share, most + (not ahead))
-            run = PartialRollouts(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
+            run = GroupsInFlight(recipe(partial=mode, max_lag_steps=most, oversample=share, ahead=ahead))
             run.restore(state, prompts)
         kept, missing, versions_of = [], None, (step - 2, step - 1) if ahead and step > 1 else (step - 1,)
         while len(kept) < 3:
-            batch = run.begin(step, last - step + 1, draw, missing)
+            batch = run.begin(step, last - step + 1, drawing(draw, missing), refills=missing is not None)
             batch, joined = roll_out(batch, versions_of)
             samples, metrics = run.take(batch, joined)
             assert [s.id.number for s in samples] == [0, 1] * (missing or 3) and len({s.id for s in samples}) == len(samples)
@@ -144,17 +152,17 @@ def test_no_token_exceeds_the_lag_bound(data: st.DataObject) -> None:
 @pytest.mark.parametrize(("prompts", "share", "groups"), [(100, 1.1, 110), (3, 1.5, 5), (8, 1.0, 8)])
 def test_a_share_of_groups_is_rounded_up_once(prompts: int, share: float, groups: int) -> None:
     tree = recipe(oversample=share).model_dump(exclude_unset=True)
-    run = PartialRollouts(Recipe.parse({**tree, "prompts": {**tree["prompts"], "batch_prompts": prompts}}))
+    run = GroupsInFlight(Recipe.parse({**tree, "prompts": {**tree["prompts"], "batch_prompts": prompts}}))
     assert run.at_work == groups
 
 
 def test_a_group_that_cannot_be_trained_in_time_restarts() -> None:
-    run, prompts = PartialRollouts(recipe()), [Prompt(i, "", (1,)) for i in range(9)]
+    run, prompts = GroupsInFlight(recipe()), [Prompt(i, "", (1,)) for i in range(9)]
     old = Sample(
         prompts[0], SampleId(prompts[0].index, 1, 0), Completion(0, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop", 0)
     )
     run.in_flight = [Group(prompts[0], 1, 0, (old, old))]
-    batch = run.begin(4, 5, lambda count: prompts[1 : count + 1])
+    batch = run.begin(4, 5, drawing(lambda count: prompts[1 : count + 1]))
     assert batch.groups[0].begun == 4 and run.counts["restarted"] == 2 and run.counts["restarted_tokens"] == 8
     assert not batch.made.any() and batch.unfinished.all() and len(batch.groups) == 6
 
@@ -177,7 +185,7 @@ def test_groups_that_are_too_long_for_a_resumed_recipe_begin_again(limit: int, k
         0,
         (Sample(prompts[0], SampleId(prompts[0].index, 1, 0), begun), Sample(prompts[0], SampleId(prompts[0].index, 1, 1), done)),
     )
-    run = PartialRollouts(recipe(max_tokens=limit))
+    run = GroupsInFlight(recipe(max_tokens=limit))
     run.restore(run.state([group]), prompts)
     assert len(run.in_flight[0].samples) == kept and run.in_flight[0].begun == 1
 
@@ -190,37 +198,33 @@ def test_a_last_step_whose_groups_are_all_dropped_gets_others() -> None:
         {"prompts": tree, "reward": {"function": "math"}, "policy": {"path": "model"}, "run": {"episodes": 1}, "rollout": partial}
         | {"algorithm": {"filter_range": (0, 1)}}
     )
-    run = StepOperations.__new__(StepOperations)
-    run.recipe, run.partial_rollouts = own, PartialRollouts(own)
-    run.inputs = SimpleNamespace(prompts=SimpleNamespace(train=[Prompt(i, "", (1,)) for i in range(4)]))  # type: ignore[assignment]
-    run.cursor = Cursor(4, 3, False, 0)
-    run.dynamic_sampling = DynamicSampling(own, run.cursor)
-    run.cursor.next(4)
-    batch = run.partial_rollouts.begin(2, 1, run._draw, missing=run.dynamic_sampling.missing)
+    groups, cursor = GroupsInFlight(own), Cursor(4, 3, False, 0)
+    source = PromptSource([Prompt(i, "", (1,)) for i in range(4)], cursor, DynamicSampling(own, cursor), 1)
+    cursor.next(4)
+    batch = groups.begin(2, 1, source, refills=True)
     assert [group.prompt.index for group in batch.groups] == [0, 1, 2]
-    run.partial_rollouts.in_flight = batch.groups[:1]
-    assert not run._draw(3), "a group in flight is left for the step"
+    assert not source.draw(3, True), "a group in flight is left for the step"
 
 
 def test_groups_that_a_stop_repeats_stay_as_the_rollout_beside_the_update_left_them() -> None:
     own = recipe(ahead=True)
-    run = StepOperations.__new__(StepOperations)
-    run.recipe, run.partial_rollouts, run.in_update = own, PartialRollouts(own), True
-    run.record = SimpleNamespace(completion_order=lambda *_: None)  # type: ignore[assignment]
-    run.rollout_stage, run.cursor = SimpleNamespace(kept=None), SimpleNamespace(state=dict)  # type: ignore[assignment]
-    run.autoscaler = SimpleNamespace(terms=SimpleNamespace(prefill=SimpleNamespace(per_unit_s=0.0)))  # type: ignore[assignment]
+    session = RolloutSession.__new__(RolloutSession)
+    session.groups, session.update, session.stage = GroupsInFlight(own), Pending(lambda: None), SimpleNamespace(kept=None)  # type: ignore[assignment]
+    autoscaler = SimpleNamespace(terms=SimpleNamespace(prefill=SimpleNamespace(per_unit_s=0.0)))
+    record = SimpleNamespace(completion_order=lambda *_: None)
+    session.context = SimpleNamespace(record=record, autoscaler=autoscaler)  # type: ignore[assignment]
     groups = [Group(Prompt(g, "", (1,)), 1) for g in range(4)]
-    batch = PartialBatch(groups, step=2, quota=3, max_lag=2, count=2)
+    batch = RolloutBatch(groups, step=2, quota=3, max_lag=2, count=2)
     samples = [
         Sample(groups[key // 2].prompt, batch.ids[key], Completion(key, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 1))
         for key in range(8)
     ]
     assert batch.is_enough([2, 3, 4, 5, 6, 7])
-    step = Step(2, forecast=Scenarios.from_matrix(np.ones((8, 1))))
-    for sample in run._take_groups(step, batch, samples):
+    step = Step(2, batch=batch, forecast=Scenarios.from_matrix(np.ones((8, 1))))
+    for sample in session._take_groups(step, samples):
         sample.reward = 1.0
-    assert run.begun_ahead is not None
-    left = [sample for group in run.begun_ahead for sample in group.samples]
+    assert session.begun is not None
+    left = [sample for group in session.begun for sample in group.samples]
     assert [sample.id for sample in left] == batch.ids and {sample.reward for sample in left} == {None}
 
 
@@ -238,7 +242,7 @@ def test_the_forecast_of_the_work_ends_with_the_quota() -> None:
         Group(prompts[1], 2),
         Group(prompts[2], 2),
     ]
-    batch = PartialBatch(groups, 2, 2, 1, 2)
+    batch = RolloutBatch(groups, 2, 2, 1, 2)
     work = batch.forecast_work(Scenarios.from_matrix(np.array([[20.0], [30], [40], [50], [300], [5]])))
     assert work.shape == (6, 1) and work[1] == 1 and 0 < work[0] < 60 and work[4] == work.max() < 300
 
@@ -246,7 +250,7 @@ def test_the_forecast_of_the_work_ends_with_the_quota() -> None:
 def test_the_groups_that_a_step_will_train_on_are_known_before_it_has_enough() -> None:
     """The first of three has waited for a step already, so one of the two others is trained with it: the first complete one."""
     groups = [Group(Prompt(i, "", (1,)), 1 if i == 0 else 2) for i in range(3)]
-    batch, finished = PartialBatch(groups, 2, 2, 1, 2), list[int]()
+    batch, finished = RolloutBatch(groups, 2, 2, 1, 2), list[int]()
     for key, settled in ((4, []), (2, []), (5, [2]), (3, [2]), (0, [2]), (1, [0, 2])):
         finished.append(key)
         assert batch.is_enough(finished) == (key == 1) and batch.settled() == settled
@@ -257,12 +261,12 @@ def test_a_rollout_takes_until_its_quota_and_the_groups_that_are_due_are_complet
     left = np.array([10.0, 40, 30, 0, 7, 5])
     for begun, tokens in ((2, 30.0), (1, 40.0)):
         groups = [Group(Prompt(i, "", (1,)), begun if i == 0 else 2) for i in range(3)]
-        assert PartialBatch(groups, 2, 2, 1, 2).until_enough(left) == tokens
+        assert RolloutBatch(groups, 2, 2, 1, 2).until_enough(left) == tokens
 
 
 def test_a_prompt_that_occurs_twice_in_a_step_gets_different_samples() -> None:
-    run, prompt = PartialRollouts(recipe()), Prompt(7, "", (1, 2))
-    requests = run.begin(1, 9, lambda count: [prompt] * count).requests(recipe())
+    run, prompt = GroupsInFlight(recipe()), Prompt(7, "", (1, 2))
+    requests = run.begin(1, 9, drawing(lambda count: [prompt] * count)).requests(recipe())
     assert len({request.seed for request in requests}) == len(requests) == 12
 
 

@@ -15,9 +15,9 @@ from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.runtime.dynamic_sampling import DynamicSampling
-from rlhfless_ray.step.requests import make_step_requests
+from rlhfless_ray.session.dynamic_sampling import DynamicSampling
 from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from tests.run_files import step_requests
 
 COUNT = 2
 
@@ -155,8 +155,8 @@ def test_a_run_in_which_nothing_passes_ends_with_what_was_seen() -> None:
 
 def test_a_row_that_is_asked_again_in_a_step_gets_other_samples() -> None:
     rows = prompts(3)
-    once = make_step_requests(recipe(), 7, [*rows, rows[1]])
-    first, again = make_step_requests(recipe(), 7, rows), make_step_requests(recipe(), 7, [rows[1]], rows)
+    once = step_requests(recipe(), 7, [*rows, rows[1]])
+    first, again = step_requests(recipe(), 7, rows), step_requests(recipe(), 7, rows, [rows[1]])
     assert [r.seed for r in (*first, *again)] == [r.seed for r in once]
     assert len({r.seed for r in once}) == len(once)
 

@@ -7,8 +7,9 @@ import pytest
 
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.evaluation import choose_sampling, compute_accuracies, compute_mean_and_best, compute_source_metrics
-from rlhfless_ray.step.requests import make_evaluation_requests, make_step_requests
+from rlhfless_ray.step.requests import make_evaluation_requests
 from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from tests.run_files import step_requests
 
 
 def sample(reward: float | None, tokens: int = 3, finish: str = "stop", prompt: int = 0) -> Sample:
@@ -61,4 +62,4 @@ def test_requests_of_an_evaluation_lie_prompt_by_prompt() -> None:
     assert [len(r.token_ids) for r in found] == [1, 1, 4, 4, 1, 4] and [r.max_tokens for r in found] == [8, 8, 6, 6, 8, 6]
     assert len({r.seed for r in found[:4]}) == 4
     assert {(r.stop, r.top_k, r.top_p) for r in found} == {(("</a>",), 9, 0.9)}
-    assert {(r.stop, r.top_k, r.top_p) for r in make_step_requests(recipe, 1, prompts)} == {(("</a>",), 9, 0.9)}
+    assert {(r.stop, r.top_k, r.top_p) for r in step_requests(recipe, 1, prompts)} == {(("</a>",), 9, 0.9)}

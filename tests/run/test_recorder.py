@@ -19,6 +19,7 @@ from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
 from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import WeightVersion
 from tests.conftest import small_recipe
@@ -112,12 +113,13 @@ def test_every_leased_second_after_the_start_is_in_the_costs_of_a_step(record: R
     monkeypatch.setattr(ledger_module, "time", SimpleNamespace(time=lambda: now[0]))
     run = Runtime.__new__(Runtime)
     run.ledger, run.record, run.phases, run.best = record.ledger, record, StepTimer(lambda _: None), Best("none")
+    run.session = RolloutSession.__new__(RolloutSession)
     run.weights, run.cursor_after, run.leases = WeightVersion(0, ("weights",)), {}, SimpleNamespace()  # type: ignore[assignment]
-    run.dynamic_sampling, run.partial_rollouts = SimpleNamespace(state=list), SimpleNamespace(in_flight=())  # type: ignore[assignment]
+    run.dynamic_sampling, run.groups = SimpleNamespace(state=list), SimpleNamespace(in_flight=())  # type: ignore[assignment]
     groups = SimpleNamespace(wait_for_copy=lambda weights: weights)
     run.learn_stage = SimpleNamespace(passes_s=0.0, worker_groups=groups)  # type: ignore[assignment]
-    run.rollout_stage = SimpleNamespace(begin=lambda *_: None)  # type: ignore[assignment]
-    run.rollout = SimpleNamespace(expect=lambda count: None)  # type: ignore[assignment]
+    run.session.learn = run.learn_stage
+    run.session.stage = SimpleNamespace(begin=lambda *_: None, pool=SimpleNamespace(expect=lambda count: None))  # type: ignore[assignment]
     record.ledger.hold("slot", "node", "0", "learn", "")
     now[0] += 7.0
     if is_resumed:  # it owes no evaluation
@@ -135,6 +137,6 @@ def test_every_leased_second_after_the_start_is_in_the_costs_of_a_step(record: R
         assert totals["full_slot_s"] == step.metrics["cost/full_slot_s"]
         found.append(totals["full_slot_s"])
         if starts_next:
-            run.start_engines(SimpleNamespace(plan=SimpleNamespace(actors=1)))  # type: ignore[arg-type]
+            run.session.start_engines(SimpleNamespace(plan=SimpleNamespace(actors=1)))  # type: ignore[arg-type]
         now[0] += 4.0
     assert found == pytest.approx([5.0, 9.0, 9.0])

@@ -1,4 +1,4 @@
-"""The groups that a step with partial rollouts generates, and those that continue in the next step."""
+"""The groups that a step generates, and those that continue in the next step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhfless_ray.step.requests import make_request
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Request, Sample, SampleId
 
 
-class PartialBatch:
+class RolloutBatch:
     """The groups that a step generates, those of earlier steps first, and the groups that it trains on.
 
     Requests have the order of the groups: keys `g * count` to `g * count + count - 1` are those of group g. `made` (n,): tokens of each
@@ -31,11 +31,14 @@ class PartialBatch:
         count: int,
         per_step: int | None = None,
         made_requests: Sequence[Request] = (),
+        *,
+        cuts: bool = True,
     ) -> None:
         """`quota`: number of groups to choose. `per_step`: number of groups that each later step trains on, if that differs.
 
-        `made_requests`: those of the same groups, if they were made before.
+        `made_requests`: those of the same groups, if they were made before. `cuts`: whether unfinished responses go on in the next step.
         """
+        self.cuts = cuts
         self.groups, self.step, self.quota, self.max_lag, self.count = groups, step, min(quota, len(groups)), max_lag, count
         self.per_step, self.made_requests = per_step or self.quota, made_requests
         self.last_steps = [group.begun + max_lag for group in groups]
@@ -63,6 +66,16 @@ class PartialBatch:
     def ids_of(self, group: int) -> list[SampleId]:
         """Return the names of a group's responses."""
         return self.ids[group * self.count :][: self.count]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it begins now, as a whole."""
+        return not self.cuts and not self.samples
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no response of its groups is missing."""
+        return not self.unfinished.any()
 
     def before(self) -> dict[int, Completion]:
         """Return the responses of earlier steps, finished or not, by key."""
@@ -113,9 +126,11 @@ class PartialBatch:
         """Return the groups with these samples, which must be in the order of their keys."""
         return [replace(group, samples=tuple(samples[g * self.count :][: self.count])) for g, group in enumerate(self.groups)]
 
-    def after(self, samples: Sequence[Sample]) -> PartialBatch:
+    def after(self, samples: Sequence[Sample]) -> RolloutBatch:
         """Return the batch of a rollout that continues in the same step, from these samples."""
-        return PartialBatch(self.with_samples(samples), self.step, self.quota, self.max_lag, self.count, self.per_step, self.made_requests)
+        return RolloutBatch(
+            self.with_samples(samples), self.step, self.quota, self.max_lag, self.count, self.per_step, self.made_requests, cuts=self.cuts
+        )
 
     def forecast_work(self, forecast: Scenarios) -> np.ndarray:
         """Return (n, S) tokens that this rollout will add to each response, at least 1. `forecast`: of whole responses.

@@ -15,7 +15,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.learn.group_filter import kept_groups
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.runtime.sample_state import as_json, from_json
+from rlhfless_ray.session.sample_state import as_json, from_json
 from rlhfless_ray.types import Prompt, Sample, SampleId
 
 

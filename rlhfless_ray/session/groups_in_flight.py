@@ -1,10 +1,10 @@
-"""Manage groups whose responses outlive a step, with `rollout.partial`."""
+"""The groups in flight: which ones a step generates, trains, and leaves to the next step."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +14,19 @@ from placement.forecast.forecaster import Scenarios
 from placement.scaling.partial_rollout import find_late
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.oversample import StaleCost, choose_oversample
+from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.runtime.sample_state import as_json, from_json
-from rlhfless_ray.step.partial_batch import PartialBatch
+from rlhfless_ray.recipe.rollout_mode import Boundary
+from rlhfless_ray.session.prompt_source import PromptSource
+from rlhfless_ray.session.sample_state import as_json, from_json
+from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
 
 COUNTS = ("begun_groups", "forced_groups", "continued", "recomputed_tokens", "restarted", "restarted_tokens")
 
 
-class PartialRollouts:
+class GroupsInFlight:
     """The groups in flight: begun, and neither trained nor dropped.
 
     Call `begin`, roll out, then call `count` and `train`, once per step and again while filtering leaves a step short of groups.
@@ -31,6 +34,7 @@ class PartialRollouts:
 
     def __init__(self, recipe: Recipe) -> None:
         self.rollout, self.quota, self.has_agent = recipe.rollout, recipe.prompts.batch_prompts, bool(recipe.agent.path)
+        self.mode = recipe.rollout.mode
         self.at_work = self._groups(recipe.rollout.begun_share)
         self.in_flight: list[Group] = []
         self.counts: Counter[str] = Counter()  # metrics of this step
@@ -52,27 +56,32 @@ class PartialRollouts:
         if step.stats is not None and step.metrics.get("lag/mean"):
             self.stale_cost.observe(step.metrics["lag/mean"], step.stats.effective_share)
 
-    def begin(self, step: int, steps_left: int, draw: Callable[[int], list[Prompt]], missing: int | None = None) -> PartialBatch:
+    def begin(self, step: int, steps_left: int, source: PromptSource, *, refills: bool = False) -> RolloutBatch:
         """Return the groups of a step: those in flight, and new ones up to the number that can be trained in time.
 
-        `steps_left`: number of steps left, this one included. `missing`: groups that the step lacks, if earlier ones were dropped.
+        `steps_left`: number of steps left, this one included. `refills`: the step lacks groups, because earlier ones were dropped.
         """
-        self.refills = 0 if missing is None else self.refills + 1
-        if missing is None:
+        self.refills = self.refills + 1 if refills else 0
+        if not refills:
             self.counts.clear()
             self.times.clear()
         max_lag, count = self.rollout.max_lag_steps, self.rollout.samples_per_prompt
-        quota = self.quota if missing is None else missing
+        if not self.mode.boundary.cuts:
+            groups = [] if refills else list(self.in_flight)  # those of a rollout before a resume
+            drawn = source.redraw() if refills else source.draw(max(0, source.missing - len(groups)), bool(groups))
+            groups += [Group(prompt, step, self._first_sample(prompt, count)) for prompt in drawn]
+            return RolloutBatch(groups, step, len(groups), max_lag, count, cuts=False)
+        quota = source.missing if refills else self.quota
         late = find_late([group.begun + max_lag for group in self.in_flight], step, self.quota)  # after a resume with a lower bound
-        begun = step - self.rollout.ahead  # one version earlier, if the rollout begins beside an update
+        begun = step - self.mode.switch.in_flight  # one version earlier, if the rollout begins beside an update
         groups = list(self.in_flight)
         for g in late:
             groups[g] = self._begun_again(groups[g], begun, count)
         room = quota + self.quota * min(steps_left - 1, begun + max_lag - step)
-        for prompt in draw(max(0, min(self.at_work, room) - len(groups))):
+        for prompt in source.draw(max(0, min(self.at_work, room) - len(groups)), bool(self.in_flight)):
             groups.append(Group(prompt, begun, self._first_sample(prompt, count)))
         self.counts["begun_groups"] += sum(not group.samples for group in groups)
-        return PartialBatch(groups, step, quota, max_lag, count, self.quota)
+        return RolloutBatch(groups, step, quota, max_lag, count, self.quota)
 
     def _first_sample(self, prompt: Prompt, count: int) -> int:
         """Return the number of the first response of a group that begins now."""
@@ -93,7 +102,7 @@ class PartialRollouts:
         none = Completion(sample.completion.key, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, version)
         return Sample(sample.prompt, sample.id, none)
 
-    def count(self, batch: PartialBatch, samples: list[Sample], ahead: bool, kept_tokens: int = 0) -> None:
+    def count(self, batch: RolloutBatch, samples: list[Sample], ahead: bool, kept_tokens: int = 0) -> None:
         """Count continued responses for the metrics.
 
         Args:
@@ -113,17 +122,19 @@ class PartialRollouts:
         """Return the name under which the rollout's order of completion is recorded. A step may have several rollouts."""
         return f"{step}_ahead" if ahead else f"{step}_refill_{self.refills}" if self.refills else f"{step}"
 
-    def train(self, step: Step, batch: PartialBatch, samples: list[Sample], prefill_s: float) -> list[Sample]:
+    def train(self, step: Step, batch: RolloutBatch, samples: list[Sample], prefill_s: float) -> list[Sample]:
         """Return the samples that the step trains on, and make their groups its prompts and forecast. `prefill_s`: seconds per token."""
         trained, metrics = self.take(batch, samples)
         assert batch.chosen is not None
+        if not batch.cuts:
+            return trained
         rows = [g * batch.count + n for g in batch.chosen for n in range(batch.count)]
         step.prompts = [batch.groups[g].prompt for g in batch.chosen]
         step.forecast = Scenarios.from_matrix(step.forecast.lengths[rows])
         step.metrics |= metrics | {"partial/recomputed_s": metrics["partial/recomputed_tokens"] * prefill_s}
         return trained
 
-    def take(self, batch: PartialBatch, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
+    def take(self, batch: RolloutBatch, samples: list[Sample]) -> tuple[list[Sample], dict[str, Any]]:
         """Return the samples that the step trains on, and its metrics. The other groups stay in flight.
 
         `samples`: of all groups, in the order of their keys.
@@ -137,7 +148,7 @@ class PartialRollouts:
             if g in batch.chosen:
                 trained += mine  # the same objects: they may be in scoring
             else:
-                if self.rollout.partial == "restart":
+                if self.mode.boundary is Boundary.CUT_RESTART:
                     mine = [self._without_tokens(s) if s.completion.finish_reason == UNFINISHED else s for s in mine]
                 self.in_flight.append(replace(group, samples=tuple(mine)))
         metrics = {
@@ -150,8 +161,7 @@ class PartialRollouts:
         return trained, metrics
 
     def _names(self) -> tuple[str, ...]:
-        keeps = self.rollout.partial_kv == "keep"
-        return COUNTS + ("kept_tokens",) * keeps + ("ahead_tokens",) * self.rollout.ahead
+        return COUNTS + ("kept_tokens",) * self.mode.switch.keep_kv + ("ahead_tokens",) * self.mode.switch.in_flight
 
     @staticmethod
     def state(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -160,6 +170,22 @@ class PartialRollouts:
             {"row": g.prompt.index, "begun": g.begun, "first_sample": g.first_sample, "samples": [as_json(sample) for sample in g.samples]}
             for g in groups
         ]
+
+    def restore_ahead(self, state: list[dict[str, Any]], step: int, cursor: Cursor, prompts: list[Prompt]) -> None:
+        """Restore the responses to a step's prompts as older versions saved them, whose cursor draws these prompts again.
+
+        They are dropped if the recipe draws others now.
+        """
+        count, place = self.rollout.samples_per_prompt, cursor.state()
+        samples = [from_json(row, prompts) for row in state]
+        drawn = cursor.next(len(samples) // count)
+        if [row for row in drawn for _ in range(count)] != [sample.id.row for sample in samples]:
+            cursor.restore(place)
+            return
+        for start, row in zip(range(0, len(samples), count), drawn, strict=True):
+            group = Group(prompts[row], step, self._first_sample(prompts[row], count))
+            named = zip(samples[start : start + count], group.ids(count), strict=True)
+            self.in_flight.append(replace(group, samples=tuple(replace(sample, id=name) for sample, name in named)))
 
     def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
         """Restore the groups in flight. `prompts`: by row. Groups begin again if their size or a length is not as the recipe has it now."""

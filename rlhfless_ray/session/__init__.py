@@ -1,0 +1,1 @@
+"""The rollout session: the groups in flight, from the start to the end of a run."""

@@ -1,0 +1,36 @@
+"""The rows that a run has left: its cursor, the episodes' end, and how many groups filtering leaves a step short of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhfless_ray.prompts.cursor import Cursor
+from rlhfless_ray.session.dynamic_sampling import DynamicSampling
+from rlhfless_ray.types import Prompt
+
+
+@dataclass
+class PromptSource:
+    rows: Sequence[Prompt]
+    cursor: Cursor
+    dynamic_sampling: DynamicSampling
+    episodes: int | None  # None: rows never end
+
+    @property
+    def missing(self) -> int:
+        """Number of groups that the step lacks."""
+        return self.dynamic_sampling.missing
+
+    def draw(self, count: int, has_groups: bool) -> list[Prompt]:
+        """Return the next prompts, fewer at the end of the last episode. `has_groups`: whether the step has any group without them."""
+        if self.episodes is not None:
+            left = self.cursor.rows_left(self.episodes)
+            if not left and not has_groups and not self.dynamic_sampling.ready:
+                left = self.missing  # filtering has dropped all groups of the last step, which has at least one
+            count = min(count, left)
+        return [self.rows[i] for i in self.cursor.next(count)]
+
+    def redraw(self) -> list[Prompt]:
+        """Return prompts in place of dropped groups, or none if the step is complete."""
+        return [self.rows[i] for i in self.dynamic_sampling.draw()]

@@ -1,0 +1,384 @@
+"""The rollout session: it plans steps and holds the groups in flight, from the start to the end of a run.
+
+It alone knows about the modes of rollouts (`recipe/rollout_mode.py`): when groups enter, what taking a step's batch does to the other
+responses, and when engines take new weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from placement.forecast.forecaster import Scenarios
+from rlhfless_ray.autoscaler.weight_timing import WeightTiming
+from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.pending import Pending
+from rlhfless_ray.functions.lease import Lease
+from rlhfless_ray.functions.limits import Limits
+from rlhfless_ray.functions.worker_pool import NoRoom
+from rlhfless_ray.learn.learn_stage import LearnStage
+from rlhfless_ray.prefix.prefix_stage import PrefixStage
+from rlhfless_ray.recipe.rollout_mode import RolloutMode
+from rlhfless_ray.reward.score_stage import ScoreStage
+from rlhfless_ray.rollout.listener import OnSamples, WorkBeside
+from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
+from rlhfless_ray.rollout.rollout_result import RolloutResult
+from rlhfless_ray.rollout.rollout_stage import RolloutStage
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.session.prompt_source import PromptSource
+from rlhfless_ray.step.rollout_batch import RolloutBatch
+from rlhfless_ray.step.rollout_plan import RolloutPlan
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.step.step_prefixes import StepPrefixes
+from rlhfless_ray.types import Group, Sample, UpdateStats, WeightVersion
+
+
+@dataclass
+class Pause:
+    """What a rollout lost between its part beside an update and the rest, under the update's weights."""
+
+    plan_s: float  # time of planning the rest
+    rollout_began_s: float = 0.0  # when the rest's phase began, on the clock of `RolloutSession.working_s`
+
+
+class RolloutSession:
+    update: Pending[Any] | None = None  # of the learner, while it is under way
+    update_ends_s = 0.0  # when it will end by its prediction, on the clock of time.monotonic
+    begun: list[Group] | None = None  # the next step's groups with their responses, once a rollout beside an update has begun them
+    goes_on = False  # whether the update has ended before the rollout beside it, which goes on under its weights
+    pause: Pause | None = None
+    limits: Limits | None = None  # of the newest plan
+
+    def __init__(
+        self,
+        context: RunContext,
+        source: PromptSource,
+        groups: GroupsInFlight,
+        stage: RolloutStage,
+        learn: LearnStage,
+        scoring: ScoreStage,
+        prefix: PrefixStage | None,
+        accounted: Callable[[str, AbstractContextManager[None]], AbstractContextManager[None]],
+    ) -> None:
+        """Create the session.
+
+        Args:
+            prefix: computes the KV of shared prefixes. None: engines do.
+            accounted: runs a phase of this name, and checks at its end that it lost no lease.
+        """
+        self.accounted = accounted
+        self.context, self.source, self.groups = context, source, groups
+        self.stage, self.learn, self.scoring, self.prefix = stage, learn, scoring, prefix
+        self.mode: RolloutMode = context.recipe.rollout.mode
+        self.last_step = context.recipe.run.steps  # filtered groups can lower it by using up an episode's prompts early
+        self.weights: WeightVersion | None = None  # the newest
+        self.step = Step(0)  # the one that is trained
+
+    # ---- planning ---------------------------------------------------------------------------------------------
+
+    def plan(self, number: int) -> Step | None:
+        """Plan a step: its groups, the forecast of their lengths, engines and shared prefixes. Returns None after the last step."""
+        if number > self.last_step:
+            return None
+        step = Step(number)
+        step.batch = self.next_batch(step)
+        self._forecast(step)
+        step.plan = self._plan(step)
+        step.prefixes = self._weigh_prefixes(step)
+        return step
+
+    def next_batch(self, step: Step, *, refills: bool = False) -> RolloutBatch:
+        """Return a step's groups, those in flight first. `refills`: they take the places of dropped groups."""
+        if self.mode.boundary.cuts and not refills:
+            self.groups.resize(self.context.autoscaler, self.step)
+        return self.groups.begin(step.number, self.last_step - step.number + 1, self.source, refills=refills)
+
+    def _forecast(self, step: Step) -> None:
+        step.prompts = [group.prompt for group in step.batch.groups]
+        step.forecast = self.context.autoscaler.forecast(step.prompts, step.number)
+        if not step.batch.is_new:
+            step.work = self._forecast_work(step)
+
+    def _forecast_work(self, step: Step) -> np.ndarray | None:
+        return self.context.autoscaler.safely("the forecast", lambda: step.batch.forecast_work(step.forecast), lambda: None)
+
+    def _plan(self, step: Step) -> RolloutPlan:
+        autoscaler, limits = self.context.autoscaler, self._limits(step)
+        now = autoscaler.engines.width
+        learner_slots, rest_actors, rooms = 0, 0, dict[int, dict[int, int]]()
+
+        def room(learner: list[list[Lease]]) -> dict[int, int]:
+            held = [lease for leases in learner for lease in leases]
+            return {width: limits.engines(width, held) for width in limits.most}
+
+        counts = room([])
+        if self.update is not None and self.mode.begins_beside_update:  # engines get the slots that the learner leaves
+            learner = [rank.leases for rank in self.learn.worker_group.by_rank]
+            if self.mode.boundary.cuts:
+                rest_actors = counts[now]
+            sizes = autoscaler.learner.counts if self.context.leases.resource == "cpu" else []
+            rooms = {size: room([leases[:1] * size for leases in learner]) for size in sizes}
+            learner_slots = sum(map(len, learner))
+            counts = room(learner)
+        least, warm = limits.fewest(now), self.stage.warm
+        others = {width: (n, warm(width)) for width, n in counts.items() if width != now and n >= least}
+        scenarios = step.forecast if step.work is None else Scenarios.from_matrix(step.work)
+        plan = autoscaler.plan(
+            scenarios,
+            step.prompts,
+            max(least, counts[now]),  # the rollout waits for the fewest
+            step=step.number,
+            warm=warm(now),
+            others=others,
+            learner_slots=learner_slots,
+            rooms=rooms,
+            rest_actors=rest_actors,
+        )
+        self.tell_troubles(step)  # now, because the rollout may end the run
+        return plan
+
+    def _limits(self, step: Step) -> Limits:
+        """Return the limits of a plan that is made now, and tell the user what has changed since the plan before."""
+        autoscaler, before = self.context.autoscaler, self.limits
+        self.limits = limits = self.context.limits()
+        with_room = [width for width in limits.most if limits.engines(width) >= limits.fewest(width)]
+        if with_room and autoscaler.engines.width not in with_room:  # the nodes that were large enough are lost
+            autoscaler.use_width(min(with_room))
+        if before is not None and (change := limits.since(before, autoscaler.engines.width)):
+            self._say(step, change)
+            autoscaler.note = "; ".join(filter(None, (autoscaler.note, change)))
+        return limits
+
+    def tell_troubles(self, step: Step) -> None:
+        """Print what has failed in planning since the last call, and record it with the step."""
+        troubles = self.context.autoscaler.troubles
+        if new := [trouble for trouble in troubles if trouble not in step.troubles]:
+            step.troubles += new
+            self._say(step, f"{'; '.join(new)}; the run continues")
+        troubles.clear()
+
+    def _weigh_prefixes(self, step: Step) -> StepPrefixes | None:
+        """Decide whether sharing prefix KV pays. Returns None without it in this run, and if no response is missing."""
+        if self.prefix is None or step.batch.is_complete:
+            return None
+        steps_left = self.last_step - step.number + 1
+        return self.prefix.weigh([p.token_ids for p in step.prompts], self.stage.assign_prompts(step), steps_left)
+
+    # ---- the next step, beside the update -------------------------------------------------------------------------
+
+    def update_begins(self) -> None:
+        """Note that the learner begins an update of this step's batch."""
+        if self.weights is not None and not self.mode.begins_beside_update:  # engines need it no longer: make room for the next
+            self.weights = replace(self.weights, shards=(), copies=(), others={})
+        self.update, self.begun = Pending(lambda: None, lambda: False), None
+
+    def update_is(self, update: Pending[UpdateStats]) -> Pending[UpdateStats]:
+        """Take the update that has begun, which `admit` looks at."""
+        self.update, self.update_ends_s = update, time.monotonic() + self.context.autoscaler.expected_update_s
+        return update
+
+    def update_ends(self) -> None:
+        self.update = None
+
+    def admit(self, number: int) -> Step | None:
+        """Plan the next step, and generate its responses beside the update if the mode says so. Returns None after the last step."""
+        step = self.plan(number)
+        if step is not None and self.mode.begins_beside_update:
+            self._roll_out(step)
+        return step
+
+    def switch(self, step: Step) -> None:
+        """After an update: plan what the rollout beside it has left of a step, with all slots, under the new weights.
+
+        The speed is fitted to that rollout during the next update, when nothing waits for it.
+        """
+        if step.samples or not self.mode.begins_beside_update:
+            return
+        began_s, went_on = time.monotonic(), self.goes_on
+        if went_on:
+            self.stage.load(self.wait_for_weights())  # while this plans
+            self.goes_on = False
+        if self.begun is not None and self.mode.boundary.cuts:
+            step.work = self._forecast_work(step)
+        step.plan = self._plan(step)
+        step.prefixes = self._weigh_prefixes(step)
+        self.pause = Pause(time.monotonic() - began_s) if went_on else None
+
+    def wait_for_weights(self) -> WeightVersion:
+        """Return the newest weights, once engines cannot lose them."""
+        assert self.weights is not None
+        self.weights = self.learn.worker_groups.wait_for_copy(self.weights)
+        return self.weights
+
+    # ---- taking a step's batch ------------------------------------------------------------------------------------
+
+    def take(self, step: Step) -> None:
+        """Set the samples that the step trains on. Generates under the newest weights what no rollout beside an update has completed."""
+        if not step.samples and step.batch.is_complete:  # generated before a resume
+            step.batch.is_enough(range(len(step.batch.ids)))
+            step.metrics |= RolloutResult().metrics()
+            step.samples = self._take_groups(step, step.batch.join([], []))
+        elif not step.samples:
+            self._roll_out(step)
+
+    def refill(self, step: Step, score: Callable[[list[Sample]], object]) -> None:
+        """Replace groups without a learning signal, see `DynamicSampling`. `score`: scores samples in a phase of their own."""
+        step.answers = step.samples
+
+        def answer() -> list[Sample]:
+            extra = Step(step.number, troubles=step.troubles)
+            if not self.source.missing:
+                return []
+            extra.batch = self.next_batch(step, refills=True)
+            if not extra.batch.groups:
+                return []
+            self._forecast(extra)
+            self.context.autoscaler.learn()
+            extra.plan = self._plan(extra)
+            with self._phase(extra.plan):
+                self._generate(extra)
+            step.metrics |= {name: value for name, value in extra.metrics.items() if name.startswith("partial/")}
+            score(extra.samples)
+            self.context.autoscaler.observe_samples(extra.prompts, extra.samples)
+            return extra.samples
+
+        try:
+            step.samples = self.source.dynamic_sampling.fill(step.answers, answer)
+        except RunError:
+            self.context.record.samples(step.number, self.source.dynamic_sampling.dropped, "dropped")
+            raise
+        step.metrics |= self.source.dynamic_sampling.metrics()
+
+    # ---- one rollout ----------------------------------------------------------------------------------------------
+
+    def _roll_out(self, step: Step) -> None:
+        """Generate a step's missing responses under the newest weights. Beside an update it may end before they are complete."""
+        step.prefixes = self._prefill(step)
+        with self._phase(step.plan):  # also scores and accumulates gradients on slots that engines have left
+            self._generate(step)
+
+    def _prefill(self, step: Step) -> StepPrefixes | None:
+        assert self.weights is not None
+        if self.prefix is None or step.prefixes is None:
+            return None
+        prompts = [p.token_ids for p in step.prompts]
+        return self.prefix.prefill(step.prefixes, prompts, self.weights, step.plan.width or self.stage.pool.width)
+
+    @contextmanager
+    def _phase(self, plan: RolloutPlan) -> Iterator[None]:
+        """Hold the plan's engines inside the block."""
+        assert self.weights is not None
+        context, beside = self.context, self.update
+        name = "rollout" if beside is None else "rollout_ahead"
+        if self.pause is not None:
+            self.pause.rollout_began_s = self.working_s
+        plan, delay = context.autoscaler.begin_rollout(plan, self.stage.grows)
+        if delay.seconds:
+            self.step.metrics["pool/wait_reason"] = delay.reason
+            self._say(self.step, f"the rollout {delay.reason}")
+        ends, idle_s = (None, None) if beside is None else (beside.is_ready, self._idle_beside_s)
+        self.goes_on = False
+        with self.accounted(name, self.stage.phase(plan, self.weights, name, delay.seconds, ends, idle_s, lambda: self.goes_on)):
+            yield
+
+    @property
+    def working_s(self) -> float:
+        """Time on a clock that stops while the step waits for slots. The length of a pause is measured without such waits."""
+        return time.monotonic() - self.context.leases.waited_s
+
+    def _idle_beside_s(self, tail_s: float) -> float:
+        """Return the seconds until the slot of an idle engine beside the update is needed again. `tail_s`: until the rollout ends.
+
+        The learner has slots of its own. So the next rollout needs it, which begins after the passes of the next learn phase. A rollout
+        that was cut goes on as soon as the update ends.
+        """
+        left_s, autoscaler = max(tail_s, self.update_ends_s - time.monotonic()), self.context.autoscaler
+        if self.mode.boundary.cuts:
+            return left_s
+        return left_s + autoscaler.apart_s(autoscaler.update_tokens, len(self.step.samples))
+
+    def _generate(self, step: Step) -> None:
+        """Generate the missing responses of the step's batch, and set its samples if enough of its groups are complete then."""
+        if self.update is None:
+            began_s = self.working_s
+            samples = self.generate(step, self._work_beside(step))
+            self._observe_pause(began_s)
+        else:
+            if not self.stage.pool.working or (found := self._generate_beside_update(step)) is None:
+                self._say(step, "no slot is free beside the update, so its rollout begins after it")
+                return
+            samples = found
+        step.samples = self._take_groups(step, samples)
+
+    def generate(self, step: Step, overlap: WorkBeside | None, until: Any = lambda driver: False) -> list[Sample]:
+        """Return all samples of the step's batch, once its groups are complete or `until` says so. `overlap`: works beside the engines."""
+        assert self.weights is not None
+        return self.stage.generate(step, self.weights, overlap, until, self.on_samples)
+
+    on_samples: OnSamples = staticmethod(lambda new: None)  # called with samples as they finish
+
+    def _work_beside(self, step: Step) -> WorkBeside | None:
+        """Return what scores and learns on slots that engines have left."""
+        broker = self.context.broker
+        if not self.mode.boundary.cuts:
+            prompts, count = len(step.prompts), step.batch.count
+            return OverlapScheduler(self.scoring, self.learn, broker, prompts, count, self.stage.drafter)
+        return None if self.mode.begins_beside_update else PartialOverlap(self.scoring, self.learn, broker, step.batch)
+
+    def _observe_pause(self, generate_began_s: float) -> None:
+        if self.pause is not None and self.stage.restart_s is not None:
+            seconds = self.pause.plan_s + generate_began_s - self.pause.rollout_began_s + self.stage.restart_s
+            self.context.autoscaler.terms.pause.observe(0.0, seconds)
+        self.pause = None
+
+    def _generate_beside_update(self, step: Step) -> list[Sample] | None:
+        """Generate until the step's groups are complete or engines take the update's weights. Returns None if all engines are lost."""
+        assert self.update is not None
+        with suppress(NoRoom):
+            if not self.mode.boundary.cuts:
+                return self.generate(step, BesideUpdate(self.learn, self.context.broker, len(step.batch.ids)))
+            recipe = self.context.recipe  # the rest of an episode cannot be forecast; without importance weights age has no known price
+            timing = WeightTiming(
+                self.context.autoscaler,
+                self.update,
+                self.groups.stale_cost.per_version if self.groups.stale_cost.lags else None,
+                self.context.most_engines(self.context.autoscaler.engines.width),
+                sum(len(rank.leases) for rank in self.learn.worker_group.by_rank),
+                can_wait=recipe.functions.elastic and not recipe.agent.path and not recipe.algorithm.uncorrected_lag,
+            )
+            samples = self.generate(step, None, timing.ends)
+            step.metrics |= timing.metrics()
+            return samples
+        return None
+
+    def _take_groups(self, step: Step, samples: list[Sample]) -> list[Sample]:
+        """Return the samples of the groups that the step trains on, and make these its prompts and forecast. Others stay in flight.
+
+        Returns nothing if the rollout was beside an update that ended before enough groups were complete. It goes on then.
+        """
+        batch, beside = step.batch, self.update is not None
+        if beside:
+            # copies: a stop repeats the step, so its rewards may not get into the checkpoint
+            self.begun = batch.with_samples([replace(sample) for sample in samples])
+        if batch.cuts:
+            self.context.record.completion_order(self.groups.rollout_name(step.number, beside), batch, samples)
+            kept = self.stage.kept.take_tokens() if self.stage.kept is not None else 0
+            self.groups.count(batch, samples, beside, kept)
+        if batch.chosen is None:
+            step.batch, self.goes_on = batch.after(samples), True
+            return []
+        return self.groups.train(step, batch, samples, self.context.autoscaler.terms.prefill.per_unit_s)
+
+    def start_engines(self, step: Step) -> None:
+        """Start a planned step's engines under the free leases, without waiting until they have loaded the weights."""
+        self.stage.begin(step, self.wait_for_weights())
+        self.stage.pool.expect(step.plan.actors)
+
+    def _say(self, step: Step, what: str) -> None:
+        self.context.record.progress.message(f"step {step.number}: {what}")
