@@ -241,7 +241,7 @@ class _Comparison:
                 ratios.append(ratio(*values))
         if not ratios or not all(is_equal_value(ratios[0], other) for other in ratios[1:]):
             return False
-        return not needs_positive or bool(is_real(ratios[0]) and ratios[0].real > 0)
+        return not needs_positive or bool(is_real(ratios[0]) and ratios[0] > 0)
 
 
 @lru_cache(256)

@@ -69,7 +69,7 @@ class ExpressionEvaluation:
             raise UnreadableExpression("the expression has no finite value")
         if value and abs(context.mag(value)) > MAX_EXPONENT_BITS:
             raise TooLarge("the value is too large or too small")
-        return value.real if is_real(value) else value
+        return value
 
     def _variable(self, name: str) -> Any:
         """Return an irrational number from 1.2 to 2.4: positive at the points 0 and 1, negative at 2, of either sign at others."""
@@ -235,8 +235,8 @@ def ratio(left: Any, right: Any) -> Any:
 
 
 def is_real(value: object) -> bool:
-    """Return whether a value has no imaginary part."""
-    return isinstance(value, Fraction) or not getattr(value, "imag", 0)
+    """Return whether no complex number was met on the way to a value."""
+    return isinstance(value, (Fraction, _context().mpf))
 
 
 def _is_whole(value: object) -> bool:

@@ -27,9 +27,9 @@ _NAMED = re.compile(
 )
 FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
 _JOINED = re.compile(r"\\text ?\{ ?(or|and) ?\}|(?<![A-Za-z\\{])(or|and)(?![A-Za-z}])")
-_ALL_NUMBERS = re.compile(r"\\mathbb ?\{? ?R ?\}?|all real numbers|real numbers|R", re.IGNORECASE)
-_NOTHING = re.compile(r"(?:\\text)?\{?(?:\\?emptyset|\\\{\\\}|no(?:real)?solutions?|none)\}?", re.IGNORECASE)
-_MATRIX = re.compile(r"\\begin ?\{([pbvBV]?matrix|array|cases)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\1\}", re.DOTALL)
+_ALL_NUMBERS = re.compile(r"\\mathbb ?\{? ?R ?\}?|(?:all )?real(?: number)?s|R", re.IGNORECASE)
+_NOTHING = re.compile(r"(?:\\text)?\{?(?:\\?emptyset|\\\{\\\}|(?:thereis|thereare)?no(?:real)?solutions?|none)\}?", re.IGNORECASE)
+_MATRIX = re.compile(r"\\begin ?\{((?:[pbvBV]|small)?matrix|array|cases)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\1\}", re.DOTALL)
 _INFINITY = "\\infty"
 
 
@@ -86,7 +86,7 @@ def read_form(text: str) -> Form:
     if (words := words_of(text)) is not None:
         return Form("words", words)
     if matrix := _MATRIX.fullmatch(text):
-        rows = [row for row in split_top(matrix[2].replace("\\hline", ""), {"\\\\"})[0] if row]
+        rows = [row for row in split_top(re.sub(r"\\hline|(?<=\\\\)\[\w*\]", "", matrix[2]), {"\\\\"})[0] if row]
         if matrix[1] == "cases" and "&" not in matrix[2]:
             return Form("items", text, items=rows)
         return Form("matrix", text, rows=[split_top(row, {"&"})[0] for row in rows])
@@ -224,7 +224,7 @@ def _read_pieces(text: str, is_alone: bool) -> tuple[list[Piece], str] | None:
     if bracket == "\\{" and not is_alone:
         return [Piece(item, item, True, True) for item in _items(inside)], ""
     sides, relations = split_top(text, set(FLIPPED))
-    if len(sides) == 2 and not re.fullmatch(_NAME, sides[0]):
+    if len(sides) == 2 and not re.fullmatch(rf"{_NAME}|\| ?{_NAME} ?\|", sides[0]):
         sides, relations = sides[::-1], [FLIPPED[relations[0]]]
     if len(sides) == 2 and re.fullmatch(_NAME, sides[0]):
         if relations[0] == "\\ne":
@@ -233,6 +233,11 @@ def _read_pieces(text: str, is_alone: bool) -> tuple[list[Piece], str] | None:
             is_above, is_closed = relations[0] in (">", "\\ge"), relations[0] in ("\\ge", "\\le")
             above, below = Piece(sides[1], _INFINITY, is_closed), Piece(f"-{_INFINITY}", sides[1], False, is_closed)
             return [above if is_above else below], sides[0]
+    if len(sides) == 2 and (name := re.fullmatch(rf"\| ?({_NAME}) ?\|", sides[0])) and _is_constant(sides[1]):
+        is_closed, negative = relations[0] in ("\\ge", "\\le"), f"-({sides[1]})"
+        if relations[0] in ("<", "\\le"):
+            return [Piece(negative, sides[1], is_closed, is_closed)], name[1]
+        return [Piece(f"-{_INFINITY}", negative, False, is_closed), Piece(sides[1], _INFINITY, is_closed)], name[1]
     if len(sides) == 3 and re.fullmatch(rf"{_NAME}(?: ?\( ?{_NAME} ?\))?", sides[1]):
         if {*relations} <= {">", "\\ge"}:
             sides, relations = sides[::-1], [FLIPPED[relation] for relation in relations[::-1]]

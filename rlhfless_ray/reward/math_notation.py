@@ -15,7 +15,7 @@ _GREEK_NAMES = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda 
 _DROPPED = (
     "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle limits nolimits middle boxed fbox "
     "bf rm it negthinspace phantom strut centering bold boldsymbol bm mathit mathsf mathtt mathnormal ensuremath underline emph "
-    "quad qquad enspace thinspace medspace thickspace space nobreakspace newline"
+    "therefore quad qquad enspace thinspace medspace thickspace space nobreakspace newline"
 )
 _TEXT = "text textbf textit textrm textsf texttt textup textnormal mbox hbox mathrm mathbf operatorname"
 FUNCTIONS = set(_FUNCTION_NAMES.split())
@@ -45,7 +45,7 @@ _REPLACED = {
     **dict.fromkeys([*",;: >", *_DROPPED.split()], " "), **dict.fromkeys("!()[]", ""), **dict.fromkeys(_TEXT.split(), "\\text"),
 }  # fmt: skip
 _COMMAND = re.compile(r"\\(?:([A-Za-z]+)(?:\s*\*(?=\s*\{))?|(.))", re.DOTALL)
-_TEXT_BLOCK = re.compile(r"\\text\s*\{([^{}]*)\}")
+_TEXT_BLOCK = re.compile(r"\\text\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _UNIT_FRACTION = re.compile(rf"\\frac\s*\{{\s*({_TEXT_BLOCK.pattern})\s*\}}\s*\{{\s*({_TEXT_BLOCK.pattern})\s*\}}")
 _DIGIT_GROUPS = re.compile(r"(?<![\w.,\\'])([1-9]\d{0,2}(?:( |'|_)\d{3})(?:\2\d{3})*)(?![\d'_]| *[/]| \d)")
 _DOT_GROUPS = re.compile(r"(?<![\w.,])([1-9]\d{0,2}(?:(?:\.\d{3}){2,}(?:,\d+)?|\.\d{3},\d{1,2}))(?![\d.,])")
@@ -53,7 +53,8 @@ _COMMA_GROUPS = re.compile(r"(?<![\d.])(?<!\d,)([1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?
 _REWRITES = [
     (re.compile(r"\^ ?\{ ?\\circ ?\}"), r"^\\circ "),
     (re.compile(r"\{ +\}"), " "),
-    (re.compile(r"_ ?\{ ?(\w) ?\}"), r"_\1"),
+    (re.compile(r"([_^]) ?\{ ?(\w) ?\}(?! ?\w)"), r"\1\2"),
+    (re.compile(r"\\(?:textcolor|color) ?\{\w*\}"), ""),
     (re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"(?<=\d) *[xX] *(?=10 ?\^)"), r"\\cdot "),
@@ -74,14 +75,14 @@ def normalize_notation(text: str) -> str:
     for _ in range(2):  # blocks inside blocks
         text = _TEXT_BLOCK.sub(_text_block, text)
     text = text.replace("$", "" if text.count("$") % 2 == 0 else "\\USD ").replace("~", " ")
-    for sign, command in (("**", "^"), ("<=", "\\le "), (">=", "\\ge "), ("!=", "\\ne "), ("...", "\\dots ")):
+    for sign, command in (("**", "^"), ("<=", "\\le "), ("=<", "\\le "), (">=", "\\ge "), ("!=", "\\ne "), ("...", "\\dots ")):
         text = text.replace(sign, command)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = " ".join(text.split())
     text = _DIGIT_GROUPS.sub(lambda match: re.sub(r"[ '_]", "", match[1]), text)
     text = _DOT_GROUPS.sub(lambda match: match[1].replace(".", "").replace(",", "."), text)
-    return text.strip(' *`"').rstrip(".,; ")
+    return text.strip(' *`"').rstrip(".,; ").lstrip("= ")
 
 
 def join_comma_groups(text: str) -> str:

@@ -219,7 +219,7 @@ def test_large_answers_that_are_right() -> None:
     digits = "".join(str(i % 10) for i in range(20_000))
     assert math_reward("", f"\\boxed{{{digits}}}", {"answer": digits}) == 1.0
     assert math_reward("", f"\\boxed{{{digits[:-1]}1}}", {"answer": digits}) == 0.0
-    assert math_reward("", "#### 9^{9^{9}}", {"answer": "9^{9^9}"}) == 0.0  # too large: compared as text
+    assert math_reward("", "#### 9^{9^{9}}", {"answer": "9^{(9^9)}"}) == 0.0  # too large: compared as text
     assert math_reward("", "#### 2^{9999}", {"answer": str(2**9999)}) == 1.0
 
 
