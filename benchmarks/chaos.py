@@ -161,8 +161,9 @@ def real_steps(faults: int) -> int:
 def real(
     folder: Path, faults: int, seed: int, say: Callable[[str], None], kinds: tuple[str, ...] = REAL_KINDS, ranks: int = 1
 ) -> dict[str, Any]:
-    """On vLLM and DeepSpeed; log-probabilities are those of float32, so samples can be the same. Nothing is accumulated ahead, and a rank has one thread,
-    so weights are the same to the bit. The run without faults has a Ray of its own, the other is on a cluster of three nodes."""
+    """On vLLM and DeepSpeed; log-probabilities are those of float32, so samples can be the same. Nothing is accumulated ahead, and a rank
+    has one thread, so weights are the same to the bit. The run without faults has a Ray of its own, the other is on a cluster of three
+    nodes."""
     from tests.conftest import small_recipe
 
     def recipe_of(name: str) -> Recipe:

@@ -129,7 +129,7 @@ def test_no_folders_import_one_another_in_a_circle() -> None:
 
 
 def test_only_the_fork_server_imports_other_folders_by_their_names() -> None:
-    """The circles above do not show such imports. `memory_watch` only compares names with those of processes. `watcher` starts a process."""
+    """The circles above do not show such imports. `memory_watch` only compares names of processes, and `watcher` starts a process."""
     known, found = modules("rlhfless_ray"), dict[str, set[str]]()
     for name, path in known.items():
         for other in re.findall(r'"(rlhfless_ray(?:\.\w+)+)"', path.read_text()):

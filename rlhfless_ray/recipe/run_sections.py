@@ -24,8 +24,8 @@ class RunConfig(Section):
     """Seed of every sample, shuffle and initial weight."""
     deterministic: bool = False
     """Use only those PyTorch kernels that add up in the same order in every run, in the processes of learner, critic and reference. On
-    GPUs this is slower; kernels of CPU cores do so in any case, as long as the number of threads is the same (`exact`). Engines are not affected: on a GPU a token's logits may depend on the
-    other requests in its batch."""
+    GPUs this is slower; kernels of CPU cores do so in any case, as long as the number of threads is the same (`exact`). Engines are not
+    affected: on a GPU a token's logits may depend on the other requests in its batch."""
     exact: bool = False
     """CPU only: let the weights follow from the recipe alone, bit for bit, whatever the planner, a pause or a resume does to the times. A
     rank then always runs `learner.max_slots_per_rank` threads, on fewer cores if fewer are free. Nothing is computed in the tail of a

@@ -11,9 +11,11 @@ from placement.speed.cost_terms import Term
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.autoscaler import Autoscaler
 from rlhfless_ray.autoscaler.initial_speed import ExpectedEngine
+from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.limits import Limits
 from rlhfless_ray.functions.worker_pool import NoRoom
-from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.session import rollout_session
+from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 from tests.autoscaler.test_autoscaler import prompts, recipe, trained
@@ -24,30 +26,31 @@ class Run:
 
     def __init__(self, limits: Limits, width: int = 1, **sections: Any) -> None:
         self.limits, self.number, self.said = limits, 0, list[str]()
-        self.run = run = Runtime.__new__(Runtime)
-        run.recipe = recipe(objective={"prefer": 1.0}, **sections)
-        run.autoscaler = trained(Autoscaler(run.recipe, Speed(1e-3, 1e-3)))
-        run.autoscaler.terms.cold_start = Term(1e4)  # so that no change of a pool pays, unless it has to be
-        run.in_update, run.leases = False, SimpleNamespace(resource="cpu")  # type: ignore[assignment]
-        run.context = SimpleNamespace(limits=lambda: self.limits)  # type: ignore[assignment]
-        run.rollout_stage = SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
-        run.record = SimpleNamespace(progress=SimpleNamespace(message=self.said.append))  # type: ignore[assignment]
+        self.session = session = RolloutSession.__new__(RolloutSession)
+        own = recipe(objective={"prefer": 1.0}, **sections)
+        self.autoscaler = trained(Autoscaler(own, Speed(1e-3, 1e-3)))
+        self.autoscaler.terms.cold_start = Term(1e4)  # so that no change of a pool pays, unless it has to be
+        leases, record = SimpleNamespace(resource="cpu"), SimpleNamespace(progress=SimpleNamespace(message=self.said.append))
+        session.context = SimpleNamespace(  # type: ignore[assignment]
+            limits=lambda: self.limits, leases=leases, record=record, autoscaler=self.autoscaler
+        )
+        session.mode, session.stage = own.rollout.mode, SimpleNamespace(warm=lambda width: 0)  # type: ignore[assignment]
 
     def plan(self, warm: int | None = None) -> RolloutPlan:
         """Plan a step, and work with the planned engines."""
         self.number += 1
-        self.run.rollout_stage.warm = lambda width: self.run.autoscaler.actors if warm is None else warm  # type: ignore[method-assign]
+        self.session.stage.warm = lambda width: self.autoscaler.actors if warm is None else warm  # type: ignore[method-assign]
         step = Step(self.number)
-        step.prompts, step.forecast = prompts(), self.run.autoscaler.forecast(prompts(), self.number)
-        plan = self.run.plan(step)
+        step.prompts, step.forecast = prompts(), self.autoscaler.forecast(prompts(), self.number)
+        plan = self.session._plan(step)
         assert not plan.has_failed, step.troubles
-        self.run.autoscaler.actors = plan.actors
+        self.autoscaler.actors = plan.actors
         return plan
 
 
 def test_a_plan_has_more_engines_once_slots_have_joined_and_says_so() -> None:
     run = Run(Limits({"a": 2}, {1: 8}))
-    run.run.autoscaler.terms.cold_start = run.run.autoscaler.terms.warm_start = Term(0.0)
+    run.autoscaler.terms.cold_start = run.autoscaler.terms.warm_start = Term(0.0)
     assert run.plan(warm=8).actors == 2 and run.plan(warm=8).actors == 2 and not run.said
     run.limits = Limits({"a": 2, "b": 3}, {1: 8})
     more = run.plan(warm=8)
@@ -59,9 +62,9 @@ def test_a_plan_has_more_engines_once_slots_have_joined_and_says_so() -> None:
 def test_a_plan_never_holds_engines_whose_slots_are_gone() -> None:
     """To hold them would be cheaper than to change: starts are dear."""
     run = Run(Limits({"a": 2, "b": 2}, {1: 8}))
-    run.run.autoscaler.terms.cold_start = Term(0.0)
+    run.autoscaler.terms.cold_start = Term(0.0)
     assert run.plan(warm=8).actors == 4
-    run.run.autoscaler.terms.cold_start = Term(1e4)
+    run.autoscaler.terms.cold_start = Term(1e4)
     run.limits = Limits({"b": 1}, {1: 8})
     fewer = run.plan()
     assert fewer.actors == 1 and "3 slots left: the pool may be 1" in fewer.reason
@@ -69,13 +72,13 @@ def test_a_plan_never_holds_engines_whose_slots_are_gone() -> None:
 
 def test_a_failed_planner_keeps_no_more_engines_than_there_are_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(Limits({"a": 4}, {1: 8}))
-    run.run.autoscaler.terms.cold_start = Term(0.0)
+    run.autoscaler.terms.cold_start = Term(0.0)
     assert run.plan(warm=8).actors == 4
     monkeypatch.setattr("rlhfless_ray.autoscaler.autoscaler.frontier", lambda *a, **k: 1 / 0)
     run.limits = Limits({"a": 1}, {1: 8})
     step = Step(9)
-    step.prompts, step.forecast = prompts(), run.run.autoscaler.forecast(prompts(), 9)
-    plan = run.run.plan(step)
+    step.prompts, step.forecast = prompts(), run.autoscaler.forecast(prompts(), 9)
+    plan = run.session._plan(step)
     assert plan.has_failed and plan.actors == 1
 
 
@@ -99,8 +102,8 @@ def test_a_fixed_pool_is_all_engines_for_which_there_are_slots_now() -> None:
 def test_wide_engines_become_narrower_once_no_node_has_room_for_one() -> None:
     limits = Limits({"large": 4, "small": 2}, {1: 4, 2: 2, 4: 1})
     run = Run(limits, rollout={"tensor_parallel": "auto", "max_actors": 4})
-    run.run.autoscaler.expect({w: ExpectedEngine(Speed(1e-3, 1e-3 / w), 10**6, "") for w in (1, 2, 4)}, "")
-    run.run.autoscaler.use_width(4)
+    run.autoscaler.expect({w: ExpectedEngine(Speed(1e-3, 1e-3 / w), 10**6, "") for w in (1, 2, 4)}, "")
+    run.autoscaler.use_width(4)
     run.limits = Limits({"small": 2}, {1: 4, 2: 2, 4: 1})
     plan = run.plan()
     assert plan.width in (1, 2) and plan.actors * plan.width <= 2
@@ -109,14 +112,19 @@ def test_wide_engines_become_narrower_once_no_node_has_room_for_one() -> None:
 @pytest.mark.parametrize("working", [[], ["an engine"]])
 def test_a_rollout_beside_the_update_whose_engines_are_lost_begins_after_it(working: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(Limits({"a": 2}, {1: 8}))
-    run.run.in_update, run.run.rollout_stage.pool = True, SimpleNamespace(working=working)  # type: ignore[assignment]
+    run.session.update, run.session.stage.pool = Pending(lambda: None), SimpleNamespace(working=working)  # type: ignore[assignment]
 
-    def lost(step: Step) -> Any:
+    def lost(*_: Any) -> Any:
         raise NoRoom("no slot is free for a successor")
 
-    monkeypatch.setattr(run.run, "_generate", lost)
-    assert run.run.generate(Step(4)) == []
-    assert run.said == ["step 4: no slot is free beside the update, so its rollout begins after it"]
-    run.run.in_update = False
+    step = Step(4, batch=SimpleNamespace(ids=[], count=1))  # type: ignore[arg-type]
+    monkeypatch.setattr(run.session, "generate", lost)
+    monkeypatch.setattr(rollout_session, "BesideUpdate", lambda *_: None)
+    monkeypatch.setattr(run.session, "_work_beside", lambda step: None)
+    run.session.learn = None  # type: ignore[assignment]
+    run.session.context.broker = None  # type: ignore[assignment]
+    run.session._generate(step)
+    assert not step.samples and run.said == ["step 4: no slot is free beside the update, so its rollout begins after it"]
+    run.session.update, run.session.context.leases.waited_s = None, 0.0
     with pytest.raises(NoRoom):
-        run.run.generate(Step(4))
+        run.session._generate(step)
