@@ -49,7 +49,10 @@ class ProductSpeed:
 
 @cache
 def node_speed() -> ProductSpeed:
-    """Return this node's speed, which its first process measures. All processes of a node so decide the same until it reboots."""
+    """Return this node's speed, which its first process measures. All its processes so decide the same.
+
+    A private Ray has a temporary folder for each run, so it measures once a run. On a cluster it lasts until the node reboots.
+    """
     file = _record()
     with suppress(OSError, ValueError, TypeError):
         return ProductSpeed(**json.loads(file.read_text()))
