@@ -226,9 +226,9 @@ def _baddbmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alph
     return out
 
 
-def _addmv(base: Tensor, a: Tensor, b: Tensor, *, out: Tensor | None = None, **scales: float) -> Tensor:
+def _addmv(base: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
     """Do the same for a matrix (rows, inner) and a vector (inner,)."""
-    result = _addmm(base.expand(len(a))[:, None], a, b[:, None], **scales)[:, 0]
+    result = _addmm(base.expand(len(a))[:, None], a, b[:, None], beta=beta, alpha=alpha)[:, 0]
     return result if out is None else out.copy_(result)
 
 
