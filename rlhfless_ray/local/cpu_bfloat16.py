@@ -49,7 +49,10 @@ class ProductSpeed:
 
 @cache
 def node_speed() -> ProductSpeed:
-    """Return this node's speed, which its first process measures. All processes of a node so decide the same until it reboots."""
+    """Return this node's speed, which its first process measures. All its processes so decide the same.
+
+    A private Ray has a temporary folder for each run, so it measures once a run. On a cluster it lasts until the node reboots.
+    """
     file = _record()
     with suppress(OSError, ValueError, TypeError):
         return ProductSpeed(**json.loads(file.read_text()))
@@ -176,7 +179,7 @@ def _wide(x: Any) -> Any:
 def _addmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
     """Return beta·base + alpha·a@b, of a (rows, inner) and b (inner, columns), computed in blocks.
 
-    The smaller of both becomes float32 as a whole, and the other block by block. If both are large, the sum is divided into blocks.
+    The smaller of both becomes float32 as a whole, and the other block by block. Long sums are divided, too.
     """
     (rows, inner), columns = a.shape, b.shape[1]
     out = a.new_empty(rows, columns) if out is None else out.resize_(rows, columns)
@@ -187,7 +190,7 @@ def _addmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha:
         out[where] = part if base is None else part.add_(base[where], alpha=beta)
 
     size = max(64, BLOCK // max(1, inner))
-    if min(rows, columns) * inner > WHOLE and inner > max(rows, columns):
+    if inner > max(rows, columns) and (min(rows, columns) * inner > WHOLE or b.stride(1) == 1):  # columns of b would be thin and apart
         size, total = max(64, BLOCK // (rows + columns)), torch.zeros(rows, columns)
         for start in range(0, inner, size):
             total.addmm_(a[:, start : start + size].float(), b[start : start + size].float())
@@ -223,9 +226,9 @@ def _baddbmm(base: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alph
     return out
 
 
-def _addmv(base: Tensor, a: Tensor, b: Tensor, *, out: Tensor | None = None, **scales: float) -> Tensor:
+def _addmv(base: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
     """Do the same for a matrix (rows, inner) and a vector (inner,)."""
-    result = _addmm(base.expand(len(a))[:, None], a, b[:, None], **scales)[:, 0]
+    result = _addmm(base.expand(len(a))[:, None], a, b[:, None], beta=beta, alpha=alpha)[:, 0]
     return result if out is None else out.copy_(result)
 
 

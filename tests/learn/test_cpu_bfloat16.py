@@ -175,6 +175,7 @@ def test_a_node_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the limits are those of x86")
 def test_a_processor_held_to_avx2_is_found_slow(tmp_path: Path) -> None:
     """PyTorch's own kernels without bfloat16 instructions, in a process of its own, because they are chosen at the start."""
