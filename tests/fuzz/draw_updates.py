@@ -134,6 +134,7 @@ def _draw_batch(rng: np.random.Generator, case: UpdateCase, policy: Float64Polic
     experts: list[np.ndarray] = []
     for group in range(groups):
         prompt = tuple(rng.integers(2, VOCABULARY, rng.integers(25, 35) if long else rng.integers(1, 6)).tolist())
+        of_prompt = _draw_experts(rng, len(prompt), policy)
         for _ in range(samples):
             response = rng.integers(2, VOCABULARY, rng.integers(1, 13)).astype(np.int32)
             ids = [*prompt, *response.tolist()]
@@ -148,12 +149,19 @@ def _draw_batch(rng: np.random.Generator, case: UpdateCase, policy: Float64Polic
             if not empty:
                 mask[rng.integers(len(mask))] = True
             masks.append(mask & (not empty) if with_masks else None)
-            layers = policy.config["num_hidden_layers"]
-            chosen = np.argsort(rng.random((len(ids) - 1, layers, EXPERTS)), -1)[..., :CHOSEN].astype(np.uint8)
-            chosen[rng.random(len(chosen)) < 0.1] = 255
+            chosen = _draw_experts(rng, len(ids) - 1, policy)
+            chosen[: len(prompt)] = of_prompt[: len(chosen)]  # a row that several responses share has the prompt once
             experts.append(chosen)
     batch = Batch.of(rows, masks, experts if algorithm.loss.router_replay else ())
     return _with_passes(rng, case, batch)
+
+
+def _draw_experts(rng: np.random.Generator, tokens: int, policy: Float64Policy) -> np.ndarray:
+    """Return different experts of each token, (tokens, routers, experts per token) uint8. Those of some tokens are unknown."""
+    layers = policy.config["num_hidden_layers"]
+    chosen = np.argsort(rng.random((tokens, layers, EXPERTS)), -1)[..., :CHOSEN].astype(np.uint8)
+    chosen[rng.random(tokens) < 0.1] = 255
+    return chosen
 
 
 def _with_passes(rng: np.random.Generator, case: UpdateCase, batch: Batch) -> Batch:
