@@ -24,7 +24,21 @@ class UpdateCase:
     family: str
     batches: list[Batch]
     early: int = 0  # groups of each batch whose gradients are accumulated first
-    microbatches: str = "each"
+    microbatches: str = "each"  # "each" sequence is one, or "one" has all, or "any"
+    has_masks: bool = False
+    has_empty: bool = False  # whether some sequences have no trained token
+
+    @property
+    def features(self) -> set[tuple[str, object]]:
+        """Return what the case has beside the options of its recipe, and combinations of them."""
+        algorithm, learner = self.settings.algorithm, self.settings.learner
+        loss = algorithm.loss
+        found: set[tuple[str, object]] = {("ZeRO stage", learner.zero_stage), ("ranks", learner.ranks)}
+        if loss.correction_mode == "mask" and loss.correction_high != 5:
+            found.add(("band", (loss.correction_level, loss.correction_gating)))
+        if self.has_empty:
+            found |= {("empty", (algorithm.loss_mean, self.early > 0)), ("empty", loss.correction_level)}
+        return found
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -111,14 +125,21 @@ def _without_prefixes(algorithm: dict[str, Any]) -> dict[str, Any]:
     return {"prefix_kv": "off", "partial_kv": "recompute"} if algorithm["loss"]["router_replay"] else {}
 
 
-def draw_case(seed: int) -> UpdateCase:
+def draw_plan(seed: int) -> UpdateCase:
+    """Draw a case without its batches, which take a hundred times as long."""
     rng = np.random.default_rng([seed, 1])
     settings, microbatches = draw_settings(rng, ranks=1 + seed % 2)
-    loss = settings.algorithm.loss
-    case = UpdateCase(settings, "mixtral" if loss.router_aux or loss.router_replay else "qwen2", [], microbatches=microbatches)
-    policy = Float64Policy(case.files)
-    early = 0 if inexact(settings.algorithm, settings.learner, settings.lora) else int(rng.integers(3))
-    case = replace(case, early=early)
+    algorithm = settings.algorithm
+    family = "mixtral" if algorithm.loss.router_aux or algorithm.loss.router_replay else "qwen2"
+    early = 0 if inexact(algorithm, settings.learner, settings.lora) else int(rng.integers(3))
+    has_masks = bool(rng.random() < 0.5)
+    one_step = algorithm.updates_per_step == 1 and algorithm.batch_samples is None  # another step might be empty
+    return UpdateCase(settings, family, [], early, microbatches, has_masks, has_masks and one_step)
+
+
+def draw_case(seed: int) -> UpdateCase:
+    case = draw_plan(seed)
+    rng, policy = np.random.default_rng([seed, 5]), Float64Policy(case.files)
     return replace(case, batches=[_draw_batch(rng, case, policy) for _ in range(2)])
 
 
@@ -127,13 +148,12 @@ def _draw_batch(rng: np.random.Generator, case: UpdateCase, policy: Float64Polic
     groups, samples = int(rng.integers(3, 5)), int(rng.integers(2, 4))
     gap = rng.choice([0.0, 1e-6, 0.2, 0.6])  # between engine and learner
     long = rng.random() < 0.3  # prompts that are worth sharing
-    with_masks = rng.random() < 0.5
-    whole_steps = algorithm.updates_per_step == 1 and algorithm.batch_samples is None  # then some sequences may have no trained token
     rows: list[Any] = []
     masks: list[np.ndarray | None] = []
     experts: list[np.ndarray] = []
     for group in range(groups):
         prompt = tuple(rng.integers(2, VOCABULARY, rng.integers(25, 35) if long else rng.integers(1, 6)).tolist())
+        of_prompt = _draw_experts(rng, len(prompt), policy)
         for _ in range(samples):
             response = rng.integers(2, VOCABULARY, rng.integers(1, 13)).astype(np.int32)
             ids = [*prompt, *response.tolist()]
@@ -144,16 +164,23 @@ def _draw_batch(rng: np.random.Generator, case: UpdateCase, policy: Float64Polic
             advantages = rng.normal(size=len(response)) if rng.random() < 0.5 else np.full(len(response), rng.normal())
             rows.append((prompt, response, np.minimum(logprobs, -1e-4), advantages, group))
             mask = rng.random(len(response)) < 0.7
-            empty = whole_steps and len(rows) > 1 and rng.random() < 0.3
+            empty = case.has_empty and len(rows) > 1 and rng.random() < 0.3
             if not empty:
                 mask[rng.integers(len(mask))] = True
-            masks.append(mask & (not empty) if with_masks else None)
-            layers = policy.config["num_hidden_layers"]
-            chosen = np.argsort(rng.random((len(ids) - 1, layers, EXPERTS)), -1)[..., :CHOSEN].astype(np.uint8)
-            chosen[rng.random(len(chosen)) < 0.1] = 255
+            masks.append(mask & (not empty) if case.has_masks else None)
+            chosen = _draw_experts(rng, len(ids) - 1, policy)
+            chosen[: len(prompt)] = of_prompt[: len(chosen)]  # a row that several responses share has the prompt once
             experts.append(chosen)
     batch = Batch.of(rows, masks, experts if algorithm.loss.router_replay else ())
     return _with_passes(rng, case, batch)
+
+
+def _draw_experts(rng: np.random.Generator, tokens: int, policy: Float64Policy) -> np.ndarray:
+    """Return different experts of each token, (tokens, routers, experts per token) uint8. Those of some tokens are unknown."""
+    layers = policy.config["num_hidden_layers"]
+    chosen = np.argsort(rng.random((tokens, layers, EXPERTS)), -1)[..., :CHOSEN].astype(np.uint8)
+    chosen[rng.random(tokens) < 0.1] = 255
+    return chosen
 
 
 def _with_passes(rng: np.random.Generator, case: UpdateCase, batch: Batch) -> Batch:

@@ -40,7 +40,9 @@ def covering() -> list[int]:
     left, drawn, chosen = options_of(SupervisedLoss, "loss"), set[tuple[str, str, object]](), []
     for seed in SEEDS:
         case = draw_supervised.draw_case(seed)
-        mine = {(case.settings.task, *option) for option in options_of_case(case)} | {(case.settings.task, "", "")}
+        mine: set[tuple[str, str, object]] = {(case.settings.task, *option) for option in options_of_case(case)}
+        learner = case.settings.learner
+        mine |= {(case.settings.task, "ranks", learner.ranks), (case.settings.task, "one row", learner.micro_batch_tokens == 1)}
         if mine - drawn:
             chosen.append(seed)
         drawn |= mine

@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.fuzz.compare import check, is_close, weight_differences
-from tests.fuzz.draw_updates import UpdateCase, draw_case, draw_settings
+from tests.fuzz.draw_updates import UpdateCase, draw_case, draw_plan
 from tests.fuzz.sections import READ, Read, options_in, options_of
 from tests.fuzz.update_reference import UpdateReference
 
@@ -20,6 +19,13 @@ pytestmark = pytest.mark.learner
 
 SEEDS = range(200)
 BLOCK = 50  # seeds of one pair of gangs
+FEATURES: set[tuple[str, object]] = {
+    *(("ZeRO stage", stage) for stage in range(4)),
+    *(("ranks", ranks) for ranks in (1, 2)),
+    *(("band", (level, gating)) for level in ("token", "seq") for gating in ("ratio", "binary_kl", "tv")),
+    *(("empty", (mean, is_early)) for mean in ("token", "sequence") for is_early in (False, True)),
+    ("empty", "seq"),
+}
 WITHOUT_NUMBERS = {"uncorrected_lag", "filter_range", "filter_draw", "filter_patience", "advantage"}  # decide before the update
 
 
@@ -32,11 +38,11 @@ def options_of_updates() -> set[tuple[str, object]]:
 
 
 def covering(seeds: range) -> list[int]:
-    """Return the first seeds that together draw every option of the update, every ZeRO stage and gradients in the tail."""
-    left, chosen = options_of_updates(), []
+    """Return the first seeds that together draw every option of the update, and every feature of FEATURES."""
+    left, chosen = options_of_updates() | FEATURES, []
     for seed in seeds:
-        settings, _ = draw_settings(np.random.default_rng([seed, 1]), 1 + seed % 2)
-        drawn = options_in(settings.algorithm, "algorithm")
+        case = draw_plan(seed)
+        drawn = options_in(case.settings.algorithm, "algorithm") | case.features
         if left & drawn:
             chosen.append(seed)
             left -= drawn
