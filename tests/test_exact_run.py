@@ -58,7 +58,7 @@ def trained(folder: Path, slots: Iterable[int], monkeypatch: pytest.MonkeyPatch,
 def test_one_slot_two_slots_changing_slots_and_a_resume_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (trained(tmp_path / str(count), itertools.repeat(count), monkeypatch) for count in (1, 2))
     changing = trained(tmp_path / "changing", (2, 1, 1, 2), monkeypatch, stops_after=2)
-    held = [[row["pool/learn_slots"] for row in rows(run)] for run in (one, two, changing)]
+    held = [[row["pool/learn_slots"] for row in rows(run, 1)] for run in (one, two, changing)]
     assert set(held[0]) == {1} and held[1][0] == 2 and set(held[2]) == {1, 2}, "the runs differ in their slots"
     wanted = load_file(one / "model" / "model.safetensors")
     start = load_file(tmp_path / "1" / "policy" / "model.safetensors")
@@ -66,4 +66,4 @@ def test_one_slot_two_slots_changing_slots_and_a_resume_give_the_same_bits(tmp_p
     for run in (two, changing):
         found = load_file(run / "model" / "model.safetensors")
         assert [name for name in wanted if not np.array_equal(wanted[name], found[name])] == []
-        assert [row["learn/grad_norm"] for row in rows(run)] == [row["learn/grad_norm"] for row in rows(one)]
+        assert [row["learn/grad_norm"] for row in rows(run, 1)] == [row["learn/grad_norm"] for row in rows(one, 1)]

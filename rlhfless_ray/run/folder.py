@@ -27,7 +27,7 @@ from rlhfless_ray.recipe.changes import Changes
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.recipe.yaml_text import read_yaml, write_yaml
 from rlhfless_ray.run.checkpoints import Checkpoints, swap_folder
-from rlhfless_ray.types import Sample
+from rlhfless_ray.types import UNFINISHED, Sample
 from rlhfless_ray.weights.adapter import CONFIG as ADAPTER_CONFIG
 from rlhfless_ray.weights.model_folder import ADAPTER, INDEX, WEIGHTS
 from rlhfless_ray.weights.tensor_file import Files, parts_of
@@ -163,8 +163,8 @@ class RunFolder:
             raise UserError(
                 f"run.steps: {folder.path} has done {done} steps already, more than {recipe.run.steps}; raise it, or start without --resume"
             )
-        in_flight = len(state.get("in_flight", ())) if recipe.rollout.partial == "off" else 0
-        if in_flight:
+        groups = state.get("in_flight", ()) if recipe.rollout.partial == "off" else ()
+        if in_flight := sum(not _is_complete(group) for group in groups):
             raise UserError(
                 f"rollout.partial: the checkpoint of step {done} has {in_flight} groups in flight, which would be lost; set it to continue "
                 "or restart, or start without --resume"
@@ -410,3 +410,9 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+def _is_complete(group: dict[str, Any]) -> bool:
+    """Return whether no response of a group in a driver's state is missing."""
+    samples = group.get("samples")
+    return bool(samples) and all(sample["completion"]["finish_reason"] != UNFINISHED for sample in samples)

@@ -68,6 +68,8 @@ class GroupsInFlight:
         max_lag, count = self.rollout.max_lag_steps, self.rollout.samples_per_prompt
         if not self.mode.boundary.cuts:
             groups = [] if refills else list(self.in_flight)  # those of a rollout before a resume
+            if not self.mode.begins_beside_update:  # the recipe had a lag before
+                groups = [Group(group.prompt, step, self._first_sample(group.prompt, count)) for group in groups]
             drawn = source.redraw() if refills else source.draw(max(0, source.missing - len(groups)), bool(groups))
             groups += [Group(prompt, step, self._first_sample(prompt, count)) for prompt in drawn]
             return RolloutBatch(groups, step, len(groups), max_lag, count, cuts=False)
