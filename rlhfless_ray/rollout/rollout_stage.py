@@ -364,8 +364,8 @@ class RolloutStage:
             return None
         most = context.most_engines(1)
 
-        def renew(*rest: Any) -> int:
-            return autoscaler.renew_rollout(*rest, max_actors=context.most_engines(1))  # nodes may join while it runs
+        def renew(left: np.ndarray, length: np.ndarray, working: int, warm: int) -> int:
+            return autoscaler.renew_rollout(left, length, working, warm, context.most_engines(1))  # nodes may join while it runs
 
         return SharedSlots(context.leases, source, min(autoscaler.bids.most, most), autoscaler.terms.warm_start.predict(), renew)
 

@@ -59,7 +59,7 @@ class LeasedRanks:
         spare = self.leases.collect(self.leases.ask(self.wanted * self.slots_per_rank), "learner", WAIT_S)
         while len(self.ranks) < self.wanted:
             needed = len(self.ranks) < self.min_ranks
-            leases, spare = self.leases.take_together(self.slots_per_rank, "learner", spare, set(), {}, needed, 0.0)
+            leases, spare = self.leases.take_together(self.slots_per_rank, "learner", spare, set(), dict, needed, 0.0)
             if not leases:
                 break
             self.ranks.append(leases)
