@@ -18,7 +18,7 @@ from tests.fuzz.sections import READ, Read, options_in, options_of
 
 SHAPING = {"clip_range", "stop_properly_penalty"}
 SHAPING |= {f"overlong_{part}" for part in ("buffer_tokens", "limit_tokens", "feedback", "penalty")}
-OF_THE_LOSS = {"unbiased_gradient"}  # see test_fuzz_updates.py
+OF_THE_LOSS = {"unbiased_gradient"}  # see test_fuzz_learning.py
 FEW, MANY = 60, 3000
 MAX_TOKENS = 9
 

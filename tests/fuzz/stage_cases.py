@@ -1,27 +1,20 @@
-"""Random steps of supervised stages and random updates of the critic against float64, see test_fuzz_updates.py."""
+"""Which random supervised stages and critics cover every option, and how they are compared with float64."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from rlhfless_ray.recipe.supervised_sections import SupervisedLoss
 from tests.fuzz import draw_critics, draw_supervised
-from tests.fuzz.compare import CLOSE, check, is_close, weight_differences
+from tests.fuzz.compare import CLOSE, is_close, weight_differences
 from tests.fuzz.critic_reference import CriticReference
 from tests.fuzz.draw_critics import CriticCase
 from tests.fuzz.draw_supervised import TASKS, SupervisedCase
-from tests.fuzz.sections import READ, Read, options_in, options_of
+from tests.fuzz.sections import Read, options_in, options_of
 from tests.fuzz.supervised_reference import SupervisedReference
 
-pytestmark = pytest.mark.learner
-
-SEEDS, BLOCK = range(120), 60
-CRITIC_SEEDS = range(1000, 1040)  # apart from those of the stages, with which they share gangs
-FEW_CRITICS = 4
 OF_CRITICS = {("critic.value_clip", None), ("critic.value_clip", "default"), ("critic.value_clip", "other")}
 OF_CRITICS |= {("critic.normalize", True), ("critic.normalize", False)}
 
@@ -35,10 +28,10 @@ def options_of_case(case: SupervisedCase) -> set[tuple[str, object]]:
     return {option for option in options_in(case.settings.loss, "loss") if option[0].split(".")[1] in of_tasks[case.settings.task]}
 
 
-def covering() -> list[int]:
+def covering(seeds: range) -> list[int]:
     """Return the first seeds that together draw every option of the loss with every task that uses it."""
     left, drawn, chosen = options_of(SupervisedLoss, "loss"), set[tuple[str, str, object]](), []
-    for seed in SEEDS:
+    for seed in seeds:
         case = draw_supervised.draw_case(seed)
         mine: set[tuple[str, str, object]] = {(case.settings.task, *option) for option in options_of_case(case)}
         learner = case.settings.learner
@@ -52,9 +45,9 @@ def covering() -> list[int]:
     return chosen
 
 
-def critics_covering() -> list[int]:
+def critics_covering(seeds: range) -> list[int]:
     left, chosen = set(OF_CRITICS), list[int]()
-    for seed in CRITIC_SEEDS:
+    for seed in seeds:
         drawn = options_in(draw_critics.draw_case(seed).settings.critic, "critic")
         if left & drawn:
             chosen.append(seed)
@@ -70,8 +63,9 @@ def critic_differences(case: CriticCase, found: dict[str, Any]) -> tuple[list[st
     before = {name: w.detach().clone() for name, w in reference.model.weights.items()}
     for number, batch in enumerate(case.batches):
         values = reference.values(batch)
-        if not np.allclose(found["values"][number], values, rtol=CLOSE, atol=CLOSE / 5):
-            wrong.append(f"update {number}: values are off by {np.abs(found['values'][number] - values).max():.1e}")
+        apart = float(np.abs(found["values"][number] - values).max())
+        if apart > CLOSE * np.abs(values).max():
+            wrong.append(f"update {number}: values are off by {apart:.1e}")
         if batch.values is None:
             batch = draw_critics.with_values(batch, values)
         for name, value in reference.update(batch).items():
@@ -96,25 +90,3 @@ def stage_differences(case: SupervisedCase, found: dict[str, Any]) -> tuple[list
         errors = weight_differences(found["weights"][number], reference.model.weights, before)
         wrong += [f"step {number} of {recipe.task}: {error}" for error in errors]
     return wrong, np.inf
-
-
-def differences(case: CriticCase | SupervisedCase, found: dict[str, Any]) -> tuple[list[str], float]:
-    return critic_differences(case, found) if isinstance(case, CriticCase) else stage_differences(case, found)
-
-
-def cases_of(stages: list[int], critics: list[int]) -> dict[int, CriticCase | SupervisedCase]:
-    return {seed: draw_supervised.draw_case(seed) for seed in stages} | {seed: draw_critics.draw_case(seed) for seed in critics}
-
-
-def test_stages_and_critics_of_every_option_equal_float64(tmp_path: Path, warm_processes: None) -> None:
-    READ.clear()
-    check(tmp_path / "gangs", cases_of(covering(), critics_covering()), differences)
-    keys = {key for key, _ in options_of(SupervisedLoss, "loss") | OF_CRITICS}
-    assert not keys - READ, f"the references do not know {sorted(keys - READ)}"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", SEEDS[::BLOCK])
-def test_many_random_stages_and_critics_equal_float64(tmp_path: Path, warm_processes: None, first: int) -> None:
-    critics = range(CRITIC_SEEDS.start + first // 3, CRITIC_SEEDS.start + (first + BLOCK) // 3)
-    check(tmp_path / "gangs", cases_of(list(range(first, first + BLOCK)), list(critics)), differences)
