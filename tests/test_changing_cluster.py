@@ -136,7 +136,7 @@ def test_a_rollout_beside_the_update_that_loses_all_nodes_of_its_label_begins_af
     )
 
     def lose(run: Hit) -> None:
-        assert run.in_update
+        assert run.session.update is not None
         when(engine_on(spot.nodes[0].node_id), lambda _: spot.leave(sudden=True))(run)
 
     began_s = time.monotonic()

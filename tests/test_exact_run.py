@@ -36,7 +36,9 @@ def layer_norm_policy(folder: Path) -> Path:
     return write_folder(folder / "policy", {**files, **policy("gpt_neox", **ends)})
 
 
-def trained(folder: Path, slots: Iterable[int], monkeypatch: pytest.MonkeyPatch, *, stops_after: int | None = None, exact: bool = True) -> Path:
+def trained(
+    folder: Path, slots: Iterable[int], monkeypatch: pytest.MonkeyPatch, *, stops_after: int | None = None, exact: bool = True
+) -> Path:
     """A run whose update gets so many slots in each step, as if the planner had chosen them. Its layers normalise with weight and bias,
     whose gradients torch adds up in as many parts as there are threads."""
     folder.mkdir()
