@@ -414,5 +414,5 @@ def _versions() -> dict[str, str]:
 
 def _is_complete(group: dict[str, Any]) -> bool:
     """Return whether no response of a group in a driver's state is missing."""
-    samples = group.get("samples")
-    return bool(samples) and all(sample["completion"]["finish_reason"] != UNFINISHED for sample in samples)
+    samples = group.get("samples") or []
+    return len(samples) > 0 and all(sample["completion"]["finish_reason"] != UNFINISHED for sample in samples)
