@@ -13,13 +13,13 @@ from torch import Tensor
 from tests.learn.conftest import joined, run_gangs
 
 NEAR = 1e-4  # a case with a number so near to a bound may differ: float32 may be on its other side
-CLOSE = 3e-5  # relative error of float32
+CLOSE = 5e-5  # relative error of float32: 3e-5 is the largest of 360 cases, and it differs between runs
 FLOAT32 = float(np.finfo(np.float32).eps) / 2
 
 
 def is_close(found: float, wanted: float) -> bool:
     """Return whether a statistic is right up to float32. Log-probabilities have an absolute error of some 4e-6."""
-    return bool(np.isclose(found, wanted, rtol=5 * CLOSE, atol=CLOSE / 3))
+    return bool(np.isclose(found, wanted, rtol=3 * CLOSE, atol=CLOSE / 5))
 
 
 def weight_differences(found: dict[str, np.ndarray], wanted: dict[str, Tensor], before: dict[str, Tensor]) -> list[str]:
