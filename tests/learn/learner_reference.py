@@ -13,6 +13,7 @@ import torch
 
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.learn.rank_settings import CriticSettings, RankSettings
+from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
 
 
 def load(files: dict[str, bytes], dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -71,6 +72,7 @@ class Reference:
     def __init__(self, files: dict[str, bytes], given: RankSettings) -> None:
         self.settings = settings = plain(given)
         self.dtype = getattr(torch, settings["policy"]["dtype"])
+        use_float32_products(settings["policy"]["dtype"], "cpu")  # as the learner, where the processor has no bfloat16
         self.model = load(files, self.dtype)
         self.start = copy.deepcopy(self.model)
         if settings["learner"]["lora"]["rank"]:
