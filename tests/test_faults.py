@@ -89,6 +89,12 @@ class Hit(ReplayedRuntime):
             self.now("parked")
             return inner(step, *more)
 
+        score = self.score_stage.score
+
+        def score_now(*some: Any) -> Any:
+            self.now("score")
+            return score(*some)
+
         prefill = self.session._prefill
 
         def prefill_first(step: Step) -> Any:
@@ -97,10 +103,7 @@ class Hit(ReplayedRuntime):
             return found
 
         self.session.generate, self.session._prefill = generate, prefill_first  # type: ignore[method-assign]
-
-    def score(self, some: Any) -> Any:
-        self.now("score")
-        return super().score(some)
+        self.score_stage.score = score_now  # type: ignore[method-assign]
 
     def start_update(self, batch: Any) -> Any:
         self.now("before update")

@@ -133,11 +133,13 @@ class FaultInjector(Runtime):
             self.strike(self, "begin")
             return inner(step, *more)
 
-        self.session.generate = generate  # type: ignore[method-assign]
+        score = self.score_stage.score
 
-    def score(self, samples: Any) -> Any:
-        self.strike(self, "score")
-        return super().score(samples)
+        def score_now(*some: Any) -> Any:
+            self.strike(self, "score")
+            return score(*some)
+
+        self.session.generate, self.score_stage.score = generate, score_now  # type: ignore[method-assign]
 
     def observe_samples(self, step: Step) -> None:
         super().observe_samples(step)
