@@ -22,6 +22,7 @@ from typing import Any
 
 GCS = "GCS"  # begins the name of Ray's control service
 LOOK_MS = 1000  # interval of looking for processes that stand still
+TOGETHER_S = 0.5  # for a killed driver's end to be seen after that of its raylet, which one of its dying threads takes along
 ENDED_BY_RAY = 1 << 8  # what `wait` tells of a process that ended with code 1
 STOPPED = "T"  # the state of a process after SIGSTOP
 STILL_S = 5.0  # how long a process is stopped before this is said
@@ -63,6 +64,8 @@ class DriverWatch:
             dead = [name for name in dead if not name.startswith(GCS)] or dead  # a driver takes its private GCS along
             if dead and self.address:  # without their GCS, other processes of a cluster's head may be ended before it is missed
                 dead = [name for process, name in self.ray.items() if name.startswith(GCS) and state_of(process) in ("", "Z")] + dead
+            if dead and not self.driver_gone and select.select([0], [], [], TOGETHER_S)[0]:
+                self.read()
             if self.driver_gone or dead:
                 self.end_run(self.what_died(" and ".join(dead)))
             elif self.is_out_of_reach():
