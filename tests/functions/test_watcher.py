@@ -248,9 +248,9 @@ from rlhfless_ray.local import watcher
 watcher.watcher_process = types.SimpleNamespace(__file__=sys.argv[1])
 one = watcher.Watcher()
 time.sleep(0.3)
+print("begun")
 with one.writes_last_words(pathlib.Path("here"), lambda: print("left")):
     one.tell(folder="here")
-    print("begun")
     time.sleep(1.5)
 """
 
