@@ -164,3 +164,25 @@ def test_mistakes_in_python_are_one_sentence(make: Any, said: str) -> None:
     with pytest.raises(UserError) as caught:
         make()
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("run", "steps", -3, "`run.steps`"),
+        ("learner", "learning_rate", "fast", "`learner.learning_rate`"),
+        ("checkpoint", "path", "s3a://bucket/runs", "`s3a://` is not supported"),
+        ("run", "root", "~/runs", "not read yet"),
+    ],
+)
+def test_attributes_set_to_what_a_recipe_does_not_take_are_refused(section: str, key: str, value: Any, said: str) -> None:
+    recipe = Recipe.parse(TREE)
+    setattr(getattr(recipe, section), key, value)
+    with pytest.raises(UserError, match=said):
+        Runtime(recipe)
+
+
+def test_a_loop_over_a_run_that_is_not_entered_says_so(tmp_path: Path) -> None:
+    recipe = Recipe.parse({**TREE, "run": {"root": str(tmp_path)}})
+    with pytest.raises(UserError, match="within `with Runtime"):
+        next(iter(Runtime(recipe)))

@@ -64,6 +64,8 @@ class DriverWatch:
             dead = [name for name in dead if not name.startswith(GCS)] or dead  # a driver takes its private GCS along
             if dead and self.address:  # without their GCS, other processes of a cluster's head may be ended before it is missed
                 dead = [name for process, name in self.ray.items() if name.startswith(GCS) and state_of(process) in ("", "Z")] + dead
+            if dead and not self.driver_gone and state_of(self.driver) in ("", "Z"):  # other threads of a killed driver may keep its pipe open a little longer
+                self.note_driver_gone()
             if dead and not self.driver_gone and select.select([0], [], [], TOGETHER_S)[0]:
                 self.read()
             if self.driver_gone or dead:
@@ -77,12 +79,15 @@ class DriverWatch:
     def read(self) -> None:
         """Take over what the driver says."""
         if not (content := os.read(0, 65536)):
-            self.driver_gone = True
-            with contextlib.suppress(OSError):
-                self.driver_code = int(stat_of(self.driver)[-1])
+            self.note_driver_gone()
         *lines, self.pending = (self.pending + content).split(b"\n")
         for line in lines:
             self.take(json.loads(line))
+
+    def note_driver_gone(self) -> None:
+        self.driver_gone = True
+        with contextlib.suppress(OSError):
+            self.driver_code = int(stat_of(self.driver)[-1])
 
     def take(self, told: dict[str, Any]) -> None:
         self.sessions |= set(told.get("sessions", ()))

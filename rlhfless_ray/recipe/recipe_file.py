@@ -151,6 +151,12 @@ class RecipeFile(Section):
             name = cls.__name__
             raise UserError(f"{cls.kind}: expected a {name}, not {type(recipe).__name__}; make one of a dict with `{name}.{cls.from_dict}`")
 
+    def check_values(self) -> None:
+        """Raise UserError if attributes were set to values that a recipe does not take."""
+        tree = self.model_dump(mode="json", warnings=False)
+        if self.parse(tree, where=self.kind).model_dump(mode="json") != tree:
+            raise UserError(f"{self.kind}: attributes were set to values that are not read yet, such as `~`; give `load` overrides")
+
     def to_yaml(self) -> str:
         """Return the whole recipe as YAML, defaults included."""
         return write_yaml(self.model_dump(mode="json"))

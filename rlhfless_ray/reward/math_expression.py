@@ -124,6 +124,8 @@ class _Parser:
         token, kind = self.tokens[self.at]
         if kind == "number" and self.tokens[self.at - 1][1] == "number":
             raise UnreadableExpression("two numbers without a sign between them")
+        if kind == "number" and self.tokens[self.at - 1][1] == "name":  # `H2O`, seat `B2`, and who means `x^2` by `x2`
+            raise UnreadableExpression("a number after a letter")
         return kind in ("number", "name") or token in ("(", "[", "{", "|") or (kind == "command" and token[1:] in _FACTORS)
 
     def power(self) -> Node:

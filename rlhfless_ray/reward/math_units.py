@@ -29,7 +29,7 @@ _SIZES: dict[str, dict[str, str]] = {  # base unit → names without a plural's 
     "ton": {"ton tonne": "1"}, "N": {"N newton": "1"}, "J": {"J joule": "1", "kJ": "1000"}, "W": {"W watt": "1", "kW": "1000"},
     "V": {"V volt": "1"}, "K": {"K kelvin": "1"}, "Pa": {"Pa": "1", "kPa": "1000"}, "Hz": {"Hz": "1", "kHz": "1000"},
     "mol": {"mol mole": "1"}, "rad": {"rad radian": "1"}, "degree": {"degree deg": "1"}, "celsius": {"C celsius": "1"},
-    "fahrenheit": {"F fahrenheit": "1"}, "byte": {"byte": "1"}, "bit": {"bit": "1"},
+    "fahrenheit": {"F fahrenheit": "1"}, "byte": {"byte": "1"}, "bit": {"bit": "1"}, "am": {"am AM": "1"}, "pm": {"pm PM": "1"},
     "USD": {"USD dollar": "1", "cent": "1/100"}, "EUR": {"EUR euro": "1"}, "GBP": {"GBP": "1"}, "JPY": {"JPY yen": "1"},
     "CNY": {"CNY yuan RMB": "1"}, "INR": {"INR Rs rupee": "1"}, "": {"unit": "1"},
 }  # fmt: skip
@@ -129,6 +129,7 @@ def _read_unit(text: str, has_gap: bool) -> Unit | None:
     if re.fullmatch(r"[A-Za-z]", text) and not has_gap and text != "L":
         return None
     text = text.replace("\\cdot", "*").replace("^\\circ", " degree ")
+    text = re.sub(r"\b([ap])\. ?m\b\.?", r"\1m", text, flags=re.IGNORECASE)
     text = re.sub(r"degrees? *(celsius|fahrenheit|[CF]\b)", r"\1", text, flags=re.IGNORECASE)
     size, powers, sign, pending = Fraction(1), Counter[str](), 1, 1
     for token in re.findall(r"[A-Za-z]+(?: ?\^ ?\{? ?-?\d ?\}?)?|/|\S", text):

@@ -25,7 +25,7 @@ from rlhfless_ray.autoscaler.initial_speed import ANY_SPEED, ExpectedEngine, exp
 from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.disk_space import FULL, DiskFull
-from rlhfless_ray.common.errors import Stopped, one_line
+from rlhfless_ray.common.errors import Stopped, UserError, one_line
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.engine.engine_settings import check_kernels
 from rlhfless_ray.functions.cluster_nodes import node_slots
@@ -105,6 +105,7 @@ class Runtime(StepOperations):
     def __init__(self, recipe: Recipe, *, resume: Resume = False, resume_changed: bool = False) -> None:
         """Read and check everything that can be checked without Ray."""
         Recipe.check_type(recipe)
+        recipe.check_values()
         self.given = recipe  # before a run decides some settings
         self.previous, self.resume_changed = resume == "previous", resume_changed
         self.resume = bool(resume) or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
@@ -209,6 +210,8 @@ class Runtime(StepOperations):
     def __iter__(self) -> Iterator[Step]:
         """Return the run's only iterator: a second loop continues where the first one was left."""
         if self._steps is None:
+            if not hasattr(self, "session"):
+                raise UserError("Runtime: the run has not started; iterate within `with Runtime(recipe) as run:`")
             if not self.owes_evaluation:
                 self.leave_out_start()
             self._steps = steps(self)

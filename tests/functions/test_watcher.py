@@ -133,6 +133,16 @@ def test_a_killed_driver_has_last_words_and_its_processes_end(watched: Watched, 
     assert read_status(watched.folder)["status"] == "failed" and not temporary.exists()
 
 
+def test_a_killed_driver_whose_threads_still_hold_its_pipe_is_not_taken_for_a_dead_raylet(watched: Watched) -> None:
+    """Ray's processes end with the driver's main thread, which may be before the driver's files are closed."""
+    raylet = watched.begin(raylet="raylet")["raylet"]
+    watched.driver.kill()
+    os.waitid(os.P_PID, watched.driver.pid, os.WEXITED | os.WNOWAIT)
+    raylet.kill()
+    assert watched.process.wait(PATIENCE_S) == 0
+    assert f"words: its driver, process {watched.driver.pid}, was killed" in watched.said
+
+
 def test_a_run_that_has_ended_or_is_anothers_by_now_is_left_alone(watched: Watched) -> None:
     watched.begin(driver=1, raylet="raylet")
     assert watched.process.stdin is not None
@@ -238,9 +248,9 @@ from rlhfless_ray.local import watcher
 watcher.watcher_process = types.SimpleNamespace(__file__=sys.argv[1])
 one = watcher.Watcher()
 time.sleep(0.3)
+print("begun")
 with one.writes_last_words(pathlib.Path("here"), lambda: print("left")):
     one.tell(folder="here")
-    print("begun")
     time.sleep(1.5)
 """
 
