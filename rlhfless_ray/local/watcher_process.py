@@ -64,7 +64,7 @@ class DriverWatch:
             dead = [name for name in dead if not name.startswith(GCS)] or dead  # a driver takes its private GCS along
             if dead and self.address:  # without their GCS, other processes of a cluster's head may be ended before it is missed
                 dead = [name for process, name in self.ray.items() if name.startswith(GCS) and state_of(process) in ("", "Z")] + dead
-            if dead and not self.driver_gone and state_of(self.driver) in ("", "Z"):  # other threads of a killed driver may keep its pipe open a little longer
+            if dead and not self.driver_gone and state_of(self.driver) in ("", "Z"):  # other threads may keep its pipe open for a while
                 self.note_driver_gone()
             if dead and not self.driver_gone and select.select([0], [], [], TOGETHER_S)[0]:
                 self.read()
