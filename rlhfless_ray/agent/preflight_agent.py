@@ -12,7 +12,7 @@ from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.load_agent import KEY, AgentSource
 from rlhfless_ray.agent.messages import AgentHung, EpisodeEnd, EpisodeStart, TurnReply, TurnRequest
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.local.isolated_call import isolated_main, run_isolated
+from rlhfless_ray.local.isolated_call import call_begins, isolated_main, run_isolated
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Prompt
 from rlhfless_ray.weights.model_folder import without_weights
@@ -31,7 +31,7 @@ def dry_play(recipe: Recipe, source: AgentSource, prompts: list[Prompt], files: 
     longest = recipe.longest_tokens(max(len(prompt.token_ids) for prompt in prompts))
     tasks = [(prompts[k % len(prompts)].text, prompts[k % len(prompts)].row.get(column, "") if column else "") for k in range(2)]
     arguments = source, without_weights(files), recipe.policy.trust_remote_code, longest, section.timeout_s
-    errors = run_isolated(__name__, (arguments, tasks), 2 * (TURNS + 1) * section.timeout_s, where, "a dry run", "end")
+    errors = run_isolated(__name__, (arguments, tasks), (TURNS + 2) * section.timeout_s, where, "a dry run", "end")
     if all(errors):
         raise UserError(f"{where}: it fails in a dry run with made-up turns of the policy: {errors[0]}")
 
@@ -46,6 +46,7 @@ def errors_of(arguments: tuple[Any, ...], tasks: list[tuple[str, Any]]) -> list[
 
 
 def _error(actor: Any, number: int, prompt: str, label: Any, end: list[int]) -> str | None:
+    call_begins()
     words = [int(t) for t in actor.tokenizer(str(label), add_special_tokens=False)["input_ids"]] if number else []
     for events in actor.play(number + 1, [EpisodeStart(number, prompt, label, 1.0)]):
         for event in events:

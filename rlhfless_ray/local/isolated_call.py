@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,21 @@ from rlhfless_ray.local.local_ray import forked
 from rlhfless_ray.local.orphans import adopt_orphans, end_below
 
 START_S = 120.0  # limit for starting the process and for the imports of the user's file
+LOOK_S = 0.1  # interval of looking at the time that a call takes
+BEGUN = ".begun"  # suffix of a file whose time is that of the newest call
 GROUP = ".group"  # suffix of a file with the number of the program's process and process group
 
 
 def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: str, ends: str) -> Any:
-    """Run `module` as a program that calls `isolated_main`, and return its result within START_S + `work_s` seconds.
+    """Run `module` as a program that calls `isolated_main`, and return its result.
 
     Args:
+        work_s: limit of each call before which the program calls `call_begins`. Before the first one it has START_S seconds.
         where: begins error messages.
         what, ends: noun and verb of the message for a program that hangs.
 
     Raises UserError if the program hangs or ends without a result.
     """
-    limit_s = START_S + work_s
     with tempfile.TemporaryDirectory(prefix="rlhfless-dry-") as folder:
         result_path, log_path = Path(folder) / "result", Path(folder) / "stderr"
         with log_path.open("wb") as errors:  # not a pipe: processes left by the user's file would keep it open
@@ -46,10 +49,17 @@ def run_isolated(module: str, arguments: Any, work_s: float, where: str, what: s
                 env=environment_with_packages(),
                 start_new_session=True,
             )
+        began_s, begun = time.time(), result_path.with_suffix(BEGUN)
+        sent: bytes | None = pickle.dumps(arguments)
         try:
-            process.communicate(pickle.dumps(arguments), timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{where}: {what} did not {ends} within {limit_s:g} s") from None
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(sent, timeout=LOOK_S)
+                    break
+                sent = None  # `communicate` remembers it
+                since_s, limit_s = (begun.stat().st_mtime, work_s) if begun.is_file() else (began_s, START_S)
+                if time.time() > since_s + limit_s:
+                    raise UserError(f"{where}: {what} did not {ends} within {limit_s:g} s") from None
         finally:
             group = result_path.with_suffix(GROUP)  # a forked program has another than the process that asked for the fork
             for number in {process.pid, int(group.read_text()) if group.is_file() else process.pid}:
@@ -69,6 +79,11 @@ def environment_with_packages() -> dict[str, str]:
     """Return the environment of a Python process that finds this project's packages."""
     root = Path(__file__).resolve().parents[2]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def call_begins() -> None:
+    """Say in such a program that its limit begins now."""
+    Path(sys.argv[1]).with_suffix(BEGUN).touch()
 
 
 def isolated_main(function: Callable[..., Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.local.isolated_call import isolated_main, run_isolated
+from rlhfless_ray.local.isolated_call import call_begins, isolated_main, run_isolated
 from rlhfless_ray.reward.http_reward import HttpSource
 from rlhfless_ray.reward.openrlhf_reward import QuerySource
 from rlhfless_ray.reward.reward_functions import RewardSource
@@ -24,6 +24,7 @@ from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 SERVER_S = 30.0  # wait for a server that the same script has just started
 CONNECT_S, POLL_S = 5.0, 0.5
+SLACK_S = 1.0  # for a call that returns just in time
 
 
 def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: float, label_column: str = "") -> None:
@@ -39,7 +40,7 @@ def dry_call(source: Any, prompts: list[Prompt], tokenizer: Any, timeout_s: floa
         return
     where = f"reward.function {source.file.path}:{source.name}"
     items = _items(source, prompts, tokenizer) if isinstance(source, QuerySource) else _row_items(prompts, label_column)
-    limit_s = 2 * timeout_s * len(items)
+    limit_s = 2 * timeout_s * (len(items) if isinstance(source, QuerySource) else 1) + SLACK_S
     scores: list[Score] = run_isolated(__name__, (source, items, timeout_s), limit_s, where, "a dry call", "return")
     if all(score.error is not None for score in scores):
         raise UserError(f"{where}: it fails in a dry call with made-up responses: {scores[0].error}")
@@ -107,7 +108,11 @@ def _row_items(prompts: list[Prompt], label_column: str) -> list[tuple[int, str,
 
 
 def _scores(source: Any, items: list[Any], timeout_s: float) -> list[Score]:
-    return source.worker(timeout_s).score(items)
+    worker, scores = source.worker(timeout_s), list[Score]()
+    for part in [items] if isinstance(source, QuerySource) else [[item] for item in items]:
+        call_begins()
+        scores += worker.score(part)
+    return scores
 
 
 if __name__ == "__main__":
