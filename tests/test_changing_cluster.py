@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import ray
 
-from benchmarks.common.replay_setup import ReplaySetup, build, synthetic_lengths
+from benchmarks.common.replay_setup import ReplaySetup
 from rlhfless_ray.functions.cluster_nodes import node_slots
 from tests.conftest import samples, two_nodes
-from tests.test_faults import PROMPTS, SAMPLES, TOKENS, Hit, Script, engine_on, recipe_of, when
+from tests.test_faults import PROMPTS, SAMPLES, Hit, Script, built, engine_on, recipe_of, when
 
 pytestmark = pytest.mark.ray
 
@@ -30,8 +30,7 @@ def nodes(no_ray: None) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> ReplaySetup:
     """More engines are faster: the time of a token is that of the sequences beside it."""
-    lengths = synthetic_lengths(4 * PROMPTS, SAMPLES, TOKENS, seed=0)
-    return build(tmp_path_factory.mktemp("world"), lengths, base_s=2e-3, per_seq_s=4e-3, start_s=0.1, learn_s=0.2, clock=1.0)
+    return built(tmp_path_factory.mktemp("world"), base_s=2e-3, per_seq_s=4e-3)
 
 
 class Spot:

@@ -44,9 +44,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> ReplaySetup:
     return built(tmp_path_factory.mktemp("world"), base_s=0.02)
 
 
-def built(folder: Path, base_s: float) -> ReplaySetup:
+def built(folder: Path, base_s: float, per_seq_s: float = 1e-4) -> ReplaySetup:
     lengths = synthetic_lengths(4 * PROMPTS, SAMPLES, TOKENS, seed=0)
-    return build(folder, lengths, base_s=base_s, per_seq_s=1e-4, start_s=0.1, learn_s=0.2, clock=1.0)
+    return build(folder, lengths, base_s=base_s, per_seq_s=per_seq_s, start_s=0.1, learn_s=0.2, clock=1.0)
 
 
 def recipe_of(world: ReplaySetup, folder: Path, actors: int = 3, steps: int = STEPS, **sections: Any) -> Recipe:
