@@ -7,8 +7,9 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection
+
+from rlhfless_ray.local.watcher_process import processes
 
 END_S = 10.0  # how long to try to end what users' code has left
 ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of prctl
@@ -29,7 +30,7 @@ def end_below(root: int) -> None:
 
 def reap_adopted(children: Collection[int]) -> None:
     """Forget adopted processes that have ended. `children`: those of this process's own, which others wait for."""
-    for process, state, parent, _ in _processes():
+    for process, state, parent, _ in processes():
         if state == "Z" and parent == os.getpid() and process not in children:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process, os.WNOHANG)
@@ -38,7 +39,7 @@ def reap_adopted(children: Collection[int]) -> None:
 def _below(root: int) -> list[int]:
     """Return the ids of running processes that descend from a process."""
     children: dict[int, list[int]] = {}
-    for process, state, parent, _ in _processes():
+    for process, state, parent, _ in processes():
         if state != "Z":
             children.setdefault(parent, []).append(process)
     found = [root]
@@ -47,16 +48,7 @@ def _below(root: int) -> list[int]:
     return found[1:]
 
 
-def _processes() -> Iterator[tuple[int, str, int, int]]:
-    """Yield id, state, parent and session of every process."""
-    for process in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            after_name = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(") ")[2]
-            state, parent, _, session = after_name.split()[:4]
-            yield process, state, int(parent), int(session)
-
-
-def _end(processes: list[int]) -> None:
-    for process in processes:
+def _end(found: list[int]) -> None:
+    for process in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,15 @@ def patch_status(folder: Path, **changes: Any) -> None:
 
 def stat_of(process: int) -> list[str]:
     """Return the fields of a process from its state on. Raises OSError if it has ended."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+    return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(") ")[2].split()
+
+
+def processes() -> Iterator[tuple[int, str, int, int]]:
+    """Yield id, state, parent and session of every process."""
+    for process in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            state, parent, _, session = stat_of(process)[:4]
+            yield process, state, int(parent), int(session)
 
 
 def state_of(process: int) -> str:
@@ -255,13 +264,7 @@ def title_of(process: int) -> str:
 
 def members(sessions: set[int], only: str = "") -> set[int]:
     """Return the ids of the processes in these sessions that have not ended, or of those in one state."""
-    found = set()
-    for process in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            state, _, _, session = stat_of(process)[:4]
-            if int(session) in sessions and (state == only if only else state != "Z"):
-                found.add(process)
-    return found
+    return {process for process, state, _, session in processes() if session in sessions and (state == only if only else state != "Z")}
 
 
 if __name__ == "__main__":

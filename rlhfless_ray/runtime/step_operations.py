@@ -119,7 +119,8 @@ class StepOperations(CheckpointedRun):
 
     def _updated(self, update: Pending[tuple[UpdateStats, dict[str, Any]]]) -> UpdateStats:
         stats, sized = update.result()
-        self.session.update, self.unrecorded = None, True
+        self.session.update_ends()
+        self.unrecorded = True
         self.step.metrics |= sized
         if self.agreement is not None:
             self.agreement.updated(stats)
