@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks.common.fault_injection import pid_of
+from benchmarks.common.repeated_run import RepeatedRun, orders_of
 from placement.scaling.take_weights import TakeWeights
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
@@ -24,7 +25,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.overlap import PartialOverlap
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Sample, UpdateStats
+from rlhfless_ray.types import Sample, UpdateStats
 from tests.compat.test_runs import AGENT
 from tests.conftest import small_recipe
 from tests.run_files import CheckpointPolicy, HookedRun, engines_in_step, rows, watched_phases
@@ -96,36 +97,6 @@ class LongUpdate(Runtime):
 
         self.context.record.progress.phase = look  # type: ignore[method-assign]
         return self.session.update_is(replace(pending, is_ready=lambda: bool(seen) and pending.is_ready()))
-
-
-class Repeated(HookedRun):
-    """Ends each response where another run cut it, by that run's recorded orders of completion."""
-
-    def __init__(self, recipe: Recipe, other: Path) -> None:
-        super().__init__(recipe)
-        self.other = other
-
-    def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
-        batch = step.batch
-        (order,) = orders(self.other, step.number)
-        assert [[group.prompt.index, group.begun] for group in batch.groups] == order["groups"]
-        cut = {(row, sample): tokens for row, sample, tokens in order["cut"]}
-        keys = {g * batch.count + n: (group.prompt.index, n) for g, group in enumerate(batch.groups) for n in range(batch.count)}
-        self.cuts = {key: cut[name] for key, name in keys.items() if name in cut}
-        asked = batch.requests(self.recipe)
-        most = [max(self.cuts.get(one.key, one.max_tokens), batch.made[one.key] + 1) for one in asked]
-        batch.requests = lambda recipe: [replace(one, max_tokens=int(tokens)) for one, tokens in zip(asked, most, strict=True)]
-        batch.is_enough = lambda finished: len(finished) == len(asked)
-        batch.chosen = order["trained"]
-        samples = roll_out()
-        for key, tokens in self.cuts.items():
-            done, left, versions = samples[key].completion, tokens, []
-            for version, count in done.versions:
-                versions += [(version, min(count, left))] if left else []
-                left -= min(count, left)
-            parts = {"token_ids": done.token_ids[:tokens], "logprobs": done.logprobs[:tokens], "versions": tuple(versions)}
-            samples[key] = replace(samples[key], completion=replace(done, finish_reason=UNFINISHED, **parts))
-        return samples
 
 
 def with_agent(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -217,7 +188,7 @@ def test_gradients_of_groups_that_are_certain_to_be_trained_change_nothing_but_t
     with engines_in_step(), HeldForGradients(recipe) as run:
         steps = list(run)
     early = check_log_probabilities(recipe, folder, steps)
-    with Repeated(Recipe.parse(tree | {"run": tree["run"] | {"name": "again"}}), folder) as run:
+    with RepeatedRun(Recipe.parse(tree | {"run": tree["run"] | {"name": "again"}}), orders_of(folder)) as run:
         for step, again in zip(steps, run, strict=True):
             for sample, same in zip(step.samples, again.samples, strict=True):
                 assert sample.completion.versions == same.completion.versions
