@@ -1,8 +1,7 @@
-"""Fitted times of everything in a step besides decoding, each affine in its units, with the spread of its errors."""
+"""A time that is fitted to its measurements, affine in its units, with the spread of its errors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -113,30 +112,3 @@ class Term:
         self._beta, self.units, self.seconds, self._errors = (
             np.array(state[name], float) for name in ("beta", "units", "seconds", "errors")
         )
-
-
-@dataclass
-class Terms:
-    """Fitted times around decoding. The defaults are seeds of the right order of magnitude only.
-
-    A vLLM engine process on CPU takes 15 s to start, and a parked one a tenth of a second.
-    """
-
-    cold_start: Term = field(default_factory=lambda: Term(15.0))  # from lease to ready, no process yet
-    warm_start: Term = field(default_factory=lambda: Term(0.1))  # from lease to ready, from a parked process
-    transfer: Term = field(default_factory=lambda: Term(0.02, 1e-9))  # weights per byte, on the learner's node
-    transfer_away: Term = field(default_factory=lambda: Term(0.03, 2e-9))  # weights per byte, to another node
-    prefill: Term = field(default_factory=lambda: Term(0.005, 1e-5))  # per token
-    learn: Term = field(default_factory=lambda: Term(0.1, 1e-5))  # per token
-    passes: Term = field(default_factory=lambda: Term(0.1, 1e-5))  # per token: passes before the learner's update
-    score: Term = field(default_factory=lambda: Term(0.01, 1e-4))  # per sequence
-    pause: Term = field(default_factory=lambda: Term(0.1))  # of a rollout that takes new weights, besides loading and prefill
-
-    def state(self) -> dict[str, Any]:
-        return {name: term.state() for name, term in vars(self).items()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore a state. Terms missing in it keep their seeds."""
-        for name, term in vars(self).items():
-            if name in state:
-                term.restore(state[name])

@@ -43,7 +43,7 @@ from rlhfless_ray.autoscaler.market_bids import MarketBids
 from rlhfless_ray.autoscaler.predictor import response_tokens
 from rlhfless_ray.autoscaler.step_predictor import StepPredictor
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
-from rlhfless_ray.step.rollout_plan import RolloutPlan
+from rlhfless_ray.step.rollout_plan import Prediction, RolloutPlan
 from rlhfless_ray.types import Prompt, Sample
 
 MIN_FRONTIER_GAP = 0.005  # relative distance between points of the frontier
@@ -110,6 +110,7 @@ class Autoscaler(StepPredictor):
         """
         if not self.recipe.functions.elastic:
             return RolloutPlan(Hold(max_actors, "functions.elastic is off: all engines, always"), max_actors)
+        self.correction = self.safely("correcting predictions", self.correct_rollout, lambda: 1.0)
         if learner_slots:  # the pool may have granted fewer than were wanted
             self.learner_slots = max(1, learner_slots // self.recipe.learner.ranks)
         rest = self.safely("predicting the rest", lambda: self._rest(scenarios.lengths, prompts, rest_actors), lambda: None)
@@ -148,10 +149,10 @@ class Autoscaler(StepPredictor):
         predicted = self.safely(
             "predicting the step",
             lambda: self.predict_step(decision, scenarios.lengths, prompts, limits[self.engines.width][1], update),
-            lambda: (0.0, 0.0, 0.0),
+            lambda: (Prediction(), Prediction(), Prediction()),
         )
-        if made is not None and (start_s := predicted[0] - decision.time_s) > 0:
-            starts = f"{predicted[0]:.4g} s with {start_s:.3g} s of cold starts before"
+        if made is not None and (start_s := predicted[0].corrected - decision.time_s) > 0:
+            starts = f"{predicted[0].corrected:.4g} s with {start_s:.3g} s of cold starts before"
             decision = replace(decision, reason=f"{decision.reason}; {starts}")
         if rooms:
             size = partial(self._size_together, scenarios.lengths, prompts, rooms, rest, warm_by_width, step)
@@ -245,7 +246,7 @@ class Autoscaler(StepPredictor):
         """
         if not rest_actors:
             return None
-        width, around_s = self.engines.width, self.around.predict()
+        width, around_s = self.engines.width, self.correction * self.terms.around.predict()
         plans = self._frontier(lengths, prompts, rest_actors)
         if self.bids is not None:
             room = self.bids.room_for_rest([(plan.actors * width, plan) for plan in plans])
@@ -339,12 +340,13 @@ class Autoscaler(StepPredictor):
         return decision_for(per_rank, now, self.sizes.reason, self.learner.predict(per_rank, tokens))
 
     def _frontier(self, lengths: np.ndarray, prompts: list[Prompt], max_actors: int, width: int | None = None) -> list[Plan]:
-        """Return the frontier's plans with their predicted time and cost, overhead besides decoding included.
+        """Return the frontier's plans with their predicted time and cost, overhead besides decoding and correction included.
 
         `lengths`: (n,) known, or (n, S) scenarios. `width`: of the engines, if not the present one.
         """
         width = width or self.engines.width
-        overhead_s, slowdown = self.around.predict(), 1 + self.engines.fit.overhead
+        slowdown = self.correction * (1 + self.engines.fit.overhead)
+        overhead_s = self.correction * self.terms.around.predict()
         return [
             replace(plan, time_s=plan.time_s * slowdown + overhead_s, cost=plan.cost * slowdown + overhead_s * plan.actors * width)
             for plan in self._plans(lengths, self.prompt_tokens(prompts), max_actors, width, self._speed(width))

@@ -11,16 +11,14 @@ import numpy as np
 from placement.forecast.forecaster import LengthForecaster, Scenarios
 from placement.scaling.learner_size import LearnerSize
 from placement.scaling.overlapped_step import Rest, Update
-from placement.speed.cost_terms import Term, Terms
 from placement.speed.decode_speed import Speed
+from placement.speed.measurements import Measurements
 from rlhfless_ray.autoscaler.engine_speeds import EngineSpeeds
 from rlhfless_ray.common.errors import describe_failure
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import EngineStep, Prompt, Sample
 
 T = TypeVar("T")
-OVERHEAD_S = 0.03  # initial guess of a rollout's time besides decoding (weights, calls, results)
-OUTSIDE_S = 0.03  # initial guess of a step's time outside rollout, scoring and update
 REGRANT_S = 0.8  # time to get a released slot back, at worst (Ray's retry interval)
 
 
@@ -33,7 +31,7 @@ class Predictor:
         self.engines = EngineSpeeds(recipe.rollout.least_width, first_speed)
         limit = recipe.rollout.max_tokens if not recipe.agent.path else None  # multi-turn responses have no limit
         self.forecaster = LengthForecaster(recipe.rollout.max_tokens / 2, max_tokens=limit)
-        self.terms, self.around, self.outside = Terms(), Term(OVERHEAD_S), Term(OUTSIDE_S)
+        self.terms = Measurements()
         self.learner = LearnerSize(recipe.learner.max_slots_per_rank, fixed=recipe.run.exact)
         self.learner_slots = recipe.learner.max_slots_per_rank  # slots per rank in the newest update, or the next one if it is sized
         self.update_tokens = 0.0  # tokens of the newest update
@@ -107,7 +105,7 @@ class Predictor:
 
     def apart_s(self, tokens: float, samples: int) -> float:
         """Return the seconds of a step besides its rollout and its update."""
-        parts = lambda: self._passes_s(tokens) + self.terms.score.predict(samples) + self.outside.predict()  # noqa: E731
+        parts = lambda: self._passes_s(tokens) + self.terms.score.predict(samples) + self.terms.outside.predict()  # noqa: E731
         return self.safely("predicting the step", parts, lambda: 0.0)
 
     def _passes_s(self, tokens: float) -> float:
@@ -129,7 +127,7 @@ class Predictor:
     def observe_rollout(self, steps: list[EngineStep], overhead_s: float | None) -> None:
         """Record a rollout's engine steps, and its time besides the longest engine's steps (None after a cold start)."""
         if overhead_s is not None:
-            self.around.observe(0.0, overhead_s)
+            self.terms.around.observe(0.0, overhead_s)
         self.pending_steps.append(steps)
         if drawn := sum(step.running for step in steps):
             self.tokens_per_step = 1 + sum(step.accepted for step in steps) / drawn
@@ -146,10 +144,10 @@ class Predictor:
         self.step_s = wall_s - phases.get("eval", 0.0)
         self.terms.score.observe(float(samples), phases.get("score", 0.0))
         if self.recipe.rollout.rolls_out_ahead:  # the learn phase includes the next step's prefill and rollout
-            self.outside.observe(0.0, wall_s - sum(phases.get(name, 0.0) for name in ("rollout", "score", "learn", "eval")))
+            self.terms.outside.observe(0.0, wall_s - sum(phases.get(name, 0.0) for name in ("rollout", "score", "learn", "eval")))
             return
         known = sum(phases.get(name, 0.0) for name in ("prefill", "rollout", "score", "eval"))
-        self.outside.observe(0.0, wall_s - known - self.update_s - self.passes_s)
+        self.terms.outside.observe(0.0, wall_s - known - self.update_s - self.passes_s)
 
     def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:
         """Record an update's duration. `slots`: per rank."""
@@ -180,7 +178,7 @@ class Predictor:
 
     def settle(self) -> None:
         """Fit all observed times now, so that later predictions need not wait for it."""
-        for one in (*vars(self.terms).values(), self.around, self.outside, self.learner):
+        for one in (self.terms, self.learner):
             self.safely("fitting what was observed", one.settle, lambda: None)
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -192,8 +190,6 @@ class Predictor:
             "forecaster": self.forecaster.state(),
             "speed": self.engines.fit.state(),
             "terms": self.terms.state(),
-            "around": self.around.state(),
-            "outside": self.outside.state(),
             "learner": self.learner.state(),
             "learner_slots": self.learner_slots,
         }
@@ -203,9 +199,8 @@ class Predictor:
         if state.get("width") in self.engines.expected:
             self.engines.restore(state)
         self.engines.fit.restore(state["speed"])
-        self.terms.restore(state["terms"])
-        self.around.restore(state["around"])
-        self.outside.restore(state["outside"])
+        before = {name: state[name] for name in ("around", "outside") if name in state}  # of runs before 2026-11-29
+        self.terms.restore(before | state["terms"])
         self.learner.restore(state["learner"])
         self.learner_slots = state["learner_slots"]
 

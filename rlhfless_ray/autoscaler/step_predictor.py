@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from placement.scaling.keep_warm import hold_slot, keep_alive, prewarm, start_cost
 from placement.scaling.overlapped_step import Update
 from placement.scaling.resize_policy import Decision, Park, Release
+from placement.speed.correction import Correction
 from placement.speed.decode_speed import Speed
 from rlhfless_ray.autoscaler.predictor import REGRANT_S, Predictor
 from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.step.rollout_plan import Prediction, RolloutPlan
 from rlhfless_ray.types import Prompt
 
+INTERVAL = 0.9  # share of measurements that a prediction's interval should hold
 KEEP_WARM_FACTOR = 3.0  # processes are kept this many times the planned time, so that a single slow step does not end them
 
 
@@ -23,19 +27,44 @@ class StepPredictor(Predictor):
     def __init__(self, recipe: Recipe, first_speed: Speed) -> None:
         super().__init__(recipe, first_speed)
         self.value_per_s = 1.0  # value of a second of the step, in slot-seconds
+        self.correction = 1.0  # factor on the rollout times that the models predict, for the plans of one step
+        self.newest_s = 0.0  # the newest rollout time that they predicted
+
+    def correct_rollout(self) -> float:
+        """Return the factor on predicted rollout times. One for all plans of a step, so that it changes no order among them."""
+        return self.terms.rollout.factor(self.newest_s) if self.newest_s else 1.0
 
     def predict_step(
         self, decision: Decision, lengths: np.ndarray, prompts: list[Prompt], warm: int, update: Update | None
-    ) -> tuple[float, float, float]:
-        """Return seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
+    ) -> tuple[Prediction, Prediction, Prediction]:
+        """Predict seconds of the rollout phase, slot-seconds of its leases, and seconds of the whole step."""
         start_s = self.terms.cold_start.predict() if decision.actors > warm else 0.0
         phase_s, slot_s = self._predict_phase(decision, lengths, self.prompt_tokens(prompts), start_s, update)
+        step_s = self._step_s(phase_s, lengths, update)
+        self.newest_s = (phase_s - start_s) / self.correction
+        by_model_s = self.newest_s + start_s
+        rollout = Prediction(by_model_s, phase_s, *self.terms.rollout.interval(by_model_s, INTERVAL))
+        return rollout, _corrected(self.terms.cost, slot_s), _corrected(self.terms.step, step_s)
+
+    def observe_plan(self, plan: RolloutPlan, row: Mapping[str, Any]) -> None:
+        """Compare a finished step with its plan. `row`: the step's metrics.
+
+        A rollout beside an update is in the step before, so only the whole step is compared then. An evaluation is in no plan.
+        """
+        if row["phase/eval_s"]:
+            return
+        if not self.recipe.rollout.rolls_out_ahead:
+            self.terms.rollout.observe(plan.rollout.by_model, row["phase/rollout_s"])
+            self.terms.cost.observe(plan.cost.by_model, row["cost/rollout_slot_s"])
+        self.terms.step.observe(plan.step.by_model, row["step_s"])
+
+    def _step_s(self, phase_s: float, lengths: np.ndarray, update: Update | None) -> float:
         tokens = float(lengths.mean(1).sum())
         apart_s, update_s = self.apart_s(tokens, len(lengths)), self.learner.predict(self.learner_slots, tokens)
         if update is not None and (rest_s := update.rest_s(phase_s)) is not None:
-            return phase_s, slot_s, apart_s + update.seconds + rest_s
+            return apart_s + update.seconds + rest_s
         is_beside = self.recipe.rollout.rolls_out_ahead and (update is not None or self.recipe.rollout.partial == "off")
-        return phase_s, slot_s, apart_s + (max(phase_s, update_s) if is_beside else phase_s + update_s)
+        return apart_s + (max(phase_s, update_s) if is_beside else phase_s + update_s)
 
     def _predict_phase(
         self, decision: Decision, lengths: np.ndarray, prompt_tokens: np.ndarray, before_s: float, update: Update | None
@@ -44,7 +73,8 @@ class StepPredictor(Predictor):
 
         Slots are counted as held for the next phase that needs them if that is cheaper than releasing and requesting them again.
         """
-        overhead_s, slowdown = self.around.predict() + before_s, 1 + self.engines.fit.overhead  # of each engine; the plan has both
+        overhead_s = self.correction * self.terms.around.predict() + before_s  # of each engine; the plan has it and the slowdown too
+        slowdown = self.correction * (1 + self.engines.fit.overhead)
         phase_s = decision.time_s + before_s
         if decision.plan is None:
             return phase_s, self.engines.width * decision.actors * phase_s
@@ -99,3 +129,7 @@ class StepPredictor(Predictor):
     def prompt_tokens(self, prompts: list[Prompt]) -> np.ndarray:
         """Return (samples,) prompt tokens of every response."""
         return np.repeat([len(p.token_ids) for p in prompts], self.samples).astype(float)
+
+
+def _corrected(correction: Correction, by_model: float) -> Prediction:
+    return Prediction(by_model, correction.correct(by_model), *correction.interval(by_model, INTERVAL))

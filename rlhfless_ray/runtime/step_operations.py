@@ -248,6 +248,7 @@ class StepOperations(CheckpointedRun):
         if self.memory_fit.reason:
             step.metrics["memory/settings"] = self.memory_fit.reason
         self.record.step(step, self.last_step, self.stages.replacements, self.leases.waited_s)
+        self.autoscaler.observe_plan(step.plan, step.metrics)
         self.record.put_off(self.autoscaler.settle)
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +16,33 @@ MAX_SHOWN_POINTS = 24  # points of the frontier in metrics and report
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """A predicted quantity: by the fitted models alone, and corrected by what they missed before, with its central 90 % interval."""
+
+    by_model: float = 0.0
+    corrected: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+
+@dataclass(frozen=True)
 class RolloutPlan:
     """A step's decision and the frontier it was chosen from. An empty frontier means that there was no choice; see `reason`."""
 
     decision: Decision
     actors: int
     frontier: tuple[Plan, ...] = ()
-    predicted_s: float = 0.0  # whole rollout phase, with weight loads and engine calls
-    predicted_slot_s: float = 0.0  # slot-seconds of its leases, including those that wait for the next phase
-    predicted_step_s: float = 0.0  # the whole step, with scoring, learning and everything else
+    rollout: Prediction = Prediction()  # seconds of the whole phase, with weight loads and engine calls
+    cost: Prediction = Prediction()  # slot-seconds of its leases, including those that wait for the next phase
+    step: Prediction = Prediction()  # seconds of the whole step, with scoring, learning and everything else
     width: int | None = None  # slots of an engine, where the planner chooses it
     update: Update | None = None  # beside the rollout, as predicted
     has_failed: bool = False  # whether planning failed, so that the size of the last good plan is kept
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds of the rollout."""
+        return self.rollout.corrected
 
     @property
     def reason(self) -> str:
@@ -55,12 +71,14 @@ class RolloutPlan:
             "plan/actors": self.actors,
             "pool/decision": self.decision.action,
             "pool/reason": self.reason,
-            "plan/rollout_s": self.predicted_s,
-            "plan/cost_slot_s": self.predicted_slot_s,
-            "plan/step_s": self.predicted_step_s,
+            **{f"plan/{name}": value for name, value in self._predictions()},
             "plan/failed": self.has_failed,
             "plan/frontier_time_s": [plan.time_s for plan in points],
             "plan/frontier_cost_slot_s": [p.cost for p in points],
             "plan/frontier_actors": [plan.actors for plan in points],
             **({} if self.width is None else {"plan/width": self.width}),
         }
+
+    def _predictions(self) -> Iterator[tuple[str, float]]:
+        for what, unit, one in (("rollout", "s", self.rollout), ("cost", "slot_s", self.cost), ("step", "s", self.step)):
+            yield from ((f"{what}_{unit}", one.corrected), (f"{what}_low_{unit}", one.low), (f"{what}_high_{unit}", one.high))

@@ -123,7 +123,7 @@ def test_a_deadline_and_a_budget_cover_what_surrounds_decoding():
     auto = trained(Autoscaler(recipe(objective={"prefer": 1}), SPEED))
     fastest = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
     whole_s = fastest.predicted_s
-    decoding_s = (whole_s - auto.around.predict()) / (1 + auto.engines.fit.overhead)
+    decoding_s = (whole_s - auto.terms.around.predict()) / (1 + auto.engines.fit.overhead)
     assert whole_s == pytest.approx(fastest.frontier[0].time_s) and whole_s > 1.02 * decoding_s
     between = Objective(deadline_s=(decoding_s + whole_s) / 2)
     auto.objective = between
@@ -133,7 +133,7 @@ def test_a_deadline_and_a_budget_cover_what_surrounds_decoding():
         auto.objective, auto.actors = goal, 0
         plan = auto.plan(auto.forecast(prompts(), 9), prompts(), 4, step=9, warm=4)
         assert "no plan" not in plan.reason
-        assert plan.predicted_s <= (goal.deadline_s or np.inf) and plan.predicted_slot_s <= (goal.budget or np.inf) * (1 + 1e-9)
+        assert plan.predicted_s <= (goal.deadline_s or np.inf) and plan.cost.corrected <= (goal.budget or np.inf) * (1 + 1e-9)
 
 
 def test_a_deadline_that_the_engines_held_miss_brings_more_of_them():
@@ -223,7 +223,7 @@ def test_what_was_learned_survives_a_resume_exactly():
 def test_what_learn_phases_take_before_the_policys_update_is_a_term_of_the_step_and_survives_a_resume():
     auto, asked = trained(Autoscaler(recipe(), SPEED)), prompts()
     scenarios = auto.forecast(asked, 7)
-    without = auto.plan(scenarios, asked, 4, step=7, warm=4).predicted_step_s
+    without = auto.plan(scenarios, asked, 4, step=7, warm=4).step.corrected
     for seed in range(8):
         samples = answers(asked, seed)
         auto.observe_passes(samples, 0.2 + 0.001 * response_tokens(samples).sum())
@@ -234,8 +234,8 @@ def test_what_learn_phases_take_before_the_policys_update_is_a_term_of_the_step_
     tokens = scenarios.lengths.mean(1).sum()
     for one in (auto, again):
         assert one.terms.passes.predict(tokens) == pytest.approx(0.2 + 0.001 * tokens, rel=0.1)
-        assert one.outside.predict() == pytest.approx(1.5, rel=0.2), "it is counted once"
-        told = one.plan(scenarios, asked, 4, step=7, warm=4).predicted_step_s
+        assert one.terms.outside.predict() == pytest.approx(1.5, rel=0.2), "it is counted once"
+        told = one.plan(scenarios, asked, 4, step=7, warm=4).step.corrected
         assert told - without > 0.9 * one.terms.passes.predict(tokens)
 
 
@@ -249,12 +249,12 @@ def test_the_prediction_counts_what_surrounds_decoding_and_slots_held_for_the_le
     auto = trained(Autoscaler(recipe(objective={"prefer": 1.0}, learner={"max_slots_per_rank": 4}), SPEED))
     plan = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=4)
     assert auto.engine_speed.prefill_s > 0, "and prompts are part of the plan's own time"
-    assert auto.around.predict() > 0 and plan.predicted_s == plan.decision.time_s, "one prediction a quantity"
+    assert auto.terms.around.predict() > 0 and plan.predicted_s == plan.decision.time_s, "one prediction a quantity"
     assert f"{plan.predicted_s:.4g} s" in plan.reason and "cold starts" not in plan.reason
     cold = auto.plan(auto.forecast(prompts(), 7), prompts(), 4, step=7, warm=0)
     assert f"; {cold.predicted_s:.4g} s with {auto.terms.cold_start.predict():.3g} s of cold starts before" in cold.reason
-    assert plan.predicted_step_s > plan.predicted_s
-    assert plan.predicted_slot_s == pytest.approx(plan.actors * plan.predicted_s)  # all are wanted next: nobody lets go
+    assert plan.step.corrected > plan.predicted_s
+    assert plan.cost.corrected == pytest.approx(plan.actors * plan.predicted_s)  # all are wanted next: nobody lets go
 
 
 def test_quality_compares_with_the_clairvoyant_plan_and_the_bounds():
@@ -467,7 +467,7 @@ def test_a_decision_names_the_engines_of_the_last_step_whose_devices_other_runs_
 def test_a_rollout_works_with_one_slot_where_two_cost_no_more():
     """Two engines without a fixed time per step take half as long, so no plan has one engine. The other run still gets its slot."""
     auto, state = Autoscaler(recipe(objective={"prefer": 0.8}), Speed(0.0, 1e-3)), pool(2)
-    auto.around = Term(0.0)
+    auto.terms.around = Term(0.0)
     scenarios = auto.forecast(prompts(), 1)
     assert min(plan.actors for plan in auto.plan(scenarios, prompts(), 2, step=1, warm=2).frontier) == 2
     auto.bids, other = (MarketBids(Pool(state, name), auto.objective, 1) for name in "xy")
@@ -549,7 +549,7 @@ def test_engines_beside_an_update_are_sized_with_it() -> None:
         found[update_s] = plan.actors
         assert "beside an update of " in plan.reason and " s on 1 slot: " in plan.reason and "beside" not in alone.reason
         assert plan.predicted_s == plan.decision.time_s
-        assert plan.predicted_step_s > max(plan.predicted_s, 0.8 * auto.expected_update_s)
+        assert plan.step.corrected > max(plan.predicted_s, 0.8 * auto.expected_update_s)
     assert found[60.0] == 1 < found[0.01], "a rollout that ends long before the update needs one engine"
 
 
@@ -580,10 +580,10 @@ def test_a_partial_rollout_counts_on_all_slots_after_the_update_beside_it() -> N
     ends = auto.plan(scenarios, prompts(), 2, step=7, warm=8, learner_slots=4)
     goes_on = auto.plan(scenarios, prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8, rooms=ROOMS)
     assert goes_on.update is not None and goes_on.update.rest is not None and goes_on.update.rest.slots > 2
-    assert goes_on.predicted_step_s < ends.predicted_step_s and not auto.troubles
+    assert goes_on.step.corrected < ends.step.corrected and not auto.troubles
     assert auto.sizes is not None and ", the rest on 8 slots: step of " in auto.sizes.reason
     alone = auto.plan(scenarios, prompts(), 8, step=7, warm=8)  # the rest itself, after its update
-    assert alone.update is None and alone.predicted_step_s > alone.predicted_s + auto.expected_update_s
+    assert alone.update is None and alone.step.corrected > alone.predicted_s + auto.expected_update_s
 
 
 def test_the_rest_of_a_rollout_counts_on_no_slots_of_other_runs() -> None:
@@ -613,7 +613,7 @@ def test_the_overhead_of_a_rollout_that_goes_on_after_the_update_is_in_its_pause
     auto.terms.pause.observe(0.0, [0.5] * 64)
     found = []
     for overhead_s in (0.0, 0.4):
-        auto.around = Term(overhead_s)
+        auto.terms.around = Term(overhead_s)
         update = auto.plan(auto.forecast(prompts(), 7), prompts(), 2, step=7, warm=8, learner_slots=4, rest_actors=8).update
         assert update is not None
         found.append(update.rest)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from placement.speed.cost_terms import Term, Terms
+from placement.speed.cost_terms import Term
+from placement.speed.measurements import Measurements
 from placement.speed.decode_speed import Speed, SpeedFit
 from placement.speed.robust_fit import nonnegative
 
@@ -225,17 +226,18 @@ def test_terms_never_negative(pairs: list[tuple[float, float]], fixed: float, pe
 
 
 def test_terms_survive_json() -> None:
-    terms, copy = Terms(), Terms()
-    terms.learn.observe(np.array([1e4, 2e4, 3e4]), np.array([0.3, 0.5, 0.7]))
+    terms, copy = Measurements(), Measurements()
+    terms.passes.observe(np.array([1e4, 2e4, 3e4]), np.array([0.3, 0.5, 0.7]))
     terms.cold_start.observe(0, 12.0)
     state = json.loads(json.dumps(terms.state()))
     del state["score"]
     copy.restore(state)
-    for name in vars(terms):
-        assert getattr(copy, name).predict(1e4) == getattr(terms, name).predict(1e4)
-    copy.learn.observe(4e4, 0.9)
-    terms.learn.observe(4e4, 0.9)
-    assert copy.learn.predict(1e5) == terms.learn.predict(1e5)
+    for name, term in vars(terms).items():
+        if isinstance(term, Term):
+            assert getattr(copy, name).predict(1e4) == term.predict(1e4)
+    copy.passes.observe(4e4, 0.9)
+    terms.passes.observe(4e4, 0.9)
+    assert copy.passes.predict(1e5) == terms.passes.predict(1e5)
 
 
 @pytest.mark.parametrize("wrong", [(-1.0, 0.0, 0.5), (1.0, float("nan"), 0.5), (1.0, 0.0, 0.0)])

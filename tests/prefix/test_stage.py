@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from placement.scaling.prefix_benefit import PrefixSpeed
-from placement.speed.cost_terms import Term, Terms
+from placement.speed.cost_terms import Term
+from placement.speed.measurements import Measurements
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.instance import Instance, start_actor
@@ -57,7 +58,7 @@ def make(serving: None) -> Iterator[Callable[..., PrefixStage]]:
         messages: list[str] = []
         recipe = Recipe.parse({"run": {"name": "stage"}, "prompts": {"task": "sort"}, "reward": {"function": "task"}})
         record = SimpleNamespace(progress=SimpleNamespace(message=messages.append))
-        scaler = SimpleNamespace(terms=Terms(), value_per_s=0.0, safely=lambda what, make, otherwise: make())
+        scaler = SimpleNamespace(terms=Measurements(), value_per_s=0.0, safely=lambda what, make, otherwise: make())
         context = RunContext(
             recipe, ledger, SlotBroker(leases), StepTimer(lambda *_: None), record, scaler, lambda: Limits({"node": 2}, {1: 2})
         )  # type: ignore[arg-type]
