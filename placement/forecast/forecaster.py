@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import log_ndtr, ndtri
 
 from placement.forecast.history import LengthHistory
-from placement.forecast.quality import ForecastQuality, forecast_quality
+from placement.forecast.quality import ForecastQuality, forecast_quality, pit_curve
 from placement.forecast.regression import FeatureLine
 from placement.forecast.residuals import Residuals
 from placement.forecast.scenarios import LengthForecast, Scenarios
@@ -22,6 +22,9 @@ VISIT_WEIGHT = 0.5  # of the newest visit in a prompt's history
 MOST_PROMPTS = 65_536  # prompts remembered
 FADE = 0.95  # factor per step on what is known about variances and features
 MIN_VARIANCE = 1e-4  # of log length: no policy's lengths are taken to be constant
+LEVELS = np.append(np.linspace(0, 0.95, 31), 1.0)  # of the forecast at which it is calibrated
+CALIBRATION_RATE = 0.2  # part of a step's miscalibration that is corrected at once
+LEAST_SHARE = 0.05  # of a slice's probability that calibration leaves to it
 SPREAD_PRIOR = 16.0  # weight of the common spread in a prompt's own, in degrees of freedom
 
 
@@ -85,6 +88,7 @@ class LengthForecaster:
         self.drift = np.array([0.02**2 * 2, 2.0])
         self.siblings_seen = 0.0
         self.prompt_residuals, self.sampling_residuals = Residuals(1024), Residuals(2048)
+        self.calibration = LEVELS.copy()  # share of responses below their forecasts' quantiles at `LEVELS`, before it was corrected
 
     # ---- forecasts ----------------------------------------------------------------------------------------------
 
@@ -124,7 +128,7 @@ class LengthForecaster:
             sd,
             float(drift),
             self.prompt_residuals.shape,
-            own_shape,
+            own_shape.recalibrated(LEVELS, self.calibration),
             self.max_tokens,
         )
 
@@ -202,6 +206,18 @@ class LengthForecaster:
         self.line.add(table, means - self.level)
         self.history.visit(prompts, means - self.level, counts, squares)
 
+    def calibrate(self, scenarios: np.ndarray, lengths: np.ndarray) -> None:
+        """Learn from a step's scenarios (n, S) and true lengths (n,) how often lengths fall into each slice of their forecasts.
+
+        Recalibration by the distribution of the forecasts' own levels (Kuleshov et al. 2018), a part of it in each step. It reshapes what
+        differs among the responses to one prompt, which is the most of a length's variance.
+        """
+        now = pit_curve(scenarios, lengths, self.calibration)
+        shares = np.diff(self.calibration + CALIBRATION_RATE * (now - self.calibration))
+        shares = np.maximum(shares, LEAST_SHARE * np.diff(LEVELS))
+        shares[-1] = max(shares[-1], 1 - LEVELS[-2])  # the longest responses decide a rollout's end: never make them rarer
+        self.calibration = np.concatenate([[0.0], np.cumsum(shares) / shares.sum()])
+
     def _learn_sampling(self, own: np.ndarray, owner: np.ndarray, counts: np.ndarray, squares: np.ndarray, spread: np.ndarray) -> None:
         freedom = counts - 1
         before = self.shares().sampling
@@ -251,6 +267,7 @@ class LengthForecaster:
             "drift": self.drift.tolist(),
             "siblings_seen": self.siblings_seen,
             "mean_inverse_count": self.mean_inverse_count,
+            "calibration": self.calibration.tolist(),
             "prompt_residuals": _encode(self.prompt_residuals.values),
             "sampling_residuals": _encode(self.sampling_residuals.values),
         }
@@ -264,6 +281,7 @@ class LengthForecaster:
         self.level, self.level_variance = state["level"]
         self.sampling, self.wander, self.drift = (np.array(state[name]) for name in ("sampling", "wander", "drift"))
         self.siblings_seen, self.mean_inverse_count = state["siblings_seen"], state["mean_inverse_count"]
+        self.calibration = np.array(state.get("calibration", LEVELS), float)  # of runs before 2026-11-29 there is none
         for name in ("prompt_residuals", "sampling_residuals"):
             residuals: Residuals = getattr(self, name)
             residuals.clear()

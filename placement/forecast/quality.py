@@ -76,19 +76,12 @@ def forecast_quality(scenarios: np.ndarray, lengths: np.ndarray) -> ForecastQual
     scenarios, lengths = np.asarray(scenarios, float), np.asarray(lengths, float)
     if scenarios.ndim != 2 or lengths.shape != scenarios.shape[:1] or not scenarios.size:
         raise ValueError(f"need scenarios (n, S) and lengths (n,), got {scenarios.shape} and {lengths.shape}")
-    count = scenarios.shape[1]
-    below = (scenarios < lengths[:, None]).sum(1)
-    ties = (scenarios == lengths[:, None]).sum(1)
-    # n draws leave n + 1 gaps of equal probability. Ties spread over all the gaps they touch.
-    rank = (below + 0.5 * (ties + 1)) / (count + 1)
-    half = 0.5 * (ties + 1) / (count + 1)
+    rank, half = _ranks(scenarios, lengths)
     mean = scenarios.mean(1)
     error = mean - lengths
-    edges = np.linspace(0, 1, 11)
-    inside = np.clip((edges[None, :] - (rank - half)[:, None]) / (2 * half)[:, None], 0, 1)
-    cumulative = inside.mean(0)
+    cumulative = _curve(rank, half, np.linspace(0, 1, 11))
     fine = np.linspace(0, 1, 101)
-    curve = np.clip((fine[None, :] - (rank - half)[:, None]) / (2 * half)[:, None], 0, 1).mean(0)
+    curve = _curve(rank, half, fine)
 
     def within(share: float) -> float:
         low, high = (1 - share) / 2, (1 + share) / 2
@@ -108,3 +101,24 @@ def forecast_quality(scenarios: np.ndarray, lengths: np.ndarray) -> ForecastQual
         float(np.abs(curve - fine).max()),
         float(lengths.max()) / expected_longest if expected_longest > 0 else float("nan"),
     )
+
+
+def pit_curve(scenarios: np.ndarray, lengths: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Return (k,) the share of lengths (n,) below their own forecasts' quantiles at `levels` (k,): the levels if calibrated.
+
+    scenarios: (n, S).
+    """
+    return _curve(*_ranks(scenarios, lengths), levels)
+
+
+def _ranks(scenarios: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rank (n,) of each length among its scenarios, in 0 … 1, and half of the width over which ties spread it."""
+    below = (scenarios < lengths[:, None]).sum(1)
+    ties = (scenarios == lengths[:, None]).sum(1)
+    # n draws leave n + 1 gaps of equal probability. Ties spread over all the gaps they touch.
+    gaps = scenarios.shape[1] + 1
+    return (below + 0.5 * (ties + 1)) / gaps, 0.5 * (ties + 1) / gaps
+
+
+def _curve(rank: np.ndarray, half: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    return np.asarray(np.clip((levels[None, :] - (rank - half)[:, None]) / (2 * half)[:, None], 0, 1).mean(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 
 import numpy as np
@@ -57,6 +58,23 @@ class Shape:
         log_density[knee:] = -hazard[knee:] - np.log(excess)
         self.tail = excess
         self._grid, self._coarse_hazard, self._coarse_log_density = grid, hazard, log_density
+
+    def recalibrated(self, levels: np.ndarray, shares: np.ndarray) -> Shape:
+        """Return the distribution of which a share `shares` (k,) lies below this one's quantiles at `levels` (k,).
+
+        Both ascend strictly from 0 to 1. The tail beyond the last level but one keeps its hazard.
+        """
+        found = copy(self)
+        found.__dict__ = {name: value for name, value in vars(self).items() if name not in ("_hazard", "_log_density", "_inverse")}
+        below = -np.expm1(-self._coarse_hazard)
+        slopes = np.diff(shares) / np.diff(levels)
+        at = np.minimum(np.searchsorted(levels, below, side="right") - 1, len(slopes) - 1)
+        above = np.interp(1 - below, 1 - levels[::-1], 1 - shares[::-1])
+        in_tail = below >= levels[-2]  # where 1 - below would lose its digits
+        hazard = -np.log(np.maximum(above, 1e-300))
+        found._coarse_hazard = np.where(in_tail, self._coarse_hazard - np.log(slopes[-1]), hazard)
+        found._coarse_log_density = self._coarse_log_density + np.log(slopes[at])
+        return found
 
     # The tables take longer than all before, and most shapes are asked for one or two of them.
 

@@ -36,8 +36,8 @@ class Correction:
     """Corrects predictions of one quantity, which may be off by a factor that depends on their size.
 
     The factor is the weighted mean of measured / predicted over earlier records, so that sums are right, with outliers clipped. Newer
-    records and those of a similar size count more. Intervals are weighted conformal ones (Barber et al. 2023, Conformal prediction beyond exchangeability): quantiles of the same ratios,
-    with a record above and one below for what was not seen yet.
+    records and those of a similar size count more. Intervals are quantiles of the same ratios, with a record above and one below for what
+    was not seen yet (weighted conformal intervals: Barber et al. 2023, Conformal prediction beyond exchangeability).
     """
 
     def __init__(self) -> None:

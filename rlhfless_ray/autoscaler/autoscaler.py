@@ -450,6 +450,7 @@ class Autoscaler(StepPredictor):
     def _quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         lengths = response_tokens(samples)
         quality = asdict(forecast_quality(scenarios.lengths, lengths))
+        self.forecaster.calibrate(scenarios.lengths, lengths)
         row = {f"forecast/{name}": value for name, value in quality.items() if name not in ("responses", "pit_deciles")}
         known = pareto(self._frontier(lengths, prompts, max_actors))
         best = choose_nearest(known, self.objective).plan

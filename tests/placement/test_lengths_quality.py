@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from placement.forecast.forecaster import forecast_quality
+from placement.forecast.forecaster import LengthForecaster, forecast_quality
 from placement.forecast.quality import auc_longest
+from placement.forecast.residuals import Shape
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=3, max_size=30))
@@ -74,3 +77,58 @@ def test_lengths_at_the_limit_are_no_misses_where_that_was_forecast() -> None:
 def test_mistakes_are_named(scenarios: np.ndarray, lengths: np.ndarray) -> None:
     with pytest.raises(ValueError, match="scenarios"):
         forecast_quality(scenarios, lengths)
+
+
+def two_peaks(rng: np.random.Generator, prompts: int, samples: int) -> list[np.ndarray]:
+    """Draw short answers of exactly 7 tokens, and long ones: no smooth distribution of log length fits them."""
+    return [np.where(rng.random(samples) < 0.4, 7, np.rint(np.exp(rng.normal(4.2, 0.25, samples)))) for _ in range(prompts)]
+
+
+def coverage_after(steps: int, calibrated: bool) -> tuple[float, float, float]:
+    """Return what the intervals cover in the last half of the steps, and the longest response over the forecast's."""
+    rng, forecaster, found = np.random.default_rng(3), LengthForecaster(60.0, max_tokens=512), []
+    for step in range(steps):
+        prompts, lengths = rng.choice(500, 32, replace=False).tolist(), two_peaks(rng, 32, 8)
+        scenarios = forecaster.scenarios(prompts, [20] * 32, 8, 64, step)
+        quality = forecast_quality(scenarios, np.concatenate(lengths))
+        found.append((quality.coverage_50, quality.coverage_90, quality.max_ratio))
+        if calibrated:
+            forecaster.calibrate(scenarios, np.concatenate(lengths))
+        forecaster.observe(prompts, [20] * 32, lengths)
+    half, most, longest = np.mean(found[steps // 2 :], axis=0)
+    return float(half), float(most), float(longest)
+
+
+def test_intervals_are_calibrated_by_what_earlier_ones_missed() -> None:
+    half, most, longest = coverage_after(30, calibrated=True)
+    alone, *_ = coverage_after(30, calibrated=False)
+    assert abs(half - 0.5) < 0.5 * abs(alone - 0.5), (half, alone)
+    assert 0.86 < most < 0.97 and 0.8 < longest < 1.2
+
+
+def test_calibration_survives_json_and_old_states_have_none() -> None:
+    rng, one, other = np.random.default_rng(0), LengthForecaster(60.0), LengthForecaster(60.0)
+    lengths = two_peaks(rng, 16, 8)
+    one.observe(range(16), [20] * 16, lengths)
+    one.calibrate(one.scenarios(range(16), [20] * 16, 8, 32, 0), np.concatenate(lengths))
+    state = json.loads(json.dumps(one.state()))
+    other.restore(state)
+    assert (other.scenarios(range(16), [20] * 16, 8, 8, 1) == one.scenarios(range(16), [20] * 16, 8, 8, 1)).all()
+    del state["calibration"]
+    other.restore(state)
+    assert (np.diff(other.calibration) > 0).all() and other.calibration[-1] == 1
+    assert (other.scenarios(range(16), [20] * 16, 8, 8, 1) != one.scenarios(range(16), [20] * 16, 8, 8, 1)).any()
+
+
+def test_a_recalibrated_shape_has_the_shares_it_was_told() -> None:
+    rng, levels = np.random.default_rng(1), np.linspace(0, 1, 11)
+    shape = Shape(rng.normal(size=2000))
+    assert np.allclose(shape.recalibrated(levels, levels).quantile(levels[1:-1]), shape.quantile(levels[1:-1]), atol=0.01)
+    shares = np.cumsum([0.0, 0.2, 0.2, 0.05, 0.05, 0.05, 0.05, 0.1, 0.1, 0.1, 0.1])
+    other = shape.recalibrated(levels, shares)
+    below = 1 - np.exp(-other.hazard(shape.quantile(levels[1:-1])))
+    assert np.allclose(below, shares[1:-1], atol=0.01)
+    z = np.linspace(-2.5, 6, 60)
+    assert np.allclose(other.inverse(other.hazard(z)), z, atol=0.02) and (np.diff(other.hazard(z)) > 0).all()
+    grid = np.linspace(-6, 6, 20001)
+    assert np.trapezoid(np.exp(other.log_density(grid)), grid) == pytest.approx(1, abs=0.02)
