@@ -150,6 +150,7 @@ class Ended:
             state=lambda: {},
             observe_update=lambda *_: None,
             observe_step=lambda *_: None,
+            observe_plan=lambda *_: None,
             settle=lambda: None,
             bids=None,
             expected_update_s=0.0,
