@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.agent.messages import EpisodeEnd
 from rlhfless_ray.agent.unfinished_episode import token_versions
-from rlhfless_ray.types import Completion, Prompt, Request, Sample
+from rlhfless_ray.types import Completion, Prompt, Request, Sample, Scored
 
 
 class EpisodeSamples:
@@ -25,7 +24,7 @@ class EpisodeSamples:
 
     def add(self, played: Iterable[EpisodeEnd]) -> list[Sample]:
         """Return the new samples, with rewards. A failed episode has an error and no tokens."""
-        added = []
+        added: list[Sample] = []
         for end in played:
             if end.key in self.made:
                 continue
@@ -33,15 +32,11 @@ class EpisodeSamples:
             prompt = self.prompts[name.row]
             if isinstance(end.result, str):
                 completion = Completion(end.key, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", self.version)
-                sample = Sample(prompt, name, completion, error=end.result)
+                sample = Scored(prompt, name, completion, error=end.result)
             else:
-                text = "".join(text for _, text in end.texts)
-                sample = end.result.sample(prompt, name, end.key, self.version, text)
-                if any(version != self.version for _, _, version in end.drawn):
-                    sample.completion = replace(sample.completion, versions=token_versions(end.result, end.drawn))
-                if sample.prompt is not prompt:
-                    sample.prompt = replace(sample.prompt, text=end.observation)
-                sample.turns = end.texts
+                is_mixed = any(version != self.version for _, _, version in end.drawn)
+                versions = token_versions(end.result, end.drawn) if is_mixed else ()
+                sample = end.result.sample(prompt, name, end.key, self.version, versions, end.observation, end.texts)
             self.made[end.key] = sample
             self.agent_s.append(end.agent_s)
             added.append(sample)

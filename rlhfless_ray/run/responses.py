@@ -15,7 +15,7 @@ import numpy as np
 from rlhfless_ray.common.disk_space import append, replace_by_parts, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.step.requests import GENERATION
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, Scored
 
 RECORD, RESPONSES = "responses.part.jsonl", "responses.jsonl"
 SCORED_BY = "scored_by"  # setting: digest of what scores depend on besides the responses; scores of another one are made again
@@ -92,7 +92,7 @@ class ResponseRecord:
         append(self.path, b"".join(lines))
         self.places |= places
 
-    def add_scores(self, samples: Iterable[Sample]) -> None:
+    def add_scores(self, samples: Iterable[Scored]) -> None:
         rows = [
             {"prompt_index": s.id.row, "sample": s.id.number, "reward": s.reward, "error": s.error}
             for s in samples

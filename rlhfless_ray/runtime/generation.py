@@ -224,8 +224,7 @@ class Generation(Runtime):
             self.begin_step(step)
             self.session.take(step)
             if self.recipe.scores:
-                self.score(step)
-                self.responses.add_scores(step.samples)
+                self.responses.add_scores(self.score(step))
             step.answers = step.samples
             self.observe_samples(step)
             upcoming = self.session.plan(step.number + 1)

@@ -148,7 +148,7 @@ class GroupsInFlight:
         for g, group in enumerate(batch.groups):
             mine = samples[g * count : (g + 1) * count]
             if g in batch.chosen:
-                trained += mine  # the same objects: they may be in scoring
+                trained += mine
             else:
                 if self.mode.boundary is Boundary.CUT_RESTART:
                     mine = [self._without_tokens(s) if s.completion.finish_reason == UNFINISHED else s for s in mine]

@@ -178,15 +178,15 @@ def test_an_episode_ends_at_the_token_limit(tmp_path: Path, version: str) -> Non
 
 def test_an_episode_becomes_a_sample_for_the_learner(tmp_path: Path) -> None:
     prompt = Prompt(7, "ask", tuple(map(ord, "ask")), {"answer": "label"})
-    sample = one(tmp_path, GAMES["0.9.1"]).sample(prompt, SampleId(0, 1, 2), 58, 4, "text")
+    sample = one(tmp_path, GAMES["0.9.1"]).sample(prompt, SampleId(0, 1, 2), 58, 4)
     assert sample.prompt is prompt and sample.id.number == 2 and sample.reward == 3.0 and sample.score == 0.5
     assert sample.completion.key == 58 and sample.completion.versions == ((4, 11),) and sample.completion.finish_reason == "stop"
     assert sample.action_mask is not None and int(sample.action_mask.sum()) == 7
     assert len(sample.completion.token_ids) == len(sample.completion.logprobs) == len(sample.action_mask) == 11
     changed = GAMES["0.9.1"].replace('states["observation"]}', '"ask: " + states["observation"]}')
-    sample = one(tmp_path, changed).sample(prompt, SampleId(0, 1, 0), 0, 0, "")
+    sample = one(tmp_path, changed).sample(prompt, SampleId(0, 1, 0), 0, 0)
     assert "".join(map(chr, sample.prompt.token_ids)) == "ask: ask" and sample.prompt.index == 7
-    assert one(tmp_path, GAMES["0.9.1"].replace("turn == 2", "turn == 1")).sample(prompt, SampleId(0, 1, 0), 0, 0, "").action_mask is None
+    assert one(tmp_path, GAMES["0.9.1"].replace("turn == 2", "turn == 1")).sample(prompt, SampleId(0, 1, 0), 0, 0).action_mask is None
     assert one(tmp_path, GAMES["0.9.1"].replace("torch.tensor([float(self.turn)])", "self.turn == 2")).reward == 1.0, "a truth value"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, Scored
 
 pytestmark = pytest.mark.pure
 
@@ -221,11 +222,12 @@ def test_groups_that_a_stop_repeats_stay_as_the_rollout_beside_the_update_left_t
     ]
     assert batch.is_enough([2, 3, 4, 5, 6, 7])
     step = Step(2, batch=batch, forecast=Scenarios.from_matrix(np.ones((8, 1))))
-    for sample in session._take_groups(step, samples):
-        sample.reward = 1.0
+    trained = session._take_groups(step, samples)
+    with pytest.raises(FrozenInstanceError):
+        trained[0].text = "changed"  # type: ignore[misc]
     assert session.begun is not None
     left = [sample for group in session.begun for sample in group.samples]
-    assert [sample.id for sample in left] == batch.ids and {sample.reward for sample in left} == {None}
+    assert [sample.id for sample in left] == batch.ids and not any(isinstance(sample, Scored) for sample in left)
 
 
 def test_the_forecast_of_the_work_ends_with_the_quota() -> None:
