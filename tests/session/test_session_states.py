@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from placement.forecast.forecaster import Scenarios
+from placement.scaling.partial_rollout import find_late
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.worker_pool import NoRoom
 from rlhfless_ray.prompts.cursor import Cursor
@@ -31,6 +32,7 @@ from rlhfless_ray.session.dynamic_sampling import DynamicSampling
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, Scored, WeightVersion
 from tests.run_files import with_reward
@@ -49,9 +51,7 @@ MODES: list[Mode] = [
     ("continue", True, 1, 1.0),
     ("continue", True, 2, 2.0),
 ]
-# mode, responses of a group, whether groups are filtered, rows, seed of their order
-RUNS = st.tuples(st.sampled_from(MODES), st.integers(2, 3), st.booleans(), st.sampled_from([5, 16, 40]), st.integers(0, 9))
-PATIENCE = st.sampled_from(range(1, 4 * STEPS))
+SEEDS = st.integers(0, 9999)
 
 
 def tokens_of(name: SampleId) -> np.ndarray:
@@ -95,10 +95,23 @@ class FakeStage:
             if made[key] == len(tokens_of(batch.ids[key])):
                 working.remove(key)
                 finished.append(key)
+        if batch.cuts and batch.chosen is not None:
+            self._check_choice(batch, finished)
         new = [self._completion(step, key, made[key], key in finished, weights.version) for key in made if batch.unfinished[key]]
         ended = [one for one in new if one.finish_reason != UNFINISHED]
         samples = [Sample(batch.groups[batch.group_of[one.key]].prompt, batch.ids[one.key], one, "text") for one in ended]
         return batch.join(samples, [one for one in new if one.finish_reason == UNFINISHED])
+
+    def _check_choice(self, batch: RolloutBatch, finished: list[int]) -> None:
+        """A step trains the first complete groups, unless others would then be too old in a later step."""
+        ends = [max(map(finished.index, keys)) if set(keys) <= set(finished) else len(batch.ids) for keys in self._keys(batch)]
+        first = sorted(sorted(range(len(ends)), key=ends.__getitem__)[: batch.quota])
+        others = [last for group, last in enumerate(batch.last_steps) if group not in first]
+        assert batch.chosen == first or find_late(others, batch.step + 1, batch.per_step)
+
+    @staticmethod
+    def _keys(batch: RolloutBatch) -> list[list[int]]:
+        return [list(range(start, start + batch.count)) for start in range(0, len(batch.ids), batch.count)]
 
     def _completion(self, step: Step, key: int, made: int, is_finished: bool, version: int) -> Completion:
         earlier, had = step.batch.before().get(key), int(step.batch.made[key])
@@ -110,6 +123,13 @@ class FakeStage:
 
 class SmallSession(RolloutSession):
     """Plans and leases nothing."""
+
+    def next_batch(self, step: Step, *, refills: bool = False) -> RolloutBatch:
+        batch = super().next_batch(step, refills=refills)
+        self.on_batch(batch)
+        return batch
+
+    on_batch: Callable[[RolloutBatch], None]
 
     def _forecast(self, step: Step) -> None:
         step.prompts = [group.prompt for group in step.batch.groups]
@@ -136,16 +156,29 @@ class Model:
 
     steps: list[list[Scored]] = field(default_factory=list)  # the samples of each trained step
     dropped: list[int] = field(default_factory=list)  # rows of groups without a learning signal
+    admitted: list[SampleId] = field(default_factory=list)  # names of all groups, in the order in which they were admitted
+    answered: set[SampleId] = field(default_factory=set)  # names of those that are trained, dropped or left over
 
     def copy(self) -> Model:
-        return Model([*self.steps], [*self.dropped])
+        return Model([*self.steps], [*self.dropped], [*self.admitted], {*self.answered})
+
+    def admit(self, batch: RolloutBatch) -> None:
+        """Check the groups that a rollout begins or goes on with: all that are in flight, in their order, then new ones."""
+        names = [group.ids(1)[0] for group in batch.groups]
+        in_flight = [name for name in self.admitted if name not in self.answered]
+        if batch.cuts:
+            assert names[: len(in_flight)] == in_flight, "a group in flight lost its name or its place"
+        new = [name for name in names if name not in in_flight]
+        assert len({*self.admitted, *new}) == len(self.admitted) + len(new), "a name is given twice"
+        self.admitted += new
 
 
 class SessionStates(RuleBasedStateMachine):
-    @initialize(run=RUNS, patience=PATIENCE)
-    def begin(self, run: tuple[Mode, int, bool, int, int], patience: int) -> None:
-        """Begin a run. `patience`: actions until it is killed."""
-        (partial, ahead, self.max_lag, share), count, filters, rows, self.seed = run
+    @initialize(mode=st.sampled_from(MODES), filters=st.booleans(), seed=SEEDS)
+    def begin(self, mode: Mode, filters: bool, seed: int) -> None:
+        """Begin a run."""
+        (partial, ahead, self.max_lag, share), random = mode, Random(seed)
+        self.seed, count, rows = seed, random.randint(2, 3), random.choice([5, 16, 40])
         rollout = {"samples_per_prompt": count, "partial": partial, "ahead": ahead, "max_lag_steps": self.max_lag, "oversample": share}
         if partial == "off":
             del rollout["oversample"]
@@ -154,7 +187,7 @@ class SessionStates(RuleBasedStateMachine):
             tree["algorithm"] = {"filter_range": [0.0, 1.0], "filter_draw": 1.9, "filter_patience": 99}
         self.recipe, self.filters = Recipe.parse({**tree, "run": {"steps": STEPS}}), filters
         self.prompts = [Prompt(i, f"p{i}", (1, i)) for i in range(rows)]
-        self.closed, self.model, self.state, self.patience = Model(), Model(), {}, patience
+        self.closed, self.model, self.state, self.patience = Model(), Model(), {}, random.randint(1, 4 * STEPS)
         self.start(0)
 
     def start(self, steps_done: int) -> None:
@@ -190,46 +223,52 @@ class SessionStates(RuleBasedStateMachine):
         )
         accounted = lambda name, phase: phase  # noqa: E731
         self.session = SmallSession(context, self.source, self.groups, None, learn, None, None, accounted)  # type: ignore[arg-type]
+        self.session.on_batch = lambda batch: self.model.admit(batch)
         self.session.stage = self.stage = FakeStage(self.session)  # type: ignore[assignment]
         self.session.weights = WeightVersion(steps_done, ())
         self.step = self.session.plan(steps_done + 1)
         self.phase = "planned"
 
-    def done_with(self, phase: str) -> None:
-        self.phase, self.actions = phase, self.actions + 1
-
     # ---- one step, in the order of `loop.py` ------------------------------------------------------------------------
 
-    @precondition(lambda self: self.phase == "planned" and self.step is not None)
-    @rule(seed=st.integers(0, 999))
-    def take(self, seed: int) -> None:
-        assert self.step is not None
-        self.stage.random, self.session.step = Random(seed), self.step
-        self.session.take(self.step)
-        self.done_with("taken")
+    @rule(seed=SEEDS, kills=st.booleans())
+    def act(self, seed: int, kills: bool) -> None:
+        """Do what comes next. `kills`: or kill and resume the run, once it has done enough."""
+        random = self.stage.random = Random(seed)
+        if kills and self.actions >= self.patience:
+            self.patience = random.randint(1, 4 * STEPS)
+            self.kill_and_resume()
+        elif self.step is None:
+            self.begin(random.choice(MODES), random.random() < 0.5, seed)
+        else:
+            phases = {"planned": self.take, "taken": self.score, "scored": self.update, "updated": self.close}
+            phases[self.phase]()
+            self.actions += 1
 
-    @precondition(lambda self: self.phase == "taken")
-    @rule(seed=st.integers(0, 999))
-    def score(self, seed: int) -> None:
+    def take(self) -> None:
         assert self.step is not None
-        self.stage.random = Random(seed)
+        self.session.step = self.step
+        self.session.take(self.step)
+        self.phase = "taken"
+
+    def score(self) -> None:
+        assert self.step is not None
 
         def score(samples: Any) -> list[Scored]:
             assert not any(isinstance(sample, Scored) for sample in samples), "a reward outlived its step"
             scored = [with_reward(sample, 0.5 if passes(sample.id.row) else 0.0) for sample in samples]
             for sample in scored[:: self.count]:
+                self.model.answered.add(sample.id)
                 self.model.dropped += [sample.id.row] if self.filters and not passes(sample.id.row) else []
             return scored
 
         self.step.samples = samples = self.session.refill(self.step, score(self.step.samples), score)
         self.model.steps.append(samples)
-        self.done_with("scored")
+        self.phase = "scored"
 
-    @precondition(lambda self: self.phase == "scored")
-    @rule(seed=st.integers(0, 999))
-    def update(self, seed: int) -> None:
+    def update(self) -> None:
         """Update the learner, and admit the next step beside it."""
-        self.stage.random, number = Random(seed), self.done + 1
+        number = self.done + 1
         self.session.update_begins()
         self.session.update_is(Pending(lambda: None))  # type: ignore[arg-type, return-value]
         cursor = self.cursor.state()
@@ -246,25 +285,15 @@ class SessionStates(RuleBasedStateMachine):
             "in_flight": self.groups.state(in_flight),
         }
         self.check_rows(self.next_state, in_flight)
-        self.done_with("updated")
+        self.phase = "updated"
 
-    @precondition(lambda self: self.phase == "updated")
-    @rule()
     def close(self) -> None:
         self.done, self.state, self.closed = self.done + 1, self.next_state, self.model.copy()
         self.step = self.upcoming
-        self.done_with("planned")
+        self.phase = "planned"
 
-    @precondition(lambda self: self.phase == "planned" and self.step is None)
-    @rule(run=RUNS, patience=PATIENCE)
-    def begin_another_run(self, run: tuple[Mode, int, bool, int, int], patience: int) -> None:
-        self.begin(run, patience)
-
-    @precondition(lambda self: self.actions >= self.patience)
-    @rule(patience=PATIENCE)
-    def kill_and_resume(self, patience: int) -> None:
-        """What happened since the last step ended is repeated, maybe in another order. `patience`: actions until the next kill."""
-        self.patience = patience
+    def kill_and_resume(self) -> None:
+        """What happened since the last step ended is repeated, maybe in another order."""
         before = [(group.ids(self.count), group.begun) for group in self.in_flight()]
         self.model = self.closed.copy()
         self.start(len(self.closed.steps))
@@ -323,4 +352,4 @@ class SessionStates(RuleBasedStateMachine):
 
 
 TestSessionStates = SessionStates.TestCase
-TestSessionStates.settings = settings(stateful_step_count=100)
+TestSessionStates.settings = settings(stateful_step_count=8 * STEPS)
