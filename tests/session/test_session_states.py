@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -27,7 +27,6 @@ from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.worker_pool import NoRoom
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.recipe.rollout_mode import Boundary
 from rlhfless_ray.session.dynamic_sampling import DynamicSampling
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.session.prompt_source import PromptSource
@@ -66,7 +65,7 @@ def passes(row: int) -> bool:
 
 
 class FakeStage:
-    """Engines that an example's random numbers drive."""
+    """Engines that draw which response gets tokens next, and whether they are lost."""
 
     kept = restart_s = drafter = None
 
@@ -104,14 +103,12 @@ class FakeStage:
 
     def _check_choice(self, batch: RolloutBatch, finished: list[int]) -> None:
         """A step trains the first complete groups, unless others would then be too old in a later step."""
-        ends = [max(map(finished.index, keys)) if set(keys) <= set(finished) else len(batch.ids) for keys in self._keys(batch)]
-        first = sorted(sorted(range(len(ends)), key=ends.__getitem__)[: batch.quota])
+        place = {key: place for place, key in enumerate(finished)}
+        ends = [place.get(key, len(batch.ids)) for key in range(len(batch.ids))]
+        complete = np.argsort(np.reshape(ends, (-1, batch.count)).max(1), kind="stable")
+        first = sorted(complete[: batch.quota].tolist())
         others = [last for group, last in enumerate(batch.last_steps) if group not in first]
         assert batch.chosen == first or find_late(others, batch.step + 1, batch.per_step)
-
-    @staticmethod
-    def _keys(batch: RolloutBatch) -> list[list[int]]:
-        return [list(range(start, start + batch.count)) for start in range(0, len(batch.ids), batch.count)]
 
     def _completion(self, step: Step, key: int, made: int, is_finished: bool, version: int) -> Completion:
         earlier, had = step.batch.before().get(key), int(step.batch.made[key])
@@ -124,12 +121,12 @@ class FakeStage:
 class SmallSession(RolloutSession):
     """Plans and leases nothing."""
 
+    on_batch: Callable[[RolloutBatch], None]
+
     def next_batch(self, step: Step, *, refills: bool = False) -> RolloutBatch:
         batch = super().next_batch(step, refills=refills)
         self.on_batch(batch)
         return batch
-
-    on_batch: Callable[[RolloutBatch], None]
 
     def _forecast(self, step: Step) -> None:
         step.prompts = [group.prompt for group in step.batch.groups]
@@ -146,8 +143,7 @@ class SmallSession(RolloutSession):
 
     @contextmanager
     def _phase(self, plan: Any) -> Iterator[None]:
-        with nullcontext():
-            yield
+        yield
 
 
 @dataclass
@@ -294,24 +290,14 @@ class SessionStates(RuleBasedStateMachine):
 
     def kill_and_resume(self) -> None:
         """What happened since the last step ended is repeated, maybe in another order."""
-        before = [(group.ids(self.count), group.begun) for group in self.in_flight()]
         self.model = self.closed.copy()
         self.start(len(self.closed.steps))
-        if self.recipe.rollout.mode.boundary is not Boundary.DRAIN:
-            assert [(group.ids(self.count), group.begun) for group in self.in_flight()] == before
-            assert all([sample.id for sample in group.samples] == group.ids(self.count) for group in self.groups.in_flight if group.samples)
 
     # ---- the model ------------------------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
         return self.recipe.rollout.samples_per_prompt
-
-    def in_flight(self) -> list[Group]:
-        """The groups in flight in the saved state."""
-        groups = GroupsInFlight(self.recipe)
-        groups.restore(json.loads(json.dumps(self.state.get("in_flight", []))), self.prompts)
-        return groups.in_flight
 
     def stream(self, length: int) -> list[int]:
         return Cursor(len(self.prompts), BATCH, True, self.seed).next(length)
