@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.reward.values import to_finite_float, to_float, unwrap
-from rlhfless_ray.types import Completion, Prompt, SampleId, Scored
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
 
@@ -70,29 +69,6 @@ class Episode:
         return cls(
             tokens[:last].astype(np.int32), first, action, logprobs, len(ranges), bool(result.get("truncated", False)), reward, score, logs
         )
-
-    def sample(
-        self,
-        prompt: Prompt,
-        name: SampleId,
-        key: int,
-        version: int,
-        versions: tuple[tuple[int, int], ...] = (),
-        observation: str = "",
-        turns: tuple[tuple[str, str], ...] = (),
-    ) -> Scored:
-        """Convert to a scored sample for the learner. The agent's first observation replaces the prompt.
-
-        `version`, `versions`: as in `Completion`. `observation`: the text of that observation. `turns`: as in `Sample`.
-        """
-        seen = tuple(self.token_ids[: self.prompt_tokens].tolist())
-        if seen != prompt.token_ids:
-            prompt = replace(prompt, token_ids=seen, text=observation)
-        rest = self.token_ids[self.prompt_tokens :]
-        logprobs = np.full(len(rest), np.nan, np.float32) if self.logprobs is None else self.logprobs
-        completion = Completion(key, rest, logprobs, "length" if self.truncated else "stop", version, versions)
-        mask, text = None if self.action.all() else self.action, "".join(text for _, text in turns)
-        return Scored(prompt, name, completion, text, mask, turns, self.reward, None, self.score, self.extra_logs)
 
 
 def _check(ranges: list[tuple[int, int]], tokens: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.agent.messages import EpisodeEnd
 from rlhfless_ray.agent.unfinished_episode import token_versions
-from rlhfless_ray.types import Completion, Prompt, Request, Sample, Scored
+from rlhfless_ray.types import Completion, Prompt, Request, Sample, SampleId, Scored
 
 
 class EpisodeSamples:
@@ -29,17 +30,9 @@ class EpisodeSamples:
             if end.key in self.made:
                 continue
             name = self.ids[end.key]
-            prompt = self.prompts[name.row]
-            if isinstance(end.result, str):
-                completion = Completion(end.key, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", self.version)
-                sample = Scored(prompt, name, completion, error=end.result)
-            else:
-                is_mixed = any(version != self.version for _, _, version in end.drawn)
-                versions = token_versions(end.result, end.drawn) if is_mixed else ()
-                sample = end.result.sample(prompt, name, end.key, self.version, versions, end.observation, end.texts)
-            self.made[end.key] = sample
+            self.made[end.key] = sample_of(end, self.prompts[name.row], name, self.version)
             self.agent_s.append(end.agent_s)
-            added.append(sample)
+            added.append(self.made[end.key])
         return added
 
     def all(self) -> list[Sample]:
@@ -55,3 +48,20 @@ class EpisodeSamples:
             "agent/feedback_tokens": int(sum(len(s.completion.token_ids) - s.written_tokens for s in samples)),
             "agent/mean_s": float(np.mean(self.agent_s)) if self.agent_s else 0.0,
         }
+
+
+def sample_of(end: EpisodeEnd, prompt: Prompt, name: SampleId, version: int) -> Scored:
+    """Return an episode as a sample. The agent's first observation replaces the prompt. `version`: the newest of its tokens."""
+    episode = end.result
+    if isinstance(episode, str):
+        none = Completion(end.key, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", version)
+        return Scored(prompt, name, none, error=episode)
+    seen = tuple(episode.token_ids[: episode.prompt_tokens].tolist())
+    if seen != prompt.token_ids:
+        prompt = replace(prompt, token_ids=seen, text=end.observation)
+    rest = episode.token_ids[episode.prompt_tokens :]
+    logprobs = np.full(len(rest), np.nan, np.float32) if episode.logprobs is None else episode.logprobs
+    versions = token_versions(episode, end.drawn) if any(drawn != version for _, _, drawn in end.drawn) else ()
+    completion = Completion(end.key, rest, logprobs, "length" if episode.truncated else "stop", version, versions)
+    mask, text = None if episode.action.all() else episode.action, "".join(text for _, text in end.texts)
+    return Scored(prompt, name, completion, text, mask, end.texts, episode.reward, None, episode.score, episode.extra_logs)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,9 @@ from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.types import Sample, SampleId, Scored, Trained, UpdateStats, WeightVersion
+from rlhfless_ray.types import AnySample, Sample, SampleId, Scored, Trained, UpdateStats, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
-AnySample = TypeVar("AnySample", bound=Sample)
 FREE_S = 0.05  # longest wait for Ray to grant a free slot
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,11 @@ class Scoring:
     ) -> None:
         self.pool, self.timeout_s, self.max_failed, self.item = pool, timeout_s, max_failed, item
         self.call_s, self.make_room = call_s, make_room
-        self.samples: list[Sample] = []  # `Scored` once they have a reward or an error
+        self.samples: list[Sample] = []
+        self.scored: dict[SampleId, Scored] = {}  # those that have a reward or an error
         self.running: dict[Any, _Call] = {}
         self.unassigned: list[tuple[list[Item], bool]] = []  # (remaining, one_by_one) of lost workers
-        self.done = self.failed = 0
+        self.failed = 0
 
     @property
     def has_given_up(self) -> bool:
@@ -73,8 +74,7 @@ class Scoring:
         """Add samples. Those that have come with their reward or error are only counted."""
         first = len(self.samples)
         self.samples += samples
-        scored = [sample for sample in samples if isinstance(sample, Scored)]
-        self._count(scored)
+        self._record(sample for sample in samples if isinstance(sample, Scored))
         items = [self.item(first + i, sample) for i, sample in enumerate(samples) if not isinstance(sample, Scored)]
         workers = list(self.pool.working)
         for k, worker in enumerate(workers):
@@ -107,7 +107,7 @@ class Scoring:
                 self._handle_loss(call.worker, can_wait)
             else:
                 del self.running[ref]
-                self._record(scores)
+                self._record(_scored(self.samples[score.key], score) for score in scores)
                 self._send(call.worker, _without(call.remaining, scores), call.one_by_one)
         return bool(over)
 
@@ -129,44 +129,36 @@ class Scoring:
             return
         why = _loss_reason(self.timeout_s)
         if suspect is not None:  # it gets its error first, because a failure that ends the run writes it to disk
-            scores, sample = [Score(suspect, None, _loss_error(self.timeout_s))], self.samples[suspect]
-            self._record(scores)
-            first.remaining = _without(first.remaining, scores)
+            sample, failure = (
+                self.samples[suspect],
+                Score(suspect, None, f"the reward process hung past {self.timeout_s:g} s or died, and was replaced"),
+            )
+            self._record([_scored(sample, failure)])
+            first.remaining = _without(first.remaining, [failure])
             why += f" at prompt row {sample.prompt.index} {_short(sample.prompt.text)}, response {_short(sample.text)}"
         successor = self.pool.replace(worker, why, cause, self.make_room)
         for call in calls:
             self._send(successor, call.remaining, call.one_by_one)
 
-    def _record(self, scores: list[Score]) -> None:
-        for score in scores:
-            self.samples[score.key] = _with(self.samples[score.key], score)
-        self._count(scores)
-
-    def _count(self, scored: Sequence[Score | Scored]) -> None:
-        self.done += len(scored)
-        self.failed += sum(one.error is not None for one in scored)
+    def _record(self, scored: Iterable[Scored]) -> None:
+        for sample in scored:
+            self.scored[sample.id] = sample
+            self.failed += sample.error is not None
 
     def newest(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples, those that have a reward or an error with it."""
-        scored = self.scored
-        return [scored.get(sample.id, sample) for sample in samples]
-
-    @property
-    def scored(self) -> dict[SampleId, Scored]:
-        """The samples that have a reward or an error so far."""
-        return {sample.id: sample for sample in self.samples if isinstance(sample, Scored)}
+        return [self.scored.get(sample.id, sample) for sample in samples]
 
     def finish(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Wait until every sample has its reward or error, or too many have failed. `say`: callback for progress messages."""
         while self.running and not self.has_given_up:
             STOP.check()
             if self.collect(0.1):
-                say(f"score: {self.done} of {len(self.samples)} samples" + (f", {self.failed} failed" if self.failed else ""))
+                say(f"score: {len(self.scored)} of {len(self.samples)} samples" + (f", {self.failed} failed" if self.failed else ""))
 
 
-def _with(sample: Sample, score: Score) -> Scored:
-    values = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
-    return Scored(**values, reward=score.reward, error=score.error, score=score.score, extra_logs=dict(score.extra_logs))
+def _scored(sample: Sample, score: Score) -> Scored:
+    return Scored(**vars(sample), reward=score.reward, error=score.error, score=score.score, extra_logs=score.extra_logs)
 
 
 def _without(items: list[Item], scores: list[Score]) -> list[Item]:
@@ -191,10 +183,6 @@ def _fetch_scores(pool: WorkerPool, worker: Instance, ref: Any) -> list[Score] |
 
 def _loss_reason(timeout_s: float) -> str:
     return f"it hung past reward.timeout_s = {timeout_s:g} s or died"
-
-
-def _loss_error(timeout_s: float) -> str:
-    return f"the reward process hung past {timeout_s:g} s or died, and was replaced"
 
 
 def check_failures(samples: Sequence[Sample], failed: int, max_failed_share: float) -> list[Scored]:

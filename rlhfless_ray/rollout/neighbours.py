@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.step.step_prefixes import StepPrefixes
-from rlhfless_ray.types import Sample, SampleId, Scored
-
-AnySample = TypeVar("AnySample", bound=Sample)
+from rlhfless_ray.types import AnySample, Sample, SampleId, Scored
 
 
 class WeightPublisher(Protocol):

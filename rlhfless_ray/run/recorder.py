@@ -150,11 +150,7 @@ class RunRecorder:
             "length/full_share": float(np.mean(totals >= self._longest_total())),
             "tokens/generated": int(lengths.sum()),
             "tokens/samples": len(samples),
-            **(
-                {"reward/return_mean": float(np.mean(earned))}
-                if (earned := [s.earned for s in scored if isinstance(s, Trained) and s.earned is not None])
-                else {}
-            ),
+            **({"reward/return_mean": float(np.mean(earned))} if earned else {}),
             **self._penalized(scored),
             **({"reward/score_mean": float(np.mean(scores))} if (scores := [s.score for s in scored if s.score is not None]) else {}),
             **{

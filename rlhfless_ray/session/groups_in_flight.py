@@ -179,25 +179,24 @@ class GroupsInFlight:
         They are dropped if the recipe draws others now.
         """
         count, place = self.rollout.samples_per_prompt, cursor.state()
-        samples = [from_json(row, prompts) for row in state]
-        drawn = cursor.next(len(samples) // count)
-        if [row for row in drawn for _ in range(count)] != [sample.id.row for sample in samples]:
+        drawn = cursor.next(len(state) // count)
+        if [row for row in drawn for _ in range(count)] != [sample["row"] for sample in state]:
             cursor.restore(place)
             return
-        for start, row in zip(range(0, len(samples), count), drawn, strict=True):
-            group = Group(prompts[row], step, self._first_sample(prompts[row], count))
-            named = zip(samples[start : start + count], group.ids(count), strict=True)
-            self.in_flight.append(replace(group, samples=tuple(replace(sample, id=name) for sample, name in named)))
+        groups = [
+            {"row": row, "begun": step, "first_sample": self._first_sample(prompts[row], count), "samples": state[g * count :][:count]}
+            for g, row in enumerate(drawn)
+        ]
+        self.restore(groups, prompts)
 
     def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
         """Restore the groups in flight. `prompts`: by row. Groups begin again if their size or a length is not as the recipe has it now."""
         self.in_flight = []
         for row in state:
-            group = Group(prompts[row["row"]], row["begun"], row["first_sample"])
-            samples = [from_json(sample, prompts) for sample in row["samples"]]
-            if len(samples) == self.rollout.samples_per_prompt and (self.has_agent or self._have_room(group.prompt, samples)):
-                named = [replace(sample, id=name) for sample, name in zip(samples, group.ids(len(samples)), strict=True)]
-                group = replace(group, samples=tuple(named))
+            group, count = Group(prompts[row["row"]], row["begun"], row["first_sample"]), len(row["samples"])
+            samples = tuple(from_json(one, prompts, name) for one, name in zip(row["samples"], group.ids(count), strict=True))
+            if count == self.rollout.samples_per_prompt and (self.has_agent or self._have_room(group.prompt, samples)):
+                group = replace(group, samples=samples)
             self.in_flight.append(group)
 
     def _have_room(self, prompt: Prompt, samples: Sequence[Sample]) -> bool:

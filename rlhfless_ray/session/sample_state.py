@@ -24,23 +24,23 @@ def as_json(sample: Sample) -> dict[str, Any]:
     return {"row": sample.id.row, "id": list(sample.id), "completion": completion, **own, **score, **of_agent}
 
 
-def from_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
-    """Restore a sample exactly: JSON's decimals preserve float32. `prompts`: by row.
+def from_json(row: dict[str, Any], prompts: list[Prompt], name: SampleId | None = None) -> Sample:
+    """Restore a sample exactly: JSON's decimals preserve float32. `prompts`: by row. `name`: overrides the saved one.
 
     In older checkpoints samples have no name, but a key that no other sample of their step has.
     """
-    fields = row["completion"]
-    fields |= {
-        "token_ids": np.array(fields["token_ids"], np.int32),
-        "logprobs": np.array(fields["logprobs"], np.float32),
-        "versions": tuple((version, tokens) for version, tokens in fields["versions"]),
-        "turns": tuple((tuple(context), tokens, reason) for context, tokens, reason in fields.get("turns", ())),
+    saved = row["completion"]
+    fields = saved | {
+        "token_ids": np.array(saved["token_ids"], np.int32),
+        "logprobs": np.array(saved["logprobs"], np.float32),
+        "versions": tuple((version, tokens) for version, tokens in saved["versions"]),
+        "turns": tuple((tuple(context), tokens, reason) for context, tokens, reason in saved.get("turns", ())),
     }
     prompt = prompts[row["row"]]
     if "observation" in row:  # an agent's first one takes the prompt's place
         prompt = replace(prompt, text=row["observation"][0], token_ids=tuple(row["observation"][1]))
     mask = None if row["action_mask"] is None else np.array(row["action_mask"], bool)
-    name = SampleId(*row["id"]) if "id" in row else SampleId(row["row"], OLDER, fields["key"])
+    name = name or (SampleId(*row["id"]) if "id" in row else SampleId(row["row"], OLDER, saved["key"]))
     turns = tuple((who, text) for who, text in row["turns"])
     sample = Sample(prompt, name, Completion(**fields), row["text"], mask, turns)
     score = {name: row[name] for name in UNSCORED}

@@ -280,7 +280,7 @@ def test_a_worker_whose_node_is_lost_while_engines_work_is_not_waited_for() -> N
     pool.working = [pool.new()]
     scoring.add(samples[2:])
     scoring.finish()
-    assert [s.reward for s in scoring.newest(samples)] == [1.0, 2.0, 3.0] and scoring.done == 3 and pool.faults.used == 0
+    assert [s.reward for s in scoring.newest(samples)] == [1.0, 2.0, 3.0] and len(scoring.scored) == 3 and pool.faults.used == 0
 
 
 def test_a_worker_whose_node_is_lost_gets_a_slot_that_the_run_keeps_for_its_next_phase() -> None:

@@ -87,11 +87,13 @@ def test_state_is_read_and_written_alike(mode: str, tmp_path: Path) -> None:
     before = saved_responses(json.loads(json.dumps(state)))
     prompts, cursor = [Prompt(row, f"p{row}", (1, row)) for row in range(16)], Cursor(16, 2, False, 0)
     groups, sampling = GroupsInFlight(recipe), DynamicSampling(recipe, cursor)
-    groups.restore(state.get("in_flight", []), prompts)
     sampling.restore(state["refill"], prompts)
-    drawn = [sample["row"] for sample in state.get("ahead", [])][::COUNT]
-    cursor.next = lambda count=None: drawn  # type: ignore[method-assign]
-    groups.restore_ahead(state.get("ahead", []), step + 1, cursor, prompts)
+    if ahead := state.get("ahead"):
+        drawn = [sample["row"] for sample in ahead][::COUNT]
+        cursor.next = lambda count=None: drawn  # type: ignore[method-assign]
+        groups.restore_ahead(ahead, step + 1, cursor, prompts)
+    else:
+        groups.restore(state.get("in_flight", []), prompts)
     after = saved_responses(json.loads(json.dumps({"in_flight": groups.state(groups.in_flight), "refill": sampling.state()})))
     assert before.keys() == after.keys() and (before or mode == "synchronous")
     changed = {"id", "sample"}  # the name of a sample, which was its number in the group
