@@ -138,7 +138,7 @@ class Group:
     prompt: Prompt
     begun: int  # step
     first_sample: int = 0  # number of its first sample: not 0 if the prompt was begun twice in that step
-    samples: tuple[Sample, ...] = ()  # after its first step: all of them, unfinished ones with the tokens so far
+    samples: tuple[Sample, ...] = ()  # those that have begun, unfinished ones with the tokens so far
 
     def ids(self, count: int) -> list[SampleId]:
         """Return the names of its `count` responses."""

@@ -82,10 +82,9 @@ class ScoreStage:
         return self.pool.park_all()
 
     def _scoring(self, samples: int) -> Scoring:
-        recipe = self.context.recipe
-        max_failed = recipe.reward.max_failed_share * samples
+        reward = self.context.recipe.reward
         release = self.context.broker.release  # slots that wait for the next phase; one of them may be the only one that is left
-        return Scoring(self.pool, recipe.reward.timeout_s, max_failed, self.item, self.call_s, release)
+        return Scoring(self.pool, reward.timeout_s, reward.max_failed_share * samples, self.item, self.call_s, release)
 
     def score(self, samples: Sequence[Sample], step: int, name: str = "step") -> list[Scored]:
         """Return the samples with their rewards. Those that were not scored ahead are scored now.

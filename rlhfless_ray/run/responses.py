@@ -106,17 +106,17 @@ class ResponseRecord:
         there = self.scores if scored else self.places
         return [prompt for prompt in prompts if any((prompt.index, n) not in there for n in range(count))]
 
-    def samples(self, prompt: Prompt, count: int) -> dict[int, Sample]:
-        """Return the existing responses to a prompt, by number."""
-        samples = {}
+    def samples(self, prompt: Prompt, count: int) -> tuple[Sample, ...]:
+        """Return the existing responses to a prompt."""
+        samples = []
         with self.path.open("rb") as file:
             for n in range(count):
                 if (prompt.index, n) in self.places:
                     row = self._row(file, (prompt.index, n))
                     tokens, logprobs = np.array(row["token_ids"], np.int32), np.array(row["logprobs"], np.float32)
                     name, done = SampleId(prompt.index, GENERATION, n), Completion(n, tokens, logprobs, row["finish"], 0)
-                    samples[n] = Sample(prompt, name, done, row["response"])
-        return samples
+                    samples.append(Sample(prompt, name, done, row["response"]))
+        return tuple(samples)
 
     def _row(self, file: Any, key: Key) -> dict[str, Any]:
         start, length = self.places[key]
