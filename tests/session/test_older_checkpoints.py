@@ -1,6 +1,6 @@
 """The checkpoints of commit d5e5d210, one of each rollout mode, are still read and resumed.
 
-`tests/data/checkpoints_d5e5d210` has what runs of that commit with the recipes below had saved after one or two of four steps. Their policy
+`tests/data/checkpoints_d5e5d210` has what runs of that commit with the recipes below had saved after one to three of four steps. Their policy
 was the Qwen2 of 11,680 parameters in `tests/run/c39cbef`, with the embedding of the end token times four, so that responses end early.
 """
 
@@ -59,7 +59,7 @@ def resumable(mode: str, folder: Path) -> tuple[Recipe, dict[str, Any]]:
         "watch": {"progress": "off", "tensorboard": False, "wandb": "off"},
     }
     if mode == "synchronous":
-        tree["algorithm"] = {"filter_range": [-2.0, 0], "filter_draw": 1.9}
+        tree["algorithm"] = {"filter_range": [-3.0, 0], "filter_draw": 1.9}
     if mode == "agent":
         tree |= {"reward": {}, "agent": {"path": str(folder / "agent.py"), "max_tokens": 120, "turn_tokens": 30}}
     return Recipe.parse(tree), json.loads((step / "driver.json").read_text())
@@ -95,7 +95,7 @@ def test_state_is_read_and_written_alike(mode: str, tmp_path: Path) -> None:
     else:
         groups.restore(state.get("in_flight", []), prompts)
     after = saved_responses(json.loads(json.dumps({"in_flight": groups.state(groups.in_flight), "refill": sampling.state()})))
-    assert before.keys() == after.keys() and (before or mode == "synchronous")
+    assert before and before.keys() == after.keys()
     changed = {"id", "sample"}  # the name of a sample, which was its number in the group
     for name, sample in before.items():
         completion = after[name].pop("completion")
@@ -117,7 +117,7 @@ def test_training_goes_on_from_its_checkpoint(mode: str, tmp_path: Path) -> None
     with Runtime(recipe, resume=True) as run:
         step = next(iter(run))
     assert step.number == number and len(step.samples) == recipe.prompts.batch_prompts * COUNT
-    found = {(sample.id.row, sample.id.number % COUNT): drawn_tokens(sample) for sample in step.samples}
+    found = {(sample.id.row, sample.id.number % COUNT): drawn_tokens(sample) for sample in reversed(step.samples)}
     checkpoint = run_folder / "checkpoints" / f"step_{number}"
     later = saved_responses(json.loads((checkpoint / "driver.json").read_text()))
     found |= {name: sample["completion"]["token_ids"] for name, sample in later.items() if name not in found}
