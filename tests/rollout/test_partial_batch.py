@@ -191,6 +191,17 @@ def test_groups_that_are_too_long_for_a_resumed_recipe_begin_again(limit: int, k
     assert len(run.in_flight[0].samples) == kept and run.in_flight[0].begun == 1
 
 
+@pytest.mark.parametrize("settings", [{"ahead": True}, {"partial": "off", "oversample": "auto", "max_lag_steps": 1}])
+def test_a_row_drawn_again_after_a_resume_gets_another_name(settings: dict[str, Any]) -> None:
+    """With three rows the next epoch begins within a step. Both groups once had one name, and one response was trained for the other."""
+    run, prompts = GroupsInFlight(recipe(**settings)), [Prompt(0, "", (1,))]
+    (first, *_) = run.begin(2, 5, drawing(lambda count: prompts[:count], missing=3)).groups
+    resumed = GroupsInFlight(recipe(**settings))
+    resumed.restore(run.state([first]), prompts)
+    before, drawn = resumed.begin(2, 5, drawing(lambda count: prompts[:count], missing=3)).groups
+    assert before.ids(2) == first.ids(2) and not {*before.ids(2)} & {*drawn.ids(2)}
+
+
 def test_a_last_step_whose_groups_are_all_dropped_gets_others() -> None:
     """The rows of the last epoch are used up then, and nothing is in flight: without others there would be no sample to learn from."""
     tree = {"path": "rows.jsonl", "batch_prompts": 3}
