@@ -1,7 +1,8 @@
 """The checkpoints of commit d5e5d210, one of each rollout mode, are still read and resumed.
 
 `tests/data/checkpoints_d5e5d210` has what runs of that commit with the recipes below had saved after one to three of four steps. Their
-policy was the Qwen2 of 11,680 parameters in `tests/run/c39cbef`. Its embedding of the end token was multiplied by four: responses end early.
+policy was the Qwen2 of 11,680 parameters in `tests/run/c39cbef`. The embedding of its end token was multiplied by four, so that
+responses end early.
 """
 
 from __future__ import annotations
