@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.learn.warm_start import warm_start
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.prompts.builtin_tasks import Chain
-from rlhfless_ray.types import Sample
+from rlhfless_ray.types import Sample, Scored
 from rlhfless_ray.weights.load_policy import cache_policy, initial_policy, warm_start_key
 from rlhfless_ray.weights.model_folder import write_folder
 
@@ -105,23 +106,25 @@ def settings(name: str, model: RewardModelTraining | None, root: Path = Path()) 
     ]
 
 
-def right(samples: list[Sample]) -> np.ndarray:
+def right(samples: Sequence[Sample]) -> np.ndarray:
     """What the verifier says of each, (n,) of 0.0 and 1.0."""
     return np.array([Chain().verify(sample.text, sample.prompt.row) for sample in samples])
 
 
 def run(name: str, recipe: Recipe) -> Curve:
     """Train, and judge what the runtime's own evaluations sampled."""
-    evaluations: list[list[Sample]] = []
+    evaluations: list[list[Scored]] = []
     prompts = recipe.evaluate.prompts
     with Runtime(recipe) as runtime:
-        answer = runtime.rollout_stage.answer
+        score = runtime.score_stage.score
 
-        def kept(*arguments: Any) -> list[Sample]:
-            evaluations.append(answer(*arguments))
-            return evaluations[-1]
+        def kept(samples: Sequence[Sample], step: int, name: str = "step") -> list[Scored]:
+            scored = score(samples, step, name)
+            if name == "evaluation":
+                evaluations.append(scored)
+            return scored
 
-        runtime.rollout_stage.answer = kept  # type: ignore[method-assign, assignment]
+        runtime.score_stage.score = kept  # type: ignore[method-assign]
         rows = [step.metrics for step in runtime]
     first, last = evaluations[0], evaluations[-1]
     before, after = ({"sampled": float(right(s[:prompts]).mean()), "greedy": float(right(s[prompts:]).mean())} for s in (first, last))

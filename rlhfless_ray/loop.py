@@ -29,10 +29,10 @@ def steps(run: StepOperations) -> Iterator[Step]:
     while step is not None:
         run.begin_step(step)
         session.take(step)
-        run.score(step)
+        scored = run.score(step)
 
         with run.learn_phase():
-            update = run.start_update(run.advantages(step.samples))
+            update = run.start_update(run.advantages(scored))
             run.observe_samples(step)
             upcoming = session.admit(step.number + 1)  # while the learner works
             step.stats = update.result()

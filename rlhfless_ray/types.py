@@ -1,16 +1,16 @@
 """The data types that stages and processes exchange, in the order in which they pass through the loop.
 
-    Prompt → Forecast → Plan → Request → Completion → Sample → Batch → UpdateStats → WeightVersion
+    Prompt → Forecast → Plan → Request → Completion → Sample → Scored → Trained → Batch → UpdateStats → WeightVersion
 
-The `Step` that collects them, its plan and its prefix KV are in the folder `step/`. Arrays are numpy. Nothing here imports ray, torch
-or vllm.
+The `Step` that collects them, its plan and its prefix KV are in the folder `step/`. All of them are frozen: a stage returns new values.
+Arrays are numpy. Nothing here imports ray, torch or vllm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class Request:
     id: SampleId = UNNAMED  # of the response, or of the episode of which it is a turn
 
 
-@dataclass
+@dataclass(frozen=True)
 class Completion:
     """What an engine generated for one request."""
 
@@ -83,24 +83,18 @@ class Completion:
     experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        self.versions = self.versions or ((self.version, len(self.token_ids)),)
+        if not self.versions:
+            object.__setattr__(self, "versions", ((self.version, len(self.token_ids)),))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sample:
-    """A completion with its prompt, its text and, once scored, its reward and advantage."""
+    """A completion with its prompt and its text."""
 
     prompt: Prompt
     id: SampleId
     completion: Completion
     text: str = ""
-    reward: float | None = None  # None: not scored, or the reward function failed, see `error`
-    error: str | None = None
-    advantage: float | None = None  # None: the sample is not part of the update
-    earned: float | None = None  # reward after penalties, baseline and clip, with the tokens' KL if it is part of the reward
-    penalized: float | None = None  # reward after length penalties only; None until advantages are computed
-    score: float | None = None  # in [0, 1], for dynamic filtering; None: the reward serves as the score
-    extra_logs: dict[str, float] = field(default_factory=dict)  # values that the reward function adds to the log
     action_mask: np.ndarray | None = None  # (length,) bool: True for tokens of the policy, False for feedback; None: all are the policy's
     turns: tuple[tuple[str, str], ...] = ()  # of an agent's sample: ("policy" or "agent", text); () without an agent
 
@@ -115,6 +109,28 @@ class Sample:
         return len(self.prompt.token_ids) + len(self.completion.token_ids)
 
 
+AnySample = TypeVar("AnySample", bound=Sample)
+
+
+@dataclass(frozen=True)
+class Scored(Sample):
+    """A sample with its reward."""
+
+    reward: float | None = None  # None: it could not be computed, see `error`
+    error: str | None = None
+    score: float | None = None  # in [0, 1], for dynamic filtering; None: the reward serves as the score
+    extra_logs: Mapping[str, float] = field(default_factory=dict)  # values that the reward function adds to the log
+
+
+@dataclass(frozen=True)
+class Trained(Scored):
+    """A scored sample with its advantage."""
+
+    advantage: float | None = None  # None: the sample has no reward, so it is not part of the update
+    earned: float | None = None  # reward after penalties, baseline and clip, with the tokens' KL if it is part of the reward
+    penalized: float | None = None  # reward after length penalties only
+
+
 @dataclass(frozen=True)
 class Group:
     """The responses to one prompt, which may outlive a step with `rollout.partial`."""
@@ -122,7 +138,7 @@ class Group:
     prompt: Prompt
     begun: int  # step
     first_sample: int = 0  # number of its first sample: not 0 if the prompt was begun twice in that step
-    samples: tuple[Sample, ...] = ()  # after its first step: all of them, unfinished ones with the tokens so far
+    samples: tuple[Sample, ...] = ()  # those that have begun, unfinished ones with the tokens so far
 
     def ids(self, count: int) -> list[SampleId]:
         """Return the names of its `count` responses."""

@@ -14,7 +14,12 @@ import numpy as np
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import Prompt, Request, Sample
+from rlhfless_ray.types import Prompt, Request, Sample, Scored
+
+
+def with_reward(sample: Sample, reward: float | None) -> Scored:
+    """Return the sample with this reward, or with an error."""
+    return Scored(**vars(sample), reward=reward, error="no" if reward is None else None)
 
 
 def rows(run: Path, first_step: int = 0) -> list[dict[str, Any]]:

@@ -121,7 +121,7 @@ def status(folder: RunFolder) -> dict[str, Any]:
 
 def a_sample() -> Sample:
     done = Completion(0, np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", 0)
-    return Sample(Prompt(0, "p", (1, 2)), SampleId(0, 1, 0), done, text="t" * 400, reward=1.0)
+    return Sample(Prompt(0, "p", (1, 2)), SampleId(0, 1, 0), done, text="t" * 400)
 
 
 def hidden(path: Path) -> list[str]:

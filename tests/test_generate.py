@@ -28,7 +28,7 @@ from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.responses import NO_REWARD, RECORD, RESPONSES, ResponseRecord, best_responses, preference_pairs, write_rows
 from rlhfless_ray.runtime.evaluate_models import Evaluation, ModelScore, _check_same_rows, _labels, best_of_k, with_own_folder
 from rlhfless_ray.runtime.generation import Generation
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from rlhfless_ray.types import Completion, Prompt, SampleId, Scored
 from rlhfless_ray.weights.layout import padded_share
 from rlhfless_ray.weights.load_policy import warm_start_key
 from rlhfless_ray.weights.model_folder import AVERAGE, INDEX, read_folder, stored_weights
@@ -128,11 +128,9 @@ def test_pairs_and_best_responses(tmp_path: Path) -> None:
 # ---- the record ---------------------------------------------------------------------------------------------------
 
 
-def sample(prompt: Prompt, number: int, reward: float | None = None) -> Sample:
-    logprobs = np.array([-0.1, -1 / 3], np.float32)
-    return Sample(
-        prompt, SampleId(prompt.index, 1, number), Completion(number, np.array([7, 9], np.int32), logprobs, "stop", 0), f"r{number}", reward
-    )
+def sample(prompt: Prompt, number: int, reward: float | None = None) -> Scored:
+    done = Completion(number, np.array([7, 9], np.int32), np.array([-0.1, -1 / 3], np.float32), "stop", 0)
+    return Scored(prompt, SampleId(prompt.index, 1, number), done, f"r{number}", reward=reward)
 
 
 def test_a_torn_record_goes_on_and_other_settings_are_refused(tmp_path: Path) -> None:

@@ -56,8 +56,9 @@ class Pipeline:
         if not step.samples and self.overtaken:
             self.note(f"plan the rest of {step.number}")
 
-    def score(self, step: Step) -> None:
+    def score(self, step: Step) -> Any:
         step.samples = [*self.note("score", step.samples), "filled"]  # type: ignore[list-item]
+        return step.samples
 
     @contextmanager
     def learn_phase(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -404,14 +405,14 @@ def test_a_row_twice_in_a_batch_gets_other_samples_and_all_others_keep_theirs(tm
 
 def test_an_evaluation_without_any_reward_has_no_accuracy_and_no_warning(recwarn) -> None:
     from rlhfless_ray.runtime.evaluation import compute_accuracies
-    from rlhfless_ray.types import Completion, Prompt, Sample
+    from rlhfless_ray.types import Completion, Prompt, Scored
 
     done = Completion(0, np.zeros(3, np.int32), np.zeros(3, np.float32), "stop", 0)
-    samples = [Sample(Prompt(i, "p", (1,)), SampleId(i, 1, 0), done, error="boom") for i in range(2)]
+    samples = [Scored(Prompt(i, "p", (1,)), SampleId(i, 1, 0), done, error="boom") for i in range(2)]
     asked = {"sampled": (1.0, 1), "greedy": (0.0, 1)}
     others = {"eval/length_mean": 3.0, "eval/truncated_share": 0.0, "eval/samples": 2.0}
     assert compute_accuracies(samples, asked) == {**others, "eval/failed": 2.0}
-    samples[1].reward = 0.5
+    samples[1] = replace(samples[1], reward=0.5, error=None)
     assert compute_accuracies(samples, asked) == {**others, "eval/failed": 1.0, "eval/accuracy_greedy": 0.5}
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
 
@@ -425,7 +426,7 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     from rlhfless_ray.reward import scoring as score
     from rlhfless_ray.reward.reward_functions import RewardSource
     from rlhfless_ray.run.recorder import RunRecorder
-    from rlhfless_ray.types import Completion, Prompt, Sample
+    from rlhfless_ray.types import Completion, Prompt, Scored
 
     run = Ended(tmp_path, watch__samples_per_step=1).run
     run.record.progress.phase = None
@@ -433,7 +434,7 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     run.record.samples = lambda *a: RunRecorder.samples(run.record, *a)
     done = Completion(0, np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
     samples = [
-        Sample(Prompt(i, "p", (1,)), SampleId(i, 1, 0), done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)
+        Scored(Prompt(i, "p", (1,)), SampleId(i, 1, 0), done, "r", reward=None if i else 1.0, error="boom" if i else None) for i in range(3)
     ]
     monkeypatch.setattr(score.Scoring, "finish", lambda self, announce: setattr(self, "failed", 2))
     source = RewardSource("task", "chain")

@@ -24,7 +24,7 @@ from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.ledger import read_ledger
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Sample, UpdateStats
+from rlhfless_ray.types import UNFINISHED, Completion, Sample, Scored, UpdateStats
 
 STEPS = 3
 LOGPROB_DIGITS = 5  # decimals: engines compute logits in batches whose sizes depend on time
@@ -183,7 +183,7 @@ def hashes(mode: str, agent: bool, folder: Path, orders: Orders) -> dict[str, st
     return found | {"ledger": _hash(sorted(kinds)), "orders": _hash([orders_of(run_folder)])}
 
 
-def _described(sample: Sample) -> list[Any]:
+def _described(sample: Scored) -> list[Any]:
     done = sample.completion
     mask = None if sample.action_mask is None else sample.action_mask.tolist()
     reward = None if sample.reward is None else round(sample.reward, 9)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlhfless_ray.reward.values import to_finite_float, to_float, unwrap
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
 
@@ -69,25 +68,6 @@ class Episode:
             raise BadEpisode(f"`reward`, `scores` or `extra_logs` is {error}") from None
         return cls(
             tokens[:last].astype(np.int32), first, action, logprobs, len(ranges), bool(result.get("truncated", False)), reward, score, logs
-        )
-
-    def sample(self, prompt: Prompt, name: SampleId, key: int, version: int, text: str) -> Sample:
-        """Convert to a scored sample for the learner. The agent's first observation replaces the prompt."""
-        seen = tuple(self.token_ids[: self.prompt_tokens].tolist())
-        if seen != prompt.token_ids:
-            prompt = replace(prompt, token_ids=seen)
-        rest = self.token_ids[self.prompt_tokens :]
-        logprobs = np.full(len(rest), np.nan, np.float32) if self.logprobs is None else self.logprobs
-        completion = Completion(key, rest, logprobs, "length" if self.truncated else "stop", version)
-        return Sample(
-            prompt,
-            name,
-            completion,
-            text,
-            self.reward,
-            score=self.score,
-            extra_logs=self.extra_logs,
-            action_mask=None if self.action.all() else self.action,
         )
 
 

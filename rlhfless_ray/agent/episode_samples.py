@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhfless_ray.agent.messages import EpisodeEnd
 from rlhfless_ray.agent.unfinished_episode import token_versions
-from rlhfless_ray.types import Completion, Prompt, Request, Sample
+from rlhfless_ray.types import Completion, Prompt, Request, Sample, SampleId, Scored
 
 
 class EpisodeSamples:
@@ -25,26 +25,14 @@ class EpisodeSamples:
 
     def add(self, played: Iterable[EpisodeEnd]) -> list[Sample]:
         """Return the new samples, with rewards. A failed episode has an error and no tokens."""
-        added = []
+        added: list[Sample] = []
         for end in played:
             if end.key in self.made:
                 continue
             name = self.ids[end.key]
-            prompt = self.prompts[name.row]
-            if isinstance(end.result, str):
-                completion = Completion(end.key, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", self.version)
-                sample = Sample(prompt, name, completion, error=end.result)
-            else:
-                text = "".join(text for _, text in end.texts)
-                sample = end.result.sample(prompt, name, end.key, self.version, text)
-                if any(version != self.version for _, _, version in end.drawn):
-                    sample.completion = replace(sample.completion, versions=token_versions(end.result, end.drawn))
-                if sample.prompt is not prompt:
-                    sample.prompt = replace(sample.prompt, text=end.observation)
-                sample.turns = end.texts
-            self.made[end.key] = sample
+            self.made[end.key] = sample_of(end, self.prompts[name.row], name, self.version)
             self.agent_s.append(end.agent_s)
-            added.append(sample)
+            added.append(self.made[end.key])
         return added
 
     def all(self) -> list[Sample]:
@@ -60,3 +48,20 @@ class EpisodeSamples:
             "agent/feedback_tokens": int(sum(len(s.completion.token_ids) - s.written_tokens for s in samples)),
             "agent/mean_s": float(np.mean(self.agent_s)) if self.agent_s else 0.0,
         }
+
+
+def sample_of(end: EpisodeEnd, prompt: Prompt, name: SampleId, version: int) -> Scored:
+    """Return an episode as a sample. The agent's first observation replaces the prompt. `version`: the newest of its tokens."""
+    episode = end.result
+    if isinstance(episode, str):
+        none = Completion(end.key, np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", version)
+        return Scored(prompt, name, none, error=episode)
+    seen = tuple(episode.token_ids[: episode.prompt_tokens].tolist())
+    if seen != prompt.token_ids:
+        prompt = replace(prompt, token_ids=seen, text=end.observation)
+    rest = episode.token_ids[episode.prompt_tokens :]
+    logprobs = np.full(len(rest), np.nan, np.float32) if episode.logprobs is None else episode.logprobs
+    versions = token_versions(episode, end.drawn) if any(drawn != version for _, _, drawn in end.drawn) else ()
+    completion = Completion(end.key, rest, logprobs, "length" if episode.truncated else "stop", version, versions)
+    mask, text = None if episode.action.all() else episode.action, "".join(text for _, text in end.texts)
+    return Scored(prompt, name, completion, text, mask, end.texts, episode.reward, None, episode.score, episode.extra_logs)

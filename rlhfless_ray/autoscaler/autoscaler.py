@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -295,7 +295,7 @@ class Autoscaler(StepPredictor):
         undominated = {update: pareto(found) for update, found in plans.items()}
         return size_together(undominated, self.objective, self.learner_slots * ranks) if plans else None
 
-    def size_learner(self, samples: list[Sample], is_beside_rollout: bool = False) -> Decision:
+    def size_learner(self, samples: Sequence[Sample], is_beside_rollout: bool = False) -> Decision:
         """Decide the number of slots per rank for the update on `samples`. `is_beside_rollout`: the next step's works beside it."""
         if not self.recipe.functions.elastic:
             return Hold(self.recipe.learner.max_slots_per_rank, "functions.elastic is off: all slots, always")
@@ -441,13 +441,13 @@ class Autoscaler(StepPredictor):
         """Return the plans with the time and cost by which the objective compares them: beside an update, those of the step."""
         return plans if update is None else [step_plan(plan, update, self.objective) for plan in plans]
 
-    def quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
+    def quality(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         """Return metrics of the step's forecast, of the best plan for the true lengths, and of the lower bounds."""
         self.learn()
         row = {"pool/rollout_actors": self.actors}
         return row | self.safely("judging the plan", lambda: self._quality(scenarios, samples, prompts, max_actors), lambda: {})
 
-    def _quality(self, scenarios: Scenarios, samples: list[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
+    def _quality(self, scenarios: Scenarios, samples: Sequence[Sample], prompts: list[Prompt], max_actors: int) -> dict[str, Any]:
         lengths = response_tokens(samples)
         quality = asdict(forecast_quality(scenarios.lengths, lengths))
         self.forecaster.calibrate(scenarios.lengths, lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -149,17 +149,17 @@ class Predictor:
         known = sum(phases.get(name, 0.0) for name in ("prefill", "rollout", "score", "eval"))
         self.terms.outside.observe(0.0, wall_s - known - self.update_s - self.passes_s)
 
-    def observe_update(self, slots: int, samples: list[Sample], seconds: float) -> None:
+    def observe_update(self, slots: int, samples: Sequence[Sample], seconds: float) -> None:
         """Record an update's duration. `slots`: per rank."""
         self.update_s, self.learner_slots = seconds, slots
         self.learner.observe(slots, float(response_tokens(samples).sum()), seconds)
 
-    def observe_passes(self, samples: list[Sample], seconds: float) -> None:
+    def observe_passes(self, samples: Sequence[Sample], seconds: float) -> None:
         """Record the duration of the learn phase before the update: passes that were not made ahead, and the critic's update."""
         self.passes_s = seconds
         self.terms.passes.observe(float(response_tokens(samples).sum()), seconds)
 
-    def observe_samples(self, prompts: list[Prompt], samples: list[Sample]) -> None:
+    def observe_samples(self, prompts: list[Prompt], samples: Sequence[Sample]) -> None:
         lengths = response_tokens(samples).reshape(len(prompts), self.samples)
         rows, tokens = _prompt_features(prompts)
         self.safely("learning from lengths", lambda: self.forecaster.observe(rows, tokens, list(lengths)), lambda: None)
@@ -210,6 +210,6 @@ def _prompt_features(prompts: list[Prompt]) -> tuple[list[int], list[int]]:
     return [p.index for p in prompts], [len(p.token_ids) for p in prompts]
 
 
-def response_tokens(samples: list[Sample]) -> np.ndarray:
+def response_tokens(samples: Sequence[Sample]) -> np.ndarray:
     """Return (samples,) generated tokens of each response; 1 for an agent's sample that failed before its first."""
     return np.array([max(1, sample.written_tokens) for sample in samples], float)

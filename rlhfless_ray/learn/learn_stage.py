@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -25,7 +25,7 @@ from rlhfless_ray.learn.logprob_passes import StepPasses, fill_budget
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.types import Sample, SampleId, UpdateStats, WeightVersion
+from rlhfless_ray.types import AnySample, Sample, SampleId, Scored, Trained, UpdateStats, WeightVersion
 from rlhfless_ray.weights.tensor_file import Files
 
 FREE_S = 0.05  # longest wait for Ray to grant a free slot
@@ -41,7 +41,7 @@ class LearnStage:
         self.passes_s = 0.0  # seconds of that phase before the policy's update
         self.plan: Decision | None = None
         self.obstacle = obstacle(context.recipe)
-        self.learned: set[SampleId] = set()  # the step's samples whose gradients have been requested
+        self.learned: dict[SampleId, Trained] = {}  # the step's samples whose gradients have been requested
         self.refs: list[Any] = []  # references to pending gradients
         self.update: Pending[UpdateStats] = Pending(UpdateStats)  # of the learner, the newest one
         self._stop_waits = ExitStack()  # holds the deferral of stop signals while an update is under way
@@ -59,7 +59,7 @@ class LearnStage:
 
     def begin(self, samples: int = 0) -> None:
         """Begin a step. Passes and gradients of its first samples may be computed before the learn phase."""
-        self.learned, self.worker_groups.keeps_gradients = set(), False
+        self.learned, self.worker_groups.keeps_gradients = {}, False
         self.passes.begin(samples)
 
     @property
@@ -67,7 +67,7 @@ class LearnStage:
         """Return whether a slot may have work before the learn phase."""
         return self.obstacle is None or self.passes.waiting
 
-    def with_work(self, groups: list[list[Sample]], seconds: float) -> list[WorkerGroup]:
+    def with_work(self, groups: Sequence[Sequence[Sample]], seconds: float) -> list[WorkerGroup]:
         """Return the worker groups that would use slots now: for gradients of these complete groups or for passes, within `seconds`."""
         gradients = self.obstacle is None and not self.refs and bool(self.choose_samples(groups, seconds))
         return [*([self.worker_group] if gradients else []), *self.passes.with_work(seconds)]
@@ -88,7 +88,7 @@ class LearnStage:
         """Return whether these leases are enough to accumulate gradients."""
         return self.obstacle is None and not self.refs and self.worker_group.fits(leases)
 
-    def choose_samples(self, groups: list[list[Sample]], seconds: float) -> list[Sample]:
+    def choose_samples(self, groups: Sequence[Sequence[AnySample]], seconds: float) -> list[AnySample]:
         """Return complete groups for about a micro-batch per share, or nothing if there are too few or they take more than `seconds`."""
         budget = self.context.recipe.learner.max_micro_batch_tokens * self.worker_group.cutter.ranks
         ready = [group for group in groups if self.passes.has_inputs_of(group)]
@@ -96,13 +96,14 @@ class LearnStage:
         enough = (full or tokens >= budget / 2) and self.context.autoscaler.learner.predict(1, tokens) <= seconds
         return [sample for group in ready[:count] for sample in group] if enough else []
 
-    def accumulate(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
+    def accumulate(self, samples: list[Scored], leases: list[Lease]) -> list[Lease]:
         """Accumulate gradients of complete groups under some of the leases. Returns the other leases."""
         self.worker_group.slots = self.worker_group.ranks
         left = self.worker_group.assign_leases(leases) if not self.worker_group.working else leases
-        self.refs = self.worker_group.accumulate(self.advantages(samples))
+        batch, trained = self.advantages(samples)
+        self.refs = self.worker_group.accumulate(batch)
         self.worker_groups.keeps_gradients = True
-        self.learned |= {sample.id for sample in samples}
+        self.learned |= {sample.id: sample for sample in trained}
         return left
 
     def pending(self) -> list[Any]:
@@ -144,13 +145,13 @@ class LearnStage:
 
     # ---- the phase --------------------------------------------------------------------------------------------
 
-    def advantages(self, samples: list[Sample]) -> Batch:
-        """Return the learner's batch of whole groups, without samples that have no reward or were learned ahead.
+    def advantages(self, answers: Sequence[Scored]) -> tuple[Batch, list[Trained]]:
+        """Return the learner's batch of whole groups, without samples that have no reward or were learned ahead, and all samples.
 
         Call it inside the phase. Reference, learner and critic first compute what the update needs of the batch.
         """
         recipe = self.context.recipe
-        samples = [sample for sample in samples if sample.id not in self.learned]
+        samples = [sample for sample in answers if sample.id not in self.learned]
         rewards = np.array([np.nan if s.reward is None else s.reward for s in samples])
         known = np.isfinite(rewards)
         learned = [sample for sample, scored in zip(samples, known, strict=True) if scored]
@@ -196,18 +197,17 @@ class LearnStage:
         written = lengths if mask is None else counts_of(mask, lengths)
         sums = np.concatenate([[0.0], np.cumsum(_spread(advantages[scored_tokens], scored_tokens, tokens))])[np.cumsum(lengths)]
         means = np.diff(sums, prepend=0.0) / np.maximum(written, 1)
+        trained = dict(self.learned)
         for sample, scored, mean, sum_of, reward in zip(samples, known, means, earned, after, strict=True):
-            if scored:
-                sample.advantage, sample.earned, sample.penalized = float(mean), float(sum_of), float(reward)
+            of_update = {"advantage": float(mean), "earned": float(sum_of), "penalized": float(reward)} if scored else {}
+            trained[sample.id] = Trained(**vars(sample) | of_update)
         by_token = {"advantages": advantages} | ({} if self.critic is None else {"returns": returns})
-        return replace(
-            batch,
-            kl_coefficient=self.controller.coefficient,
-            **{name: x[scored_tokens].astype(np.float32) for name, x in by_token.items()},  # type: ignore[arg-type]
-        )
+        of_tokens = {name: x[scored_tokens].astype(np.float32) for name, x in by_token.items()}
+        batch = replace(batch, kl_coefficient=self.controller.coefficient, **of_tokens)  # type: ignore[arg-type]
+        return batch, [trained[sample.id] for sample in answers]
 
     @contextmanager
-    def phase(self, samples: list[Sample]) -> Iterator[None]:
+    def phase(self, samples: Sequence[Sample]) -> Iterator[None]:
         """Run the learn phase of a step with these samples inside the block. Rollout engines hold no lease in it."""
         context, self.passes_s = self.context, 0.0
         with context.phases.phase("learn"):
@@ -227,7 +227,7 @@ class LearnStage:
                 if worker_group.working:
                     context.broker.put(worker_group.park())
 
-    def start_update(self, batch: Batch, samples: list[Sample]) -> Pending[tuple[UpdateStats, dict[str, Any]]]:
+    def start_update(self, batch: Batch, samples: Sequence[Sample]) -> Pending[tuple[UpdateStats, dict[str, Any]]]:
         """Update the critic, if there is one, and start the learner's update. Its result: statistics, and metrics of both.
 
         Stop signals are deferred until the result is there, because a partial update cannot be saved.
@@ -251,7 +251,7 @@ class LearnStage:
         self.update = update = Pending(UpdateStats) if frozen else self._started(batch, samples)
         return Pending(lambda: self._updated(update, samples, metrics, left), update.is_ready, update.has_failed)
 
-    def _started(self, batch: Batch, samples: list[Sample]) -> Pending[UpdateStats]:
+    def _started(self, batch: Batch, samples: Sequence[Sample]) -> Pending[UpdateStats]:
         """Start the learner's update. The autoscaler records its duration, unless ranks were lost in it."""
         began_s, restarts = time.monotonic(), self.worker_group.recovery.restarts
         update = self.worker_group.start_update(batch, publishes=True)
@@ -267,7 +267,7 @@ class LearnStage:
         return Pending(result, update.is_ready, update.has_failed)
 
     def _updated(
-        self, update: Pending[UpdateStats], samples: list[Sample], metrics: dict[str, Any], left: Batch | None
+        self, update: Pending[UpdateStats], samples: Sequence[Sample], metrics: dict[str, Any], left: Batch | None
     ) -> tuple[UpdateStats, dict[str, Any]]:
         assert self.plan is not None
         coefficient = self.controller.coefficient

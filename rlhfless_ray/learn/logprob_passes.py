@@ -6,7 +6,7 @@ others, on slots that engines have released. The learn phase computes the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class Passes:
 
     # ---- ahead, while engines work ----------------------------------------------------------------------------
 
-    def add_samples(self, samples: list[Sample]) -> None:
+    def add_samples(self, samples: Sequence[Sample]) -> None:
         """Queue finished samples."""
         if self.ahead:
             self.waiting += samples
@@ -115,12 +115,12 @@ class Passes:
         self.in_pass = []
         return self.worker_group.park() if parks and self.context.leases.resource == "cpu" else []
 
-    def _batch(self, samples: list[Sample]) -> Batch:
+    def _batch(self, samples: Sequence[Sample]) -> Batch:
         return batch_of(samples, self.context.recipe.rollout.samples_per_prompt)
 
     # ---- the learn phase --------------------------------------------------------------------------------------
 
-    def of(self, samples: list[Sample], batch: Batch, turn: Callable[[WorkerGroup], None]) -> dict[str, np.ndarray]:
+    def of(self, samples: Sequence[Sample], batch: Batch, turn: Callable[[WorkerGroup], None]) -> dict[str, np.ndarray]:
         """Return results by name, per response token of `batch`, which consists of these samples.
 
         Missing results are computed now; `turn` gives the worker group its leases.
@@ -171,7 +171,7 @@ class StepPasses:
     def each(self) -> list[Passes]:
         return [kind for kind in (self.reference, self.logprobs, self.values) if kind is not None]
 
-    def has_inputs_of(self, samples: list[Sample]) -> bool:
+    def has_inputs_of(self, samples: Sequence[Sample]) -> bool:
         """Return whether the results of other worker groups that these samples' gradients need are there."""
         return self.reference is None or all(sample.id in self.reference.known for sample in samples)
 
@@ -179,7 +179,7 @@ class StepPasses:
         for kind in self.each:
             kind.begin(samples)
 
-    def add_samples(self, samples: list[Sample]) -> None:
+    def add_samples(self, samples: Sequence[Sample]) -> None:
         for kind in self.each:
             kind.add_samples(samples)
 

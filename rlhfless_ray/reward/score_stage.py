@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.reward.scoring import Scoring, check_failures
 from rlhfless_ray.reward.source import Source, item_factory
 from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.types import Sample
+from rlhfless_ray.types import Sample, SampleId, Scored
 
 START_S = 3.0  # start of a reward process: its imports, measured on two cores
 
@@ -35,7 +35,12 @@ class ScoreStage:
         """Return whether these leases are enough for a worker, or one works already."""
         return bool(self.pool.working) or self.pool.enough(leases)
 
-    def score_ahead(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]:
+    @property
+    def scored(self) -> Mapping[SampleId, Scored]:
+        """The samples of the step that are scored so far."""
+        return {} if self.ahead is None else self.ahead.scored
+
+    def score_ahead(self, samples: Sequence[Sample], leases: list[Lease]) -> list[Lease]:
         """Score samples under one of the leases, and return the other leases."""
         assert self.ahead is not None
         left = self.pool.resize(max(1, len(self.pool.working)), leases)
@@ -77,35 +82,29 @@ class ScoreStage:
         return self.pool.park_all()
 
     def _scoring(self, samples: int) -> Scoring:
-        recipe = self.context.recipe
-        max_failed = recipe.reward.max_failed_share * samples
+        reward = self.context.recipe.reward
         release = self.context.broker.release  # slots that wait for the next phase; one of them may be the only one that is left
-        return Scoring(self.pool, recipe.reward.timeout_s, max_failed, self.item, self.call_s, release)
+        return Scoring(self.pool, reward.timeout_s, reward.max_failed_share * samples, self.item, self.call_s, release)
 
-    def score(self, samples: list[Sample], step: int, name: str = "step") -> int:
-        """Score the samples that were not scored ahead, and return how many have no reward.
+    def score(self, samples: Sequence[Sample], step: int, name: str = "step") -> list[Scored]:
+        """Return the samples with their rewards. Those that were not scored ahead are scored now.
 
         Raises RunError if too many have none, after the samples are written to disk.
         """
         record = self.context.record
+        scoring, self.ahead = self.ahead or self._scoring(len(samples)), None
         try:
-            failed = self._score(samples)
-            check_failures(samples, failed, self.context.recipe.reward.max_failed_share)
+            ahead = {sample.id for sample in scoring.samples}
+            scoring.add([sample for sample in samples if sample.id not in ahead])
+            scoring.finish(record.progress.phase)
+            scored = check_failures(scoring.newest(samples), scoring.failed, self.context.recipe.reward.max_failed_share)
         except RunError:
-            record.samples(step, samples, name)
+            record.samples(step, scoring.newest(samples), name)
             raise
-        if failed:
-            first, where = next(s for s in samples if s.error is not None), "update" if name == "step" else name
+        if scoring.failed:
+            first, where = next(s for s in scored if s.error is not None), "update" if name == "step" else name
             record.progress.message(
-                f"{failed} of {len(samples)} samples could not be scored and are left out of the {where}; row "
+                f"{scoring.failed} of {len(samples)} samples could not be scored and are left out of the {where}; row "
                 f"{first.prompt.index}: {first.error}"
             )
-        return failed
-
-    def _score(self, samples: list[Sample]) -> int:
-        """Score the samples, and return how many have an error."""
-        scoring, self.ahead = self.ahead or self._scoring(len(samples)), None
-        scored_ahead = {id(sample) for sample in scoring.samples}
-        scoring.add([sample for sample in samples if id(sample) not in scored_ahead])
-        scoring.finish(self.context.record.progress.phase)
-        return scoring.failed
+        return scored

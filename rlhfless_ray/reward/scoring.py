@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,10 @@ import ray
 
 from rlhfless_ray.common.deadlines import STOP
 from rlhfless_ray.common.errors import RunError
-from rlhfless_ray.functions.failure_budget import FailureCause
 from rlhfless_ray.functions.instance import GONE, Instance
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.reward.source import Item, MakeItem, Score
-from rlhfless_ray.types import Sample
+from rlhfless_ray.types import Sample, SampleId, Scored
 
 REPLY_AFTER_S = 2.0  # a worker replies with what it has after this long
 SLACK_S = 30.0  # added to REPLY_AFTER_S and one sample's time limit, for delays on a busy machine
@@ -40,9 +39,9 @@ class Scoring:
     """Score samples on a pool's working instances while the driver does something else or waits in `finish`.
 
     Each working instance gets an equal share and replies every few seconds with what it has. After more than `max_failed`
-    failures the remaining samples are dropped: they have neither reward nor error. A worker that does not reply hangs in code
-    that no signal reaches. It is killed and replaced like one that died. The rest of its share is scored one by one, so that
-    the sample at fault can be named, unless its node was lost. Raises RunError when the pool's failure budget is used up.
+    failures the remaining samples are dropped and stay unscored. A worker that does not reply hangs in code that no signal
+    reaches. It is killed and replaced like one that died. The rest of its share is scored one by one, so that the sample at
+    fault can be named, unless its node was lost. Raises RunError when the pool's failure budget is used up.
 
     Args:
         item: converts a sample to the input of the pool's workers.
@@ -62,18 +61,21 @@ class Scoring:
         self.pool, self.timeout_s, self.max_failed, self.item = pool, timeout_s, max_failed, item
         self.call_s, self.make_room = call_s, make_room
         self.samples: list[Sample] = []
+        self.scored: dict[SampleId, Scored] = {}  # those that have a reward or an error
         self.running: dict[Any, _Call] = {}
         self.unassigned: list[tuple[list[Item], bool]] = []  # (remaining, one_by_one) of lost workers
-        self.done = self.failed = 0
+        self.failed = 0
 
     @property
     def has_given_up(self) -> bool:
         return self.failed > self.max_failed
 
-    def add(self, samples: list[Sample]) -> None:
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Add samples. Those that have come with their reward or error are only counted."""
         first = len(self.samples)
         self.samples += samples
-        items = [self.item(first + i, sample) for i, sample in enumerate(samples)]
+        self._record(sample for sample in samples if isinstance(sample, Scored))
+        items = [self.item(first + i, sample) for i, sample in enumerate(samples) if not isinstance(sample, Scored)]
         workers = list(self.pool.working)
         for k, worker in enumerate(workers):
             self._send(worker, items[k :: len(workers)], one_by_one=False)
@@ -105,7 +107,7 @@ class Scoring:
                 self._handle_loss(call.worker, can_wait)
             else:
                 del self.running[ref]
-                self._record(scores)
+                self._record(_scored(self.samples[score.key], score) for score in scores)
                 self._send(call.worker, _without(call.remaining, scores), call.one_by_one)
         return bool(over)
 
@@ -119,42 +121,44 @@ class Scoring:
         """Send what a lost worker owes to its successor. It worked on the oldest of its calls."""
         calls = [self.running.pop(ref) for ref, call in list(self.running.items()) if call.worker is worker]
         first, cause = calls[0], self.pool.cause(worker)
-        suspect = self.samples[first.remaining[0][0]] if first.one_by_one and not cause.is_preemption else None
+        suspect = first.remaining[0][0] if first.one_by_one and not cause.is_preemption else None
         first.one_by_one = first.one_by_one or not cause.is_preemption
         if suspect is None and not can_wait and not self.pool.leases.without_lost(worker.leases):
             self.pool.end_lost(worker, _loss_reason(self.timeout_s), cause)
             self.unassigned += [(call.remaining, call.one_by_one) for call in calls]
             return
-        successor = self._replace(worker, suspect, cause)
-        if suspect is not None:
-            scores = [Score(first.remaining[0][0], None, _loss_error(self.timeout_s))]
-            self._record(scores)
-            first.remaining = _without(first.remaining, scores)
+        why = _loss_reason(self.timeout_s)
+        if suspect is not None:  # it gets its error first, because a failure that ends the run writes it to disk
+            sample, failure = (
+                self.samples[suspect],
+                Score(suspect, None, f"the reward process hung past {self.timeout_s:g} s or died, and was replaced"),
+            )
+            self._record([_scored(sample, failure)])
+            first.remaining = _without(first.remaining, [failure])
+            why += f" at prompt row {sample.prompt.index} {_short(sample.prompt.text)}, response {_short(sample.text)}"
+        successor = self.pool.replace(worker, why, cause, self.make_room)
         for call in calls:
             self._send(successor, call.remaining, call.one_by_one)
 
-    def _replace(self, worker: Instance, suspect: Sample | None, cause: FailureCause) -> Instance:
-        """Replace a worker. `suspect` gets its error first, because a failure that ends the run writes it to disk."""
-        why = _loss_reason(self.timeout_s)
-        if suspect is not None:
-            suspect.error = _loss_error(self.timeout_s)
-            why += f" at prompt row {suspect.prompt.index} {_short(suspect.prompt.text)}, response {_short(suspect.text)}"
-        return self.pool.replace(worker, why, cause, self.make_room)
+    def _record(self, scored: Iterable[Scored]) -> None:
+        for sample in scored:
+            self.scored[sample.id] = sample
+            self.failed += sample.error is not None
 
-    def _record(self, scores: list[Score]) -> None:
-        for score in scores:
-            sample = self.samples[score.key]
-            sample.reward, sample.error, sample.score = score.reward, score.error, score.score
-            sample.extra_logs = dict(score.extra_logs)
-        self.done += len(scores)
-        self.failed += sum(score.error is not None for score in scores)
+    def newest(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples, those that have a reward or an error with it."""
+        return [self.scored.get(sample.id, sample) for sample in samples]
 
     def finish(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Wait until every sample has its reward or error, or too many have failed. `say`: callback for progress messages."""
         while self.running and not self.has_given_up:
             STOP.check()
             if self.collect(0.1):
-                say(f"score: {self.done} of {len(self.samples)} samples" + (f", {self.failed} failed" if self.failed else ""))
+                say(f"score: {len(self.scored)} of {len(self.samples)} samples" + (f", {self.failed} failed" if self.failed else ""))
+
+
+def _scored(sample: Sample, score: Score) -> Scored:
+    return Scored(**vars(sample), reward=score.reward, error=score.error, score=score.score, extra_logs=score.extra_logs)
 
 
 def _without(items: list[Item], scores: list[Score]) -> list[Item]:
@@ -181,16 +185,16 @@ def _loss_reason(timeout_s: float) -> str:
     return f"it hung past reward.timeout_s = {timeout_s:g} s or died"
 
 
-def _loss_error(timeout_s: float) -> str:
-    return f"the reward process hung past {timeout_s:g} s or died, and was replaced"
+def check_failures(samples: Sequence[Sample], failed: int, max_failed_share: float) -> list[Scored]:
+    """Return the samples if all are scored.
 
-
-def check_failures(samples: list[Sample], failed: int, max_failed_share: float) -> None:
-    """Raise RunError, showing the first sample without a score, if more than `max_failed_share` could not be scored."""
+    Raises RunError, showing the first sample without a reward, if more than `max_failed_share` could not be scored.
+    """
+    scored = [sample for sample in samples if isinstance(sample, Scored)]
     if failed <= max_failed_share * len(samples):
-        return
-    first = next(s for s in samples if s.error is not None)
-    remaining = sum(s.reward is None and s.error is None for s in samples)
+        assert len(scored) == len(samples)
+        return scored
+    first, remaining = next(s for s in scored if s.error is not None), len(samples) - len(scored)
     raise RunError(
         f"{failed} of {len(samples)} samples could not be scored (reward.max_failed_share = {max_failed_share:g}"
         f"{f'; {remaining} were not tried' if remaining else ''}); the first: "

@@ -46,7 +46,7 @@ class SampledSequence:
 
 
 @dataclass(frozen=True)
-class Trained:
+class DrafterStats:
     """Statistics of a training call. `loss`, `kl`: means over its updates, per token; `kl` is the policy's log p minus the drafter's."""
 
     updates: int
@@ -182,7 +182,7 @@ class DrafterActor:
 
     def train(
         self, call: int, sequences: list[SampledSequence], tokens: int, seconds: float, threads: int, weights: dict[str, np.ndarray] | None
-    ) -> tuple[Trained, dict[str, np.ndarray]]:
+    ) -> tuple[DrafterStats, dict[str, np.ndarray]]:
         """Train on these and earlier sequences until the updates have read `tokens` tokens, for at most about `seconds`.
 
         `call`: number of this call, for `stop`. `weights`: weights to continue from; None: this process's own.
@@ -197,7 +197,7 @@ class DrafterActor:
         self.trainer.add(sequences)
         means, read, update_s = self.trainer.train(tokens, lambda took_s: self.stopped < call and time.monotonic() + took_s < end)
         loss, kl = np.mean(means, axis=0).tolist() if means else (0.0, 0.0)
-        done = Trained(len(means), read, loss, kl, update_s, [Span("work", "train the drafter", start, time.time())])
+        done = DrafterStats(len(means), read, loss, kl, update_s, [Span("work", "train the drafter", start, time.time())])
         return done, self.trainer.weights()
 
     def stop(self, call: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from rlhfless_ray.functions.instance import Instance
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.step.step_prefixes import StepPrefixes
-from rlhfless_ray.types import Sample
+from rlhfless_ray.types import AnySample, Sample, SampleId, Scored
 
 
 class WeightPublisher(Protocol):
@@ -47,7 +47,10 @@ class EarlyScoring(Protocol):
 
     def fits(self, leases: list[Lease]) -> bool: ...
 
-    def score_ahead(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]: ...
+    @property
+    def scored(self) -> Mapping[SampleId, Scored]: ...
+
+    def score_ahead(self, samples: Sequence[Sample], leases: list[Lease]) -> list[Lease]: ...
 
     def refs(self) -> list[Any]: ...
 
@@ -79,13 +82,13 @@ class EarlyLearning(Protocol):
 
     def fits(self, leases: list[Lease]) -> bool: ...
 
-    def choose_samples(self, groups: list[list[Sample]], seconds: float) -> list[Sample]: ...
+    def choose_samples(self, groups: Sequence[Sequence[AnySample]], seconds: float) -> list[AnySample]: ...
 
-    def with_work(self, groups: list[list[Sample]], seconds: float) -> list[Any]: ...
+    def with_work(self, groups: Sequence[Sequence[Sample]], seconds: float) -> list[Any]: ...
 
     def lease_free_slots(self, worker_groups: list[Any]) -> list[Lease]: ...
 
-    def accumulate(self, samples: list[Sample], leases: list[Lease]) -> list[Lease]: ...
+    def accumulate(self, samples: list[Scored], leases: list[Lease]) -> list[Lease]: ...
 
     def pending(self) -> list[Any]: ...
 

@@ -15,7 +15,7 @@ from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.rollout.neighbours import EarlyLearning, EarlyScoring
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.step.rollout_batch import RolloutBatch
-from rlhfless_ray.types import Sample, SampleId
+from rlhfless_ray.types import Sample, SampleId, Scored
 
 ASK_S = 1.0  # pause after a request for free slots got none that fit, because each request waits for up to `FREE_S`
 
@@ -39,7 +39,7 @@ class OverlapScheduler:
         scoring.begin(prompts * count)
         learning.begin(prompts * count)
         self.unscored: list[Sample] = []
-        self.by_group: dict[SampleId, list[Sample]] = {}  # samples submitted for scoring whose gradients are not accumulated yet
+        self.by_group: dict[SampleId, list[SampleId]] = {}  # samples submitted for scoring whose gradients are not accumulated yet
         self.scored = self.learned = 0
 
     def add_samples(self, samples: list[Sample]) -> None:
@@ -70,14 +70,14 @@ class OverlapScheduler:
             leases = self.scoring.score_ahead(samples, leases)
             self.scored += len(samples)
             for sample in samples:
-                self.by_group.setdefault(sample.id.group(self.count), []).append(sample)
+                self.by_group.setdefault(sample.id.group(self.count), []).append(sample.id)
         if self.learning.fits(leases):
-            samples = self.learning.choose_samples([group for group in self.by_group.values() if self._is_done(group)], seconds)
-            for sample in samples:
+            chosen = self.learning.choose_samples(self._scored_groups(), seconds)
+            for sample in chosen:
                 self.by_group.pop(sample.id.group(self.count), None)
-            if samples:
-                leases = self.learning.accumulate(samples, leases)
-                self.learned += len(samples)
+            if chosen:
+                leases = self.learning.accumulate(chosen, leases)
+                self.learned += len(chosen)
         if leases:
             leases = self.learning.passes.start_ahead(leases, seconds)
         if self.drafter is not None:
@@ -89,8 +89,11 @@ class OverlapScheduler:
         if self.drafter is not None:
             self.broker.put(self.drafter.finish())
 
-    def _is_done(self, group: list[Sample]) -> bool:
-        return len(group) == self.count and all(s.reward is not None or s.error is not None for s in group)
+    def _scored_groups(self) -> list[list[Scored]]:
+        """Return the complete groups that are scored and whose gradients are not accumulated yet."""
+        scored = self.scoring.scored
+        groups = [[scored[name] for name in names if name in scored] for names in self.by_group.values()]
+        return [group for group in groups if len(group) == self.count]
 
     def metrics(self) -> dict[str, Any]:
         counts = {"overlap/scored": self.scored, "overlap/learned": self.learned, "overlap/obstacle": self.learning.obstacle or ""}
@@ -129,8 +132,7 @@ class PartialOverlap(OverlapScheduler):
         if self.broker.free or self.scoring.refs() or time.monotonic() < self.ask_at_s:
             return None
         unscored = [self.unscored[at : at + self.count] for at in range(0, len(self.unscored), self.count)]  # `poll` adds whole groups
-        scored = [group for group in self.by_group.values() if self._is_done(group)]
-        if not (worker_groups := self.learning.with_work([*scored, *unscored], seconds)):
+        if not (worker_groups := self.learning.with_work([*self._scored_groups(), *unscored], seconds)):
             return None
         leases = self.learning.lease_free_slots(worker_groups)
         self.broker.put(leases)

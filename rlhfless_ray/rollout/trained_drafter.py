@@ -19,7 +19,7 @@ from rlhfless_ray.common.errors import RunError
 from rlhfless_ray.functions.instance import Instance, lost_on_the_way, reason_of
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.functions.worker_pool import WorkerPool
-from rlhfless_ray.rollout.drafter_trainer import KEPT_TOKENS, SampledSequence, Trained
+from rlhfless_ray.rollout.drafter_trainer import KEPT_TOKENS, DrafterStats, SampledSequence
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.types import Sample
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, as_tensor, load_tensors, read_metadata, save_tensors
@@ -48,7 +48,7 @@ class TrainedDrafter:
         self.failures = 0  # in a row
         self.failures_in_step = 0
         self.imported: dict[str, Any] = {}  # by instance that was started ahead: a reference that is ready once its process is
-        self.done: list[Trained] = []  # calls that ended in this step
+        self.done: list[DrafterStats] = []  # calls that ended in this step
 
     def prewarm(self, slot: Slot) -> None:
         """Start a process without a lease."""
@@ -128,7 +128,7 @@ class TrainedDrafter:
     def _collect(self, seconds: float) -> list[Lease]:
         instance, (result, weights), self.running = self.pool.working[0], self.running, []
         try:
-            done: Trained = get(result, seconds, "the drafter's update")
+            done: DrafterStats = get(result, seconds, "the drafter's update")
             self.context.record_start(instance)
         except (RayError, RunError) as error:
             if lost_on_the_way(result):  # the weights were lost with their node: begin again

@@ -335,9 +335,7 @@ class RunFolder:
                 "tokens": s.written_tokens,
                 "finish": s.completion.finish_reason,
                 "version": s.completion.version,
-                "reward": s.reward,
-                "error": s.error,
-                "advantage": s.advantage,
+                **{name: getattr(s, name, None) for name in ("reward", "error", "advantage")},
                 "answer": s.prompt.row.get(answer_column),
             }
             lines.append(json.dumps(row, ensure_ascii=False, default=str))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlhfless_ray.run.closing import close_folder
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Sample, SampleId
+from rlhfless_ray.types import UNFINISHED, Sample, SampleId, Scored, Trained
 
 REPORT_EVERY_S = 60.0  # interval of reports during a run
 REPORT_SHARE = 0.05  # largest share of the time for writing reports, which grow with the run
@@ -115,10 +115,10 @@ class RunRecorder:
         self.ledger.forget(counted)
         self.folder.write_status(steps_done=number)
 
-    def samples(self, step: int, samples: list[Sample], name: str = "step") -> None:
+    def samples(self, step: int, samples: Sequence[Sample], name: str = "step") -> None:
         """Write the number of samples that the recipe asks for, and all that could not be scored."""
         shown = self.recipe.watch.samples_per_step or len(samples)
-        kept = [*samples[:shown], *(s for s in samples[shown:] if s.error is not None)]
+        kept = [*samples[:shown], *(s for s in samples[shown:] if isinstance(s, Scored) and s.error is not None)]
         self.folder.write_samples(step, kept, self.recipe.answer_column, name)
 
     def completion_order(self, rollout: str, batch: RolloutBatch, samples: list[Sample]) -> None:
@@ -127,18 +127,19 @@ class RunRecorder:
         groups = [[group.prompt.index, group.begun] for group in batch.groups]
         self.folder.write_order(rollout, {"groups": groups, "trained": batch.chosen, "cut": cut})
 
-    def summarize_samples(self, samples: list[Sample]) -> dict[str, Any]:
+    def summarize_samples(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Return metrics of rewards and lengths for the step's row."""
-        rewards = np.array([s.reward for s in samples if s.reward is not None])
+        scored = _scored(samples)
+        rewards = np.array([s.reward for s in scored])
+        earned = [s.earned for s in scored if isinstance(s, Trained) and s.earned is not None]
         lengths = np.array([s.written_tokens for s in samples])
         totals = np.array([s.total_tokens for s in samples])
         quantiles = np.quantile(lengths, [0.5, 0.9, 0.99])
-        scored = [s for s in samples if s.reward is not None]
         logs = {name for s in scored for name in s.extra_logs}
         return {
             "reward/mean": float(rewards.mean()) if len(rewards) else None,
             "reward/std": _deviation(rewards) if len(rewards) else None,
-            "reward/failed": sum(s.error is not None for s in samples),
+            "reward/failed": sum(isinstance(s, Scored) and s.error is not None for s in samples),
             "length/mean": float(lengths.mean()),
             "length/p50": float(quantiles[0]),
             "length/p90": float(quantiles[1]),
@@ -149,7 +150,7 @@ class RunRecorder:
             "length/full_share": float(np.mean(totals >= self._longest_total())),
             "tokens/generated": int(lengths.sum()),
             "tokens/samples": len(samples),
-            **({"reward/return_mean": float(np.mean(earned))} if (earned := [s.earned for s in scored if s.earned is not None]) else {}),
+            **({"reward/return_mean": float(np.mean(earned))} if earned else {}),
             **self._penalized(scored),
             **({"reward/score_mean": float(np.mean(scores))} if (scores := [s.score for s in scored if s.score is not None]) else {}),
             **{
@@ -157,7 +158,7 @@ class RunRecorder:
             },
         }
 
-    def _penalized(self, scored: list[Sample]) -> dict[str, float]:
+    def _penalized(self, scored: list[Scored]) -> dict[str, float]:
         """Return statistics of the rewards after length penalties, from which advantages are computed."""
         if not scored:
             return {}
@@ -243,18 +244,24 @@ class RunRecorder:
         yield self.metrics.close
 
 
-def _shown(samples: list[Sample]) -> Shown | None:
+def _scored(samples: Sequence[Sample]) -> list[Scored]:
+    """Return the samples that have a reward."""
+    return [sample for sample in samples if isinstance(sample, Scored) and sample.reward is not None]
+
+
+def _shown(samples: Sequence[Sample]) -> Shown | None:
     """Return the first sample that has a reward."""
-    return next((Shown(s.prompt.text + s.text, _learned_reward(s)) for s in samples if s.reward is not None), None)
+    return next((Shown(s.prompt.text + s.text, _learned_reward(s)) for s in _scored(samples)), None)
 
 
-def _learned_reward(sample: Sample) -> float:
+def _learned_reward(sample: Scored) -> float:
     """Return a scored sample's reward, after length penalties if advantages have been computed."""
-    assert sample.reward is not None
-    return sample.reward if sample.penalized is None else sample.penalized
+    reward = sample.penalized if isinstance(sample, Trained) else sample.reward
+    assert reward is not None
+    return reward
 
 
-def _group_std(samples: list[Sample], count: int) -> float:
+def _group_std(samples: list[Scored], count: int) -> float:
     """Return the mean over groups of `count` responses of the deviation of their rewards after length penalties. All are scored.
 
     A prompt that is twice in a step, at the border of two epochs, has two groups.

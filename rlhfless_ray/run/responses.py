@@ -15,7 +15,7 @@ import numpy as np
 from rlhfless_ray.common.disk_space import append, replace_by_parts, writing
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.step.requests import GENERATION
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, Scored
 
 RECORD, RESPONSES = "responses.part.jsonl", "responses.jsonl"
 SCORED_BY = "scored_by"  # setting: digest of what scores depend on besides the responses; scores of another one are made again
@@ -92,7 +92,7 @@ class ResponseRecord:
         append(self.path, b"".join(lines))
         self.places |= places
 
-    def add_scores(self, samples: Iterable[Sample]) -> None:
+    def add_scores(self, samples: Iterable[Scored]) -> None:
         rows = [
             {"prompt_index": s.id.row, "sample": s.id.number, "reward": s.reward, "error": s.error}
             for s in samples
@@ -106,17 +106,17 @@ class ResponseRecord:
         there = self.scores if scored else self.places
         return [prompt for prompt in prompts if any((prompt.index, n) not in there for n in range(count))]
 
-    def samples(self, prompt: Prompt, count: int) -> dict[int, Sample]:
-        """Return the existing responses to a prompt, by number."""
-        samples = {}
+    def samples(self, prompt: Prompt, count: int) -> tuple[Sample, ...]:
+        """Return the existing responses to a prompt."""
+        samples = []
         with self.path.open("rb") as file:
             for n in range(count):
                 if (prompt.index, n) in self.places:
                     row = self._row(file, (prompt.index, n))
                     tokens, logprobs = np.array(row["token_ids"], np.int32), np.array(row["logprobs"], np.float32)
                     name, done = SampleId(prompt.index, GENERATION, n), Completion(n, tokens, logprobs, row["finish"], 0)
-                    samples[n] = Sample(prompt, name, done, row["response"])
-        return samples
+                    samples.append(Sample(prompt, name, done, row["response"]))
+        return tuple(samples)
 
     def _row(self, file: Any, key: Key) -> dict[str, Any]:
         start, length = self.places[key]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
-from rlhfless_ray.types import Prompt, Sample, WeightVersion
+from rlhfless_ray.types import Prompt, Sample, Scored, WeightVersion
 
 Sampling = dict[str, tuple[float, int]]  # name → temperature, responses to each prompt
 
@@ -35,10 +35,10 @@ def evaluate(
         sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
         check(sampled, sampling["sampled"][0])
         with scoring.phase("eval_score"):  # its time is part of the evaluation's
-            scoring.score(samples, step, "evaluation")
-    metrics = compute_accuracies(samples, sampling)
-    by_source: dict[str, list[Sample]] = {}
-    for sample in sampled:
+            scored = scoring.score(samples, step, "evaluation")
+    metrics = compute_accuracies(scored, sampling)
+    by_source: dict[str, list[Scored]] = {}
+    for sample in scored[: len(sampled)]:
         by_source.setdefault(str(sample.prompt.row.get(recipe.evaluate.source_column, "default")), []).append(sample)
     if recipe.evaluate.path or list(by_source) != ["default"]:
         for source, part in by_source.items():
@@ -52,7 +52,7 @@ def choose_sampling(recipe: Recipe) -> Sampling:
     return {"sampled": (temperature, section.samples_per_prompt), **({"greedy": (0.0, 1)} if section.greedy else {})}
 
 
-def compute_accuracies(samples: list[Sample], sampling: Sampling) -> dict[str, float]:
+def compute_accuracies(samples: list[Scored], sampling: Sampling) -> dict[str, float]:
     """Return accuracies and lengths. `samples`: by temperature, the responses to a prompt adjacent.
 
     Accuracies leave out responses without a reward, which `eval/failed` counts. A temperature without any reward has no accuracy.
@@ -71,7 +71,7 @@ def compute_accuracies(samples: list[Sample], sampling: Sampling) -> dict[str, f
     return metrics
 
 
-def compute_source_metrics(source: str, samples: list[Sample], count: int) -> dict[str, float]:
+def compute_source_metrics(source: str, samples: list[Scored], count: int) -> dict[str, float]:
     """Return the metrics of one data source, with `count` adjacent responses to each prompt."""
     metrics = _compute_lengths(f"eval/{source}", samples)
     if (rewards := compute_mean_and_best(samples, count)) is not None:
@@ -79,14 +79,14 @@ def compute_source_metrics(source: str, samples: list[Sample], count: int) -> di
     return metrics
 
 
-def _compute_lengths(prefix: str, samples: list[Sample]) -> dict[str, float]:
+def _compute_lengths(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
     return {
         f"{prefix}/length_mean": float(np.mean([s.written_tokens for s in samples])),
         f"{prefix}/truncated_share": float(np.mean([s.completion.finish_reason == "length" for s in samples])),
     }
 
 
-def compute_mean_and_best(samples: list[Sample], count: int) -> tuple[float, float] | None:
+def compute_mean_and_best(samples: list[Scored], count: int) -> tuple[float, float] | None:
     """Return the means over prompts of the mean and of the best reward of their responses.
 
     Responses that could not be scored are left out. None if no prompt has a scored response.

@@ -31,7 +31,7 @@ from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.requests import GENERATION
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, WeightVersion
+from rlhfless_ray.types import Group, Prompt, WeightVersion
 from rlhfless_ray.weights.checksum import combined, digests
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
@@ -82,13 +82,8 @@ class GenerationSession(RolloutSession):
     def next_batch(self, step: Step, *, refills: bool = False) -> RolloutBatch:
         size, count = self.run.recipe.prompts.batch_prompts, self.run.recipe.rollout.samples_per_prompt
         prompts, self.run.pending = self.run.pending[:size], self.run.pending[size:]
-        groups = [Group(prompt, GENERATION, samples=self._begun(prompt, count)) for prompt in prompts]
+        groups = [Group(prompt, GENERATION, samples=self.run.responses.samples(prompt, count)) for prompt in prompts]
         return RolloutBatch(groups, step.number, len(groups), 0, count, cuts=False)
-
-    def _begun(self, prompt: Prompt, count: int) -> tuple[Sample, ...]:
-        there = self.run.responses.samples(prompt, count)
-        nothing = Completion(0, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, 0)
-        return tuple(there.get(n) or Sample(prompt, SampleId(prompt.index, GENERATION, n), nothing) for n in range(count)) if there else ()
 
     def _work_beside(self, step: Step) -> WorkBeside | None:
         return super()._work_beside(step) if self.run.recipe.scores else None
@@ -224,8 +219,7 @@ class Generation(Runtime):
             self.begin_step(step)
             self.session.take(step)
             if self.recipe.scores:
-                self.score(step)
-                self.responses.add_scores(step.samples)
+                self.responses.add_scores(self.score(step))
             step.answers = step.samples
             self.observe_samples(step)
             upcoming = self.session.plan(step.number + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from rlhfless_ray.runtime.checkpointed_run import CheckpointedRun, StepsDone
 from rlhfless_ray.runtime.evaluation import evaluate
 from rlhfless_ray.runtime.export import write_models
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import Sample, UpdateStats, WeightVersion
+from rlhfless_ray.types import Sample, Scored, UpdateStats, WeightVersion
 
 LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
 
@@ -87,16 +87,18 @@ class StepOperations(CheckpointedRun):
     def score_phase(self) -> AbstractContextManager[None]:
         return self._accounted("score", self.score_stage.phase())
 
-    def score(self, step: Step) -> None:
-        """Score the step's samples, and replace groups without a learning signal."""
-        self._score(step.samples)
-        self.session.refill(step, self._score)
+    def score(self, step: Step) -> list[Scored]:
+        """Score the step's samples, and replace groups without a learning signal. Returns the samples to learn from."""
+        step.answers = answers = self._score(step.samples)
+        step.samples = samples = self.session.refill(step, answers, self._score)
+        return samples
 
-    def _score(self, samples: list[Sample]) -> None:
+    def _score(self, samples: Sequence[Sample]) -> list[Scored]:
         with self.score_phase():
-            self.score_stage.score(samples, self.step.number)
+            return self.score_stage.score(samples, self.step.number)
 
-    def advantages(self, samples: list[Sample]) -> Batch:
+    def advantages(self, samples: Sequence[Scored]) -> Batch:
+        """Return the learner's batch. The step gets the samples with their advantages."""
         if self.agreement is not None and self.weights is not None:
             self.agreement.check(samples, self.weights, self.recipe.rollout.temperature, parks=False)
         # groups that filtering keeps for the next step are one version old in it
@@ -105,7 +107,8 @@ class StepOperations(CheckpointedRun):
         if self.recipe.rollout.max_lag_steps:
             self.step.metrics |= lag
         self.has_old_tokens = lag["lag/max"] > 0
-        return self.learn_stage.advantages(samples)
+        batch, self.step.samples = self.learn_stage.advantages(samples)
+        return batch
 
     def learn_phase(self) -> AbstractContextManager[None]:
         self.learn_stage.worker_groups.shares_slots = self.rolls_out_ahead and self.step.number < self.last_step
@@ -166,7 +169,7 @@ class StepOperations(CheckpointedRun):
     def evaluate(self) -> dict[str, float]:
         agreement, weights = self.agreement, self.session.wait_for_weights()
 
-        def check(samples: list[Sample], temperature: float) -> None:
+        def check(samples: Sequence[Sample], temperature: float) -> None:
             if agreement is not None:
                 agreement.check(samples, weights, temperature, parks=True)
 

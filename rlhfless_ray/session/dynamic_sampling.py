@@ -16,7 +16,7 @@ from rlhfless_ray.learn.group_filter import kept_groups
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.session.sample_state import as_json, from_json
-from rlhfless_ray.types import Prompt, Sample, SampleId
+from rlhfless_ray.types import Prompt, SampleId, Scored
 
 
 class DynamicSampling:
@@ -26,7 +26,7 @@ class DynamicSampling:
         """With `algorithm.filter_range` None, steps are left as they are."""
         self.section, self.cursor = recipe.algorithm, cursor
         self.batch, self.count = recipe.prompts.batch_prompts, recipe.rollout.samples_per_prompt
-        self.ready: list[list[Sample]] = []  # groups that passed and are not used yet, in the order of their prompts
+        self.ready: list[list[Scored]] = []  # groups that passed and are not used yet, in the order of their prompts
         self.begin()
 
     @property
@@ -37,10 +37,10 @@ class DynamicSampling:
     def begin(self) -> None:
         self.left_over = len(self.ready)
         self.means: list[float] = []  # mean scores of the groups dropped in this step
-        self.dropped: list[Sample] = []
+        self.dropped: list[Scored] = []
         self.drawn = self.rounds = self.failed_in_a_row = 0
 
-    def add(self, samples: list[Sample]) -> None:
+    def add(self, samples: list[Scored]) -> None:
         """Add the scored responses of a round, whole groups in the order of their prompts.
 
         Raises RunError if no group has passed for too long.
@@ -79,12 +79,12 @@ class DynamicSampling:
         max_prompts = 2 * self.batch - 1 - len(self.ready)  # so that surplus groups leave the next step at least one prompt
         return self.cursor.next(min(math.ceil(missing * self.section.filter_draw), max_prompts))
 
-    def take(self) -> list[Sample]:
+    def take(self) -> list[Scored]:
         """Return the step's samples. Surplus groups are kept."""
         mine, self.ready = self.ready[: self.batch], self.ready[self.batch :]
         return [sample for group in mine for sample in group]
 
-    def fill(self, samples: list[Sample], next_round: Callable[[], list[Sample]]) -> list[Sample]:
+    def fill(self, samples: list[Scored], next_round: Callable[[], list[Scored]]) -> list[Scored]:
         """Return a step's samples, given those of its first round. `next_round`: returns those of the next round, or none at the end."""
         if self.section.filter_range is None:
             return samples
@@ -121,14 +121,15 @@ class DynamicSampling:
 
         Groups beyond the batch size, which may be smaller now, and of another size than now are dropped.
         """
-        groups: dict[SampleId, list[Sample]] = {}
+        groups: dict[SampleId, list[Scored]] = {}
         for one in state:
-            samples = [from_json(row, prompts) for row in (one if isinstance(one, list) else [one])]
+            read = [from_json(row, prompts) for row in (one if isinstance(one, list) else [one])]
+            samples = [sample for sample in read if isinstance(sample, Scored)]  # which all surplus samples are
             groups.setdefault(samples[0].id.group(self.count), []).extend(samples)
         self.ready = [group for group in groups.values() if len(group) == self.count][: self.batch - 1]
 
 
-def _score(sample: Sample) -> float:
+def _score(sample: Scored) -> float:
     """Return the score by which groups are filtered, NaN if the sample has none."""
     score = sample.reward if sample.score is None else sample.score
     return math.nan if score is None else score

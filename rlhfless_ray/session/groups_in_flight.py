@@ -21,7 +21,7 @@ from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.session.sample_state import as_json, from_json
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId
 
 COUNTS = ("begun_groups", "forced_groups", "continued", "recomputed_tokens", "restarted", "restarted_tokens")
 
@@ -61,21 +61,21 @@ class GroupsInFlight:
 
         `steps_left`: number of steps left, this one included. `refills`: the step lacks groups, because earlier ones were dropped.
         """
-        self.refills = self.refills + 1 if refills else 0
+        self.refills, begun = self.refills + 1 if refills else 0, step - self.mode.switch.in_flight  # beside an update: one version earlier
         if not refills:
             self.counts.clear()
-            self.times.clear()
+            self.times = Counter(group.prompt.index for group in self.in_flight if group.begun == begun)  # before a resume
         max_lag, count = self.rollout.max_lag_steps, self.rollout.samples_per_prompt
         if not self.mode.boundary.cuts:
             groups = [] if refills else list(self.in_flight)  # those of a rollout before a resume
-            if not self.mode.begins_beside_update:  # the recipe had a lag before
+            if groups and not self.mode.begins_beside_update:  # the recipe had a lag before
+                self.times.clear()
                 groups = [Group(group.prompt, step, self._first_sample(group.prompt, count)) for group in groups]
             drawn = source.redraw() if refills else source.draw(max(0, source.missing - len(groups)), bool(groups))
             groups += [Group(prompt, step, self._first_sample(prompt, count)) for prompt in drawn]
             return RolloutBatch(groups, step, len(groups), max_lag, count, cuts=False)
         quota = source.missing if refills else self.quota
         late = find_late([group.begun + max_lag for group in self.in_flight], step, self.quota)  # after a resume with a lower bound
-        begun = step - self.mode.switch.in_flight  # one version earlier, if the rollout begins beside an update
         groups = list(self.in_flight)
         for g in late:
             groups[g] = self._begun_again(groups[g], begun, count)
@@ -93,16 +93,16 @@ class GroupsInFlight:
     def _begun_again(self, group: Group, begun: int, count: int) -> Group:
         """Return a group that is too old as a new one without tokens."""
         again = Group(group.prompt, begun, self._first_sample(group.prompt, count))
-        samples = [replace(self._without_tokens(s), id=name) for s, name in zip(group.samples, again.ids(count), strict=False)]
+        samples = [self._without_tokens(s, name) for s, name in zip(group.samples, again.ids(count), strict=False)]
         return replace(again, samples=tuple(samples))
 
-    def _without_tokens(self, sample: Sample) -> Sample:
-        """Return the sample as it was before its first token."""
+    def _without_tokens(self, sample: Sample, name: SampleId) -> Sample:
+        """Return the sample as it was before its first token, under this name."""
         self.counts["restarted"] += len(sample.completion.token_ids) > 0
         self.counts["restarted_tokens"] += len(sample.completion.token_ids)
         version = sample.completion.version
         none = Completion(sample.completion.key, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, version)
-        return Sample(sample.prompt, sample.id, none)
+        return Sample(sample.prompt, name, none)
 
     def count(self, batch: RolloutBatch, samples: list[Sample], ahead: bool, kept_tokens: int = 0) -> None:
         """Count continued responses for the metrics.
@@ -148,10 +148,10 @@ class GroupsInFlight:
         for g, group in enumerate(batch.groups):
             mine = samples[g * count : (g + 1) * count]
             if g in batch.chosen:
-                trained += mine  # the same objects: they may be in scoring
+                trained += mine
             else:
                 if self.mode.boundary is Boundary.CUT_RESTART:
-                    mine = [self._without_tokens(s) if s.completion.finish_reason == UNFINISHED else s for s in mine]
+                    mine = [self._without_tokens(s, s.id) if s.completion.finish_reason == UNFINISHED else s for s in mine]
                 self.in_flight.append(replace(group, samples=tuple(mine)))
         metrics = {
             "partial/oversample": self.at_work / self.quota,
@@ -179,25 +179,24 @@ class GroupsInFlight:
         They are dropped if the recipe draws others now.
         """
         count, place = self.rollout.samples_per_prompt, cursor.state()
-        samples = [from_json(row, prompts) for row in state]
-        drawn = cursor.next(len(samples) // count)
-        if [row for row in drawn for _ in range(count)] != [sample.id.row for sample in samples]:
+        drawn = cursor.next(len(state) // count)
+        if [row for row in drawn for _ in range(count)] != [sample["row"] for sample in state]:
             cursor.restore(place)
             return
-        for start, row in zip(range(0, len(samples), count), drawn, strict=True):
-            group = Group(prompts[row], step, self._first_sample(prompts[row], count))
-            named = zip(samples[start : start + count], group.ids(count), strict=True)
-            self.in_flight.append(replace(group, samples=tuple(replace(sample, id=name) for sample, name in named)))
+        groups = [
+            {"row": row, "begun": step, "first_sample": self._first_sample(prompts[row], count), "samples": state[g * count :][:count]}
+            for g, row in enumerate(drawn)
+        ]
+        self.restore(groups, prompts)
 
     def restore(self, state: list[dict[str, Any]], prompts: list[Prompt]) -> None:
         """Restore the groups in flight. `prompts`: by row. Groups begin again if their size or a length is not as the recipe has it now."""
         self.in_flight = []
         for row in state:
-            group = Group(prompts[row["row"]], row["begun"], row["first_sample"])
-            samples = [from_json(sample, prompts) for sample in row["samples"]]
-            if len(samples) == self.rollout.samples_per_prompt and (self.has_agent or self._have_room(group.prompt, samples)):
-                named = [replace(sample, id=name) for sample, name in zip(samples, group.ids(len(samples)), strict=True)]
-                group = replace(group, samples=tuple(named))
+            group, count = Group(prompts[row["row"]], row["begun"], row["first_sample"]), len(row["samples"])
+            samples = tuple(from_json(one, prompts, name) for one, name in zip(row["samples"], group.ids(count), strict=True))
+            if count == self.rollout.samples_per_prompt and (self.has_agent or self._have_room(group.prompt, samples)):
+                group = replace(group, samples=samples)
             self.in_flight.append(group)
 
     def _have_room(self, prompt: Prompt, samples: Sequence[Sample]) -> bool:

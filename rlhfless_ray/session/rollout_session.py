@@ -7,7 +7,7 @@ responses, and when engines take new weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +36,7 @@ from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.step.step_prefixes import StepPrefixes
-from rlhfless_ray.types import Group, Sample, UpdateStats, WeightVersion
+from rlhfless_ray.types import Group, Sample, Scored, UpdateStats, WeightVersion
 
 
 @dataclass
@@ -227,11 +227,13 @@ class RolloutSession:
         elif not step.samples:
             self._roll_out(step)
 
-    def refill(self, step: Step, score: Callable[[list[Sample]], object]) -> None:
-        """Replace groups without a learning signal, see `DynamicSampling`. `score`: scores samples in a phase of their own."""
-        step.answers = step.samples
+    def refill(self, step: Step, answers: list[Scored], score: Callable[[Sequence[Sample]], list[Scored]]) -> list[Scored]:
+        """Replace groups without a learning signal among the answers, see `DynamicSampling`. Returns the samples to learn from.
 
-        def answer() -> list[Sample]:
+        `score`: scores samples in a phase of their own.
+        """
+
+        def answer() -> list[Scored]:
             extra = Step(step.number, troubles=step.troubles)
             if not self.source.missing:
                 return []
@@ -244,16 +246,17 @@ class RolloutSession:
             with self._phase(extra.plan):
                 self._generate(extra)
             step.metrics |= {name: value for name, value in extra.metrics.items() if name.startswith("partial/")}
-            score(extra.samples)
-            self.context.autoscaler.observe_samples(extra.prompts, extra.samples)
-            return extra.samples
+            scored = score(extra.samples)
+            self.context.autoscaler.observe_samples(extra.prompts, scored)
+            return scored
 
         try:
-            step.samples = self.source.dynamic_sampling.fill(step.answers, answer)
+            samples = self.source.dynamic_sampling.fill(answers, answer)
         except RunError:
             self.context.record.samples(step.number, self.source.dynamic_sampling.dropped, "dropped")
             raise
         step.metrics |= self.source.dynamic_sampling.metrics()
+        return samples
 
     # ---- one rollout ----------------------------------------------------------------------------------------------
 
@@ -364,8 +367,7 @@ class RolloutSession:
         """
         batch, beside = step.batch, self.update is not None
         if beside:
-            # copies: a stop repeats the step, so its rewards may not get into the checkpoint
-            self.begun = batch.with_samples([replace(sample) for sample in samples])
+            self.begun = batch.with_samples(samples)
         if batch.cuts:
             self.context.record.completion_order(self.groups.rollout_name(step.number, beside), batch, samples)
             kept = self.stage.kept.take_tokens() if self.stage.kept is not None else 0

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, Scored
 
 OLDER = -2  # begun_step of samples in checkpoints of older versions
-PLAIN = ("text", "reward", "error", "score", "extra_logs", "turns")  # a sample's fields that JSON can hold
+UNSCORED: dict[str, Any] = {"reward": None, "error": None, "score": None, "extra_logs": {}}
 
 
 def as_json(sample: Sample) -> dict[str, Any]:
@@ -19,26 +19,29 @@ def as_json(sample: Sample) -> dict[str, Any]:
     del completion["experts"]  # large; after a resume the learner's routers choose for these samples
     mask = None if sample.action_mask is None else sample.action_mask.tolist()
     of_agent = {"observation": [sample.prompt.text, list(sample.prompt.token_ids)]} if sample.turns else {}
-    values = {name: getattr(sample, name) for name in PLAIN}
-    return {"row": sample.id.row, "id": list(sample.id), "completion": completion, "action_mask": mask, **values, **of_agent}
+    score = {name: getattr(sample, name, none) for name, none in UNSCORED.items()}
+    own = {"text": sample.text, "action_mask": mask, "turns": sample.turns}
+    return {"row": sample.id.row, "id": list(sample.id), "completion": completion, **own, **score, **of_agent}
 
 
-def from_json(row: dict[str, Any], prompts: list[Prompt]) -> Sample:
-    """Restore a sample exactly: JSON's decimals preserve float32. `prompts`: by row.
+def from_json(row: dict[str, Any], prompts: list[Prompt], name: SampleId | None = None) -> Sample:
+    """Restore a sample exactly: JSON's decimals preserve float32. `prompts`: by row. `name`: overrides the saved one.
 
     In older checkpoints samples have no name, but a key that no other sample of their step has.
     """
-    fields = row["completion"]
-    fields |= {
-        "token_ids": np.array(fields["token_ids"], np.int32),
-        "logprobs": np.array(fields["logprobs"], np.float32),
-        "versions": tuple((version, tokens) for version, tokens in fields["versions"]),
-        "turns": tuple((tuple(context), tokens, reason) for context, tokens, reason in fields.get("turns", ())),
+    saved = row["completion"]
+    fields = saved | {
+        "token_ids": np.array(saved["token_ids"], np.int32),
+        "logprobs": np.array(saved["logprobs"], np.float32),
+        "versions": tuple((version, tokens) for version, tokens in saved["versions"]),
+        "turns": tuple((tuple(context), tokens, reason) for context, tokens, reason in saved.get("turns", ())),
     }
     prompt = prompts[row["row"]]
     if "observation" in row:  # an agent's first one takes the prompt's place
         prompt = replace(prompt, text=row["observation"][0], token_ids=tuple(row["observation"][1]))
     mask = None if row["action_mask"] is None else np.array(row["action_mask"], bool)
-    name = SampleId(*row["id"]) if "id" in row else SampleId(row["row"], OLDER, fields["key"])
-    sample = Sample(prompt, name, Completion(**fields), action_mask=mask, **{field: row[field] for field in PLAIN})
-    return replace(sample, turns=tuple((who, text) for who, text in sample.turns))
+    name = name or (SampleId(*row["id"]) if "id" in row else SampleId(row["row"], OLDER, saved["key"]))
+    turns = tuple((who, text) for who, text in row["turns"])
+    sample = Sample(prompt, name, Completion(**fields), row["text"], mask, turns)
+    score = {name: row[name] for name in UNSCORED}
+    return sample if score == UNSCORED else Scored(**vars(sample), **score)

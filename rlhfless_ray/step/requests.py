@@ -8,7 +8,7 @@ import struct
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.types import Prompt, Request, SampleId
 
-EVALUATION = -1  # begun_step of the responses of evaluations
+EVALUATION = -1  # begun_step of the responses of evaluations; one less for each further temperature
 GENERATION = 0  # of those of `rlhfless generate`, whose tokens no batch and no resume changes
 
 
@@ -17,11 +17,13 @@ def make_evaluation_requests(recipe: Recipe, prompts: list[Prompt], settings: li
 
     Temperatures follow one another, and the responses to a prompt are adjacent.
     """
-    wanted = [(temperature, prompt, n) for temperature, count in settings for prompt in prompts for n in range(count)]
-    return [
-        make_request(recipe, key, prompt, temperature, SampleId(prompt.index, EVALUATION, n))
-        for key, (temperature, prompt, n) in enumerate(wanted)
+    wanted = [
+        (prompt, temperature, SampleId(prompt.index, EVALUATION - place, n))
+        for place, (temperature, count) in enumerate(settings)
+        for prompt in prompts
+        for n in range(count)
     ]
+    return [make_request(recipe, key, *one) for key, one in enumerate(wanted)]
 
 
 def make_request(recipe: Recipe, key: int, prompt: Prompt, temperature: float, sample_id: SampleId) -> Request:

@@ -48,7 +48,8 @@ class RolloutBatch:
         self.forced = 0  # groups whose age forced the step to wait for them although enough others were complete
         self.ids = [name for group in groups for name in group.ids(count)]
         self.group_of = np.repeat(np.arange(len(groups)), count).tolist()  # by key
-        self.samples = {g * count + n: replace(sample) for g, group in enumerate(groups) for n, sample in enumerate(group.samples)}
+        key_of = {name: key for key, name in enumerate(self.ids)}
+        self.samples = {key_of[sample.id]: sample for group in groups for sample in group.samples}
         self.made, self.unfinished = np.zeros(len(groups) * count, np.int64), np.ones(len(groups) * count, bool)
         for key, sample in self.samples.items():
             self.made[key] = len(sample.completion.token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,8 @@ class Step:
     batch: RolloutBatch = None  # type: ignore[assignment]  # the groups that are generated
     work: np.ndarray | None = None  # (n, S) forecast tokens that its rollout generates; None: whole responses
     prefixes: StepPrefixes | None = None  # None: no prefix KV in this run
-    answers: list[Sample] = field(default_factory=list)  # all responses to its prompts
-    samples: list[Sample] = field(default_factory=list)  # those that are learned from
+    answers: Sequence[Sample] = ()  # all responses to its prompts, scored
+    samples: Sequence[Sample] = ()  # those that are learned from: `Scored` once they are scored, `Trained` once they have advantages
     stats: UpdateStats | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)  # what failed in planning

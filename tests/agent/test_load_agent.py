@@ -12,7 +12,9 @@ import pytest
 
 from rlhfless_ray.agent.engine_api import PolicyReply
 from rlhfless_ray.agent.episode import BadEpisode, Episode
+from rlhfless_ray.agent.episode_samples import sample_of
 from rlhfless_ray.agent.load_agent import AgentSource, Player
+from rlhfless_ray.agent.messages import EpisodeEnd
 from rlhfless_ray.agent.multi_turn_loop import SAMPLING_DEFAULTS, UNSUPPORTED, AgentError, check_sampling
 from rlhfless_ray.agent.sampling_params import SamplingParams
 from rlhfless_ray.common.errors import UserError
@@ -178,15 +180,16 @@ def test_an_episode_ends_at_the_token_limit(tmp_path: Path, version: str) -> Non
 
 def test_an_episode_becomes_a_sample_for_the_learner(tmp_path: Path) -> None:
     prompt = Prompt(7, "ask", tuple(map(ord, "ask")), {"answer": "label"})
-    sample = one(tmp_path, GAMES["0.9.1"]).sample(prompt, SampleId(0, 1, 2), 58, 4, "text")
+    sample = sample_of(EpisodeEnd(58, one(tmp_path, GAMES["0.9.1"])), prompt, SampleId(0, 1, 2), 4)
     assert sample.prompt is prompt and sample.id.number == 2 and sample.reward == 3.0 and sample.score == 0.5
     assert sample.completion.key == 58 and sample.completion.versions == ((4, 11),) and sample.completion.finish_reason == "stop"
     assert sample.action_mask is not None and int(sample.action_mask.sum()) == 7
     assert len(sample.completion.token_ids) == len(sample.completion.logprobs) == len(sample.action_mask) == 11
     changed = GAMES["0.9.1"].replace('states["observation"]}', '"ask: " + states["observation"]}')
-    sample = one(tmp_path, changed).sample(prompt, SampleId(0, 1, 0), 0, 0, "")
+    sample = sample_of(EpisodeEnd(0, one(tmp_path, changed)), prompt, SampleId(0, 1, 0), 0)
     assert "".join(map(chr, sample.prompt.token_ids)) == "ask: ask" and sample.prompt.index == 7
-    assert one(tmp_path, GAMES["0.9.1"].replace("turn == 2", "turn == 1")).sample(prompt, SampleId(0, 1, 0), 0, 0, "").action_mask is None
+    short = EpisodeEnd(0, one(tmp_path, GAMES["0.9.1"].replace("turn == 2", "turn == 1")))
+    assert sample_of(short, prompt, SampleId(0, 1, 0), 0).action_mask is None
     assert one(tmp_path, GAMES["0.9.1"].replace("torch.tensor([float(self.turn)])", "self.turn == 2")).reward == 1.0, "a truth value"
 
 

@@ -20,7 +20,7 @@ from rlhfless_ray.learn.overlap_rules import inexact, obstacle
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.learn_sections import AdvantageConfig
-from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, SampleId, UpdateStats
+from rlhfless_ray.types import Completion, CriticStats, Prompt, SampleId, Scored, UpdateStats
 
 MOST = 10
 COMPARES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # the responses to one prompt with each other
@@ -126,18 +126,18 @@ def test_the_stage_makes_the_advantages_of_the_recipe(changes: dict[str, Any], i
     for i, length in enumerate(lengths):
         done = Completion(i, np.arange(length, dtype=np.int32), np.zeros(length, np.float32), "length" if truncated[i] else "stop", 1)
         reward = float(rewards.flat[i])
-        samples.append(Sample(Prompt(i // 3, "p", (7, 8)), SampleId(i // 3, 1, i % 3), done, reward=None if np.isnan(reward) else reward))
+        samples.append(Scored(Prompt(i // 3, "p", (7, 8)), SampleId(i // 3, 1, i % 3), done, reward=None if np.isnan(reward) else reward))
     scored = [i for i, s in enumerate(samples) if s.reward is not None]
     leases: Any = SimpleNamespace(release=lambda leases: None)
     context = SimpleNamespace(recipe=chosen, broker=SlotBroker(leases), leases=leases)
     worker_group = Looking([kl[i] for i in scored])
     stage = LearnStage(context, worker_group, None, worker_group if in_reward else None)  # type: ignore[arg-type]
-    batch = stage.advantages(samples)
+    batch, trained = stage.advantages(samples)
     expected = by_hand(chosen, rewards.tolist(), lengths, truncated, kl, 0.3)
     assert batch.response_lengths.tolist() == [lengths[i] for i in scored]
     np.testing.assert_allclose(batch.advantages, np.concatenate(expected), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose([samples[i].advantage for i in scored], [np.mean(tokens) for tokens in expected], rtol=1e-5, atol=1e-6)
-    assert all(s.advantage is None for i, s in enumerate(samples) if i not in scored)
+    np.testing.assert_allclose([trained[i].advantage for i in scored], [np.mean(tokens) for tokens in expected], rtol=1e-5, atol=1e-6)
+    assert all(s.advantage is None for i, s in enumerate(trained) if i not in scored)
     if in_reward:
         np.testing.assert_array_equal(batch.old, -np.concatenate([kl[i] for i in scored]).astype(np.float32))
         assert stage.kl == pytest.approx(np.mean([np.mean(kl[i]) for i in scored]), rel=1e-5)
@@ -219,11 +219,11 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
     samples = []
     for i in range(6):
         done = Completion(i, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), "stop", 1)
-        samples.append(Sample(Prompt(i // 3, "p", (7,)), SampleId(i // 3, 1, i % 3), done, reward=float(i) if i != 1 else None))
+        samples.append(Scored(Prompt(i // 3, "p", (7,)), SampleId(i // 3, 1, i % 3), done, reward=float(i) if i != 1 else None))
     for number in (1, 2):
         stage.number = number
         with stage.phase(samples):
-            batch = stage.advantages(samples)
+            batch, trained = stage.advantages(samples)
             update = stage.start_update(batch, samples)
             log.append("meanwhile")
             stats, told = update.result()
@@ -233,7 +233,7 @@ def test_with_a_critic_the_gangs_take_turns_under_the_same_leases() -> None:
     again = ["reference on a", "learner on b a", "critic on b", "critic learns", "learner on a b", "all before it too"]
     assert log == [*turns, "meanwhile", *again, "learner learns", "meanwhile", "measured"]
     assert released == ["c"] and sorted(broker.free) == ["a", "b"]
-    assert [s.earned for s in samples] == [pytest.approx(r - 2 * 0.2 * 0.5) if r != 1 else None for r in range(6)]
+    assert [s.earned for s in trained] == [pytest.approx(r - 2 * 0.2 * 0.5) if r != 1 else None for r in range(6)]
     by_hand = []
     for reward, k in zip([0, 2, 3, 4, 5], range(5), strict=True):  # five samples of two tokens; one has no reward
         first, last = 0.2 * k, 0.2 * k + 0.1

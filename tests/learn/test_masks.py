@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from rlhfless_ray.learn.micro_batch_tensors import padded
 from rlhfless_ray.learn.policy_model import TokenLogprobs
 from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from rlhfless_ray.types import Completion, Prompt, SampleId, Scored
 from tests.learn.conftest import learner_settings
 
 MASKS = ["##..#", None, "#...##.#", "###"]  # the policy's tokens; None: all of four
@@ -105,18 +106,19 @@ def test_the_stage_leaves_the_agents_tokens_out() -> None:
         done = Completion(i, np.arange(length, dtype=np.int32), np.arange(length, dtype=np.float32), "stop", 1)
         flags = None if one is None else np.array([c == "#" for c in one])
         samples.append(
-            Sample(Prompt(i // 2, "p", (7, 8)), SampleId(i // 2, 1, i % 2), done, reward=[1.0, 3.0, None, 2.0][i], action_mask=flags)
+            Scored(Prompt(i // 2, "p", (7, 8)), SampleId(i // 2, 1, i % 2), done, reward=[1.0, 3.0, None, 2.0][i], action_mask=flags)
         )
-    samples[2].completion.token_ids, samples[2].completion.logprobs, samples[2].action_mask = np.zeros(0, np.int32), np.zeros(0), None
+    failed = replace(samples[2].completion, token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0))
+    samples[2] = replace(samples[2], completion=failed, action_mask=None)
     recipe = Recipe.parse({
         "prompts": {"task": "chain"}, "reward": {"function": "task"}, "rollout": {"samples_per_prompt": 2},
         "algorithm": {"advantage": {"estimator": "flash_reinforce"}},
     })  # fmt: skip
-    batch = LearnStage(SimpleNamespace(recipe=recipe), SimpleNamespace()).advantages(samples)  # type: ignore[arg-type]
+    batch, trained = LearnStage(SimpleNamespace(recipe=recipe), SimpleNamespace()).advantages(samples)  # type: ignore[arg-type]
     assert batch.response_lengths.tolist() == [3, 4, 2] and batch.lengths.tolist() == [7, 6, 5]
     assert batch.logprobs.tolist() == [0, 1, 4, 0, 1, 2, 3, 0, 2]
     assert batch.advantages.tolist() == [-1, -1, -1, 1, 1, 1, 1, 0, 0]
-    assert [s.advantage for s in samples] == [s.earned for s in samples] == [-1, 1, None, 0]
+    assert [s.advantage for s in trained] == [s.earned for s in trained] == [-1, 1, None, 0]
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence"])

@@ -19,7 +19,7 @@ from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.report.openrlhf_names import NAMES, SAMPLE, Shown, renamed, step_line
 from rlhfless_ray.report.sinks import MAX_SAMPLES, WandbRun
 from rlhfless_ray.run.recorder import RunRecorder, _shown
-from rlhfless_ray.types import Completion, CriticStats, Prompt, Sample, SampleId, UpdateStats
+from rlhfless_ray.types import Completion, CriticStats, Prompt, SampleId, Trained, UpdateStats
 
 ROW = {
     "step": 7,
@@ -185,17 +185,10 @@ def test_samples_are_a_growing_table_in_wandb() -> None:
 
 
 def test_what_a_reward_function_logs_is_averaged_over_the_samples_that_have_it() -> None:
-    def sample(place: int, reward: float | None, **logs: float) -> Sample:
+    def sample(place: int, reward: float | None, **logs: float) -> Trained:
         done = Completion(8 * place, np.zeros(4, np.int32), np.zeros(4, np.float32), "stop", 0)
-        return Sample(
-            Prompt(0, "p", (1, 2)),
-            SampleId(place, 1, 0),
-            done,
-            reward=reward,
-            score=reward,
-            extra_logs=logs,
-            earned=reward and reward - 0.5,
-        )
+        of_update = {"earned": reward and reward - 0.5, "penalized": reward}
+        return Trained(Prompt(0, "p", (1, 2)), SampleId(place, 1, 0), done, reward=reward, score=reward, extra_logs=logs, **of_update)
 
     record = RunRecorder.__new__(RunRecorder)
     record.recipe = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
@@ -226,7 +219,7 @@ def test_rewards_and_lengths_are_those_of_openrlhf_with_length_penalties() -> No
     for i in range(6):
         done = Completion(i, np.zeros(lengths[i], np.int32), np.zeros(lengths[i], np.float32), "length" if truncated[i] else "stop", 0)
         prompt = Prompt(i // 3, "p", (1,) * (4 if i < 3 else 7))
-        samples.append(Sample(prompt, SampleId(prompt.index, 1, i % 3), done, reward=float(rewards[i]), penalized=float(after[i])))
+        samples.append(Trained(prompt, SampleId(prompt.index, 1, i % 3), done, reward=float(rewards[i]), penalized=float(after[i])))
     record = RunRecorder.__new__(RunRecorder)
     record.recipe = recipe
     found = renamed({"step": 1, "learn/policy_loss": 0.0, **record.summarize_samples(samples)})

@@ -18,7 +18,8 @@ from rlhfless_ray.learn.shares import Cutter
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.rollout.overlap import BesideUpdate, OverlapScheduler, PartialOverlap
 from rlhfless_ray.step.rollout_batch import RolloutBatch
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, UpdateStats
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, Scored, UpdateStats
+from tests.run_files import with_reward
 
 COUNT = 2
 
@@ -28,6 +29,7 @@ class Scoring:
 
     def __init__(self) -> None:
         self.asked: list[Sample] = []
+        self.scored: dict[SampleId, Scored] = {}
         self.lease: list[Any] = []
 
     def begin(self, samples: int) -> None:
@@ -42,14 +44,13 @@ class Scoring:
         return left
 
     def answer(self) -> None:
-        for sample in self.asked:
-            sample.reward = 1.0
+        self.scored |= {sample.id: with_reward(sample, 1.0) for sample in self.asked}
 
     def refs(self) -> list[Any]:
         return ["score"] if self.lease else []
 
     def done_ahead(self) -> list[Any]:
-        if not self.lease or any(sample.reward is None for sample in self.asked):
+        if not self.lease or any(sample.id not in self.scored for sample in self.asked):
             return []
         lease, self.lease = self.lease, []
         return lease
@@ -176,10 +177,10 @@ def test_complete_groups_are_scored_then_learned_and_the_rest_is_left_for_later(
     worker_group.done = True
     tail.poll(1.0)
     assert [rows_of(b) for b in worker_group.batches] == [[0, 0], [1, 1]]
-    for one in samples[4:]:
-        one.reward = 0.5
-    assert rows_of(learning.advantages(samples)) == [2, 2]
-    assert all(one.advantage is not None for one in samples)
+    batch, trained = learning.advantages([with_reward(one, 0.5) for one in samples])
+    assert rows_of(batch) == [2, 2]
+    assert [one.id for one in trained] == [one.id for one in samples] and all(one.advantage is not None for one in trained)
+    assert [one.reward for one in trained] == [1.0] * 4 + [0.5] * 2, "those that were learned ahead are as they were then"
     assert tail.metrics() == {"overlap/scored": 4, "overlap/learned": 4, "overlap/obstacle": ""}
     worker_group.done = True
     assert learning.done_ahead(wait=True) == ["slot"] and tail.broker.free == ()
@@ -200,12 +201,12 @@ def test_a_slot_of_a_drained_node_is_not_used() -> None:
 
 def test_a_step_begins_with_nothing_learned() -> None:
     tail, _, _, learning = parts()
-    learning.learned = {0, 1}
+    samples = [with_reward(sample(key), 1.0) for key in range(2)]
+    _, trained = learning.advantages(samples)
+    learning.learned = {one.id: one for one in trained}
+    assert not len(learning.advantages(samples)[0])
     OverlapScheduler(tail.scoring, learning, tail.broker, 3, COUNT)
-    one = [sample(key) for key in range(2)]
-    for each in one:
-        each.reward = 1.0
-    assert len(learning.advantages(one)) == 2
+    assert len(learning.advantages(samples)[0]) == 2
 
 
 def test_a_device_that_holds_gradients_is_kept() -> None:
@@ -225,7 +226,7 @@ def test_a_device_that_holds_gradients_is_not_given_to_the_reference() -> None:
     reference = Gang()
     tail, _, worker_group, learning = parts("gpu", {"kl": {"coefficient": 0.1}}, reference=reference)
     samples = ended(tail, range(4))
-    tail.by_group = {group[0].id: group for group in (samples[:2], samples[2:])}
+    tail.by_group = {group[0].id: [one.id for one in group] for group in (samples[:2], samples[2:])}
     tail.broker.put(["a", "b"])
     tail.poll(1.0)
     reference.done = True
@@ -233,7 +234,7 @@ def test_a_device_that_holds_gradients_is_not_given_to_the_reference() -> None:
     assert len(worker_group.batches) == 1 and worker_group.lease == ["b"] and reference.lease == ["a"]
     reference.dies = True
     assert learning.done_ahead(wait=True) == []
-    assert rows_of(learning.advantages(samples)) == [1, 1] and reference.passes[-1] == ("reference", [1, 1])
+    assert rows_of(learning.advantages(samples)[0]) == [1, 1] and reference.passes[-1] == ("reference", [1, 1])
     assert worker_group.working and worker_group.lease == ["b"]
 
 
@@ -261,12 +262,11 @@ def test_where_it_would_not_be_exact_nothing_is_learned_ahead_and_the_reason_is_
 PPO = {"advantage": {"estimator": "gae"}, "kl": {"coefficient": 0.1, "place": "reward"}}
 
 
-def ended(tail: OverlapScheduler, keys: range) -> list[Sample]:
-    samples = [sample(key) for key in keys]
-    for one in samples:
-        one.reward = 1.0 + one.completion.key
-    tail.add_samples(samples)
+def ended(tail: OverlapScheduler, keys: range) -> list[Scored]:
+    samples = [with_reward(sample(key), 1.0 + key) for key in keys]
+    tail.add_samples([*samples])
     tail.unscored = []  # whoever scores them is not looked at here
+    tail.scoring.scored |= {one.id: one for one in samples}  # type: ignore[misc, operator]
     return samples
 
 
@@ -290,15 +290,14 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     tail.poll(1.0)
     assert tail.broker.free == ("slot",) and not tail.refs()
     samples += ended(tail, range(3, 5))
-    samples.append(sample(5))
-    samples[5].reward = 0.5
+    samples.append(with_reward(sample(5), 0.5))
     tail.poll(0.09)
     assert len(reference.passes) == 2, "what a pass took was measured: it is done in time"
     assert tail.broker.free == () and learning.pending() == ["reference"]
     assert learning.done_ahead(wait=True) == ["slot"]
     metrics = tail.metrics()
     assert metrics["overlap/reference"] == 4 and metrics["overlap/logprobs"] == 2 and metrics["overlap/values"] == 2
-    batch = learning.advantages(samples)
+    batch, _ = learning.advantages(samples)
     assert reference.passes[1:] == [("reference", [1, 1]), ("reference", [2, 2])]
     assert learner.passes[1:] == [("logprobs", [1, 1, 2, 2])]
     assert critic.passes[1:] == [("values", [1, 1, 2, 2])]
@@ -310,7 +309,7 @@ def test_what_has_ended_is_passed_over_by_each_gang_in_turn_and_the_rest_in_the_
     assert learning.kl == pytest.approx(float(kl.mean()))
     np.testing.assert_array_equal(batch.reference, 3 * whole)  # for statistics: the KL is in the reward
     alone, _, _, other = parts(algorithm=PPO, critic=critic, reference=reference, overlap="off")
-    again = other.advantages(samples)
+    again, _ = other.advantages(samples)
     for name in ("advantages", "returns", "old", "values"):
         np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
     assert "off" in alone.metrics()["overlap/passes_obstacle"]
@@ -321,7 +320,7 @@ def test_ranks_that_share_their_sequences_do_not_wait_for_more_tokens(algorithm:
     tail, _, worker_group, learning = parts(algorithm=algorithm)
     learning.begin(samples=100)
     worker_group.ranks = worker_group.slots = 4  # with sequence_parallel 4: one share
-    tail.by_group = {0: ended(tail, range(2))}
+    tail.by_group = {SampleId(0, 1, 0): [one.id for one in ended(tail, range(2))]}
     tail.broker.put(["a", "b", "c", "d"])
     tail.poll(1.0)
     assert worker_group.working and len(worker_group.lease) == 4
@@ -332,7 +331,7 @@ def test_gradients_wait_for_what_the_reference_says_of_their_samples() -> None:
     reference = Gang()
     tail, _, worker_group, learning = parts(algorithm={"kl": {"coefficient": 0.1}}, reference=reference)
     samples = ended(tail, range(4))
-    tail.by_group = {group[0].id: group for group in (samples[:2], samples[2:])}
+    tail.by_group = {group[0].id: [one.id for one in group] for group in (samples[:2], samples[2:])}
     tail.broker.put(["slot"])
     tail.poll(1.0)
     assert not worker_group.batches and reference.passes == [("reference", [0, 0])]
@@ -346,7 +345,7 @@ def test_gradients_wait_for_what_the_reference_says_of_their_samples() -> None:
     reference.dies = reference.done = True
     tail.poll(1.0)
     assert len(worker_group.batches) == 1 and tail.broker.free == ("slot",)
-    batch = learning.advantages(samples)
+    batch, _ = learning.advantages(samples)
     assert rows_of(batch) == [1, 1] and reference.passes[2:] == [("reference", [1, 1])]
     np.testing.assert_array_equal(batch.reference, 3 * batch.logprobs)
 
@@ -371,7 +370,7 @@ def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> Non
     worker_group.dies = worker_group.done = True
     tail.poll(1.0)
     assert tail.refs() == [] and learning.done_ahead() == ["slot"] and tail.metrics()["overlap/logprobs"] == 0
-    batch = learning.advantages(samples)
+    batch, _ = learning.advantages(samples)
     assert batch.old is None and batch.reference is None, "nothing was passed over ahead: the update does so itself"
     worker_group.dies = False
     tail.poll(1.0)
@@ -379,7 +378,7 @@ def test_a_gang_that_dies_in_the_tail_is_asked_again_in_the_learn_phase() -> Non
     tail.poll(1.0)
     worker_group.done = True
     tail.poll(1.0)
-    batch = learning.advantages(samples)
+    batch, _ = learning.advantages(samples)
     whole = np.concatenate([one.completion.logprobs for one in samples])
     assert batch.old is not None and batch.reference is not None
     np.testing.assert_array_equal(batch.old, -whole)
@@ -452,9 +451,7 @@ def test_the_proximal_policys_passes_begin_when_the_update_beside_the_rollout_ha
     tail.finish()
     assert learner.working and tail.broker.free == ("engine's",) and critic.passes == reference.passes == []
     assert tail.metrics()["overlap/logprobs"] == 2 and tail.metrics()["overlap/passes_obstacle"] == ""
-    for one in samples:
-        one.reward = 1.0
-    batch = learning.advantages(samples)
+    batch, _ = learning.advantages([with_reward(one, 1.0) for one in samples])
     assert learner.passes[1:] == [("logprobs", [1, 1, 2, 2])]
     np.testing.assert_array_equal(batch.old, -np.concatenate([one.completion.logprobs for one in samples]))
 
@@ -521,7 +518,7 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
     _, scoring, learner, learning = parts(lag=1, partial="continue")
     assert learning.obstacle is None
     earlier = [replace(sample(key), completion=replace(sample(key).completion, version=0)) for key in (0, 1)]
-    earlier[1].completion.finish_reason = UNFINISHED
+    earlier[1] = replace(earlier[1], completion=replace(earlier[1].completion, finish_reason=UNFINISHED))
     groups = [Group(earlier[0].prompt, 1, 0, tuple(earlier)), *(Group(Prompt(g, "p", (7,)), 2) for g in (1, 2))]
     batch, slots = RolloutBatch(groups, step=2, quota=2, max_lag=1, count=COUNT), [["slot"], ["slot"]]
     learning.number, learning.lease_free_slots = 2, lambda _: slots.pop() if slots else []  # type: ignore[method-assign]
@@ -542,9 +539,7 @@ def test_partial_rollouts_work_on_the_groups_that_are_certain_to_be_trained() ->
     [gradients] = learner.batches
     assert rows_of(gradients) == [2, 2] and gradients.lags.tolist() == [0] * 6, "of the step that runs"
     trained = [*map(sample, (0, 1)), *(sample(key, begun=2) for key in (4, 5))]
-    for one in trained:
-        one.reward = 1.0
-    assert rows_of(learning.advantages(trained)) == [0, 0]
+    assert rows_of(learning.advantages([with_reward(one, 1.0) for one in trained])[0]) == [0, 0]
 
 
 def test_free_slots_are_asked_for_only_if_the_learner_has_work_for_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId
+from rlhfless_ray.types import UNFINISHED, Completion, Group, Prompt, Sample, SampleId, Scored
 
 pytestmark = pytest.mark.pure
 
@@ -190,6 +191,17 @@ def test_groups_that_are_too_long_for_a_resumed_recipe_begin_again(limit: int, k
     assert len(run.in_flight[0].samples) == kept and run.in_flight[0].begun == 1
 
 
+@pytest.mark.parametrize("settings", [{"ahead": True}, {"partial": "off", "oversample": "auto", "max_lag_steps": 1}])
+def test_a_row_drawn_again_after_a_resume_gets_another_name(settings: dict[str, Any]) -> None:
+    """With three rows the next epoch begins within a step. Both groups once had one name, and one response was trained for the other."""
+    run, prompts = GroupsInFlight(recipe(**settings)), [Prompt(0, "", (1,))]
+    (first, *_) = run.begin(2, 5, drawing(lambda count: prompts[:count], missing=3)).groups
+    resumed = GroupsInFlight(recipe(**settings))
+    resumed.restore(run.state([first]), prompts)
+    before, drawn = resumed.begin(2, 5, drawing(lambda count: prompts[:count], missing=3)).groups
+    assert before.ids(2) == first.ids(2) and not {*before.ids(2)} & {*drawn.ids(2)}
+
+
 def test_a_last_step_whose_groups_are_all_dropped_gets_others() -> None:
     """The rows of the last epoch are used up then, and nothing is in flight: without others there would be no sample to learn from."""
     tree = {"path": "rows.jsonl", "batch_prompts": 3}
@@ -221,11 +233,12 @@ def test_groups_that_a_stop_repeats_stay_as_the_rollout_beside_the_update_left_t
     ]
     assert batch.is_enough([2, 3, 4, 5, 6, 7])
     step = Step(2, batch=batch, forecast=Scenarios.from_matrix(np.ones((8, 1))))
-    for sample in session._take_groups(step, samples):
-        sample.reward = 1.0
+    trained = session._take_groups(step, samples)
+    with pytest.raises(FrozenInstanceError):
+        trained[0].text = "changed"  # type: ignore[misc]
     assert session.begun is not None
     left = [sample for group in session.begun for sample in group.samples]
-    assert [sample.id for sample in left] == batch.ids and {sample.reward for sample in left} == {None}
+    assert [sample.id for sample in left] == batch.ids and not any(isinstance(sample, Scored) for sample in left)
 
 
 def test_the_forecast_of_the_work_ends_with_the_quota() -> None:

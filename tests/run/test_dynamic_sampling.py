@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.session.dynamic_sampling import DynamicSampling
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
-from tests.run_files import step_requests
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, Scored
+from tests.run_files import step_requests, with_reward
 
 COUNT = 2
 
@@ -33,7 +34,7 @@ def prompts(rows: int) -> list[Prompt]:
     return [Prompt(i, f"p{i}", (1, i)) for i in range(rows)]
 
 
-def answers(rows: list[int], mean: Callable[[int], float | None], version: int = 0) -> list[Sample]:
+def answers(rows: list[int], mean: Callable[[int], float | None], version: int = 0) -> list[Scored]:
     """Two samples for each row, their rewards around its mean; None: they could not be scored."""
     found = []
     for place, row in enumerate(rows):
@@ -42,15 +43,7 @@ def answers(rows: list[int], mean: Callable[[int], float | None], version: int =
             completion = Completion(place * COUNT + n, tokens, np.full(len(tokens), -0.1 / 3, np.float32) * (row + 1), "stop", version)
             middle = mean(row)
             reward = None if middle is None else middle + (0.1 if 0 < middle < 1 else 0.0) * (-1) ** n
-            found.append(
-                Sample(
-                    Prompt(row, f"p{row}", (1, row)),
-                    SampleId(row, 1, n),
-                    completion,
-                    reward=reward,
-                    error=None if reward is not None else "no",
-                )
-            )
+            found.append(with_reward(Sample(Prompt(row, f"p{row}", (1, row)), SampleId(row, 1, n), completion), reward))
     return found
 
 
@@ -96,8 +89,7 @@ def test_bounds_are_outside_and_a_score_goes_before_the_reward() -> None:
         "filter/dropped_score_mean": 0.5,
     }
     scored = answers([4, 5], lambda row: 0.5)
-    for sample in scored[:COUNT]:
-        sample.score = 1.0
+    scored[:COUNT] = [replace(sample, score=1.0) for sample in scored[:COUNT]]
     filled = dynamic_sampling.fill(scored, lambda: answers(dynamic_sampling.draw(), lambda row: 0.5))
     assert [s.prompt.index for s in filled] == [5, 5, 4, 4], "the cursor's next row takes the place of the one that was dropped"
 
@@ -121,10 +113,8 @@ def test_what_is_left_over_outlives_the_process() -> None:
     mean = [0.0 if row % 3 else 0.5 for row in range(40)]
     while not dynamic_sampling.ready:
         run(dynamic_sampling, lambda row: mean[row])
-    dynamic_sampling.ready[0][0].action_mask, dynamic_sampling.ready[0][0].turns = (
-        np.array([True, False]),
-        (("policy", "a"), ("agent", "b")),
-    )
+    of_agent = replace(dynamic_sampling.ready[0][0], action_mask=np.array([True, False]), turns=(("policy", "a"), ("agent", "b")))
+    dynamic_sampling.ready[0][0] = of_agent
     content, cursor = json.dumps(dynamic_sampling.state()), dynamic_sampling.cursor.state()
     resumed = DynamicSampling(recipe(4, filter_draw=1.9), Cursor(40, 4, True, 1))
     resumed.restore(json.loads(content), prompts(40))

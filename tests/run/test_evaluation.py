@@ -8,13 +8,13 @@ import pytest
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.evaluation import choose_sampling, compute_accuracies, compute_mean_and_best, compute_source_metrics
 from rlhfless_ray.step.requests import make_evaluation_requests
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from rlhfless_ray.types import Completion, Prompt, SampleId, Scored
 from tests.run_files import step_requests
 
 
-def sample(reward: float | None, tokens: int = 3, finish: str = "stop", prompt: int = 0) -> Sample:
+def sample(reward: float | None, tokens: int = 3, finish: str = "stop", prompt: int = 0) -> Scored:
     done = Completion(0, np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), finish, 0)
-    return Sample(Prompt(prompt, "p", (1,)), SampleId(prompt, 1, 0), done, reward=reward)
+    return Scored(Prompt(prompt, "p", (1,)), SampleId(prompt, 1, 0), done, reward=reward)
 
 
 def test_pass1_is_the_mean_and_passk_the_best_of_each_prompt() -> None:
@@ -60,6 +60,6 @@ def test_requests_of_an_evaluation_lie_prompt_by_prompt() -> None:
     found = make_evaluation_requests(recipe, prompts, list(asked.values()))
     assert [r.key for r in found] == list(range(6)) and [r.temperature for r in found] == [0.5] * 4 + [0.0] * 2
     assert [len(r.token_ids) for r in found] == [1, 1, 4, 4, 1, 4] and [r.max_tokens for r in found] == [8, 8, 6, 6, 8, 6]
-    assert len({r.seed for r in found[:4]}) == 4
+    assert len({r.seed for r in found[:4]}) == 4 and len({r.id for r in found}) == 6
     assert {(r.stop, r.top_k, r.top_p) for r in found} == {(("</a>",), 9, 0.9)}
     assert {(r.stop, r.top_k, r.top_p) for r in step_requests(recipe, 1, prompts)} == {(("</a>",), 9, 0.9)}

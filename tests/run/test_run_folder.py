@@ -26,7 +26,7 @@ from rlhfless_ray.run.checkpoint_files import driver_state
 from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.runtime.runtime import Runtime
-from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
+from rlhfless_ray.types import Completion, Prompt, Sample, SampleId, Scored, Trained
 from rlhfless_ray.weights.remote_folder import Writer, writer
 from rlhfless_ray.weights.same_model import model_sizes
 
@@ -400,15 +400,17 @@ def test_samples_are_one_json_object_per_line(tmp_path: Path) -> None:
     prompt = Prompt(12, 'say "ä\n"', (1, 2), {"answer": np.int64(4), "other": 1})
     done = [Completion(k, np.arange(k + 1), np.zeros(k + 1), reason, 3) for k, reason in ((0, "stop"), (5, "length"))]
     samples = [
-        Sample(prompt, SampleId(prompt.index, 1, 0), done[0], "line\nbreak", reward=1.0, advantage=0.5),
-        Sample(prompt, SampleId(prompt.index, 1, 1), done[1], "", error="ValueError: no"),
+        Trained(prompt, SampleId(prompt.index, 1, 0), done[0], "line\nbreak", reward=1.0, advantage=0.5),
+        Scored(prompt, SampleId(prompt.index, 1, 1), done[1], "", error="ValueError: no"),
+        Sample(prompt, SampleId(prompt.index, 1, 2), done[0], "not scored"),
     ]
     RunFolder(tmp_path).write_samples(4, samples, "answer")
     rows = [json.loads(line) for line in (tmp_path / "samples" / "step_4.jsonl").read_text().splitlines()]
     same = {"step": 4, "prompt_index": 12, "prompt": 'say "ä\n"', "version": 3, "answer": "4"}
     first = {"sample": 0, "response": "line\nbreak", "tokens": 1, "finish": "stop", "reward": 1.0, "error": None, "advantage": 0.5}
     second = {"sample": 1, "response": "", "tokens": 6, "finish": "length", "reward": None, "error": "ValueError: no", "advantage": None}
-    assert rows == [{**same, **first}, {**same, **second}]
+    third = {**first, "sample": 2, "response": "not scored", "reward": None, "advantage": None}
+    assert rows == [{**same, **first}, {**same, **second}, {**same, **third}]
     assert [p.name for p in (tmp_path / "samples").iterdir()] == ["step_4.jsonl"]
 
 
