@@ -20,7 +20,11 @@ from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.local.slot_check import check_slots
-from rlhfless_ray.preflight.memory_check import Room, local_room, ray_room, starts_ray
+from rlhfless_ray.preflight.memory_check import check, check_ahead
+from rlhfless_ray.preflight.memory_fit import fit
+from rlhfless_ray.preflight.need import Room
+from rlhfless_ray.preflight.room import cluster_room, local_room, starts_ray
+from rlhfless_ray.preflight.stage_memory import StageMemory
 from rlhfless_ray.prompts.cursor import check_unchanged
 from rlhfless_ray.recipe.changes import Changes, changes
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -42,8 +46,6 @@ from rlhfless_ray.supervise.find_checkpoints import (
     steps_saved,
 )
 from rlhfless_ray.supervise.load_rows import check_vocabulary, end_note, load_rows
-from rlhfless_ray.supervise.memory_check import check_stage
-from rlhfless_ray.supervise.memory_fit import fit_stage
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun, RanksFailed
 from rlhfless_ray.supervise.row_reader import SupervisedRows
@@ -58,7 +60,7 @@ from rlhfless_ray.weights.load_policy import (
     read_model,
     text_config,
 )
-from rlhfless_ray.weights.model_folder import config_of, move_model, read_files, read_folder, without_weights
+from rlhfless_ray.weights.model_folder import config_of, move_model, parameter_count, read_files, read_folder, without_weights
 from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.same_model import check_same_model, model_sizes
 from rlhfless_ray.weights.tensor_file import Files
@@ -116,7 +118,7 @@ class SupervisedStage:
         else:
             _check_no_checkpoints(recipe)
         if starts_ray(recipe):
-            check_stage(recipe, lambda: local_room(recipe))
+            check_ahead(recipe)
         self.model_path, self.files = _initial_model(recipe)
         if resume:
             check_same_model(progress.get("model", {}), self.files)
@@ -193,8 +195,7 @@ class SupervisedStage:
             resource = self.cluster.resource()
             check_slots(self.recipe, slots := cluster_slots(resource), resource)
             if self.memory_notes is None:
-                private = self.cluster.private
-                self.memory_notes = self._fit_memory(lambda: local_room(self.recipe) if private else ray_room(resource, slots))
+                self.memory_notes = self._fit_memory(lambda: cluster_room(self.cluster, self.recipe, resource))
             if is_new:
                 self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
@@ -227,12 +228,13 @@ class SupervisedStage:
         notes = [] if RANKS in self.progress_before else [unverified]
         return [*notes, *aside, *remove_torn(self.storage), *self.changes.said(self.progress_before.get("steps", 0))]
 
-    def _fit_memory(self, find_room: Callable[[], Room]) -> tuple[str, str]:
+    def _fit_memory(self, find_room: Callable[[], Room]) -> tuple[str, ...]:
         """Check that the ranks fit the memory with the longest row, and decide the settings of updates that are `auto`. Returns notes."""
         row_tokens = self.rows.train.longest_row(together=self.recipe.task != "kto")
-        note = check_stage(self.recipe, find_room, row_tokens=row_tokens)
-        self.recipe, reason = fit_stage(self.recipe, find_room, row_tokens)
-        return note, reason
+        job = StageMemory.of(self.recipe, row_tokens, policy=(config_of(self.files), parameter_count(self.files)))
+        note, fitted = check(job, find_room), fit(job, find_room)
+        self.recipe = fitted.job.recipe
+        return note, fitted.reason, fitted.note
 
     def _new_folder(self) -> RunFolder:
         """Create the run's folder. A resumed run gets its old one again, if only its checkpoints are left."""

@@ -211,9 +211,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, other: str
 
 
 def test_other_commands_say_what_the_recipe_is(tmp_path: Path) -> None:
-    said = command_here("plan", "--memory", str(recipe(tmp_path, "stage")))
-    assert said.returncode == 2
-    assert "`task` makes it a supervised stage, whose memory is checked when `rlhfless train` starts it" in said.stderr
+    recipe(tmp_path, "stage")
     with pytest.raises(UserError, match="`task` makes it a supervised stage; run it with `rlhfless train`"):
         Recipe.load(tmp_path / "stage.yaml")
 

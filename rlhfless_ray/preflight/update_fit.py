@@ -1,0 +1,145 @@
+"""Choose the settings of updates that are `auto` so that the predicted peaks fit the memory.
+
+Predictions are estimates (`placement.peak_memory`). They determine `auto` settings, and refuse a run only if no choice of these fits.
+A job without `auto` settings is refused only by lower bounds (`preflight.memory_check`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from placement import peak_memory
+from placement.peak_memory import UpdateSettings
+from rlhfless_ray.preflight.job_memory import JobMemory, Settings
+from rlhfless_ray.preflight.memory_check import SMALL_BYTES, DoesNotFit, advise
+from rlhfless_ray.preflight.need import CPU, Need, Room, gb, megabytes, statement
+from rlhfless_ray.preflight.run_memory import RunMemory
+
+J = TypeVar("J", bound=JobMemory)
+
+
+@dataclass(frozen=True)
+class Fit(Generic[J]):
+    """A job whose `auto` settings are decided.
+
+    `needs`: predicted peaks. `reason`: why a setting that was `auto` is not its default; empty if all are. `note`: message for the user.
+    `kv`: what the KV cache of an engine on CPU holds; empty unless its size was `auto` and is known.
+    `give_back_at_once`: whether parked engines must release weights and KV cache at once, because an update does not fit beside them.
+    Otherwise they keep both until gaps are known to be long.
+    """
+
+    job: J
+    needs: list[Need]
+    reason: str = ""
+    note: str = ""
+    kv: str = ""
+    give_back_at_once: bool = False
+
+    def step_mb(self, engines: int = 0) -> dict[str, float]:
+        """Return predicted peaks in MB to compare with a step's measured ones. Empty on GPUs, whose memory is not measured.
+
+        `engines`: number of engines that worked.
+        """
+        together = [need.bytes / 1e6 for need in self.needs if not need.alone]
+        if not together:
+            return {}
+        found = megabytes(self.needs)
+        return {name: mb * (engines if name == "engines" else 1) for name, mb in found.items()} | {"total": max(together)}
+
+    def kv_on(self, resource: str) -> str:
+        """Return `kv` if slots are of this resource. Everything small is fitted before it is known, and on GPUs the size has no effect."""
+        return self.kv if resource == CPU else ""
+
+    def statement(self, least_mb: Mapping[str, float], resource: str) -> str:
+        """Describe the predicted memory of the working functions, and the settings chosen for it, in one line."""
+        return "; ".join(filter(None, [statement(megabytes(self.needs), least_mb), self.kv_on(resource), self.reason]))
+
+
+def fit_update(job: J, find_room: Callable[[], Room]) -> Fit[J]:
+    """Choose the settings of section `learner` that are `auto`: of all values that fit, those that cost the least time.
+
+    `find_room` is called unless everything is small. Raises DoesNotFit if a setting of a run is `auto` and no value of it fits. A stage
+    then gets the values that need least, and a note.
+    """
+    auto = job.auto
+    whole = job.with_update(auto, UpdateSettings())
+    if is_small(need for room in job.rooms for need in whole.peaks(room)):
+        return Fit(whole, whole.peaks(job.rooms[0]))
+    room = find_room()
+    needs, used_share = whole.peaks(room), used_memory_share(job, room)
+    too_large = room.first_without_room(_of_updates(needs), used_share)
+    if too_large is None:
+        return Fit(whole, needs, note=_host_note(needs, room))
+    assert room.bytes is not None
+    there = room.bytes if too_large.alone else room.total_bytes or room.bytes
+    budget = f"{used_share:.0%} of {gb(there)}{job.recipe.cluster.memory_share_note}"
+    reason = f"auto: with the defaults {too_large.who} would take about {gb(too_large.bytes)}, more than {budget}"
+
+    def fitted(changed: J, needs: list[Need]) -> Fit[J]:
+        others = [key for key in auto if getattr(changed.recipe.learner, key) != getattr(whole.recipe.learner, key)]
+        return Fit(changed, needs, f"{_settings(changed, others)} ({reason})" if others else "", _host_note(needs, room))
+
+    tried = [(changed, changed.peaks(room)) for changed in _choices(job, room)]
+    for changed, needs in tried:
+        if room.first_without_room(_of_updates(needs), used_share) is None:
+            return fitted(changed, needs)
+    changed, needs = min(tried, key=lambda one: max(need.bytes for need in _of_updates(one[1])))
+    short = room.first_without_room(_of_updates(needs))
+    if short is None:
+        return fitted(changed, needs)
+    tried_too = f", also with {_settings(changed, auto)}" if auto else ""
+    advice = advise(job, room, lambda changed: _may_fit(changed, room), _smaller(job))
+    problem = f"{short.key}: {room.shortage(short)}{tried_too}; {advice}"
+    if isinstance(job, RunMemory) and set(auto) - {"overlap"}:
+        raise DoesNotFit(problem)
+    return replace(fitted(changed, needs), note=f"the memory may not be enough: {problem}")
+
+
+def is_small(needs: Iterable[Need]) -> bool:
+    return all(need.bytes <= SMALL_BYTES for need in needs)
+
+
+def used_memory_share(job: JobMemory, room: Room) -> float:
+    """Return the share of the memory that a run's settings may take. Functions take turns on a GPU, also those of several runs."""
+    return peak_memory.USED_SHARE * (1.0 if room.on_gpu else job.recipe.cluster.memory_share)
+
+
+def _host_note(needs: list[Need], room: Room) -> str:
+    """Return a message if the state of parked ranks is larger than the host memory beside their GPUs."""
+    short = room.first_without_room(need for need in needs if need.on_host)
+    return f"the memory may not be enough: {short.key}: {room.shortage(short)}" if short else ""
+
+
+def _may_fit(job: JobMemory, room: Room) -> bool:
+    return any(room.first_without_room(_of_updates(changed.peaks(room))) is None for changed in _choices(job, room))
+
+
+def _choices(job: J, room: Room) -> Iterator[J]:
+    """Yield the job with each choice of the settings that are `auto`, in order of the time they cost. Equal choices come once."""
+    auto = job.auto
+    for choice in peak_memory.choices(may_offload=room.on_gpu and job.recipe.learner.zero_stage > 0):
+        if "overlap" in job.auto_keys or choice.overlap == "auto":
+            yield job.with_update(auto, choice)
+
+
+def _of_updates(needs: list[Need]) -> list[Need]:
+    """Return the needs that the settings of an update change."""
+    return [need for need in needs if need.of_update]
+
+
+def _smaller(job: JobMemory) -> Iterator[Settings]:
+    """Yield settings of an update that save memory and differ from the recipe's."""
+    learner = job.recipe.learner
+    tokens = learner.max_micro_batch_tokens // 2
+    while learner.micro_batch_tokens != "auto" and tokens >= peak_memory.LEAST_WHOLE_TOKENS:
+        yield {"learner.micro_batch_tokens": tokens}
+        tokens //= 2
+    if learner.gradient_checkpointing is False:
+        yield {"learner.gradient_checkpointing": True}
+
+
+def _settings(job: JobMemory, keys: list[str]) -> str:
+    return " and ".join(f"learner.{key}={json.dumps(getattr(job.recipe.learner, key)).strip(chr(34))}" for key in keys)
