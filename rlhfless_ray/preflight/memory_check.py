@@ -62,8 +62,9 @@ def check(job: JobMemory, find_room: Callable[[], Room]) -> str:
         return ""
     room = find_room()
     if room.bytes is None:
-        largest = {need.who: need for need in sorted(job.least(room), key=lambda need: need.bytes) if need.alone}
-        needed = ", ".join(f"{who} {gb(need.bytes)}" for who, need in largest.items())
+        alone = [need for need in job.least(room) if need.alone]
+        largest = {need.who: max(one.bytes for one in alone if one.who == need.who) for need in alone}
+        needed = ", ".join(f"{who} {gb(size)}" for who, size in largest.items())
         return f"the memory of a {room.device} is not known here; the run needs at least: {needed}"
     job = _with_fitting_width(job, room)
     need = shortage(job, room)

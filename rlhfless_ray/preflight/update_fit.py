@@ -78,9 +78,13 @@ def fit_update(job: J, find_room: Callable[[], Room]) -> Fit[J]:
     budget = f"{used_share:.0%} of {gb(there)}{job.recipe.cluster.memory_share_note}"
     reason = f"auto: with the defaults {too_large.who} would take about {gb(too_large.bytes)}, more than {budget}"
 
+    def chosen(changed: J) -> str:
+        learner, default = changed.recipe.learner, whole.recipe.learner
+        values = {key: getattr(learner, key) for key in auto if getattr(learner, key) != getattr(default, key)}
+        return " and ".join(f"learner.{key}={json.dumps(value).strip(chr(34))}" for key, value in values.items())
+
     def fitted(changed: J, needs: list[Need]) -> Fit[J]:
-        others = [key for key in auto if getattr(changed.recipe.learner, key) != getattr(whole.recipe.learner, key)]
-        return Fit(changed, needs, f"{_settings(changed, others)} ({reason})" if others else "", _host_note(needs, room))
+        return Fit(changed, needs, f"{chosen(changed)} ({reason})" if chosen(changed) else "", _host_note(needs, room))
 
     tried = [(changed, changed.peaks(room)) for changed in _choices(job, room)]
     for changed, needs in tried:
@@ -90,7 +94,7 @@ def fit_update(job: J, find_room: Callable[[], Room]) -> Fit[J]:
     short = room.first_without_room(_of_updates(needs))
     if short is None:
         return fitted(changed, needs)
-    tried_too = f", also with {_settings(changed, auto)}" if auto else ""
+    tried_too = f", also with {chosen(changed)}" if chosen(changed) else ""
     advice = advise(job, room, lambda changed: _may_fit(changed, room), _smaller(job))
     problem = f"{short.key}: {room.shortage(short)}{tried_too}; {advice}"
     if isinstance(job, RunMemory) and set(auto) - {"overlap"}:
@@ -118,7 +122,7 @@ def _may_fit(job: JobMemory, room: Room) -> bool:
 
 
 def _choices(job: J, room: Room) -> Iterator[J]:
-    """Yield the job with each choice of the settings that are `auto`, in order of the time they cost. Equal choices come once."""
+    """Yield the job with each choice of the settings that are `auto`, in order of the time they cost."""
     auto = job.auto
     for choice in peak_memory.choices(may_offload=room.on_gpu and job.recipe.learner.zero_stage > 0):
         if "overlap" in job.auto_keys or choice.overlap == "auto":
@@ -139,7 +143,3 @@ def _smaller(job: JobMemory) -> Iterator[Settings]:
         tokens //= 2
     if learner.gradient_checkpointing is False:
         yield {"learner.gradient_checkpointing": True}
-
-
-def _settings(job: JobMemory, keys: list[str]) -> str:
-    return " and ".join(f"learner.{key}={json.dumps(getattr(job.recipe.learner, key)).strip(chr(34))}" for key in keys)
