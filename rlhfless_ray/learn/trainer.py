@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FIRST: MicroBatch = [np.arange(1)]
 
 
-class Update(NamedTuple):
+class OptimizerStep(NamedTuple):
     """An optimizer step. `grad_norm`: before clipping. `skipped`: why it was not applied, empty if it was."""
 
     grad_norm: float
@@ -44,7 +44,7 @@ class Trainer(Protocol):
     def accumulate(self, batch: Batch, cuts: Sequence[MicroBatch], loss_of: Callable[[dict[str, Tensor], MicroBatch], Tensor]) -> None:
         """Add the gradients of micro-batches. Each is a part of the whole step's loss, and the parts of all ranks add up."""
 
-    def update(self, loss_is_finite: bool, scale: float = 1.0) -> Update:
+    def update(self, loss_is_finite: bool, scale: float = 1.0) -> OptimizerStep:
         """Scale and clip the accumulated gradients and make an optimizer step, unless loss or gradient is not finite."""
 
     def weights(self, place: int | None = None, count: int | None = None) -> Mapping[str, Any]:

@@ -39,7 +39,7 @@ from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.learn.sequence_parallel import SequenceParallel
 from rlhfless_ray.learn.tensor_parallel import ModelSlices, visible_adapters
 from rlhfless_ray.learn.tied_ends import TiedEnds
-from rlhfless_ray.learn.trainer import FIRST, Update
+from rlhfless_ray.learn.trainer import FIRST, OptimizerStep
 from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
@@ -291,7 +291,7 @@ class TrainerRank:
             section.schedule, done, self.settings.optimizer_steps, section.learning_rate, section.warmup_share, section.min_rate_share
         )
 
-    def update(self, loss_is_finite: bool, scale: float = 1.0) -> Update:
+    def update(self, loss_is_finite: bool, scale: float = 1.0) -> OptimizerStep:
         """Scale and clip the accumulated gradients and make an optimizer step, unless loss or gradient is not finite."""
         learning_rate = self.rate()
         for group in plain_optimizer(self.engine).param_groups:
@@ -323,7 +323,7 @@ class TrainerRank:
                 link_moments(self.engine)
                 self.linked = True
         skipped = "" if applied else f"the gradient norm is {norm}" if loss_is_finite else "the loss is not finite"
-        return Update(norm, learning_rate, self.rate(), skipped)
+        return OptimizerStep(norm, learning_rate, self.rate(), skipped)
 
     def _clip(self) -> float:
         """Clip the gradients at stage 0, and return their norm before clipping."""

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlhfless_ray.learn.trainer import Update
+from rlhfless_ray.learn.trainer import OptimizerStep
 from rlhfless_ray.types import CriticStats, UpdateStats
 
 Stats = TypeVar("Stats", UpdateStats, CriticStats)
@@ -18,7 +18,7 @@ def without_steps(kind: type[Stats], samples: int) -> Stats:
     return kind() if samples else kind(skipped=1, skipped_last=1, reason="no sample of the step has a reward")
 
 
-def step_fields(update: Update) -> dict[str, Any]:
+def step_fields(update: OptimizerStep) -> dict[str, Any]:
     """Return the fields of the statistics that tell whether and how an optimizer step was made."""
     skipped = int(bool(update.skipped))
     return {
