@@ -12,10 +12,9 @@ import pytest
 from placement import peak_memory
 from rlhfless_ray.preflight import room as rooms
 from rlhfless_ray.preflight.memory_check import DoesNotFit
-from rlhfless_ray.preflight.memory_fit import fit
+from rlhfless_ray.preflight.memory_fit import Fit, fit
 from rlhfless_ray.preflight.need import Lengths, Need, Room, gb, megabytes
 from rlhfless_ray.preflight.run_memory import RunMemory
-from rlhfless_ray.preflight.update_fit import Fit
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from tests.conftest import ROOT

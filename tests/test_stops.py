@@ -24,8 +24,8 @@ from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.local.cluster import RayCluster
+from rlhfless_ray.preflight.memory_fit import Fit
 from rlhfless_ray.preflight.run_memory import RunMemory
-from rlhfless_ray.preflight.update_fit import Fit
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics

@@ -1,23 +1,67 @@
-"""Choose the settings of a job that are `auto`, and the size of engines' KV caches on CPU, so that the predicted peaks fit the memory."""
+"""Choose the settings that are `auto` so that the predicted peaks fit the memory: of updates, and the size of engines' KV caches on CPU.
+
+Predictions are estimates (`placement.peak_memory`). They determine `auto` settings, and refuse a run only if no choice of these fits.
+A job without `auto` settings is refused only by lower bounds (`preflight.memory_check`).
+"""
 
 from __future__ import annotations
 
 import bisect
 import functools
+import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, overload
 
+from placement import peak_memory
+from placement.peak_memory import UpdateSettings
 from placement.speed.roofline import FEW_SEQUENCES
-from rlhfless_ray.preflight.job_memory import JobMemory
-from rlhfless_ray.preflight.memory_check import DoesNotFit
-from rlhfless_ray.preflight.need import GPU, Need, Room, gb
+from rlhfless_ray.preflight.job_memory import JobMemory, Settings
+from rlhfless_ray.preflight.memory_check import SMALL_BYTES, DoesNotFit, advise
+from rlhfless_ray.preflight.need import CPU, Need, Room, gb, megabytes, statement
 from rlhfless_ray.preflight.run_memory import SURE_SEQUENCES, RunMemory
-from rlhfless_ray.preflight.update_fit import Fit, J, fit_update, is_small, used_memory_share
 from rlhfless_ray.recipe.rollout_sections import DEFAULT_KV_MB
 
 GROWN_KV_SHARE = 0.1  # largest share of the memory that settings may take for all KV caches beyond 256 MB each
+J = TypeVar("J", bound=JobMemory)
+
+
+@dataclass(frozen=True)
+class Fit(Generic[J]):
+    """A job whose `auto` settings are decided.
+
+    `needs`: predicted peaks. `reason`: why a setting that was `auto` is not its default; empty if all are. `note`: message for the user.
+    `kv`: what the KV cache of an engine on CPU holds; empty unless its size was `auto` and is known.
+    `give_back_at_once`: whether parked engines must release weights and KV cache at once, because an update does not fit beside them.
+    Otherwise they keep both until gaps are known to be long.
+    """
+
+    job: J
+    needs: list[Need]
+    reason: str = ""
+    note: str = ""
+    kv: str = ""
+    give_back_at_once: bool = False
+
+    def step_mb(self, engines: int = 0) -> dict[str, float]:
+        """Return predicted peaks in MB to compare with a step's measured ones. Empty on GPUs, whose memory is not measured.
+
+        `engines`: number of engines that worked.
+        """
+        together = [need.bytes / 1e6 for need in self.needs if not need.alone]
+        if not together:
+            return {}
+        found = megabytes(self.needs)
+        return {name: mb * (engines if name == "engines" else 1) for name, mb in found.items()} | {"total": max(together)}
+
+    def kv_on(self, resource: str) -> str:
+        """Return `kv` if slots are of this resource. Everything small is fitted before it is known, and on GPUs the size has no effect."""
+        return self.kv if resource == CPU else ""
+
+    def statement(self, least_mb: Mapping[str, float], resource: str) -> str:
+        """Describe the predicted memory of the working functions, and the settings chosen for it, in one line."""
+        return "; ".join(filter(None, [statement(megabytes(self.needs), least_mb), self.kv_on(resource), self.reason]))
 
 
 @overload
@@ -40,6 +84,99 @@ def fit(job: JobMemory, find_room: Callable[[], Room]) -> Fit[Any]:
     kept = [need for need in found.job.peaks_with(room, engines_keep=True) if need.of_update]
     too_much = room.first_without_room(kept, used_memory_share(job, room)) is not None
     return replace(found, give_back_at_once=too_much and not room.on_gpu)
+
+
+# ---- updates ----------------------------------------------------------------------------------------------------
+
+
+def fit_update(job: J, find_room: Callable[[], Room]) -> Fit[J]:
+    """Choose the settings of section `learner` that are `auto`: of all values that fit, those that cost the least time.
+
+    `find_room` is called unless everything is small. Raises DoesNotFit if a setting of a run is `auto` and no value of it fits. A stage
+    then gets the values that need least, and a note.
+    """
+    auto = job.auto
+    whole = job.with_update(auto, UpdateSettings())
+    if is_small(need for room in job.rooms for need in whole.peaks(room)):
+        return Fit(whole, whole.peaks(job.rooms[0]))
+    room = find_room()
+    needs, used_share = whole.peaks(room), used_memory_share(job, room)
+    too_large = room.first_without_room(_of_updates(needs), used_share)
+    if too_large is None:
+        return Fit(whole, needs, note=_host_note(needs, room))
+    assert room.bytes is not None
+    there = room.bytes if too_large.alone else room.total_bytes or room.bytes
+    budget = f"{used_share:.0%} of {gb(there)}{job.recipe.cluster.memory_share_note}"
+    reason = f"auto: with the defaults {too_large.who} would take about {gb(too_large.bytes)}, more than {budget}"
+
+    def chosen(changed: J) -> str:
+        learner, default = changed.recipe.learner, whole.recipe.learner
+        values = {key: getattr(learner, key) for key in auto if getattr(learner, key) != getattr(default, key)}
+        return " and ".join(f"learner.{key}={json.dumps(value).strip(chr(34))}" for key, value in values.items())
+
+    def fitted(changed: J, needs: list[Need]) -> Fit[J]:
+        return Fit(changed, needs, f"{chosen(changed)} ({reason})" if chosen(changed) else "", _host_note(needs, room))
+
+    tried = [(changed, changed.peaks(room)) for changed in _choices(job, room)]
+    for changed, needs in tried:
+        if room.first_without_room(_of_updates(needs), used_share) is None:
+            return fitted(changed, needs)
+    changed, needs = min(tried, key=lambda one: max(need.bytes for need in _of_updates(one[1])))
+    short = room.first_without_room(_of_updates(needs))
+    if short is None:
+        return fitted(changed, needs)
+    tried_too = f", also with {chosen(changed)}" if chosen(changed) else ""
+    advice = advise(job, room, lambda changed: _may_fit(changed, room), _smaller(job))
+    problem = f"{short.key}: {room.shortage(short)}{tried_too}; {advice}"
+    if isinstance(job, RunMemory) and set(auto) - {"overlap"}:
+        raise DoesNotFit(problem)
+    return replace(fitted(changed, needs), note=f"the memory may not be enough: {problem}")
+
+
+def is_small(needs: Iterable[Need]) -> bool:
+    return all(need.bytes <= SMALL_BYTES for need in needs)
+
+
+def used_memory_share(job: JobMemory, room: Room) -> float:
+    """Return the share of the memory that a run's settings may take. Functions take turns on a GPU, also those of several runs."""
+    return peak_memory.USED_SHARE * (1.0 if room.on_gpu else job.recipe.cluster.memory_share)
+
+
+def _host_note(needs: list[Need], room: Room) -> str:
+    """Return a message if the state of parked ranks is larger than the host memory beside their GPUs."""
+    short = room.first_without_room(need for need in needs if need.on_host)
+    return f"the memory may not be enough: {short.key}: {room.shortage(short)}" if short else ""
+
+
+def _may_fit(job: JobMemory, room: Room) -> bool:
+    return any(room.first_without_room(_of_updates(changed.peaks(room))) is None for changed in _choices(job, room))
+
+
+def _choices(job: J, room: Room) -> Iterator[J]:
+    """Yield the job with each choice of the settings that are `auto`, in order of the time they cost."""
+    auto = job.auto
+    for choice in peak_memory.choices(may_offload=room.on_gpu and job.recipe.learner.zero_stage > 0):
+        if "overlap" in job.auto_keys or choice.overlap == "auto":
+            yield job.with_update(auto, choice)
+
+
+def _of_updates(needs: list[Need]) -> list[Need]:
+    """Return the needs that the settings of an update change."""
+    return [need for need in needs if need.of_update]
+
+
+def _smaller(job: JobMemory) -> Iterator[Settings]:
+    """Yield settings of an update that save memory and differ from the recipe's."""
+    learner = job.recipe.learner
+    tokens = learner.max_micro_batch_tokens // 2
+    while learner.micro_batch_tokens != "auto" and tokens >= peak_memory.LEAST_WHOLE_TOKENS:
+        yield {"learner.micro_batch_tokens": tokens}
+        tokens //= 2
+    if learner.gradient_checkpointing is False:
+        yield {"learner.gradient_checkpointing": True}
+
+
+# ---- KV caches --------------------------------------------------------------------------------------------------
 
 
 def _fit_with_kv(job: RunMemory, find_room: Callable[[], Room]) -> Fit[RunMemory]:
@@ -109,7 +246,7 @@ def _with_larger_kv(found: Fit[RunMemory], whole: int, find_room: Callable[[], R
             why = f"beyond {DEFAULT_KV_MB} MB each, engines take at most {gb(GROWN_KV_SHARE * budget)} of {gb(room.bytes)}{share}"
     changed = _with_kv(job, chosen)
     found = replace(found, job=changed, needs=changed.peaks(room))
-    if room.resource == GPU or not job.kv_mb(1):
+    if room.on_gpu or not job.kv_mb(1):
         return found
     held = bisect.bisect_right(range(1, sequences + 1), chosen, key=job.kv_mb)
     tokens = f"sequences of {job.longest_tokens} tokens"

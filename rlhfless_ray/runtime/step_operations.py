@@ -18,8 +18,8 @@ from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
+from rlhfless_ray.preflight.memory_fit import Fit
 from rlhfless_ray.preflight.run_memory import RunMemory
-from rlhfless_ray.preflight.update_fit import Fit
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext

@@ -15,7 +15,6 @@ from rlhfless_ray.learn.policy_model import TokenDistillation, TokenLogits, Toke
 from rlhfless_ray.learn.tensor_parallel import divided
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.supervise.examples import Examples
 from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss, step_loss
 
 SQUARE = "square"  # of the rewards, from which an evaluation gets their deviation
@@ -61,12 +60,13 @@ class StageLoss:
         metrics: names of the values that `part` returns; the loss is the first.
         has_reference: whether rows need log-probabilities under a reference.
         by_tokens: whether means are over tokens, so that parts of an evaluation are weighed by their tokens.
+        by_steps: whether each trained token has a label of its own.
         predicts_next: whether a sequence has one more token, after that of the predicted value, see `WITH_NEXT`.
         trains_first: whether of each row only the first sequence is trained.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
-    has_reference = by_tokens = predicts_next = trains_first = False
+    has_reference = by_tokens = by_steps = predicts_next = trains_first = False
 
     def __init__(self, recipe: SupervisedRecipe, trainer: TrainerRank) -> None:
         self.recipe, self.section, self.trainer = recipe, recipe.loss, trainer
@@ -83,13 +83,6 @@ class StageLoss:
     def part(self, tensors: dict[str, Tensor], rows: StepRows, here: Tensor) -> tuple[Tensor, Means]:
         """Return a micro-batch's part of the rows' mean loss, and of the means of the other `metrics`. `here`: see `StepRows.by_row`."""
         raise NotImplementedError
-
-    def labels(self, examples: Examples, rows: np.ndarray) -> np.ndarray:
-        return examples.extras[rows]
-
-    def trained_tokens(self, lengths: np.ndarray, counted: np.ndarray) -> int:
-        """Return the tokens that the loss counts. `lengths`: response tokens of each trained sequence; `counted`: all of its tokens."""
-        return int(lengths.sum())
 
     def finish(self, means: Means, evaluated: float = 0) -> None:
         """Turn sums over rows into the means that are logged. `evaluated`: number of rows of a whole evaluation; 0: of a step."""
@@ -137,7 +130,7 @@ class StepRewardLoss(StageLoss):
     """prm: the cross-entropy of the reward tokens at each step of a response."""
 
     metrics = ("loss", "accuracy")
-    by_tokens = predicts_next = True
+    by_tokens = by_steps = predicts_next = True
 
     def load(self, folder: Path, second: Path | None, reward_tokens: list[int] | None, *, maps: bool) -> Any:
         return TokenLogits(self._causal(folder, maps=maps), reward_tokens)
@@ -148,9 +141,6 @@ class StepRewardLoss(StageLoss):
         best = (here < 0.5).long() if logits.shape[1] == 2 else here.long()
         right = (logits.argmax(dim=1) == best).float().sum()
         return step_loss(logits, here).sum() / n, {"accuracy": float(right) / n}
-
-    def labels(self, examples: Examples, rows: np.ndarray) -> np.ndarray:
-        return examples.labels_of(rows)
 
 
 class RewardLoss(StageLoss):
@@ -169,9 +159,6 @@ class RewardLoss(StageLoss):
         n, margins = len(rows.extras), rows.extras[here].to(self.trainer.device)
         losses = pairwise_loss(both[:, 0], both[:, 1], margins, self.section.kind)
         return losses.sum() / n, {**_pair_means(both, n), SQUARE: float(both.detach().double().square().mean(dim=1).sum()) / n}
-
-    def trained_tokens(self, lengths: np.ndarray, counted: np.ndarray) -> int:
-        return int(counted.sum())
 
     def finish(self, means: Means, evaluated: float = 0) -> None:
         square = means.pop(SQUARE)

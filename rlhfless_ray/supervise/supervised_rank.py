@@ -204,8 +204,7 @@ class SupervisedRank:
         batch = examples.batch(rows)
         means, trained, tokens = self._passes(batch, examples, rows, data, learn=True)
         self.loss.finish(means)
-        update = self.trainer.update(math.isfinite(means["loss"]))
-        return StepResult(means, trained, tokens, update.grad_norm, update.learning_rate, update.next_learning_rate, update.skipped)
+        return StepResult(means, trained, tokens, *self.trainer.update(math.isfinite(means["loss"])))
 
     def evaluate(self, examples: Examples, data: int = 1) -> StepResult:
         """Return the loss and the other metrics over a whole data set, without training."""
@@ -227,7 +226,11 @@ class SupervisedRank:
         Returns means over the batch, the number of tokens that the loss counts, and that of all tokens.
         """
         cuts, is_packed = self._cut(batch, examples, self.packs_rows)
-        extras, lengths, per_row = torch.from_numpy(self.loss.labels(examples, rows)), batch.response_lengths, examples.per_row
+        extras, lengths, per_row = (
+            torch.from_numpy(examples.labels_of(rows) if self.loss.by_steps else examples.extras[rows]),
+            batch.response_lengths,
+            examples.per_row,
+        )
         reference = torch.from_numpy(self.references[data][examples.sequences_of(rows)]).float() if self.loss.has_reference else None
         kl = self._kl(batch, examples, reference) if self.loss.trains_first and reference is not None else None
         of_step, totals = StepRows(lengths, per_row, extras, reference, kl), dict.fromkeys(self.loss.metrics, 0.0)
@@ -244,8 +247,8 @@ class SupervisedRank:
         self.trainer.accumulate(batch, cuts, loss_of, first=first, tensors_of=packed if is_packed else padded, learns=learn)
         summed = self.trainer.over_ranks(torch.tensor(list(totals.values()), dtype=torch.float64))
         counted = self._trained(batch.lengths - self.loss.predicts_next, per_row)
-        trained = self.loss.trained_tokens(self._trained(lengths, per_row), counted)
-        return dict(zip(totals, summed.tolist(), strict=True)), trained, int(counted.sum())
+        trained = counted if self.recipe.task == "rm" else self._trained(lengths, per_row)
+        return dict(zip(totals, summed.tolist(), strict=True)), int(trained.sum()), int(counted.sum())
 
     def _kl(self, batch: Batch, examples: Examples, reference: Tensor) -> Tensor:
         """Estimate KTO's z on the mismatched sequences of the whole batch: the mean log-ratio, at least 0."""
