@@ -14,10 +14,10 @@ from placement import memory
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local import machine_memory as machine
-from rlhfless_ray.preflight import room as rooms
+from rlhfless_ray.preflight import memory_check
 from rlhfless_ray.preflight.memory_check import DoesNotFit, check, check_ahead, shortage
+from rlhfless_ray.preflight.memory_needs import Lengths, Need, Room
 from rlhfless_ray.preflight.model_size import ModelSize, models_of
-from rlhfless_ray.preflight.need import Lengths, Need, Room
 from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.weights import load_policy as policy_files
 from tests.conftest import command, command_here, small_recipe
@@ -340,24 +340,24 @@ def test_a_local_machine_tells_its_memory(monkeypatch, tmp_path):
     assert machine.gpu_memory_bytes() is None
     monkeypatch.setattr(machine, "NVIDIA_SMI", (str(tmp_path / "none"),))
     assert machine.gpu_memory_bytes() is None
-    monkeypatch.setattr(rooms, "visible_gpus", lambda: 2)
-    monkeypatch.setattr(rooms, "memory_bytes", lambda gpu: 7 if gpu else 5)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: 7 if gpu else 5)
     plain = Recipe.parse(small_recipe(tmp_path))
     cores = Recipe.parse(small_recipe(tmp_path, functions__slot="cpu", cluster__cpus=3))
-    assert rooms.local_room(plain) == Room("gpu", 2, 7, 7, host_bytes=5)
-    assert rooms.local_room(cores) == Room("cpu", 3, 5, 5, has_driver=True)
+    assert memory_check.local_room(plain) == Room("gpu", 2, 7, 7, host_bytes=5)
+    assert memory_check.local_room(cores) == Room("cpu", 3, 5, 5, has_driver=True)
 
 
 def test_a_run_is_refused_before_weights_are_read(unjoined, tmp_path, monkeypatch):
     path = folder(tmp_path / "70b", LLAMA_70B)
     sparse_weights(path / "model.safetensors", {"model.weight": [70_553_706_496 // 8192, 8192]})  # 141 GB, none of it on the disk
     monkeypatch.setattr(policy_files, "read_folder", lambda *a: pytest.fail("the weights are read"))
-    monkeypatch.setattr(rooms, "memory_bytes", lambda gpu: 24_000_000_000)
-    monkeypatch.setattr(rooms, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: 24_000_000_000)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 0)
     tree = small_recipe(tmp_path, policy__path=str(path), policy__dtype="bfloat16", learner__zero_stage=3)
     with pytest.raises(DoesNotFit, match=r"loading the learner needs at least 282.2 GB \(141.1 GB in the object store, 141.1 GB in the"):
         Runtime(Recipe.parse(tree))
-    monkeypatch.setattr(rooms, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 1)
     with pytest.raises(DoesNotFit, match=r"an engine needs at least 141.1 GB on one device, and a GPU here has 24.0 GB"):
         Runtime(Recipe.parse(tree))
     assert not (tmp_path / "runs").exists()
@@ -365,8 +365,8 @@ def test_a_run_is_refused_before_weights_are_read(unjoined, tmp_path, monkeypatc
 
 def test_passes_over_the_prompts_are_one_step_at_least(unjoined, tmp_path, monkeypatch):
     """Their number of steps is not known before the prompts are read."""
-    monkeypatch.setattr(rooms, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(rooms, "memory_bytes", lambda gpu: int(9.5e9))
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: int(9.5e9))
     model = folder(tmp_path / "05b", QWEN_05B)
     check_ahead(recipe(model, run={"episodes": 2, "steps": 100}, rollout={"kv_cache_mb": 2048}))
     with pytest.raises(DoesNotFit, match="the rollout needs"):
@@ -374,7 +374,7 @@ def test_passes_over_the_prompts_are_one_step_at_least(unjoined, tmp_path, monke
 
 
 def test_what_depends_on_the_slots_of_this_machine_is_checked_ahead(unjoined, tmp_path, monkeypatch):
-    monkeypatch.setattr(rooms, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 0)
     model = folder(tmp_path / "05b", QWEN_05B)
     with pytest.raises(UserError, match="vLLM on CPU cannot quantise weights to fp8"):
         check_ahead(recipe(model, rollout={"quantization": "fp8"}))
@@ -412,10 +412,10 @@ def test_a_train_command_exits_with_two(unjoined, tmp_path):
 def test_nodes_of_a_cluster_tell_their_memory(ray_cluster, tmp_path):
     import ray
 
-    room = rooms.ray_room("cpu", 4)
+    room = memory_check.ray_room("cpu", 4)
     assert room == Room("cpu", 4, machine.host_memory_bytes(), machine.host_memory_bytes())
     there = machine.gpu_memory_bytes()  # its GPUs are logical: nobody knows their memory, unless the machine has some
-    assert rooms.ray_room("gpu", 4) == Room("gpu", 4, there, there)
+    assert memory_check.ray_room("gpu", 4) == Room("gpu", 4, there, there)
     tree = small_recipe(tmp_path, policy__path=str(folder(tmp_path / "big", ENORMOUS)), functions__slot="cpu")
     with pytest.raises(DoesNotFit, match=r"loading the learner needs at least 13,698.9 GB of memory at once, and the nodes have"):
         check_ahead(Recipe.parse(tree))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from placement import peak_memory
-from rlhfless_ray.preflight import room as rooms
+from rlhfless_ray.preflight import memory_check
 from rlhfless_ray.preflight.memory_check import DoesNotFit
 from rlhfless_ray.preflight.memory_fit import Fit, fit
-from rlhfless_ray.preflight.need import Lengths, Need, Room, gb, megabytes
+from rlhfless_ray.preflight.memory_needs import Lengths, Need, Room, gb, megabytes
 from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import check_kv_cache
@@ -202,8 +202,8 @@ def test_a_critic_counts_beside_the_learner(tmp_path):
 
 
 def test_a_plan_shows_predictions_and_chosen_settings(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr(rooms, "memory_bytes", lambda gpu: int(24e9))
-    monkeypatch.setattr(rooms, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: int(24e9))
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 0)
     tree = recipe(folder(tmp_path / "05b", QWEN_05B)).model_dump(mode="json", exclude_unset=True)
     path = tmp_path / "r.yaml"
     path.write_text(json.dumps(tree))
@@ -293,12 +293,12 @@ def test_parked_engines_keep_their_memory_only_where_an_update_fits_beside_it(tm
 
 
 def test_the_kv_cache_is_no_matter_on_gpus(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr(rooms, "memory_bytes", lambda gpu: int(80e9))
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: int(80e9))
     path = tmp_path / "r.yaml"
     small = auto_kv(folder(tmp_path / "small", config("qwen2", 128, 384, 3, 4, 4, 100)))
     path.write_text(json.dumps(small.model_dump(mode="json", exclude_unset=True)))
     for gpus in (0, 1):
-        monkeypatch.setattr(rooms, "visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(memory_check, "visible_gpus", lambda gpus=gpus: gpus)
         for options in ((), ("--json",)):
             run(path, "--memory", *options)
             assert ("rollout.kv_cache_mb" in capsys.readouterr().out) is (gpus == 0)

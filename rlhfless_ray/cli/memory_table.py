@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhfless_ray.common.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhfless_ray.preflight.job_memory import JobMemory
-    from rlhfless_ray.preflight.need import Need, Room
+    from rlhfless_ray.preflight.memory_needs import JobMemory, Need, Room
     from rlhfless_ray.preflight.run_memory import RunMemory
     from rlhfless_ray.preflight.stage_memory import StageMemory
     from rlhfless_ray.recipe import Recipe
@@ -23,10 +22,9 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
 
     Prompts and rows are not read: for predictions each counts as long as it may be.
     """
-    from rlhfless_ray.preflight.memory_check import check
+    from rlhfless_ray.preflight.memory_check import check, local_room
     from rlhfless_ray.preflight.memory_fit import fit
-    from rlhfless_ray.preflight.need import gb
-    from rlhfless_ray.preflight.room import local_room
+    from rlhfless_ray.preflight.memory_needs import gb
     from rlhfless_ray.recipe.recipe_file import is_stage
 
     job, longest, notes = _load_stage(path, overrides) if is_stage(path, overrides) else _load_run(path, overrides)
@@ -69,9 +67,8 @@ def _load_run(path: Path, overrides: list[str]) -> tuple[RunMemory, RunMemory, l
     """
     from rlhfless_ray.learn.model_checks import check_division
     from rlhfless_ray.preflight.check_policy import check_policy
-    from rlhfless_ray.preflight.memory_check import check_kernels_and_width
-    from rlhfless_ray.preflight.need import Lengths
-    from rlhfless_ray.preflight.room import local_room
+    from rlhfless_ray.preflight.memory_check import check_kernels_and_width, local_room
+    from rlhfless_ray.preflight.memory_needs import Lengths
     from rlhfless_ray.preflight.run_memory import RunMemory
     from rlhfless_ray.recipe import Recipe
     from rlhfless_ray.recipe.recipe_file import OTHER_KINDS, read_tree
@@ -144,7 +141,7 @@ def _print_table(title: str, column: str, needs: Iterable[Need]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rlhfless_ray.preflight.need import gb
+    from rlhfless_ray.preflight.memory_needs import gb
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")

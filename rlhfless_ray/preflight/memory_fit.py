@@ -17,9 +17,8 @@ from typing import Any, Generic, TypeVar, overload
 from placement import peak_memory
 from placement.peak_memory import UpdateSettings
 from placement.speed.roofline import FEW_SEQUENCES
-from rlhfless_ray.preflight.job_memory import JobMemory, Settings
 from rlhfless_ray.preflight.memory_check import SMALL_BYTES, DoesNotFit, advise
-from rlhfless_ray.preflight.need import CPU, Need, Room, gb, megabytes, statement
+from rlhfless_ray.preflight.memory_needs import CPU, JobMemory, Need, Room, Settings, gb, megabytes, statement
 from rlhfless_ray.preflight.run_memory import SURE_SEQUENCES, RunMemory
 from rlhfless_ray.recipe.rollout_sections import DEFAULT_KV_MB
 

@@ -15,9 +15,8 @@ from rlhfless_ray.learn.model_checks import refusal
 from rlhfless_ray.learn.overlap_rules import obstacle
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS
-from rlhfless_ray.preflight.job_memory import JobMemory, Settings, TrainedModel
+from rlhfless_ray.preflight.memory_needs import CPU, GPU, UNREAD, JobMemory, Lengths, Need, Parts, Room, Settings, TrainedModel
 from rlhfless_ray.preflight.model_size import ModelSize, models_of
-from rlhfless_ray.preflight.need import CPU, GPU, UNREAD, Lengths, Need, Parts, Room
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.section import LEAST_KV_MB
 from rlhfless_ray.weights.quantized_base import has_4_bits

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Self
 from placement import memory, peak_memory
 from placement.peak_memory import MicroBatch, UpdateSettings
 from rlhfless_ray.learn.model_checks import slicing_refusal
-from rlhfless_ray.preflight.job_memory import JobMemory, Settings, TrainedModel
+from rlhfless_ray.preflight.memory_needs import CPU, GPU, JobMemory, Need, Parts, Room, Settings, TrainedModel
 from rlhfless_ray.preflight.model_size import ModelSize, models_of
-from rlhfless_ray.preflight.need import CPU, GPU, Need, Parts, Room
 from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 

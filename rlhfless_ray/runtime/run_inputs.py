@@ -13,8 +13,8 @@ from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.learn.model_checks import check_division
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.preflight.check_policy import check_policy
-from rlhfless_ray.preflight.need import Lengths, lengths_of
-from rlhfless_ray.preflight.room import local_room, starts_ray
+from rlhfless_ray.preflight.memory_check import local_room, starts_ray
+from rlhfless_ray.preflight.memory_needs import Lengths, lengths_of
 from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.preflight_reward import check_references, dry_call

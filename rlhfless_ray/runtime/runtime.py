@@ -35,9 +35,8 @@ from rlhfless_ray.learn.colocation import of_learner
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
-from rlhfless_ray.preflight.memory_check import check, check_ahead
+from rlhfless_ray.preflight.memory_check import check, check_ahead, cluster_room, room_ahead
 from rlhfless_ray.preflight.memory_fit import fit
-from rlhfless_ray.preflight.room import cluster_room, room_ahead
 from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts

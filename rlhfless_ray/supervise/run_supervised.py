@@ -20,10 +20,9 @@ from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.local.slot_check import check_slots
-from rlhfless_ray.preflight.memory_check import check, check_ahead
+from rlhfless_ray.preflight.memory_check import check, check_ahead, cluster_room, local_room, starts_ray
 from rlhfless_ray.preflight.memory_fit import fit
-from rlhfless_ray.preflight.need import Room
-from rlhfless_ray.preflight.room import cluster_room, local_room, starts_ray
+from rlhfless_ray.preflight.memory_needs import Room
 from rlhfless_ray.preflight.stage_memory import StageMemory
 from rlhfless_ray.prompts.cursor import check_unchanged
 from rlhfless_ray.recipe.changes import Changes, changes

@@ -13,7 +13,7 @@ from placement import peak_memory
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.preflight.memory_check import DoesNotFit, check, job_of
 from rlhfless_ray.preflight.memory_fit import fit
-from rlhfless_ray.preflight.need import Room, gb
+from rlhfless_ray.preflight.memory_needs import Room, gb
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.sweep.sweep_file import PlannedRun

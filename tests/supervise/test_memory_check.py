@@ -10,10 +10,10 @@ import pytest
 
 from rlhfless_ray.compat.openrlhf.memory import too_large_here
 from rlhfless_ray.compat.openrlhf.supervised import translate_supervised
-from rlhfless_ray.preflight import room as rooms
+from rlhfless_ray.preflight import memory_check
 from rlhfless_ray.preflight.memory_check import DoesNotFit, check
 from rlhfless_ray.preflight.memory_fit import fit
-from rlhfless_ray.preflight.need import Room
+from rlhfless_ray.preflight.memory_needs import Room
 from rlhfless_ray.preflight.stage_memory import StageMemory
 from rlhfless_ray.recipe.learn_sections import even_ranks
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -75,8 +75,8 @@ def test_memory_that_is_not_known_is_said(tmp_path: Path) -> None:
 
 def test_explain_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(rooms, "visible_gpus", lambda: 1)
-    monkeypatch.setattr(rooms, "memory_bytes", lambda gpu: 85 * GB)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: 85 * GB)
     line = ["--pretrain", str(folder(tmp_path / "m", LLAMA_70B)), "--dataset", "d", "--bf16", "--ds_tensor_parallel_size", "4"]
     said = too_large_here(translate_supervised("train_dpo", line, {}))
     assert said is not None and said.startswith("--pretrain: policy.path: a rank needs at least 141.1 GB")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.preflight.need import Room
+from rlhfless_ray.preflight.memory_needs import Room
 from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.sweep import run_sweep

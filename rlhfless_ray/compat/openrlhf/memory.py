@@ -12,7 +12,7 @@ from rlhfless_ray.compat.openrlhf.resources import slots_here
 if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
     from rlhfless_ray.compat.openrlhf.translate import Translation
-    from rlhfless_ray.preflight.need import Need
+    from rlhfless_ray.preflight.memory_needs import Need
 
 COMMON_GB = 80  # memory of an A100 or H100
 COMMON_BYTES = COMMON_GB * 2**30  # devices sold as 80 GB have 79.2 to 80 GiB
@@ -26,7 +26,7 @@ def memory_lines(translation: Translation) -> list[str]:
 def needs_of(translation: Translation) -> list[Need]:
     """Return the least needs on GPUs. Empty if the honoured flags are no valid recipe."""
     from rlhfless_ray.preflight.memory_check import job_of
-    from rlhfless_ray.preflight.need import GPU, Room
+    from rlhfless_ray.preflight.memory_needs import GPU, Room
 
     if translation.problem():
         return []
