@@ -35,6 +35,8 @@ class Trainer(Protocol):
     state that `state_files` of all earlier ranks returned.
     """
 
+    engine: Any  # called for a forward pass of the opened module
+
     def open(self, wrapped: nn.Module, state: Mapping[str, Any] | None, task: str | None = None) -> None:
         """Train `wrapped.model`, from `state` if there is one (see `read_state`). `task`: peft's task type of adapters."""
 
