@@ -283,7 +283,7 @@ def test_memory_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
     needs = {(need["what"], need["one_process"]): need["bytes"] for need in told["needs"]}
     assert needs["the learner's update", False] == pytest.approx(18 * 494_032_768, rel=1e-4)  # and activations
     assert needs["an engine", True] == 2 * 494_032_768 + 16 * 2**20, "KV of one sequence"
-    with pytest.raises(UserError, match="`stages` makes it a workflow, whose memory is checked when `rlhfless workflow` starts it"):
+    with pytest.raises(UserError, match="`stages` makes it a workflow; run it with `rlhfless workflow`"):
         run(Path(__file__).parents[1] / "recipes" / "workflow.yaml", "--memory")
     with pytest.raises(UserError, match=r"policy\.path: nowhere is not a folder"):
         run(recipe, "--memory", "policy.path=nowhere")
@@ -293,7 +293,7 @@ def test_memory_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
     ):
         with pytest.raises(UserError, match=word):
             run(recipe, "--memory", setting)
-    with pytest.raises(UserError, match="`grid` makes it a sweep, whose memory is checked when `rlhfless sweep` starts it"):
+    with pytest.raises(UserError, match="`grid` makes it a sweep; run it with `rlhfless sweep`"):
         run(Path(__file__).parents[1] / "recipes" / "sweep.yaml", "--memory")
     (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
     with pytest.raises(UserError, match=r"^policy\.path: its config\.json describes no model: `num_attention_heads` must be a positive"):

@@ -6,15 +6,27 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from rlhfless_ray.common.errors import UserError
-
-if TYPE_CHECKING:
-    from rlhfless_ray.preflight.memory_needs import JobMemory, Need, Room
-    from rlhfless_ray.preflight.run_memory import RunMemory
-    from rlhfless_ray.preflight.stage_memory import StageMemory
-    from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.learn.model_checks import check_division
+from rlhfless_ray.preflight.check_policy import check_policy
+from rlhfless_ray.preflight.memory_check import check, check_kernels_and_width, local_room
+from rlhfless_ray.preflight.memory_fit import fit
+from rlhfless_ray.preflight.memory_needs import JobMemory, Lengths, Need, Room, gb
+from rlhfless_ray.preflight.run_memory import RunMemory
+from rlhfless_ray.preflight.stage_memory import StageMemory
+from rlhfless_ray.prompts.load_prompts import check_episodes
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.recipe_file import is_stage
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.weights.check_config import check_config
+from rlhfless_ray.weights.known_differences import check_engines
+from rlhfless_ray.weights.load_policy import check_family, context_tokens, first_supervised_policy, initial_policy, model_folder
+from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 
 
 def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
@@ -22,11 +34,6 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
 
     Prompts and rows are not read: for predictions each counts as long as it may be.
     """
-    from rlhfless_ray.preflight.memory_check import check, local_room
-    from rlhfless_ray.preflight.memory_fit import fit
-    from rlhfless_ray.preflight.memory_needs import gb
-    from rlhfless_ray.recipe.recipe_file import is_stage
-
     job, longest, notes = _load_stage(path, overrides) if is_stage(path, overrides) else _load_run(path, overrides)
     room = local_room(job.recipe)
     least, policy = job.least(room), job.models["policy"]
@@ -54,8 +61,6 @@ def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
 
 
 def _settings(job: JobMemory, room: Room) -> dict[str, Any]:
-    from rlhfless_ray.preflight.run_memory import RunMemory
-
     kv = {} if room.on_gpu or not isinstance(job, RunMemory) else {"kv_cache_mb": job.recipe.rollout.engine_kv_mb}
     return {**{key: getattr(job.recipe.learner, key) for key in job.auto_keys}, **kv}
 
@@ -65,28 +70,10 @@ def _load_run(path: Path, overrides: list[str]) -> tuple[RunMemory, RunMemory, l
 
     Raises UserError for settings that the policy or this machine cannot have.
     """
-    from rlhfless_ray.learn.model_checks import check_division
-    from rlhfless_ray.preflight.check_policy import check_policy
-    from rlhfless_ray.preflight.memory_check import check_kernels_and_width, local_room
-    from rlhfless_ray.preflight.memory_needs import Lengths
-    from rlhfless_ray.preflight.run_memory import RunMemory
-    from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.recipe.recipe_file import OTHER_KINDS, read_tree
-    from rlhfless_ray.weights.check_config import check_config
-    from rlhfless_ray.weights.known_differences import check_engines
-    from rlhfless_ray.weights.load_policy import check_family, initial_policy, model_folder
-    from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
-
-    tree = read_tree(path, overrides, model=Recipe)
-    for key, (what, command) in OTHER_KINDS.items():
-        if key in tree:
-            raise UserError(f"--memory {path}: `{key}` makes it a {what}, whose memory is checked when `rlhfless {command}` starts it")
     recipe = Recipe.load(path, overrides)
     files = None if recipe.policy.path else initial_policy(recipe)[0]
     job = RunMemory.of(recipe, policy=None if files is None else (config_of(files), parameter_count(files)))
-    if "policy" not in job.models:
-        read_folder(model_folder(recipe.policy.path, "policy.path"))  # says what is wrong with it
-        raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
+    _check_size(path, job)
     config = job.models["policy"].config
     check_config(config, "policy.path")
     check_family({"config.json": json.dumps(config).encode()}, trusts_code=recipe.policy.trust_remote_code)
@@ -101,25 +88,22 @@ def _load_run(path: Path, overrides: list[str]) -> tuple[RunMemory, RunMemory, l
 
 def _load_stage(path: Path, overrides: list[str]) -> tuple[StageMemory, StageMemory, list[str]]:
     """Return a supervised stage's memory before its rows are read, and the same with the longest rows."""
-    from rlhfless_ray.preflight.stage_memory import StageMemory
-    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-    from rlhfless_ray.weights.load_policy import first_supervised_policy, model_folder
-    from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
-
     recipe = SupervisedRecipe.load(path, overrides)
     files = None if recipe.policy.path else first_supervised_policy(recipe)
     job = StageMemory.of(recipe, policy=None if files is None else (config_of(files), parameter_count(files)))
-    if "policy" not in job.models:
-        read_folder(model_folder(recipe.policy.path, "policy.path"))  # says what is wrong with it
-        raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
+    _check_size(path, job)
     return job, job.with_longest_texts(), []
+
+
+def _check_size(path: Path, job: JobMemory) -> None:
+    """Raise UserError if the size of the policy is not known."""
+    if "policy" not in job.models:
+        read_folder(model_folder(job.recipe.policy.path, "policy.path"))  # says what is wrong with it
+        raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
 
 
 def _longest_prompt(recipe: Recipe, config: dict[str, Any]) -> int:
     """Return the tokens of the longest prompt that a run takes. Raises UserError if the policy's context has no room for any."""
-    from rlhfless_ray.prompts.load_prompts import check_episodes
-    from rlhfless_ray.weights.load_policy import context_tokens
-
     limit, rollout = recipe.prompts.max_prompt_tokens, recipe.rollout
     context = context_tokens({"config.json": json.dumps(config).encode()})
     check_episodes(recipe, context)
@@ -138,11 +122,6 @@ def _row(need: Need) -> dict[str, Any]:
 
 
 def _print_table(title: str, column: str, needs: Iterable[Need]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from rlhfless_ray.preflight.memory_needs import gb
-
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     table.add_column(column, justify="right")
