@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Generic, TypeVar, cast
 
 from placement import peak_memory
 from placement.peak_memory import UpdateSettings
@@ -63,26 +63,18 @@ class Fit(Generic[J]):
         return "; ".join(filter(None, [statement(megabytes(self.needs), least_mb), self.kv_on(resource), self.reason]))
 
 
-@overload
-def fit(job: RunMemory, find_room: Callable[[], Room]) -> Fit[RunMemory]: ...
-
-
-@overload
-def fit(job: J, find_room: Callable[[], Room]) -> Fit[J]: ...
-
-
-def fit(job: JobMemory, find_room: Callable[[], Room]) -> Fit[Any]:
+def fit(job: J, find_room: Callable[[], Room]) -> Fit[J]:
     """Choose the settings that are `auto`, see `fit_update`."""
     find_room = functools.cache(find_room)
     if not isinstance(job, RunMemory):
         return fit_update(job, find_room)
     found = (_fit_with_kv if job.recipe.rollout.kv_cache_mb == "auto" else fit_update)(job, find_room)
-    if is_small(found.job.peaks_with(job.rooms[0], engines_keep=True)):
-        return found
-    room = find_room()
-    kept = [need for need in found.job.peaks_with(room, engines_keep=True) if need.of_update]
-    too_much = room.first_without_room(kept, used_memory_share(job, room)) is not None
-    return replace(found, give_back_at_once=too_much and not room.on_gpu)
+    if not is_small(found.job.peaks_with(job.rooms[0], engines_keep=True)):
+        room = find_room()
+        kept = [need for need in found.job.peaks_with(room, engines_keep=True) if need.of_update]
+        too_much = room.first_without_room(kept, used_memory_share(job, room)) is not None
+        found = replace(found, give_back_at_once=too_much and not room.on_gpu)
+    return cast(Fit[J], found)
 
 
 # ---- updates ----------------------------------------------------------------------------------------------------
