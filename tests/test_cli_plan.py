@@ -19,6 +19,8 @@ from rlhfless_ray.cli.main import app
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.report.inline import ticks
 from tests.conftest import command_here
+from tests.placement.test_memory import QWEN_05B
+from tests.test_memory_check import folder
 
 SPEED = ("--actors", "6", "--speed", "0.0085,3e-5")
 
@@ -281,9 +283,7 @@ def test_memory_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
     needs = {(need["what"], need["one_process"]): need["bytes"] for need in told["needs"]}
     assert needs["the learner's update", False] == pytest.approx(18 * 494_032_768, rel=1e-4)  # and activations
     assert needs["an engine", True] == 2 * 494_032_768 + 16 * 2**20, "KV of one sequence"
-    with pytest.raises(UserError, match="a supervised stage, whose memory is checked when `rlhfless train` starts it"):
-        run(recipe, "--memory", "task=sft")
-    with pytest.raises(UserError, match="`stages` makes it a workflow, whose memory is checked when `rlhfless workflow` starts it"):
+    with pytest.raises(UserError, match="`stages` makes it a workflow; run it with `rlhfless workflow`"):
         run(Path(__file__).parents[1] / "recipes" / "workflow.yaml", "--memory")
     with pytest.raises(UserError, match=r"policy\.path: nowhere is not a folder"):
         run(recipe, "--memory", "policy.path=nowhere")
@@ -293,7 +293,7 @@ def test_memory_of_a_recipe(unjoined: None, tmp_path: Path, capsys) -> None:
     ):
         with pytest.raises(UserError, match=word):
             run(recipe, "--memory", setting)
-    with pytest.raises(UserError, match="`grid` makes it a sweep, whose memory is checked when `rlhfless sweep` starts it"):
+    with pytest.raises(UserError, match="`grid` makes it a sweep; run it with `rlhfless sweep`"):
         run(Path(__file__).parents[1] / "recipes" / "sweep.yaml", "--memory")
     (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
     with pytest.raises(UserError, match=r"^policy\.path: its config\.json describes no model: `num_attention_heads` must be a positive"):
@@ -374,6 +374,26 @@ def test_a_warning_where_almost_no_kv_is_left(tmp_path: Path, capsys) -> None:
 
 
 def test_memory_of_shipped_recipes_whose_policy_is_made_from_scratch(unjoined: None, capsys) -> None:
-    for name in ("quickstart", "sort"):
+    processes = {"quickstart": {"a learner rank", "an engine"}, "sort": {"a learner rank", "an engine"}, "sft": {"a rank"}}
+    for name, expected in processes.items():
         told = said(capsys, Path(__file__).parents[1] / "recipes" / f"{name}.yaml", "--memory")
-        assert {"a learner rank", "an engine"} <= {need["what"] for need in told["predicted"]}
+        assert expected <= {need["what"] for need in told["predicted"]}
+
+
+def test_memory_of_a_supervised_stage(unjoined: None, tmp_path: Path, capsys) -> None:
+    """494 M parameters in bfloat16 at ZeRO 1: 18 bytes each while they are trained."""
+    model = folder(tmp_path / "model", QWEN_05B)
+    recipe = tmp_path / "stage.yaml"
+    recipe.write_text(
+        f"task: sft\npolicy: {{path: {model}, dtype: bfloat16}}\nlearner: {{zero_stage: 1}}\ndata: {{path: p, max_tokens: 300}}"
+    )
+    told = said(capsys, recipe, "--memory")
+    least = {(need["what"], need["one_process"]): need["bytes"] for need in told["needs"]}
+    assert least["a rank", True] == least["the rank", False] == pytest.approx(18 * 494_032_768, rel=1e-4)
+    predicted = {need["what"]: need["parts"] for need in told["predicted"]}
+    assert predicted["the rank"] == {**predicted["a rank"], "driver": 500_000_000}
+    run(recipe, "--memory", "data.max_tokens=400")
+    text = capsys.readouterr().out
+    assert "494 M parameters in bfloat16" in text and "Predicted peaks, with rows of 400 tokens" in text
+    with pytest.raises(UserError, match=r"policy\.path: nowhere is not a folder"):
+        run(recipe, "--memory", "policy.path=nowhere")

@@ -14,9 +14,11 @@ from placement import memory
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.local import machine_memory as machine
-from rlhfless_ray.preflight import memory_check as sizes
-from rlhfless_ray.preflight.memory_check import DoesNotFit, Room, check, check_ahead
-from rlhfless_ray.preflight.memory_needs import Lengths, ModelSize, device_needs, host_needs, models_of
+from rlhfless_ray.preflight import memory_check
+from rlhfless_ray.preflight.memory_check import DoesNotFit, check, check_ahead, shortage
+from rlhfless_ray.preflight.memory_needs import Lengths, Need, Room
+from rlhfless_ray.preflight.model_size import ModelSize, models_of
+from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.weights import load_policy as policy_files
 from tests.conftest import command, command_here, small_recipe
 from tests.placement.test_memory import LLAMA_70B, MIXTRAL, QWEN_05B, QWEN_7B, config
@@ -63,13 +65,17 @@ def recipe(path: Path, **sections: dict[str, Any]) -> Recipe:
 
 def refusal(room: Room, wanted: Recipe, lengths: Lengths = UNREAD) -> str:
     with pytest.raises(DoesNotFit) as error:
-        check(wanted, models_of(wanted), lambda: room, lengths)
+        check(RunMemory.of(wanted, lengths), lambda: room)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def fits(room: Room, wanted: Recipe) -> bool:
-    return sizes.shortage(wanted, models_of(wanted), room) is None
+    return shortage(RunMemory.of(wanted), room) is None
+
+
+def device_needs(wanted: Recipe, lengths: Lengths = UNREAD) -> list[Need]:
+    return RunMemory.of(wanted, lengths).least(Room("gpu", 1, None))
 
 
 # ---- sizes of folders -------------------------------------------------------------------------------------------
@@ -152,7 +158,7 @@ def test_an_engine_that_one_device_cannot_hold(tmp_path):
     )
     assert said.endswith("learner.ranks=2 and learner.zero_stage=3 and learner.optimizer_offload=true and rollout.tensor_parallel=2")
     wide = recipe(folder(tmp_path / "wide", LLAMA_70B), rollout={"max_tokens": 8191, "tensor_parallel": 2})
-    needed = next(need for need in device_needs(wide, models_of(wide)) if need.is_engine)
+    needed = next(need for need in device_needs(wide) if need.is_engine)
     assert str(needed).startswith("at least 71.9 GB (70.6 GB weights, 1.3 GB KV cache"), "two devices share weights and KV heads"
 
 
@@ -170,7 +176,7 @@ def test_in_8_bits_the_ends_keep_their_dtype_and_in_int8_experts_too(tmp_path, k
         chosen = recipe(path, rollout={"quantization": kind})
         parameters, ends, experts = ModelSize.of(path, "policy.path").parameters, 151_936 * 896, 24 * 4 * 3 * 896 * 1000
         experts *= model is mixture
-        engine = next(need for need in device_needs(chosen, models_of(chosen)) if need.is_engine)
+        engine = next(need for need in device_needs(chosen) if need.is_engine)
         assert dict(engine.parts)["weights"] == parameters + ends + (experts_bytes - 1) * experts
 
 
@@ -181,7 +187,7 @@ def test_an_engine_is_told_of_shorter_responses_and_a_larger_share(tmp_path):
     assert refusal(small, long).endswith("it may fit with rollout.tensor_parallel=2")
     chosen = {"max_tokens": 500_000, "gpu_memory_share": 0.95, "tensor_parallel": "auto"}
     auto = recipe(model, rollout=chosen, **adapters)
-    assert sizes.check(auto, models_of(auto), lambda: small) == "", "an automatic width takes what fits"
+    assert check(RunMemory.of(auto), lambda: small) == "", "an automatic width takes what fits"
     assert refusal(Room("gpu", 1, small.bytes), long).endswith("it may fit with rollout.max_tokens=125000")
     tight = Room("gpu", 8, int(15.3e9 / 0.9))
     assert refusal(tight, recipe(model, **adapters)).endswith("it may fit with rollout.gpu_memory_share=0.95")
@@ -212,9 +218,9 @@ def test_critic_reference_and_reward_model_are_sized_too(tmp_path):
     assert said.startswith("reward.model_path: a reward model rank needs at least 93.1 GB on one device")
     kl = {"algorithm": {"kl": {"coefficient": 0.1}}}
     wide = recipe(large, rollout={"gpu_memory_share": 1.0}, learner={"ranks": 8, "zero_stage": 3}, **kl)
-    needs = {need.who: need for need in device_needs(wide, models_of(wide))}
+    needs = {need.who: need for need in device_needs(wide)}
     assert needs["a reference rank"].bytes == 2 * 46_702_792_704
-    assert "a reference rank" not in {n.who for n in device_needs(recipe(large), models_of(recipe(large)))}
+    assert "a reference rank" not in {n.who for n in device_needs(recipe(large))}
 
 
 def test_a_model_larger_than_any_device_may_be_trained_and_be_the_reference(tmp_path):
@@ -233,13 +239,13 @@ def test_a_model_larger_than_any_device_may_be_trained_and_be_the_reference(tmp_
 def test_a_drafter_is_sized_beside_an_engine_and_where_it_is_trained(tmp_path):
     large, half = folder(tmp_path / "large", QWEN_7B), folder(tmp_path / "half", QWEN_05B)
     wanted = recipe(large, rollout={"speculation": "auto", "drafter": str(half), "max_tokens": 1000, "gpu_memory_share": 0.99})
-    needs = {need.who: need for need in device_needs(wanted, models_of(wanted), Lengths(24, 24))}
+    needs = {need.who: need for need in device_needs(wanted, Lengths(24, 24))}
     width = memory.VALUE_BYTES[wanted.policy.dtype]
     kv = 16 * 1024 * 2 * 24 * 2 * 64 * width  # sequences, tokens, keys and values, layers, heads, their width
     assert needs["the drafter beside an engine"].bytes == width * 494_032_768 + kv
     assert refusal(H100, wanted).startswith("rollout.drafter: the drafter beside an engine needs at least")
     trained = recipe(half, rollout={"speculation": "auto", "drafter_train": "on"})
-    needs = {need.who: need for need in host_needs(trained, models_of(trained), False)}
+    needs = {need.who: need for need in RunMemory.of(trained).least(Room("cpu", 1, None))}
     (size,) = (size for what, size in needs["the drafter's training beside the rollout"].parts if what == "in the drafter's training")
     layer = 4 * 64 * 64 + 3 * 64 + 3 * 64 * 192 + 2 * 64
     assert size == 16 * (151_936 * 64 + layer + 64)
@@ -308,11 +314,11 @@ def test_nodes_share_what_one_cannot_hold(tmp_path):
 
 def test_small_models_ask_nobody_and_unknown_memory_refuses_nothing(tmp_path):
     tiny = recipe(folder(tmp_path / "tiny", config("qwen2", 64, 128, 2, 2, 2, 100)))
-    assert check(tiny, models_of(tiny), lambda: pytest.fail("asked")) == ""
+    assert check(RunMemory.of(tiny), lambda: pytest.fail("asked")) == ""
     large = recipe(folder(tmp_path / "70b", LLAMA_70B))
-    note = check(large, models_of(large), lambda: Room("gpu", 4, None))
+    note = check(RunMemory.of(large), lambda: Room("gpu", 4, None))
     assert "memory of a GPU is not known here" in note and "an engine 141.2 GB" in note and "a learner rank 1,270.0 GB" in note
-    assert check(Recipe.parse(small_recipe(tmp_path)), {}, lambda: pytest.fail("asked")) == ""
+    assert check(RunMemory.of(Recipe.parse(small_recipe(tmp_path))), lambda: pytest.fail("asked")) == ""
 
 
 def test_a_local_machine_tells_its_memory(monkeypatch, tmp_path):
@@ -334,24 +340,24 @@ def test_a_local_machine_tells_its_memory(monkeypatch, tmp_path):
     assert machine.gpu_memory_bytes() is None
     monkeypatch.setattr(machine, "NVIDIA_SMI", (str(tmp_path / "none"),))
     assert machine.gpu_memory_bytes() is None
-    monkeypatch.setattr(sizes, "visible_gpus", lambda: 2)
-    monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: 7 if gpu else 5)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: 7 if gpu else 5)
     plain = Recipe.parse(small_recipe(tmp_path))
     cores = Recipe.parse(small_recipe(tmp_path, functions__slot="cpu", cluster__cpus=3))
-    assert sizes.local_room(plain) == Room("gpu", 2, 7, 7, host_bytes=5)
-    assert sizes.local_room(cores) == Room("cpu", 3, 5, 5, has_driver=True)
+    assert memory_check.local_room(plain) == Room("gpu", 2, 7, 7, host_bytes=5)
+    assert memory_check.local_room(cores) == Room("cpu", 3, 5, 5, has_driver=True)
 
 
 def test_a_run_is_refused_before_weights_are_read(unjoined, tmp_path, monkeypatch):
     path = folder(tmp_path / "70b", LLAMA_70B)
     sparse_weights(path / "model.safetensors", {"model.weight": [70_553_706_496 // 8192, 8192]})  # 141 GB, none of it on the disk
     monkeypatch.setattr(policy_files, "read_folder", lambda *a: pytest.fail("the weights are read"))
-    monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: 24_000_000_000)
-    monkeypatch.setattr(sizes, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: 24_000_000_000)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 0)
     tree = small_recipe(tmp_path, policy__path=str(path), policy__dtype="bfloat16", learner__zero_stage=3)
     with pytest.raises(DoesNotFit, match=r"loading the learner needs at least 282.2 GB \(141.1 GB in the object store, 141.1 GB in the"):
         Runtime(Recipe.parse(tree))
-    monkeypatch.setattr(sizes, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 1)
     with pytest.raises(DoesNotFit, match=r"an engine needs at least 141.1 GB on one device, and a GPU here has 24.0 GB"):
         Runtime(Recipe.parse(tree))
     assert not (tmp_path / "runs").exists()
@@ -359,8 +365,8 @@ def test_a_run_is_refused_before_weights_are_read(unjoined, tmp_path, monkeypatc
 
 def test_passes_over_the_prompts_are_one_step_at_least(unjoined, tmp_path, monkeypatch):
     """Their number of steps is not known before the prompts are read."""
-    monkeypatch.setattr(sizes, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: int(9.5e9))
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: int(9.5e9))
     model = folder(tmp_path / "05b", QWEN_05B)
     check_ahead(recipe(model, run={"episodes": 2, "steps": 100}, rollout={"kv_cache_mb": 2048}))
     with pytest.raises(DoesNotFit, match="the rollout needs"):
@@ -368,7 +374,7 @@ def test_passes_over_the_prompts_are_one_step_at_least(unjoined, tmp_path, monke
 
 
 def test_what_depends_on_the_slots_of_this_machine_is_checked_ahead(unjoined, tmp_path, monkeypatch):
-    monkeypatch.setattr(sizes, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 0)
     model = folder(tmp_path / "05b", QWEN_05B)
     with pytest.raises(UserError, match="vLLM on CPU cannot quantise weights to fp8"):
         check_ahead(recipe(model, rollout={"quantization": "fp8"}))
@@ -406,10 +412,10 @@ def test_a_train_command_exits_with_two(unjoined, tmp_path):
 def test_nodes_of_a_cluster_tell_their_memory(ray_cluster, tmp_path):
     import ray
 
-    room = sizes.ray_room("cpu", 4)
+    room = memory_check.ray_room("cpu", 4)
     assert room == Room("cpu", 4, machine.host_memory_bytes(), machine.host_memory_bytes())
     there = machine.gpu_memory_bytes()  # its GPUs are logical: nobody knows their memory, unless the machine has some
-    assert sizes.ray_room("gpu", 4) == Room("gpu", 4, there, there)
+    assert memory_check.ray_room("gpu", 4) == Room("gpu", 4, there, there)
     tree = small_recipe(tmp_path, policy__path=str(folder(tmp_path / "big", ENORMOUS)), functions__slot="cpu")
     with pytest.raises(DoesNotFit, match=r"loading the learner needs at least 13,698.9 GB of memory at once, and the nodes have"):
         check_ahead(Recipe.parse(tree))

@@ -11,9 +11,10 @@ import pytest
 
 from placement import peak_memory
 from rlhfless_ray.preflight import memory_check
-from rlhfless_ray.preflight.memory_check import DoesNotFit, Room
-from rlhfless_ray.preflight.memory_fit import Fit, fit, models_with, predicted_needs
-from rlhfless_ray.preflight.memory_needs import Lengths, gb, models_of
+from rlhfless_ray.preflight.memory_check import DoesNotFit
+from rlhfless_ray.preflight.memory_fit import Fit, fit
+from rlhfless_ray.preflight.memory_needs import Lengths, Need, Room, gb, megabytes
+from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.load_policy import check_kv_cache
 from tests.conftest import ROOT
@@ -26,8 +27,12 @@ TREE = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
 QWEN_15B = config("qwen2", 1536, 8960, 28, 12, 2, 151_936, tie_word_embeddings=True)
 
 
-def fitted(room: Room, wanted: Recipe, lengths: Lengths = LENGTHS) -> Fit:
-    return fit(wanted, models_of(wanted), lambda: room, lengths)
+def fitted(room: Room, wanted: Recipe, lengths: Lengths = LENGTHS) -> Fit[RunMemory]:
+    return fit(RunMemory.of(wanted, lengths), lambda: room)
+
+
+def predicted_needs(wanted: Recipe, room: Room, *, engines_keep: bool = False) -> list[Need]:
+    return RunMemory.of(wanted, LENGTHS).peaks_with(room, engines_keep=engines_keep)
 
 
 def node(gigabytes: float) -> Room:
@@ -36,7 +41,7 @@ def node(gigabytes: float) -> Room:
 
 
 def chosen(found: Fit) -> tuple[Any, ...]:
-    learner = found.recipe.learner
+    learner = found.job.recipe.learner
     return learner.micro_batch_tokens, learner.gradient_checkpointing, learner.optimizer_offload
 
 
@@ -50,12 +55,12 @@ def test_numbers_that_stand_twice_are_equal():
 
 def test_a_small_policy_keeps_the_defaults_without_a_look_at_the_memory():
     wanted = Recipe.parse(TREE)
-    models = models_with(wanted, config("qwen2", 128, 384, 3, 4, 4, 100), 700_000)
-    found = fit(wanted, models, lambda: pytest.fail("asked"), LENGTHS)
+    policy = config("qwen2", 128, 384, 3, 4, 4, 100), 700_000
+    found = fit(RunMemory.of(wanted, LENGTHS, policy=policy), lambda: pytest.fail("asked"))
     assert chosen(found) == (8192, False, False) and found.reason == found.note == ""
     assert (wanted.learner.max_micro_batch_tokens, wanted.learner.recomputes_activations) == (8192, False), "also before it is decided"
     decided = {"learner": {"micro_batch_tokens": 8192, "gradient_checkpointing": False}, "rollout": {"kv_cache_mb": 217}}
-    assert found.recipe == Recipe.parse({**TREE, **decided})
+    assert found.job.recipe == Recipe.parse({**TREE, **decided})
 
 
 def test_smaller_micro_batches_come_before_recomputing(tmp_path):
@@ -65,10 +70,11 @@ def test_smaller_micro_batches_come_before_recomputing(tmp_path):
     assert found[0].reason == "" and found[1].reason == (
         "learner.micro_batch_tokens=4096 (auto: with the defaults the learner's update would take about 26.5 GB, more than 85% of 28.0 GB)"
     )
-    assert found[0].predicted_mb["learner"] > found[1].predicted_mb["learner"] > 9000 and "engines" in found[0].predicted_mb
+    assert megabytes(found[0].needs)["learner"] > megabytes(found[1].needs)["learner"] > 9000 and "engines" in megabytes(found[0].needs)
     step_mb = found[1].step_mb(engines=2)
     assert (
-        step_mb["engines"] == 2 * found[1].predicted_mb["engines"] and step_mb["total"] == max(need.bytes for need in found[1].needs) / 1e6
+        step_mb["engines"] == 2 * megabytes(found[1].needs)["engines"]
+        and step_mb["total"] == max(need.bytes for need in found[1].needs) / 1e6
     )
     assert "learner 16.8 GB (at least 8.9), one engine 2.8 GB; learner.micro_batch_tokens" in found[1].statement({"learner": 8900}, "cpu")
 
@@ -86,15 +92,17 @@ def test_a_run_that_has_a_part_of_the_memory_chooses_its_settings_for_it(tmp_pat
 def test_overlap_ends_where_no_update_fits_beside_engines(tmp_path):
     wanted = recipe(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 128})
     tight = fitted(node(17), wanted)
-    assert chosen(tight) == (1024, False, False) and tight.recipe.learner.overlap == "off" and "learner.overlap=off (auto:" in tight.reason
+    assert (
+        chosen(tight) == (1024, False, False) and tight.job.recipe.learner.overlap == "off" and "learner.overlap=off (auto:" in tight.reason
+    )
     lagging = wanted.model_copy(update={"rollout": wanted.rollout.model_copy(update={"max_lag_steps": 1})})
-    cases = [(tight.recipe, 2), (wanted, 2), (lagging, 2), (lagging, 3)]
+    cases = [(tight.job.recipe, 2), (wanted, 2), (lagging, 2), (lagging, 3)]
     assert [_engines_in_update(one, slots) for one, slots in cases] == [0, 1, 1, 2], "with a lag the learner holds one of the slots"
 
 
 def _engines_in_update(wanted: Recipe, slots: int) -> float:
     """The number of engines that a predicted update has beside it."""
-    needs = predicted_needs(wanted, models_of(wanted), LENGTHS, replace(LAPTOP, slots=slots))
+    needs = predicted_needs(wanted, replace(LAPTOP, slots=slots))
     update = next(need for need in needs if need.who == "the learner's update")
     return dict(update.parts)["in engines"] / next(need.bytes for need in needs if need.who == "an engine")
 
@@ -102,12 +110,12 @@ def _engines_in_update(wanted: Recipe, slots: int) -> float:
 def test_published_weights_count_once_where_the_learner_reads_them(tmp_path):
     """The ranks of a large policy have none of their own beside those in the object store, see `TrainerRank.read_published`."""
     model = folder(tmp_path / "05b", QWEN_05B)
-    weights = 2 * models_of(recipe(model))["policy"].parameters
+    weights = 2 * RunMemory.of(recipe(model)).models["policy"].parameters
 
     def counted(**learner: Any) -> tuple[int, int]:
         """The learner's weights in its update, and in one of its ranks."""
         wanted = recipe(model, learner=learner)
-        needs = {need.who: dict(need.parts) for need in predicted_needs(wanted, models_of(wanted), LENGTHS, LAPTOP)}
+        needs = {need.who: dict(need.parts) for need in predicted_needs(wanted, LAPTOP)}
         return needs["the learner's update"]["weights"], needs["a learner rank"]["weights"]
 
     assert counted(zero_stage=1) == counted(zero_stage=2, ranks=2) == (0, weights)
@@ -119,7 +127,7 @@ def test_an_engine_counts_its_members_and_its_drafter(tmp_path):
 
     def parts(**rollout: Any) -> dict[str, int]:
         wanted = recipe(model, rollout=rollout)
-        return dict(next(n for n in predicted_needs(wanted, models_of(wanted), LENGTHS, LAPTOP) if n.who == "an engine").parts)
+        return dict(next(n for n in predicted_needs(wanted, LAPTOP) if n.who == "an engine").parts)
 
     plain, wide = parts(), parts(tensor_parallel=2)
     assert wide == {**plain, "imports": 2 * plain["imports"]}
@@ -156,7 +164,7 @@ def test_a_gpu_gets_offload_where_it_is_auto(tmp_path):
     assert chosen(fitted(Room("gpu", 8, 180_000_000_000), wanted)) == (8192, False, False)
     found = fitted(H100, wanted)
     assert chosen(found)[2] is True and found.step_mb(engines=2) == {}
-    assert found.recipe.learner.overlap == "auto", "to end it saves no device memory"
+    assert found.job.recipe.learner.overlap == "auto", "to end it saves no device memory"
     assert chosen(fitted(H100, recipe(folder(tmp_path / "05b", QWEN_05B)))) == (8192, False, False)
     unsharded = recipe(tmp_path / "7b", learner={"optimizer_offload": "auto", "zero_stage": 0}, policy={"dtype": "float32"})
     with pytest.raises(DoesNotFit, match="a learner rank needs about"):
@@ -170,7 +178,7 @@ def test_the_state_of_parked_ranks_is_predicted_in_the_memory_beside_gpus(tmp_pa
     for one in found.values():
         need = next(need for need in one.needs if need.on_host)
         assert need.parts == (("in the learner", pytest.approx((4 * 2 + 12) * 7.6156e9, rel=0.01)),)
-        assert "engines" not in one.predicted_mb and one.step_mb(engines=2) == {}
+        assert "engines" not in megabytes(one.needs) and one.step_mb(engines=2) == {}
     assert found[200].note == ""
     said = "the memory may not be enough: policy.path: parked ranks need about 152.3 GB of host memory, and this machine has 128.0 GB"
     assert found[128].note == said
@@ -185,7 +193,7 @@ def test_a_billion_and_a_half_with_adapters_fit_a_laptop(tmp_path):
 def test_a_critic_counts_beside_the_learner(tmp_path):
     model = folder(tmp_path / "05b", QWEN_05B)
     gae = {"algorithm": {"advantage": {"estimator": "gae"}, "kl": {"coefficient": 0.1}}}
-    alone, both = (predicted_needs(r, models_of(r), LENGTHS, LAPTOP) for r in (recipe(model), recipe(model, **gae)))
+    alone, both = (predicted_needs(r, LAPTOP) for r in (recipe(model), recipe(model, **gae)))
     sizes = {need.who: need.bytes for need in both}
     assert {"a critic rank", "the critic's update", "a reference rank"} <= sizes.keys()
     beside = [{what for what, _ in need.parts} for needs in (alone, both) for need in needs if need.who == "the learner's update"]
@@ -230,12 +238,12 @@ def auto_kv(path: Path, **sections: dict[str, Any]) -> Recipe:
 def test_the_kv_cache_of_a_small_policy_holds_a_whole_step_and_no_more():
     wanted = Recipe.load(ROOT / "recipes" / "quickstart.yaml")
     shape = config("qwen2", 128, 384, 3, 4, 4, 100)
-    found = fit(wanted, models_with(wanted, shape, 700_000), lambda: pytest.fail("asked"), Lengths(20))
+    found = fit(RunMemory.of(wanted, Lengths(20), policy=(shape, 700_000)), lambda: pytest.fail("asked"))
     token_bytes = 2 * 3 * 128 * 4  # keys and values of three layers in float32
     blocks = 256 * 6 + 1  # of 32 tokens: six for the 180 tokens of a sequence, and vLLM's own
-    assert found.recipe.rollout.kv_cache_mb == -(-blocks * 32 * token_bytes // 2**20) == 145
+    assert found.job.recipe.rollout.kv_cache_mb == -(-blocks * 32 * token_bytes // 2**20) == 145
     assert found.kv == "rollout.kv_cache_mb=145 (auto: all 256 sequences of 180 tokens at once)" and found.reason == ""
-    check_kv_cache(found.recipe, {"config.json": json.dumps(shape).encode()}, 20)
+    check_kv_cache(found.job.recipe, {"config.json": json.dumps(shape).encode()}, 20)
 
 
 def test_the_kv_cache_takes_what_the_rest_leaves(tmp_path):
@@ -245,18 +253,18 @@ def test_the_kv_cache_takes_what_the_rest_leaves(tmp_path):
     def peak(mb: int, chosen: Recipe, room: Room) -> float:
         """The predicted peak of everything together, with both engines at work, as a share of the memory."""
         both = chosen.with_settings({"rollout.kv_cache_mb": mb, "rollout.min_actors": 2})
-        return max(need.bytes for need in predicted_needs(both, models_of(wanted), LENGTHS, room)) / (room.bytes or 1)
+        return max(need.bytes for need in predicted_needs(both, room)) / (room.bytes or 1)
 
     room, plenty = node(21), fitted(node(64), wanted)
     found = fitted(room, wanted)
-    size = found.recipe.rollout.engine_kv_mb
-    assert 256 < size < 1537 and peak(size, found.recipe, room) <= 0.85 < peak(size + 1, found.recipe, room)
+    size = found.job.recipe.rollout.engine_kv_mb
+    assert 256 < size < 1537 and peak(size, found.job.recipe, room) <= 0.85 < peak(size + 1, found.job.recipe, room)
     held = size * 2**20 // (2 * 24 * 2 * 64 * 2 * 512)
     assert f"rollout.kv_cache_mb={size} (auto: {held} of 256 sequences of 512 tokens at once, because more does not" in found.reason
-    assert plenty.recipe.rollout.kv_cache_mb == 1537 and plenty.kv and plenty.reason == "", "256 sequences of 12 KiB a token"
+    assert plenty.job.recipe.rollout.kv_cache_mb == 1537 and plenty.kv and plenty.reason == "", "256 sequences of 12 KiB a token"
     few = fitted(node(64), auto_kv(model, rollout={"max_tokens": 480, "max_running": 40}))
-    assert few.recipe.rollout.kv_cache_mb == 241, "an engine decodes no more than max_running at once"
-    assert fitted(node(64), wanted.with_settings({"rollout.kv_cache_mb": 99})).recipe.rollout.kv_cache_mb == 99
+    assert few.job.recipe.rollout.kv_cache_mb == 241, "an engine decodes no more than max_running at once"
+    assert fitted(node(64), wanted.with_settings({"rollout.kv_cache_mb": 99})).job.recipe.rollout.kv_cache_mb == 99
 
 
 def test_the_kv_cache_takes_no_more_than_a_tenth_by_itself(tmp_path):
@@ -264,7 +272,7 @@ def test_the_kv_cache_takes_no_more_than_a_tenth_by_itself(tmp_path):
     wanted = auto_kv(folder(tmp_path / "05b", QWEN_05B), rollout={"max_tokens": 4000}, lora={"rank": 16})
     for share, tenth in ((1.0, "5.4 GB of 64.0 GB"), (0.5, "2.7 GB of 64.0 GB (cluster.memory_share=0.5)")):
         found = fitted(node(64), wanted.with_settings({"cluster.memory_share": share}))
-        grown = 2 * (found.recipe.rollout.engine_kv_mb - 256) * 2**20  # by both engines
+        grown = 2 * (found.job.recipe.rollout.engine_kv_mb - 256) * 2**20  # by both engines
         assert grown == pytest.approx(0.1 * 0.85 * share * 64e9, rel=0.01)
         assert f"because beyond 256 MB each, engines take at most {tenth})" in found.reason
 
@@ -275,11 +283,11 @@ def test_parked_engines_keep_their_memory_only_where_an_update_fits_beside_it(tm
     wanted = auto_kv(folder(tmp_path / "05b", QWEN_05B))
     for gigabytes, at_once in ((21, True), (64, False)):
         room = node(gigabytes)
-        settings = {"rollout.kv_cache_mb": fitted(room, wanted).recipe.rollout.kv_cache_mb} if fixed else {}
+        settings = {"rollout.kv_cache_mb": fitted(room, wanted).job.recipe.rollout.kv_cache_mb} if fixed else {}
         found = fitted(room, wanted.with_settings(settings))
         assert found.give_back_at_once is at_once
-        kept = predicted_needs(found.recipe, models_of(wanted), LENGTHS, room, engines_keep=True)
-        given = predicted_needs(found.recipe, models_of(wanted), LENGTHS, room)
+        kept = predicted_needs(found.job.recipe, room, engines_keep=True)
+        given = predicted_needs(found.job.recipe, room)
         assert room.first_without_room(given, 0.85) is None and (room.first_without_room(kept, 0.85) is not None) is at_once
     assert not fitted(H100, wanted).give_back_at_once
 
@@ -294,7 +302,7 @@ def test_the_kv_cache_is_no_matter_on_gpus(tmp_path: Path, capsys, monkeypatch):
         for options in ((), ("--json",)):
             run(path, "--memory", *options)
             assert ("rollout.kv_cache_mb" in capsys.readouterr().out) is (gpus == 0)
-        line = fit(small, models_of(small), lambda: pytest.fail("asked"), LENGTHS).statement({}, ("cpu", "gpu")[gpus])
+        line = fit(RunMemory.of(small, LENGTHS), lambda: pytest.fail("asked")).statement({}, ("cpu", "gpu")[gpus])
         assert ("rollout.kv_cache_mb" in line) is (gpus == 0)
 
 
@@ -311,12 +319,12 @@ def test_the_kv_cache_shrinks_where_nothing_else_fits(tmp_path):
     model = folder(tmp_path / "05b", QWEN_05B)
     beside = auto_kv(model, rollout={"max_tokens": 480, "max_lag_steps": 1}, lora={"rank": 16})
     least, more = (fitted(node(size), beside) for size in (7.5, 7.9))
-    assert (least.recipe.rollout.kv_cache_mb, more.recipe.rollout.kv_cache_mb) == (16, 256)
+    assert (least.job.recipe.rollout.kv_cache_mb, more.job.recipe.rollout.kv_cache_mb) == (16, 256)
     assert "2 of 256 sequences of 512 tokens at once, which is almost no KV cache, because" in least.reason
     with pytest.raises(DoesNotFit):
         fitted(node(7.5), beside.with_settings({"rollout.kv_cache_mb": 256}))
     keys = {"learner.micro_batch_tokens": 512, "learner.gradient_checkpointing": True, "learner.optimizer_offload": False}
     by_hand = beside.with_settings(keys)
     least, more, too_little = (fitted(node(size), by_hand) for size in (7.5, 7.9, 7))
-    assert [one.recipe.rollout.kv_cache_mb for one in (least, more, too_little)] == [16, 256, 16]
+    assert [one.job.recipe.rollout.kv_cache_mb for one in (least, more, too_little)] == [16, 256, 16]
     assert least.note == more.note == "" and too_little.note.startswith("the memory may not be enough: policy.path: the learner's update")

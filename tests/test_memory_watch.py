@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rlhfless_ray.local.memory_watch import MemoryWatch, function_of, memory_metrics
-from rlhfless_ray.preflight.memory_needs import Lengths, least_mb
+from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.cost_charts import memory_settings, memory_table
 
@@ -71,6 +71,6 @@ def test_least_memory_is_that_of_the_plan() -> None:
     recipe = Recipe.parse(
         {"prompts": {"task": "chain"}, "reward": {"function": "task"}, "policy": {"dtype": "bfloat16"}, "learner": {"zero_stage": 1}}
     )
-    found = least_mb(recipe, {"num_hidden_layers": 24, "hidden_size": 896}, 494_000_000, Lengths())
+    found = RunMemory.of(recipe, policy=({"num_hidden_layers": 24, "hidden_size": 896}, 494_000_000)).least_mb()
     assert found["learner"] == pytest.approx(494 * 18, rel=1e-3), "weights 2, float32 weights 4, moments 8, gradients 4 bytes"
     assert found["engines"] == pytest.approx(494 * 2 + recipe.rollout.engine_kv_mb * 1.048576)

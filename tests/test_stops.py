@@ -26,6 +26,7 @@ from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.preflight.memory_fit import Fit
+from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
@@ -145,7 +146,7 @@ class Ended:
         run.session, run.step = RolloutSession.__new__(RolloutSession), Step(4)
         run.weights, run.session.mode = WeightVersion(3, ("weights",)), run.recipe.rollout.mode
         run.agreement, run.memory = None, SimpleNamespace(take=dict)
-        run.least_mb, run.memory_fit = {}, Fit(run.recipe, [])
+        run.least_mb, run.memory_fit = {}, Fit(RunMemory(run.recipe, {}), [])
         run.ledger = SimpleNamespace(step=3, begin_step=lambda step: None, saved_rows=0)
         run.autoscaler = SimpleNamespace(
             state=lambda: {},

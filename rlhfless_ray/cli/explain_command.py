@@ -114,7 +114,7 @@ def _explained(translation: Translation | LauncherTranslation, here: bool) -> tu
     """Return text and data about a command. `here`: it runs on this machine, not as a job on another one."""
     from rlhfless_ray.compat.openrlhf.explain_report import as_data, explanation
     from rlhfless_ray.compat.openrlhf.launcher_flags import LauncherTranslation
-    from rlhfless_ray.compat.openrlhf.memory import too_large_here, too_large_stage, width_note
+    from rlhfless_ray.compat.openrlhf.memory import too_large_here, width_note
     from rlhfless_ray.compat.openrlhf.resources import fit, fit_width
     from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
     from rlhfless_ray.compat.openrlhf.translate import Translation
@@ -125,11 +125,8 @@ def _explained(translation: Translation | LauncherTranslation, here: bool) -> tu
     if isinstance(translation, Translation):
         translation.notes += width_note(translation)
     problem = None if translation.refused else translation.problem()
-    if here and not translation.refused and problem is None:
-        if isinstance(translation, SupervisedTranslation):
-            problem = too_large_stage(translation)
-        elif isinstance(translation, Translation):
-            problem = too_large_here(translation)
+    if here and not translation.refused and problem is None and isinstance(translation, Translation | SupervisedTranslation):
+        problem = too_large_here(translation)
     if isinstance(translation, LauncherTranslation):
         text, data = translation.explanation(), translation.as_data()
     else:

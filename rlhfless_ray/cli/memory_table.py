@@ -1,110 +1,109 @@
-"""`rlhfless plan --memory`: show the least and the predicted memory of a recipe's functions, and this machine's memory."""
+"""`rlhfless plan --memory`: show the least and the predicted memory of a recipe's processes, and this machine's memory."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from rlhfless_ray.common.errors import UserError
-
-if TYPE_CHECKING:
-    from rlhfless_ray.preflight.memory_needs import ModelSize, Need
-    from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.learn.model_checks import check_division
+from rlhfless_ray.preflight.check_policy import check_policy
+from rlhfless_ray.preflight.memory_check import check, check_kernels_and_width, local_room
+from rlhfless_ray.preflight.memory_fit import fit
+from rlhfless_ray.preflight.memory_needs import JobMemory, Lengths, Need, Room, gb
+from rlhfless_ray.preflight.run_memory import RunMemory
+from rlhfless_ray.preflight.stage_memory import StageMemory
+from rlhfless_ray.prompts.load_prompts import check_episodes
+from rlhfless_ray.recipe import Recipe
+from rlhfless_ray.recipe.recipe_file import is_stage
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
+from rlhfless_ray.weights.check_config import check_config
+from rlhfless_ray.weights.known_differences import check_engines
+from rlhfless_ray.weights.load_policy import check_family, context_tokens, first_supervised_policy, initial_policy, model_folder
+from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 
 
 def show_memory(path: Path, overrides: list[str], as_json: bool) -> None:
     """Print tables of needs, per process and together. Raises UserError if a need does not fit this machine.
 
-    Prompts are not read: for predictions each counts as long as prompts.max_prompt_tokens and the policy's context allow.
+    Prompts and rows are not read: for predictions each counts as long as it may be.
     """
-    from rlhfless_ray.preflight.memory_check import GPU, check, check_kernels_and_width, local_room
-    from rlhfless_ray.preflight.memory_fit import AUTO_KEYS, fit
-    from rlhfless_ray.preflight.memory_needs import Lengths, device_needs, gb, host_needs
-    from rlhfless_ray.weights.known_differences import check_engines
-
-    recipe, models = _load(path, overrides)
-    prompt, response = _longest_prompt(recipe, models["policy"].config), recipe.rollout.max_tokens
-    check_kernels_and_width(recipe)
-    room = local_room(recipe)
-    check_engines(recipe, models["policy"].config, room.resource)
-    least = device_needs(recipe, models) if room.resource == GPU else host_needs(recipe, models, room.has_driver)
+    job, longest, notes = _load_stage(path, overrides) if is_stage(path, overrides) else _load_run(path, overrides)
+    room = local_room(job.recipe)
+    least, policy = job.least(room), job.models["policy"]
     if not as_json:
-        policy = f"{models['policy'].parameters / 1e6:,.0f} M parameters in {recipe.policy.dtype}"
-        _print_table(f"Least memory of {policy}", "at least", least)
-    problem = check(recipe, models, lambda: room)
-    fitted = fit(recipe, models, lambda: room, Lengths(prompt, 1))
-    kv = fitted.kv_on(room.resource)
+        _print_table(f"Least memory of {policy.parameters / 1e6:,.0f} M parameters in {job.recipe.policy.dtype}", "at least", least)
+    problem = check(job, lambda: room)
+    fitted = fit(longest, lambda: room)
+    reason = "; ".join(filter(None, [fitted.kv_on(room.resource), fitted.reason]))
     if as_json:
         report = {
             "resource": room.resource,
             "memory_bytes": room.bytes,
             "needs": [_row(need) for need in least],
             "predicted": [_row(need) for need in fitted.needs],
-            "settings": {
-                **{key: getattr(fitted.recipe.learner, key) for key in AUTO_KEYS},
-                **({} if room.resource == GPU else {"kv_cache_mb": fitted.recipe.rollout.engine_kv_mb}),
-            },
-            "reason": "; ".join(filter(None, [kv, fitted.reason])),
+            "settings": _settings(fitted.job, room),
+            "reason": reason,
         }
         print(json.dumps(report, indent=1))
         return
-    _print_table(f"Predicted peaks, with prompts of {prompt} and responses of {response} tokens", "about", fitted.needs)
-    limit = recipe.prompts.max_prompt_tokens
-    context = f"a run refuses prompts of more than {prompt} tokens: the policy's context has no room for longer ones beside the response"
-    for line in filter(None, (problem, kv, fitted.reason, fitted.note, context if prompt < limit else "")):
+    _print_table(f"Predicted peaks, with {longest.texts}", "about", fitted.needs)
+    for line in filter(None, (problem, reason, fitted.note, *notes)):
         print(line)
     if room.bytes is not None and not fitted.note:
-        print(f"every need fits {'a GPU' if room.resource == GPU else 'this machine'} of {gb(room.bytes)}")
+        print(f"every need fits {'a GPU' if room.on_gpu else 'this machine'} of {gb(room.bytes)}")
 
 
-def _load(path: Path, overrides: list[str]) -> tuple[Recipe, dict[str, ModelSize]]:
-    """Return the recipe and its models. Raises UserError for settings that the policy cannot have."""
-    from rlhfless_ray.learn.model_checks import check_division
-    from rlhfless_ray.preflight.check_policy import check_policy
-    from rlhfless_ray.preflight.memory_needs import models_of
-    from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.recipe.recipe_file import OTHER_KINDS, read_tree
-    from rlhfless_ray.weights.check_config import check_config
-    from rlhfless_ray.weights.load_policy import check_family, model_folder
-    from rlhfless_ray.weights.model_folder import read_folder
+def _settings(job: JobMemory, room: Room) -> dict[str, Any]:
+    kv = {} if room.on_gpu or not isinstance(job, RunMemory) else {"kv_cache_mb": job.recipe.rollout.engine_kv_mb}
+    return {**{key: getattr(job.recipe.learner, key) for key in job.auto_keys}, **kv}
 
-    tree = read_tree(path, overrides, model=Recipe)
-    for key, (what, command) in OTHER_KINDS.items():
-        if key in tree:
-            raise UserError(f"--memory {path}: `{key}` makes it a {what}, whose memory is checked when `rlhfless {command}` starts it")
+
+def _load_run(path: Path, overrides: list[str]) -> tuple[RunMemory, RunMemory, list[str]]:
+    """Return a run's memory before its prompts are read, the same with the longest prompts, and notes.
+
+    Raises UserError for settings that the policy or this machine cannot have.
+    """
     recipe = Recipe.load(path, overrides)
-    models = models_of(recipe)
-    if "policy" not in models and recipe.policy.path:
-        read_folder(model_folder(recipe.policy.path, "policy.path"))  # says what is wrong with it
-    if not recipe.policy.path:
-        models |= _scratch_models(recipe)
-    if "policy" not in models:
-        raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
-    config = models["policy"].config
+    files = None if recipe.policy.path else initial_policy(recipe)[0]
+    job = RunMemory.of(recipe, policy=None if files is None else (config_of(files), parameter_count(files)))
+    _check_size(path, job)
+    config = job.models["policy"].config
     check_config(config, "policy.path")
     check_family({"config.json": json.dumps(config).encode()}, trusts_code=recipe.policy.trust_remote_code)
     check_policy(recipe, config)
-    check_division(recipe, config, *(models[name].config if name in models else None for name in ("reference", "critic")))
-    return recipe, models
+    check_division(recipe, config, *(job.models[name].config if name in job.models else None for name in ("reference", "critic")))
+    prompt, limit = _longest_prompt(recipe, config), recipe.prompts.max_prompt_tokens
+    check_kernels_and_width(recipe)
+    check_engines(recipe, config, local_room(recipe).resource)
+    context = f"a run refuses prompts of more than {prompt} tokens: the policy's context has no room for longer ones beside the response"
+    return job, replace(job, lengths=Lengths(prompt)), [context] if prompt < limit else []
 
 
-def _scratch_models(recipe: Recipe) -> dict[str, ModelSize]:
-    """Return the models of a policy that a run makes from scratch."""
-    from placement.memory import parameter_count
-    from rlhfless_ray.preflight.memory_fit import policy_models
-    from rlhfless_ray.weights.load_policy import initial_policy
+def _load_stage(path: Path, overrides: list[str]) -> tuple[StageMemory, StageMemory, list[str]]:
+    """Return a supervised stage's memory before its rows are read, and the same with the longest rows."""
+    recipe = SupervisedRecipe.load(path, overrides)
+    files = None if recipe.policy.path else first_supervised_policy(recipe)
+    job = StageMemory.of(recipe, policy=None if files is None else (config_of(files), parameter_count(files)))
+    _check_size(path, job)
+    return job, job.with_longest_texts(), []
 
-    config = json.loads(bytes(initial_policy(recipe)[0]["config.json"]))
-    parameters = parameter_count(config)
-    return {} if parameters is None else policy_models(recipe, config, parameters)
+
+def _check_size(path: Path, job: JobMemory) -> None:
+    """Raise UserError if the size of the policy is not known."""
+    if "policy" not in job.models:
+        read_folder(model_folder(job.recipe.policy.path, "policy.path"))  # says what is wrong with it
+        raise UserError(f"--memory {path}: the size of its policy is not known; set policy.path to a model folder")
 
 
 def _longest_prompt(recipe: Recipe, config: dict[str, Any]) -> int:
     """Return the tokens of the longest prompt that a run takes. Raises UserError if the policy's context has no room for any."""
-    from rlhfless_ray.prompts.load_prompts import check_episodes
-    from rlhfless_ray.weights.load_policy import context_tokens
-
     limit, rollout = recipe.prompts.max_prompt_tokens, recipe.rollout
     context = context_tokens({"config.json": json.dumps(config).encode()})
     check_episodes(recipe, context)
@@ -122,12 +121,7 @@ def _row(need: Need) -> dict[str, Any]:
     return {"what": need.who, "one_process": need.alone, "on_host": need.on_host, "bytes": need.bytes, "parts": dict(need.parts)}
 
 
-def _print_table(title: str, column: str, needs: list[Need]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from rlhfless_ray.preflight.memory_needs import MIN_LISTED_BYTES, gb
-
+def _print_table(title: str, column: str, needs: Iterable[Need]) -> None:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     table.add_column(column, justify="right")
@@ -138,6 +132,5 @@ def _print_table(title: str, column: str, needs: list[Need]) -> None:
         if chosen:
             table.add_row(f"[bold]{heading}")
         for need in chosen:
-            parts = ", ".join(f"{gb(size)} {what}" for what, size in need.parts if size >= MIN_LISTED_BYTES)
-            table.add_row(f"  {need.who}", gb(need.bytes), parts)
+            table.add_row(f"  {need.who}", gb(need.bytes), need.listed_parts)
     Console().print(table)

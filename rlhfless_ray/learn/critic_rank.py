@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhfless_ray.learn.losses import token_weights, value_loss
-from rlhfless_ray.learn.micro_batch_tensors import padded, passed
-from rlhfless_ray.learn.micro_batches import PromptSharing
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.learn.policy_model import TokenValues, load_critic, load_divided, scalar_config
 from rlhfless_ray.learn.rank_settings import CriticSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
-from rlhfless_ray.learn.update_stats import merged, without_steps
+from rlhfless_ray.learn.update_stats import merged, step_fields, without_steps
 from rlhfless_ray.types import CriticStats, Span
 from rlhfless_ray.weights.model_folder import DividedFiles
 from rlhfless_ray.weights.tensor_file import Files
@@ -51,7 +51,7 @@ class CriticRank:
 
     def values(self, share: Share) -> np.ndarray:
         """Return the value before every response token of the share, (response tokens,) float32. Tokens of other ranks have 0."""
-        return passed(lambda tensors: self.trainer.engine(**tensors), share.batch, share.passes, self.device).cpu().numpy()
+        return self.trainer.passes(lambda tensors: self.trainer.engine(**tensors), share.batch, share.passes).cpu().numpy()
 
     def update(self, share: Share) -> CriticStats:
         """Train on the batch's `returns`. Its `values` are those that the advantages were computed with. Optimizer steps are
@@ -65,34 +65,26 @@ class CriticRank:
         lengths = torch.from_numpy(share.response_lengths[step.indices])
         weight = float(token_weights(lengths, "token")[0])
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        for cut in step.cuts:
-            # A rank without work still joins the collectives: one sequence at weight 0.
-            rows = cut or [np.arange(1)]
-            tensors = padded(batch, rows, self.device)
-            before, wanted = old[tensors["flat"]], returns[tensors["flat"]]
-            with self.trainer.dropping(batch, np.concatenate(rows), share.indices):
-                values = self.trainer.engine(**tensors)
-                token_loss, clipped = value_loss(values, before, wanted, self.critic.value_clip)
-                loss = token_loss.sum() * (weight if cut else 0.0)
-                self.trainer.backward(loss)
+
+        def loss_of(tensors: dict[str, Tensor], cut: MicroBatch) -> Tensor:
+            wanted, values = returns[tensors["flat"]], self.trainer.engine(**tensors)
+            token_loss, clipped = value_loss(values, old[tensors["flat"]], wanted, self.critic.value_clip)
+            loss = token_loss.sum() * weight
             if cut:
-                sums += torch.stack([x.detach().double().cpu() for x in (loss, values.sum(), wanted.sum(), clipped.sum())])
-        sums = self.trainer.over_ranks(sums)
-        rate, tokens = self.trainer.rate(), int(lengths.sum())
-        norm, applied, reason = self.trainer.step(bool(torch.isfinite(sums[0])))
-        loss, valued, returned, clips = sums.tolist()
+                sums.add_(torch.stack([x.detach().double().cpu() for x in (loss, values.sum(), wanted.sum(), clipped.sum())]))
+            return loss
+
+        self.trainer.accumulate(batch, step.cuts, loss_of, numbers=share.indices)
+        of_ranks, tokens = self.trainer.over_ranks(sums), int(lengths.sum())
+        update = self.trainer.update(bool(torch.isfinite(of_ranks[0])))
+        loss, valued, returned, clips = of_ranks.tolist()
         return CriticStats(
             loss=loss,
             value_mean=valued / tokens,
             return_mean=returned / tokens,
             clip_share=clips / tokens,
-            grad_norm=norm,
-            learning_rate=rate,
-            trained_tokens=tokens if applied else 0,
-            skipped=int(not applied),
-            reason=reason,
-            applied=int(applied),
-            skipped_last=int(not applied),
+            trained_tokens=0 if update.skipped else tokens,
+            **step_fields(update),
         )
 
     def leave_device(self) -> list[Span]:

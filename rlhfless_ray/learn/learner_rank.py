@@ -15,14 +15,13 @@ from rlhfless_ray.learn.importance import correction_weights, importance_weights
 from rlhfless_ray.learn.kl_estimators import bounded_kl, unbiased_kl
 from rlhfless_ray.learn.lora import BaseModel
 from rlhfless_ray.learn.losses import clipped_loss, mean_divisor, sequence_ratios, token_ratios, token_weights
-from rlhfless_ray.learn.micro_batch_tensors import padded, passed
-from rlhfless_ray.learn.micro_batches import PromptSharing
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing
 from rlhfless_ray.learn.overlap_rules import inexact
 from rlhfless_ray.learn.policy_model import TokenLogprobs, load_divided, load_model, rounding_noise
 from rlhfless_ray.learn.rank_settings import RankSettings
 from rlhfless_ray.learn.shares import Cutter, Share, ShareStep
 from rlhfless_ray.learn.trainer_rank import TrainerRank
-from rlhfless_ray.learn.update_stats import merged, without_steps
+from rlhfless_ray.learn.update_stats import merged, step_fields, without_steps
 from rlhfless_ray.types import Span, UpdateStats
 from rlhfless_ray.weights.model_folder import DividedFiles
 from rlhfless_ray.weights.tensor_file import Files
@@ -127,7 +126,7 @@ class LearnerRank:
         """
         with rounding_noise(self.trainer.engine.module.model) if noisy else nullcontext():
             drawn_from = temperature, top_p, top_k
-            logprobs = passed(lambda tensors: self.trainer.engine(*drawn_from, **tensors)[0], share.batch, share.passes, self.device)
+            logprobs = self.trainer.passes(lambda tensors: self.trainer.engine(*drawn_from, **tensors)[0], share.batch, share.passes)
         return logprobs.cpu().numpy()
 
     def _old(self, share: Share) -> Tensor | None:
@@ -143,7 +142,7 @@ class LearnerRank:
 
     def _passed(self, module: Any, share: Share) -> Tensor:
         """Return log-probabilities of the share's tokens, (response tokens,), with 0 for tokens that another rank computes."""
-        return passed(lambda tensors: self._forward(module, tensors)[0], share.batch, share.passes, self.device)
+        return self.trainer.passes(lambda tensors: self._forward(module, tensors)[0], share.batch, share.passes)
 
     def _forward(self, module: Any, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         if module is self.base:  # the reference's routers choose by themselves
@@ -173,26 +172,23 @@ class LearnerRank:
         kl_coefficient = self.algorithm.kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
         sums = torch.zeros(len(SUMS) + 2 * LAGS, dtype=torch.float64)
         max_mismatch = torch.zeros(1, dtype=torch.float64)
-        for cut in step.cuts:
-            # A rank without work still joins the collectives: one sequence at weight 0.
-            rows = cut or [np.arange(1)]
-            tensors = padded(batch, rows, self.device)
-            weight = weights[:, tensors["sequence"]] if cut else torch.zeros(2, len(tensors["flat"]), device=self.device)
+
+        def loss_of(tensors: dict[str, Tensor], cut: MicroBatch) -> Tensor:
             mine = {name: x[tensors["flat"]] for name, x in tokens.items()}
-            with self.trainer.dropping(batch, np.concatenate(rows), share.indices):
-                loss, values, worst = self._micro_loss(tensors, weight, mine, len(batch), kl_coefficient)
-                self.trainer.backward(loss)
-            sums += values
+            loss, values, worst = self._micro_loss(tensors, weights[:, tensors["sequence"]], mine, len(batch), kl_coefficient)
             if cut:
-                max_mismatch = torch.maximum(max_mismatch, worst)
+                sums.add_(values)
+                max_mismatch.copy_(torch.maximum(max_mismatch, worst))
+            return loss
+
+        self.trainer.accumulate(batch, step.cuts, loss_of, numbers=share.indices)
         lengths = share.response_lengths[step.indices]
         return _Sums(sums, max_mismatch, int(lengths.sum()), int((lengths > 0).sum()), divisor)
 
     def _apply(self, accumulated: _Sums, scale: float) -> UpdateStats:
         """Make the optimizer step with the accumulated gradients. `scale`: factor of gradients and weighted sums."""
         sums, max_mismatch = self.trainer.over_ranks(accumulated.sums), self.trainer.over_ranks(accumulated.max_mismatch, largest=True)
-        rate = self.trainer.rate()
-        norm, applied, reason = self.trainer.step(bool(torch.isfinite(sums[0])), scale)
+        update = self.trainer.update(bool(torch.isfinite(sums[0])), scale)
         sums[:WEIGHTED] *= scale
         divergence, of_lag = sums[len(SUMS) :].view(2, LAGS)
         sums[WEIGHTED : len(SUMS)] /= accumulated.tokens  # statistics are means over tokens, whatever the loss averages over
@@ -203,15 +199,10 @@ class LearnerRank:
         return UpdateStats(
             **named,
             mismatch_max=float(max_mismatch),
-            grad_norm=norm,
-            learning_rate=rate,
-            trained_tokens=accumulated.tokens if applied else 0,
-            skipped=int(not applied),
-            reason=reason,
-            applied=int(applied),
-            skipped_last=int(not applied),
-            next_learning_rate=self.trainer.rate(),
-            last_grad_norm=norm,
+            trained_tokens=0 if update.skipped else accumulated.tokens,
+            next_learning_rate=update.next_learning_rate,
+            last_grad_norm=update.grad_norm,
+            **step_fields(update),
             effective_share=ratio**2 / ratio_squared if ratio_squared else 0.0,
             kl_by_lag={lag: float(divergence[lag] / count) for lag, count in enumerate(of_lag.tolist()) if count},
         )

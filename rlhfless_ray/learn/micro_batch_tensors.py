@@ -12,6 +12,8 @@ from rlhfless_ray.learn.batch import UNKNOWN_EXPERT, Batch
 from rlhfless_ray.learn.micro_batches import MicroBatch
 from rlhfless_ray.learn.packing import row_tokens
 
+TensorsOf = Callable[[Batch, MicroBatch, torch.device], dict[str, Tensor]]  # makes the tensors of a micro-batch
+
 
 def padded(batch: Batch, rows: Sequence[np.ndarray] | np.ndarray, device: torch.device) -> dict[str, Tensor]:
     """Return the tensors of one micro-batch for `TokenLogprobs`, with the flat position of each token in `batch.logprobs`.
@@ -102,7 +104,7 @@ def passed(
     batch: Batch,
     cuts: Sequence[MicroBatch],
     device: torch.device,
-    tensors_of: Callable[[Batch, MicroBatch, torch.device], dict[str, Tensor]] = padded,
+    tensors_of: TensorsOf = padded,
 ) -> Tensor:
     """Return the value of `forward` for each response token of these micro-batches, (Σ response length,) float32, 0 for other tokens.
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ from rlhfless_ray.learn.deepspeed_setup import deepspeed_config, divide_paramete
 from rlhfless_ray.learn.deterministic import use_deterministic_kernels
 from rlhfless_ray.learn.gradient_pieces import use_gradient_pieces
 from rlhfless_ray.learn.lora import LoraAdapters, live_name, saved_name, trained
+from rlhfless_ray.learn.micro_batch_tensors import TensorsOf, padded, passed
+from rlhfless_ray.learn.micro_batches import MicroBatch
 from rlhfless_ray.learn.offload import HostBuffers, leave_device, return_to_device
 from rlhfless_ray.learn.optimizer_state import (
     held_moments,
@@ -37,6 +39,7 @@ from rlhfless_ray.learn.schedule import rate
 from rlhfless_ray.learn.sequence_parallel import SequenceParallel
 from rlhfless_ray.learn.tensor_parallel import ModelSlices, visible_adapters
 from rlhfless_ray.learn.tied_ends import TiedEnds
+from rlhfless_ray.learn.trainer import FIRST, OptimizerStep
 from rlhfless_ray.local.cpu_bfloat16 import use_float32_products
 from rlhfless_ray.local.process_memory import LARGE_PARAMETERS, release_free_heap, release_pages
 from rlhfless_ray.types import Span
@@ -204,6 +207,41 @@ class TrainerRank:
         """Whether a step's passes use dropout, so that they differ from those of the sampling policy."""
         return self.settings.lora.dropout > 0
 
+    def passes(
+        self, forward: Callable[[dict[str, Tensor]], Tensor], batch: Batch, cuts: Sequence[MicroBatch], tensors_of: TensorsOf = padded
+    ) -> Tensor:
+        """Return the value of `forward` for each response token of these micro-batches, see `passed`."""
+        return passed(forward, batch, cuts, self.device, tensors_of)
+
+    def accumulate(
+        self,
+        batch: Batch,
+        cuts: Sequence[MicroBatch],
+        loss_of: Callable[[dict[str, Tensor], MicroBatch], Tensor],
+        *,
+        numbers: np.ndarray | None = None,
+        first: MicroBatch = FIRST,
+        tensors_of: TensorsOf = padded,
+        learns: bool = True,
+    ) -> None:
+        """Add the gradients of micro-batches. Each is a part of the whole step's loss, and the parts of all ranks add up.
+
+        Args:
+            batch, cuts: the rank's micro-batches of a batch. A rank without work has empty ones: it still joins the collectives, with
+                the rows of `first` at weight 0.
+            loss_of: (tensors, micro-batch) → loss, called once for each.
+            numbers: see `LoraAdapters.dropping`.
+            tensors_of: makes a micro-batch's tensors: `padded` or `packed`.
+            learns: False: compute the losses without gradients.
+        """
+        for cut in cuts:
+            rows = cut or first
+            tensors = tensors_of(batch, rows, self.device)
+            with self.dropping(batch, np.concatenate(rows), numbers) if learns else torch.no_grad():
+                loss = loss_of(tensors, cut)
+                if learns:
+                    self.backward(loss if cut else loss * 0.0)
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a part of the whole step's loss; the parts of all ranks add up."""
         self.engine.backward(loss * self.replicas, scale_wrt_gas=False)  # DeepSpeed averages gradients over them
@@ -253,13 +291,11 @@ class TrainerRank:
             section.schedule, done, self.settings.optimizer_steps, section.learning_rate, section.warmup_share, section.min_rate_share
         )
 
-    def step(self, loss_is_finite: bool, scale: float = 1.0) -> tuple[float, bool, str]:
-        """Scale and clip the accumulated gradients and make a step, unless loss or gradient is not finite.
-
-        Returns (gradient norm before clipping, whether the step was applied, why not).
-        """
+    def update(self, loss_is_finite: bool, scale: float = 1.0) -> OptimizerStep:
+        """Scale and clip the accumulated gradients and make an optimizer step, unless loss or gradient is not finite."""
+        learning_rate = self.rate()
         for group in plain_optimizer(self.engine).param_groups:
-            group["lr"] = self.rate()
+            group["lr"] = learning_rate
         if self.stage == 0:
             if self.ranks > 1:
                 self.engine.buffered_allreduce_fallback()
@@ -286,8 +322,8 @@ class TrainerRank:
             if self.stage in (1, 2) and not self.linked:
                 link_moments(self.engine)
                 self.linked = True
-            return norm, True, ""
-        return norm, False, "the loss is not finite" if not loss_is_finite else f"the gradient norm is {norm}"
+        skipped = "" if applied else f"the gradient norm is {norm}" if loss_is_finite else "the loss is not finite"
+        return OptimizerStep(norm, learning_rate, self.rate(), skipped)
 
     def _clip(self) -> float:
         """Clip the gradients at stage 0, and return their norm before clipping."""

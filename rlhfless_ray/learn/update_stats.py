@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rlhfless_ray.learn.trainer import OptimizerStep
 from rlhfless_ray.types import CriticStats, UpdateStats
 
 Stats = TypeVar("Stats", UpdateStats, CriticStats)
@@ -15,6 +16,19 @@ Stats = TypeVar("Stats", UpdateStats, CriticStats)
 def without_steps(kind: type[Stats], samples: int) -> Stats:
     """Return the statistics of an update without optimizer steps: its samples fill none, or there are none to train on."""
     return kind() if samples else kind(skipped=1, skipped_last=1, reason="no sample of the step has a reward")
+
+
+def step_fields(update: OptimizerStep) -> dict[str, Any]:
+    """Return the fields of the statistics that tell whether and how an optimizer step was made."""
+    skipped = int(bool(update.skipped))
+    return {
+        "grad_norm": update.grad_norm,
+        "learning_rate": update.learning_rate,
+        "skipped": skipped,
+        "reason": update.skipped,
+        "applied": 1 - skipped,
+        "skipped_last": skipped,
+    }
 
 
 def merged(stats: list[Stats]) -> Stats:

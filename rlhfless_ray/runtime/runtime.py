@@ -35,9 +35,9 @@ from rlhfless_ray.learn.colocation import of_learner
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.loop import steps
-from rlhfless_ray.preflight.memory_check import check_ahead, check_on, room_ahead
-from rlhfless_ray.preflight.memory_fit import fit, models_with
-from rlhfless_ray.preflight.memory_needs import least_mb
+from rlhfless_ray.preflight.memory_check import check, check_ahead, cluster_room, room_ahead
+from rlhfless_ray.preflight.memory_fit import fit
+from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
@@ -134,8 +134,8 @@ class Runtime(StepOperations):
             steps = -(-episodes * rows // batch) if mixes else episodes * self.cursor.batches_per_epoch
             recipe = recipe.with_settings({"run.steps": steps})
         config, parameters = config_of(inputs.files), parameter_count(inputs.files)
-        self.memory_fit = fit(recipe, models_with(recipe, config, parameters), find_room, inputs.lengths)
-        self.recipe = recipe = self.memory_fit.recipe
+        self.memory_fit = fit(RunMemory.of(recipe, inputs.lengths, policy=(config, parameters)), find_room)
+        self.recipe = recipe = self.memory_fit.job.recipe
         self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
         self.groups = GroupsInFlight(recipe)
         self.least_mb: dict[str, float] = {}
@@ -160,11 +160,10 @@ class Runtime(StepOperations):
             resource = self.cluster.resource()
             self.slots = self.cluster.check_size(resource)
             check_kernels(self.recipe, resource)
-            config, lengths = config_of(self.inputs.files), self.inputs.lengths
-            check_engines(self.recipe, config, resource)
-            note = check_on(self.cluster, resource, self.recipe, lengths)
+            check_engines(self.recipe, config_of(self.inputs.files), resource)
+            note = check(self.memory_fit.job, lambda: cluster_room(self.cluster, self.recipe, resource))
             if resource == "cpu":
-                self.least_mb = least_mb(self.recipe, config, parameter_count(self.inputs.files), lengths)
+                self.least_mb = self.memory_fit.job.least_mb()
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())

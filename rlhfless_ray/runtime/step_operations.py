@@ -19,6 +19,7 @@ from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.preflight.memory_fit import Fit
+from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.rollout.staleness import check_lag
 from rlhfless_ray.run.context import RunContext
@@ -48,7 +49,7 @@ class StepOperations(CheckpointedRun):
 
     cluster: RayCluster
     memory: MemoryWatch
-    memory_fit: Fit
+    memory_fit: Fit[RunMemory]
     least_mb: dict[str, float]  # least memory of each working function in MB; empty on GPUs
     ledger: Ledger
     broker: SlotBroker

@@ -36,6 +36,7 @@ class RankRecorder:
         """`slots`: leases of the pool; None: Ray Train takes slots from Ray's queue. `threads`: slots of a rank."""
         self.recipe, self.folder, self.progress, self.ledger, self.slots, self.threads = recipe, folder, progress, ledger, slots, threads
         self.memory: MemoryWatch | None = None  # of the driver's node
+        self.expected_mb: tuple[dict[str, float], dict[str, float]] = {}, {}  # least and predicted, of each function
         self.peaks: dict[int, dict[str, float]] = {}  # the newest of the driver's node, and of each rank on another one
         self.steps = recipe.run.steps or 0
         self.leases_of: dict[int, list[str]] = {}  # ids of the leases of each rank that has started
@@ -153,7 +154,7 @@ class RankRecorder:
         }
         if self.memory is not None:
             self._on_memory((DRIVER, self.memory.take()))
-            row |= memory_metrics(summed_peaks(self.peaks.values()), {}, {})
+            row |= memory_metrics(summed_peaks(self.peaks.values()), *self.expected_mb)
         if self.slots is not None:
             self.slots.expect(row["time_left_s"])
             row |= self.slots.metrics()

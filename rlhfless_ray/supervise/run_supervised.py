@@ -20,7 +20,10 @@ from rlhfless_ray.local.cluster import MIN_STORE_MB, RayCluster
 from rlhfless_ray.local.fast_imports import transformers_without_torch
 from rlhfless_ray.local.memory_watch import MemoryWatch
 from rlhfless_ray.local.slot_check import check_slots
-from rlhfless_ray.preflight.memory_check import Room, local_room, ray_room, starts_ray
+from rlhfless_ray.preflight.memory_check import check, check_ahead, cluster_room, local_room, starts_ray
+from rlhfless_ray.preflight.memory_fit import Fit, fit
+from rlhfless_ray.preflight.memory_needs import Room
+from rlhfless_ray.preflight.stage_memory import StageMemory
 from rlhfless_ray.prompts.cursor import check_unchanged
 from rlhfless_ray.recipe.changes import Changes, changes
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
@@ -42,8 +45,6 @@ from rlhfless_ray.supervise.find_checkpoints import (
     steps_saved,
 )
 from rlhfless_ray.supervise.load_rows import check_vocabulary, end_note, load_rows
-from rlhfless_ray.supervise.memory_check import check_stage
-from rlhfless_ray.supervise.memory_fit import fit_stage
 from rlhfless_ray.supervise.rank_recorder import RankRecorder
 from rlhfless_ray.supervise.rank_run import RankRun, RanksFailed
 from rlhfless_ray.supervise.row_reader import SupervisedRows
@@ -58,7 +59,7 @@ from rlhfless_ray.weights.load_policy import (
     read_model,
     text_config,
 )
-from rlhfless_ray.weights.model_folder import config_of, move_model, read_files, read_folder, without_weights
+from rlhfless_ray.weights.model_folder import config_of, move_model, parameter_count, read_files, read_folder, without_weights
 from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.same_model import check_same_model, model_sizes
 from rlhfless_ray.weights.tensor_file import Files
@@ -98,6 +99,7 @@ class SupervisedStage:
     """One supervised stage. The constructor checks everything that needs no Ray."""
 
     changes = Changes()  # since the checkpoint
+    memory_fit: Fit[StageMemory] | None = None  # once the memory is known
 
     def __init__(self, recipe: SupervisedRecipe, *, resume: bool | Literal["previous"] = False, resume_changed: bool = False) -> None:
         SupervisedRecipe.check_type(recipe)
@@ -116,7 +118,7 @@ class SupervisedStage:
         else:
             _check_no_checkpoints(recipe)
         if starts_ray(recipe):
-            check_stage(recipe, lambda: local_room(recipe))
+            check_ahead(recipe)
         self.model_path, self.files = _initial_model(recipe)
         if resume:
             check_same_model(progress.get("model", {}), self.files)
@@ -159,7 +161,8 @@ class SupervisedStage:
         self.recipe = recipe.with_settings({"run.steps": self.order.steps})
         if resume:
             self._check_changes(progress, accepted=resume_changed)
-        self.memory_notes = self._fit_memory(lambda: local_room(recipe)) if starts_ray(recipe) else None
+        if starts_ray(recipe):
+            self._fit_memory(lambda: local_room(recipe))
         megabytes = sum(part.nbytes for part in _arrays(self.rows)) // 2**20 + sum(len(x) for x in self.files.values()) // 2**20
         self.cluster = RayCluster(
             self.recipe,
@@ -192,9 +195,10 @@ class SupervisedStage:
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
             check_slots(self.recipe, slots := cluster_slots(resource), resource)
-            if self.memory_notes is None:
-                private = self.cluster.private
-                self.memory_notes = self._fit_memory(lambda: local_room(self.recipe) if private else ray_room(resource, slots))
+            if self.memory_fit is None:
+                self._fit_memory(lambda: cluster_room(self.cluster, self.recipe, resource))
+            assert self.memory_fit is not None
+            expected_mb = (self.memory_fit.job.least_mb(), self.memory_fit.step_mb()) if resource == "cpu" else ({}, {})
             if is_new:
                 self.folder = self._new_folder()
                 stack.enter_context(self.folder.locked())
@@ -208,11 +212,15 @@ class SupervisedStage:
             ledger.name_of = self.cluster.node_name
             self.progress = ProgressDisplay(self.recipe.watch.progress, self.recipe.run.steps or 0, title=self.folder.path.name)
             unread = without_effect(self.given, resource, private=self.cluster.private)
-            notes = [*resume_notes, *unread, *self.rows.notes, *self.memory_notes, self.folder.deletion_note(self.recipe)]
+            shows_memory = self.progress.mode != "off" or self.memory_fit.reason
+            memory = self.memory_fit.statement(expected_mb[0], resource) if shows_memory else ""
+            notes = [*resume_notes, *unread, *self.rows.notes, memory, self.memory_note, self.memory_fit.note]
+            notes.append(self.folder.deletion_note(self.recipe))
             for message in filter(None, notes):
                 self.progress.message(message)
             self.slots = None if shares is None else self._leased_ranks(shares, ledger)  # None: Ray Train takes them from Ray's queue
             self.recorder = RankRecorder(self.recipe, self.folder, self.progress, ledger, self.slots, self._threads(resource))
+            self.recorder.expected_mb = expected_mb
             self.recorder.memory = MemoryWatch(private=self.cluster.private, job=ray.get_runtime_context().get_job_id())
             stack.callback(self.recorder.memory.close)
             stack.push(self._close)
@@ -227,12 +235,12 @@ class SupervisedStage:
         notes = [] if RANKS in self.progress_before else [unverified]
         return [*notes, *aside, *remove_torn(self.storage), *self.changes.said(self.progress_before.get("steps", 0))]
 
-    def _fit_memory(self, find_room: Callable[[], Room]) -> tuple[str, str]:
-        """Check that the ranks fit the memory with the longest row, and decide the settings of updates that are `auto`. Returns notes."""
+    def _fit_memory(self, find_room: Callable[[], Room]) -> None:
+        """Check that the ranks fit the memory with the longest row, and decide the settings of updates that are `auto`."""
         row_tokens = self.rows.train.longest_row(together=self.recipe.task != "kto")
-        note = check_stage(self.recipe, find_room, row_tokens=row_tokens)
-        self.recipe, reason = fit_stage(self.recipe, find_room, row_tokens)
-        return note, reason
+        job = StageMemory.of(self.recipe, row_tokens, policy=(config_of(self.files), parameter_count(self.files)))
+        self.memory_note, self.memory_fit = check(job, find_room), fit(job, find_room)
+        self.recipe = self.memory_fit.job.recipe
 
     def _new_folder(self) -> RunFolder:
         """Create the run's folder. A resumed run gets its old one again, if only its checkpoints are left."""

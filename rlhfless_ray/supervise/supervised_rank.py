@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,39 +16,19 @@ from torch import Tensor
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.learn import packed_attention
 from rlhfless_ray.learn.batch import Batch
-from rlhfless_ray.learn.micro_batch_tensors import packed, padded, passed
-from rlhfless_ray.learn.micro_batches import PromptSharing
-from rlhfless_ray.learn.policy_model import (
-    TokenDistillation,
-    TokenLogits,
-    TokenLogprobs,
-    TokenValues,
-    load_critic,
-    load_model,
-    scalar_config,
-)
+from rlhfless_ray.learn.micro_batch_tensors import packed, padded
+from rlhfless_ray.learn.micro_batches import MicroBatch, PromptSharing
+from rlhfless_ray.learn.policy_model import TokenLogprobs, load_model, scalar_config
 from rlhfless_ray.learn.rank_settings import RankSettings
-from rlhfless_ray.learn.tensor_parallel import divided
 from rlhfless_ray.learn.trainer_rank import TrainerRank
 from rlhfless_ray.recipe import AlgorithmConfig
-from rlhfless_ray.recipe.supervised_sections import BY_TOKEN, WITH_NEXT, WITH_REFERENCE, SupervisedRecipe
+from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.examples import Examples, RankCut, cut_rows
-from rlhfless_ray.supervise.losses import dpo_loss, kto_loss, pairwise_loss, step_loss
+from rlhfless_ray.supervise.stage_losses import LOSSES, Means, StepRows
 from rlhfless_ray.weights.model_folder import as_folder
 from rlhfless_ray.weights.tensor_file import Files
 
-SQUARE = "square"  # of the rewards, from which `evaluate` gets their deviation
-DESIRABLE = "desirable"  # kto: share of the rows, from which the rewards of each kind get their means
-METRICS = {
-    "sft": ("loss",),
-    "rm": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", SQUARE),
-    "dpo": ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "nll", "preference_loss"),
-    "kto": ("loss", "accuracy", "kl", "chosen_reward", "rejected_reward", DESIRABLE),
-    "kd": ("loss", "nll", "distillation"),
-    "prm": ("loss", "accuracy"),
-}
 CORE_TOKENS = 512  # of packed rows on cores, where larger micro-batches take more memory and save no time
-MIN_DEVIATION = 1e-8  # of rewards, which others are divided by; as in OpenRLHF
 
 
 @dataclass(frozen=True)
@@ -74,10 +54,7 @@ class SupervisedRank:
         self, recipe: SupervisedRecipe, steps: int, rank: int = 0, ranks: int = 1, device: str = "cpu", alive: Callable[[], object] = int
     ) -> None:
         """`alive`: called regularly in passes over whole data sets, to report progress."""
-        self.alive = alive
-        self.recipe, self.rank, self.ranks = recipe, rank, ranks
-        self.task, self.loss = recipe.task, recipe.loss
-        self.seed = recipe.run.seed % 2**63
+        self.alive, self.recipe, self.rank, self.ranks = alive, recipe, rank, ranks
         self.trainer = TrainerRank(
             RankSettings(
                 learner=recipe.learner.on_ranks(ranks),
@@ -92,11 +69,11 @@ class SupervisedRank:
                 device=device,
             )
         )
+        self.loss = LOSSES[recipe.task](recipe, self.trainer)
         self.device = self.trainer.device
         self.sharing = PromptSharing(width=1, obstacle="not open")
         self.packs_rows = False  # whether rows may lie end to end
         self.references: dict[int, np.ndarray] = {}  # by data set: log-probabilities of its sequences under the reference
-        self.scale: dict[str, float] = {}  # rm: mean and deviation of the rewards in the last evaluation
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -121,24 +98,12 @@ class SupervisedRank:
         """
         recipe = self.recipe
         self.trainer.join_process_group(None)
+        policy, needs_reference = recipe.policy, self.loss.has_reference and known is None
+        computes_whole = needs_reference and second is None and state is not None  # the initial weights, which a checkpoint replaces
+        maps = self.trainer.stage == 3 and not computes_whole
         with as_folder(model) as folder:
-            policy, needs_reference = recipe.policy, self.task in WITH_REFERENCE and known is None
-            computes_whole = needs_reference and second is None and state is not None  # the initial weights, which a checkpoint replaces
-            maps = self.trainer.stage == 3 and not computes_whole
-            if self.task == "rm":
-                options = policy.dtype, policy.trust_remote_code, self.loss.value_head, self.seed, "policy.path"
-                wrapped: Any = TokenValues(load_critic(folder, *options, maps=maps))
-            else:
-                loaded = load_model(folder, policy.dtype, policy.trust_remote_code, maps=maps)
-                if self.task == "kd":
-                    assert second is not None
-                    teacher = load_model(second, policy.dtype, policy.trust_remote_code, "teacher.path").eval().requires_grad_(False)
-                    if (width := self.trainer.section.tensor_parallel) > 1:
-                        teacher = divided(TokenLogprobs(teacher), width).model
-                    wrapped = TokenDistillation(loaded, teacher.to(self.device))
-                else:
-                    wrapped = TokenLogits(loaded, reward_tokens) if self.task == "prm" else TokenLogprobs(loaded)
-        with nullcontext() if self.task == "rm" else self.trainer.checking_head(wrapped.model, maps=maps):
+            wrapped = self.loss.load(folder, second, reward_tokens, maps=maps)
+        with nullcontext() if recipe.task == "rm" else self.trainer.checking_head(wrapped.model, maps=maps):
             self.sharing = PromptSharing.of(wrapped.model, recipe.learner.share_prompts, recipe.lora.dropout)
             self.trainer.slice_sequences(wrapped)
             self.packs_rows = self._has_packing([wrapped.model, *getattr(wrapped, "teachers", ())])
@@ -181,19 +146,27 @@ class SupervisedRank:
         `packs`: whether rows may lie end to end in the module's model.
         """
         sums = torch.zeros(len(examples.lengths), dtype=torch.float64)
-        size = max(1, 8 * self.recipe.data.batch_rows)
-        for start in range(0, len(examples), size):
-            rows = np.arange(start, min(start + size, len(examples)))
-            batch = examples.batch(rows)
+        for rows, batch in self._parts(examples, 8):
             part = self._sequence_sums(module, batch, self._cut(batch, examples, packs))
-            if self.task == "kto":
+            if self.loss.trains_first:
                 part += self._sequence_sums(module, batch, self._cut(batch, examples, packs, mismatched=True))
             sums[torch.from_numpy(examples.sequences_of(rows))] = part.double()
-            self.alive()
         return self.trainer.over_ranks(sums).numpy()
 
+    def _parts(self, examples: Examples, batches: int) -> Iterator[tuple[np.ndarray, Batch]]:
+        """Yield all rows in parts of `batches` batches: numbers of the rows, and the rows."""
+        size = max(1, batches * self.recipe.data.batch_rows)
+        for start in range(0, len(examples), size):
+            rows = np.arange(start, min(start + size, len(examples)))
+            yield rows, examples.batch(rows)
+            self.alive()
+
+    def _trained(self, of_sequences: np.ndarray, per_row: int) -> np.ndarray:
+        """Return the values of those sequences that are trained, (rows, sequences of each). `of_sequences`: a value of each sequence."""
+        return of_sequences.reshape(-1, per_row)[:, : 1 if self.loss.trains_first else per_row]
+
     def _cut(self, batch: Batch, examples: Examples, packs: bool, mismatched: bool = False) -> RankCut:
-        """Return this rank's micro-batches. kto: of the rows' own responses, or of the `mismatched` responses.
+        """Return this rank's micro-batches. `mismatched`: of the sequences that are not trained.
 
         Ranks that share a copy of the model have the same ones, as have ranks that share sequences. Until the model is divided, each rank
         has a whole copy.
@@ -201,9 +174,8 @@ class SupervisedRank:
         max_tokens = self.recipe.learner.max_micro_batch_tokens
         width = self.trainer.section.sequence_parallel if self.trainer.slices is None else self.trainer.slices.width
         place = self.rank // width, self.ranks // width
-        together = np.arange(len(batch)).reshape(-1, examples.per_row)
-        if self.task == "kto":
-            together = together[:, [int(mismatched)]]
+        numbers = np.arange(len(batch))
+        together = numbers.reshape(-1, examples.per_row)[:, 1:] if mismatched else self._trained(numbers, examples.per_row)
         return cut_rows(batch, together, max_tokens, self.sharing, *place, packed_tokens=self._packed_tokens() if packs else None)
 
     def _packed_tokens(self) -> int:
@@ -217,183 +189,69 @@ class SupervisedRank:
     def _sequence_sums(self, module: Any, batch: Batch, cut: RankCut) -> Tensor:
         """Return log-probabilities summed over tokens, (sequences,), on the host and without gradient. Sequences of other ranks have 0."""
         tensors_of = packed if cut.is_packed else padded
-        flat = passed(lambda tensors: module(1.0, **tensors)[0], batch, cut.micro_batches, self.device, tensors_of)
+        flat = self.trainer.passes(lambda tensors: module(1.0, **tensors)[0], batch, cut.micro_batches, tensors_of)
         owner = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.response_lengths))
         return torch.zeros(len(batch)).index_add_(0, owner, flat.cpu())
 
     def config(self) -> bytes:
         """Return config.json of a reward model: a sequence classifier with one label, with the scale of its rewards if that is known."""
-        return scalar_config(self.trainer.engine.module.model, **self.scale)
+        return scalar_config(self.trainer.engine.module.model, **self.loss.scale)
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
     def step(self, examples: Examples, rows: np.ndarray, data: int = 0) -> StepResult:
         """Make one optimizer step on these rows. `data`: number of their data set."""
         batch = examples.batch(rows)
-        sums, tokens = self._passes(batch, examples, rows, data, learn=True)
-        sums.pop(SQUARE, None)
-        _divide_by_kind(sums)
-        rate = self.trainer.rate()
-        norm, applied, reason = self.trainer.step(math.isfinite(sums["loss"]))
-        counted = batch.lengths[::2] if self.task == "kto" else batch.lengths - (self.task in WITH_NEXT)
-        return StepResult(sums, tokens, int(counted.sum()), norm, rate, self.trainer.rate(), "" if applied else reason)
+        means, trained, tokens = self._passes(batch, examples, rows, data, learn=True)
+        self.loss.finish(means)
+        return StepResult(means, trained, tokens, *self.trainer.update(math.isfinite(means["loss"])))
 
     def evaluate(self, examples: Examples, data: int = 1) -> StepResult:
         """Return the loss and the other metrics over a whole data set, without training."""
-        size, totals, tokens, count = max(1, 4 * self.recipe.data.batch_rows), dict[str, float](), 0, 0.0
+        totals, tokens, count = dict[str, float](), 0, 0.0
         self.trainer.engine.eval()
-        for start in range(0, len(examples), size):
-            rows = np.arange(start, min(start + size, len(examples)))
-            batch = examples.batch(rows)
-            sums, trained = self._passes(batch, examples, rows, data, learn=False)
-            weight = trained if self.task in BY_TOKEN and self.loss.mean == "token" else len(rows)
-            totals = {name: totals.get(name, 0.0) + value * weight for name, value in sums.items()}
+        for rows, batch in self._parts(examples, 4):
+            means, trained, _ = self._passes(batch, examples, rows, data, learn=False)
+            weight = trained if self.loss.by_tokens and self.recipe.loss.mean == "token" else len(rows)
+            totals = {name: totals.get(name, 0.0) + value * weight for name, value in means.items()}
             tokens, count = tokens + trained, count + weight
-            self.alive()
         self.trainer.engine.train()
         means = {name: value / count for name, value in totals.items()}
-        _divide_by_kind(means)
-        if self.task == "rm":
-            mean = (means["chosen_reward"] + means["rejected_reward"]) / 2
-            variance = max(0.0, means.pop(SQUARE) - mean**2) * 2 * count / (2 * count - 1)
-            self.scale = {"mean": mean, "std": max(math.sqrt(variance), MIN_DEVIATION)}
-            means |= {f"reward_{name}": value for name, value in self.scale.items()}
+        self.loss.finish(means, count)
         return StepResult(means, tokens)
 
-    def _passes(self, batch: Batch, examples: Examples, rows: np.ndarray, data: int, learn: bool) -> tuple[dict[str, float], int]:
-        """Run the batch through the model, with gradients if `learn`. Returns means over the batch, and the number of trained tokens."""
+    def _passes(self, batch: Batch, examples: Examples, rows: np.ndarray, data: int, learn: bool) -> tuple[Means, int, int]:
+        """Run the batch through the model, with gradients if `learn`.
+
+        Returns means over the batch, the number of tokens that the loss counts, and that of all tokens.
+        """
         cuts, is_packed = self._cut(batch, examples, self.packs_rows)
-        lengths = batch.response_lengths
-        reference = None
-        if self.task in WITH_REFERENCE:
-            reference = torch.from_numpy(self.references[data][examples.sequences_of(rows)]).float()
-        kl = self._kl(batch, examples, reference) if self.task == "kto" and reference is not None else None
-        extras = torch.from_numpy(examples.labels_of(rows) if self.task == "prm" else examples.extras[rows])
-        totals: dict[str, float] = {}
-        for cut in cuts:
-            # A rank without work still joins the collectives: the first row at weight 0.
-            numbers = cut or list(np.arange(1 if self.task == "kto" else examples.per_row)[:, None])
-            sequences = np.concatenate(numbers)
-            tensors = (packed if is_packed else padded)(batch, numbers, self.device)
-            with self.trainer.dropping(batch, sequences) if learn else nullcontext(), torch.set_grad_enabled(learn):
-                loss, parts = self._loss(batch, tensors, np.unique(sequences // examples.per_row), lengths, reference, kl, extras)
-                if learn:
-                    self.trainer.backward(loss if cut else loss * 0.0)
+        extras, lengths, per_row = (
+            torch.from_numpy(examples.labels_of(rows) if self.loss.by_steps else examples.extras[rows]),
+            batch.response_lengths,
+            examples.per_row,
+        )
+        reference = torch.from_numpy(self.references[data][examples.sequences_of(rows)]).float() if self.loss.has_reference else None
+        kl = self._kl(batch, examples, reference) if self.loss.trains_first and reference is not None else None
+        of_step, totals = StepRows(lengths, per_row, extras, reference, kl), dict.fromkeys(self.loss.metrics, 0.0)
+        first = list(self._trained(np.arange(per_row), per_row).T)
+
+        def loss_of(tensors: dict[str, Tensor], cut: MicroBatch) -> Tensor:
+            here = torch.from_numpy(np.unique(np.concatenate(cut or first) // per_row))
+            loss, parts = self.loss.part(tensors, of_step, here)
             if cut:
                 for name, value in {"loss": float(loss.detach()), **parts}.items():
-                    totals[name] = totals.get(name, 0.0) + value
-        names = METRICS[self.task]  # a rank without work has measured none
-        summed = self.trainer.over_ranks(torch.tensor([totals.get(name, 0.0) for name in names], dtype=torch.float64))
-        totals = dict(zip(names, summed.tolist(), strict=True))
-        if self.task == "rm":
-            return totals, int(batch.lengths.sum()) - len(batch)
-        return totals, int(lengths[:: examples.per_row].sum() if self.task == "kto" else lengths.sum())
+                    totals[name] += value
+            return loss
 
-    def _loss(
-        self,
-        batch: Batch,
-        tensors: dict[str, Tensor],
-        rows: np.ndarray,
-        lengths: np.ndarray,
-        reference: Tensor | None,
-        kl: Tensor | None,
-        extras: Tensor,
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Return a micro-batch's part of the batch's mean loss, and of the means of other logged values.
-
-        `rows`: positions of its rows in the batch. `lengths`: trained tokens of each sequence of the batch. `extras`: one value for each
-        row; prm: for each step.
-        """
-        engine = self.trainer.engine
-        if self.task == "prm":
-            return self._step_loss(tensors, extras)
-        if self.task in BY_TOKEN:
-            return self._token_loss(tensors, lengths)
-        per_row = len(batch) // len(extras)
-        n = len(extras)
-        local = torch.from_numpy(rows)
-        if self.task == "rm":
-            values = engine(**tensors)
-            both = _by_row(values, tensors["sequence"], rows, per_row)
-            margins = extras[local].to(self.device)
-            losses = pairwise_loss(both[:, 0], both[:, 1], margins, self.loss.kind)
-            return losses.sum() / n, {**_pair_means(both, n), SQUARE: float(both.detach().double().square().mean(dim=1).sum()) / n}
-        logprobs, _ = engine(1.0, **tensors)
-        assert reference is not None
-        sums = _by_row(logprobs, tensors["sequence"], rows, per_row)
-        ratios = sums - reference.reshape(-1, per_row)[local].to(self.device)
-        beta = self.loss.beta
-        if self.task == "dpo":
-            losses = dpo_loss(ratios[:, 0], ratios[:, 1], beta, self.loss.label_smoothing, self.loss.kind)
-            counts = torch.from_numpy(lengths.reshape(-1, per_row)[rows, 0]).to(self.device)
-            nll = -(sums[:, 0] / counts)
-            loss = (losses + self.loss.nll_coefficient * nll).sum() / n
-            means = {"nll": float(nll.detach().sum()) / n, "preference_loss": float(losses.detach().sum()) / n}
-            return loss, {**_pair_means(beta * ratios, n), **means}
-        assert kl is not None
-        desirable = extras[local].to(self.device) > 0.5
-        weights_of = (self.loss.desirable_weight, self.loss.undesirable_weight)
-        losses = kto_loss(ratios[:, 0], desirable, kl.to(self.device), beta, weights_of)
-        right = ((ratios[:, 0] > kl.to(self.device)) == desirable).float().sum()
-        rewards = beta * ratios[:, 0].detach().double()
-        sums_of = {"chosen_reward": rewards[desirable].sum(), "rejected_reward": rewards[~desirable].sum(), DESIRABLE: desirable.sum()}
-        means = {"accuracy": float(right) / n, "kl": float(kl) * len(rows) / n}
-        return losses.sum() / n, means | {name: float(value) / n for name, value in sums_of.items()}
-
-    def _token_loss(self, tensors: dict[str, Tensor], lengths: np.ndarray) -> tuple[Tensor, dict[str, float]]:
-        """sft, kd: return the same as `_loss` for a loss that is a mean over tokens."""
-        n, counts = len(lengths), torch.from_numpy(lengths)
-        weights = torch.full((n,), 1.0 / int(lengths.sum())) if self.loss.mean == "token" else 1.0 / (n * counts)
-        share = weights.to(self.device)[tensors["sequence"]]
-        if self.task == "sft":
-            logprobs, _ = self.trainer.engine(1.0, **tensors)
-            return -(logprobs * share).sum(), {}
-        logprobs, crosses = self.trainer.engine(**tensors)
-        nll, distillation = -(logprobs * share).sum(), (crosses * share).sum()
-        coefficient = self.loss.teacher_weight
-        parts = {"nll": float(nll.detach()), "distillation": float(distillation.detach())}
-        return (1 - coefficient) * nll + coefficient * distillation, parts
-
-    def _step_loss(self, tensors: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """prm: return the same as `_loss` for a loss that is a mean over the steps of a batch."""
-        logits = self.trainer.engine(**tensors)
-        here, n = labels.to(self.device)[tensors["flat"]], len(labels)
-        best = (here < 0.5).long() if logits.shape[1] == 2 else here.long()
-        right = (logits.argmax(dim=1) == best).float().sum()
-        return step_loss(logits, here).sum() / n, {"accuracy": float(right) / n}
+        self.trainer.accumulate(batch, cuts, loss_of, first=first, tensors_of=packed if is_packed else padded, learns=learn)
+        summed = self.trainer.over_ranks(torch.tensor(list(totals.values()), dtype=torch.float64))
+        counted = self._trained(batch.lengths - self.loss.predicts_next, per_row)
+        trained = counted if self.recipe.task == "rm" else self._trained(lengths, per_row)
+        return dict(zip(totals, summed.tolist(), strict=True)), int(trained.sum()), int(counted.sum())
 
     def _kl(self, batch: Batch, examples: Examples, reference: Tensor) -> Tensor:
         """Estimate KTO's z on the mismatched sequences of the whole batch: the mean log-ratio, at least 0."""
         cut = self._cut(batch, examples, self.packs_rows, mismatched=True)
         sums = self.trainer.over_ranks(self._sequence_sums(self.trainer.engine, batch, cut).double())
         return (sums - reference.double()).reshape(-1, 2)[:, 1].mean().clamp(min=0).float()
-
-
-def _by_row(values: Tensor, sequences: Tensor, rows: np.ndarray, per_row: int) -> Tensor:
-    """Sum values (tokens,) by sequence. Returns (rows, per_row), in the order of `rows`."""
-    place = torch.full((int(rows.max()) + 1,), -1, dtype=torch.int64, device=values.device)
-    place[torch.from_numpy(rows).to(values.device)] = torch.arange(len(rows), device=values.device)
-    index = place[sequences // per_row] * per_row + sequences % per_row
-    return torch.zeros(len(rows) * per_row, dtype=values.dtype, device=values.device).index_add(0, index, values).reshape(-1, per_row)
-
-
-def _divide_by_kind(means: dict[str, float]) -> None:
-    """kto: make rewards means over the desirable rows and over the others. They are sums, divided by all rows. No rows: no mean."""
-    if (share := means.pop(DESIRABLE, None)) is None:
-        return
-    for name, part in (("chosen_reward", share), ("rejected_reward", 1 - share)):
-        total = means.pop(name)
-        if part > 1e-9:
-            means[name] = total / part
-
-
-def _pair_means(both: Tensor, n: int) -> dict[str, float]:
-    """Return these pairs' part of the means over a batch of `n`: accuracy, margin and both rewards."""
-    rewards = both.detach().double().cpu()
-    difference = rewards[:, 0] - rewards[:, 1]
-    return {
-        "accuracy": float((difference > 0).sum()) / n,
-        "margin": float(difference.sum()) / n,
-        "chosen_reward": float(rewards[:, 0].sum()) / n,
-        "rejected_reward": float(rewards[:, 1].sum()) / n,
-    }

@@ -20,7 +20,8 @@ from rlhfless_ray.common.disk_space import replace_file
 from rlhfless_ray.common.errors import RunError, Stopped, UserError
 from rlhfless_ray.local.cluster import RayCluster
 from rlhfless_ray.local.slot_check import check_slots
-from rlhfless_ray.preflight.memory_check import Room, cluster_room, local_room, starts_ray
+from rlhfless_ray.preflight.memory_check import cluster_room, local_room, starts_ray
+from rlhfless_ray.preflight.memory_needs import Room
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.run.checkpoints import Checkpoints

@@ -11,13 +11,11 @@ from dataclasses import replace
 
 from placement import peak_memory
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.preflight.memory_check import CPU, DoesNotFit, Room, check
-from rlhfless_ray.preflight.memory_fit import fit, predicted_needs
-from rlhfless_ray.preflight.memory_needs import Lengths, gb, host_needs, models_of
+from rlhfless_ray.preflight.memory_check import DoesNotFit, check, job_of
+from rlhfless_ray.preflight.memory_fit import fit
+from rlhfless_ray.preflight.memory_needs import Room, gb
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-from rlhfless_ray.supervise.memory_check import check_stage, models_of_stage, stage_needs
-from rlhfless_ray.supervise.memory_fit import fit_stage, stage_peak
 from rlhfless_ray.sweep.sweep_file import PlannedRun
 
 AnyRecipe = Recipe | SupervisedRecipe
@@ -31,7 +29,7 @@ def check_memory(runs: Sequence[PlannedRun], at_most: int, room: Room) -> None:
             least.append(_least_bytes(run.recipe, room))
         except DoesNotFit as error:
             raise UserError(f"run {run.name}: {error}") from None
-    there = _shared_bytes(room)
+    there = room.shared_bytes
     if there is None or sum(largest := sorted(least, reverse=True)[:at_most]) <= there:
         return
     fitting = _most(lambda count: sum(largest[:count]) <= there, at_most)
@@ -46,7 +44,7 @@ def most_runs(runs: Sequence[PlannedRun], room: Room, limit_to: int | None = Non
 
     Each needs a slot, and the predicted peaks of those that need most of the memory must fit together.
     """
-    there, most = _shared_bytes(room), max(1, min(len(runs), room.slots, limit_to or len(runs)))
+    there, most = room.shared_bytes, max(1, min(len(runs), room.slots, limit_to or len(runs)))
     limit = f"as many as there are {'runs' if most == len(runs) else 'slots'}"
 
     def predicted(count: int) -> int:
@@ -73,49 +71,27 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
     return next((count for count in range(most, 1, -1) if fits(count)), 1)
 
 
-def _shared_bytes(room: Room) -> int | None:
-    """Return the memory that all runs share, None if it is not known."""
-    return (room.total_bytes or room.bytes) if room.resource == CPU else room.host_bytes
-
-
 def _least_bytes(recipe: AnyRecipe, room: Room) -> int:
     """Return a lower bound of the shared memory that a run takes at its peak, 0 if it is not known. Raises DoesNotFit.
 
     On a GPU functions take turns, also those of several runs, so only the check of the run itself counts.
     """
-    if isinstance(recipe, SupervisedRecipe):
-        check_stage(recipe, lambda: room)
-        models = models_of_stage(recipe)
-        needs = stage_needs(recipe, models, CPU, room.slots) if "policy" in models else []
-    else:
-        if recipe.run.episodes is not None:  # as in `check_ahead`: at least one step
-            recipe = recipe.with_settings({"run.steps": 1})
-        models = models_of(recipe)
-        check(recipe, models, lambda: room)
-        needs = host_needs(recipe, models, room.has_driver)
-    return max((need.bytes for need in needs if not need.alone), default=0) if room.resource == CPU else 0
+    job = job_of(recipe)
+    check(job, lambda: room)
+    return 0 if room.on_gpu else max((need.bytes for need in job.least(room) if not need.alone), default=0)
 
 
 def _predicted_bytes(recipe: AnyRecipe, room: Room, count: int) -> int:
-    """Predict the shared memory that one of `count` runs takes at its peak, where every prompt is as long as it may be.
+    """Predict the shared memory that one of `count` runs takes at its peak, where every text is as long as it may be.
 
     A policy whose size is not known yet is made from scratch and small, so its processes count alone.
     """
-    recipe, room = with_part_of_memory(recipe, count), replace(room, slots=max(1, room.slots // count))
-    on_cores, engine = room.resource == CPU, 0
-    if isinstance(recipe, SupervisedRecipe):
-        models, ranks, tokens = models_of_stage(recipe), recipe.min_ranks, recipe.data.max_tokens
-        peak = 0
-        if "policy" in models and on_cores:
-            peak = peak_memory.DRIVER_BYTES + stage_peak(fit_stage(recipe, lambda: room, tokens)[0], models, tokens, room).bytes
-    else:
-        models, ranks, lengths = models_of(recipe), recipe.learner.ranks, Lengths(recipe.prompts.max_prompt_tokens)
-        needs = []
-        if "policy" in models:
-            try:
-                needs = fit(recipe, models, lambda: room, lengths).needs
-            except DoesNotFit:  # prompts of this length; the run itself knows how long its prompts are
-                needs = predicted_needs(recipe, models, lengths, room)
-        peak = max((need.bytes for need in needs if need.on_host or (on_cores and not need.alone)), default=0)
-        engine = peak_memory.ENGINE_BYTES + recipe.rollout.engine_kv_mb * 2**20
-    return peak or (peak_memory.DRIVER_BYTES + ranks * peak_memory.LEARNER_BYTES + engine)
+    room = replace(room, slots=max(1, room.slots // count))
+    job = job_of(with_part_of_memory(recipe, count)).with_longest_texts()
+    needs = []
+    if "policy" in job.models:
+        try:
+            needs = fit(job, lambda: room).job.peaks(room)
+        except DoesNotFit:  # with texts of this length; the run itself knows how long they are
+            needs = job.peaks(room)
+    return max((need.bytes for need in needs if (need.on_host if room.on_gpu else not need.alone)), default=job.imports_bytes)

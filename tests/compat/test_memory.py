@@ -9,7 +9,7 @@ import pytest
 
 from rlhfless_ray.compat.openrlhf.memory import memory_lines, too_large_here, width_note
 from rlhfless_ray.compat.openrlhf.translate import translate
-from rlhfless_ray.preflight import memory_check as sizes
+from rlhfless_ray.preflight import memory_check
 from tests.conftest import command_here
 from tests.placement.test_memory import LLAMA_70B, QWEN_7B
 from tests.test_memory_check import ENORMOUS, folder
@@ -29,8 +29,8 @@ def line(model: Path, *flags: str) -> list[str]:
 @pytest.fixture
 def eight_gpus(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(sizes, "visible_gpus", lambda: 8)
-    monkeypatch.setattr(sizes, "memory_bytes", lambda gpu: H100_BYTES)
+    monkeypatch.setattr(memory_check, "visible_gpus", lambda: 8)
+    monkeypatch.setattr(memory_check, "memory_bytes", lambda gpu: H100_BYTES)
 
 
 def test_an_engine_that_one_device_cannot_hold_is_refused_unless_it_gets_several(tmp_path, eight_gpus):

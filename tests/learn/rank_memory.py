@@ -66,7 +66,7 @@ def measure(dtype: str, stage: int) -> None:
     for _ in range(2):
         logprobs, _ = trainer.engine(1.0, ids=ids, rows=rows, columns=columns, targets=ids[0, 1:5])
         trainer.backward(-logprobs.sum())
-        trainer.step(True)
+        trainer.update(True)
     found = {"loaded": loaded - before, "idle": own_bytes() - before, "peak": own_bytes("VmHWM") - before}
     print(json.dumps({"parameters": parameters} | {name: size / parameters for name, size in found.items()}), flush=True)
 

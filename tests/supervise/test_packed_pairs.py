@@ -84,7 +84,7 @@ class Stage:
         work.trainer.engine, work.trainer.backward = self.module, lambda loss: loss.backward()
         work.references = {0: -np.random.default_rng(1).random(len(examples.lengths))}
         self.model.zero_grad()
-        metrics, _ = work._passes(examples.batch(rows := np.arange(len(examples))), examples, rows, 0, learn=True)
+        metrics, *_ = work._passes(examples.batch(rows := np.arange(len(examples))), examples, rows, 0, learn=True)
         return metrics, {name: x.grad.clone() for name, x in self.model.named_parameters() if x.grad is not None}
 
 

@@ -44,6 +44,7 @@ def test_a_row_has_the_memory_of_all_nodes(tmp_path: Path) -> None:
     recipe = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}, "watch": {"tensorboard": False, "wandb": "off"}})
     recorder = RankRecorder(recipe, RunFolder(tmp_path), ProgressDisplay("off", 9, title=""), Ledger("cpu"), None, 1)
     recorder.memory = cast(MemoryWatch, SimpleNamespace(take=lambda: {"learner": 500.0, "driver": 100.0, "total": 600.0}))
+    recorder.expected_mb = {"learner": 7.0}, {"learner": 610.0, "total": 1110.0}
     recorder.open(None)
     peaks = {"learner": 400.0, "total": 450.0}
     for step, reported in enumerate((peaks, {}, {"learner": 300.0, "total": 350.0}, {}), 1):
@@ -54,4 +55,6 @@ def test_a_row_has_the_memory_of_all_nodes(tmp_path: Path) -> None:
         recorder.record("step", (step, {"step_s": 1.0}, "", time.time()))
     rows = read_jsonl(tmp_path / "metrics.jsonl")[0]
     names = [f"memory/{name}_peak_mb" for name in ("learner", "driver", "total")]
+    expected = [rows[0][f"memory/{name}_mb"] for name in ("learner_least", "learner_predicted", "total_predicted")]
+    assert expected == [7, 610, 1110]
     assert [[row[name] for name in names] for row in rows] == [[1300, 100, 1500], [1300, 100, 1500], [1100, 100, 1300], [500, 100, 600]]

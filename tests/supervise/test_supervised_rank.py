@@ -20,7 +20,7 @@ from rlhfless_ray.prompts.builtin_tasks import task
 from rlhfless_ray.recipe.rollout_sections import PolicyConfig
 from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
 from rlhfless_ray.supervise.load_rows import load_rows
-from rlhfless_ray.supervise.supervised_rank import DESIRABLE, _divide_by_kind
+from rlhfless_ray.supervise.stage_losses import DESIRABLE, LOSSES
 from rlhfless_ray.weights.load_policy import load_tokenizer
 from rlhfless_ray.weights.model_folder import read_folder, write_folder
 from tests.conftest import ROOT, environment
@@ -288,9 +288,10 @@ def test_an_evaluation_is_the_mean_over_all_rows(results: dict[int, Any]) -> Non
 
 def test_rewards_of_kto_are_means_over_the_rows_of_their_kind() -> None:
     means = {"loss": 0.5, "chosen_reward": 0.25 * 2.0, "rejected_reward": 0.75 * -1.0, DESIRABLE: 0.25}
-    _divide_by_kind(means)
+    loss = LOSSES["kto"](parsed("kto"), None)  # type: ignore[arg-type]
+    loss.finish(means)
     assert means == {"loss": 0.5, "chosen_reward": 2.0, "rejected_reward": -1.0}
-    _divide_by_kind(means := {"chosen_reward": 2.0, "rejected_reward": 0.0, DESIRABLE: 1.0})
+    loss.finish(means := {"chosen_reward": 2.0, "rejected_reward": 0.0, DESIRABLE: 1.0})
     assert means == {"chosen_reward": 2.0}, "without undesirable rows"
 
 

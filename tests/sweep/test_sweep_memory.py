@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.preflight.memory_check import Room
-from rlhfless_ray.preflight.memory_needs import host_needs, models_of
+from rlhfless_ray.preflight.memory_needs import Room
+from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.sweep import run_sweep
 from rlhfless_ray.sweep.run_sweep import SweepRunner
@@ -49,7 +49,7 @@ def seeds(tmp_path: Path, model: dict[str, Any], count: int = 4, **tree: Any) ->
 
 def peak_gb(run: PlannedRun) -> float:
     """The least that a run needs at once, in GB."""
-    return max(need.bytes for need in host_needs(run.recipe, models_of(run.recipe), True) if not need.alone) / 1e9
+    return max(need.bytes for need in RunMemory.of(run.recipe).least(Room("cpu", 1, None, has_driver=True)) if not need.alone) / 1e9
 
 
 def test_runs_that_cannot_fit_together_are_refused_with_the_number_that_can(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from placement.memory import header_parameters
 from rlhfless_ray.common.errors import UserError
-from rlhfless_ray.preflight.memory_needs import Lengths, least_mb
+from rlhfless_ray.preflight.run_memory import RunMemory
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.weights.model_folder import parameter_count, with_dtype
 from rlhfless_ray.weights.quantized_base import check_quantized, has_4_bits
@@ -80,7 +80,7 @@ def test_a_critic_is_not_made_from_4_bits() -> None:
 
 def test_an_engine_needs_half_a_byte_for_each_weight_of_4_bits() -> None:
     config, run = of_compressed_tensors(), recipe(lora={"rank": 8}, policy={"dtype": "bfloat16"}, rollout={"kv_cache_mb": 80})
-    sizes = [least_mb(run, {**section, **QWEN_05B}, 1_000_000_000, Lengths(8))["engines"] for section in (config, {})]
+    sizes = [RunMemory.of(run, policy=({**section, **QWEN_05B}, 1_000_000_000)).least_mb()["engines"] for section in (config, {})]
     assert sizes[1] - sizes[0] == pytest.approx(1500)
 
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.compat.openrlhf.resources import slots_here
-from rlhfless_ray.compat.openrlhf.translate import Translation
 
 if TYPE_CHECKING:
     from rlhfless_ray.compat.openrlhf.supervised import SupervisedTranslation
-    from rlhfless_ray.preflight.memory_needs import ModelSize, Need
-    from rlhfless_ray.recipe import Recipe
+    from rlhfless_ray.compat.openrlhf.translate import Translation
+    from rlhfless_ray.preflight.memory_needs import Need
 
 COMMON_GB = 80  # memory of an A100 or H100
 COMMON_BYTES = COMMON_GB * 2**30  # devices sold as 80 GB have 79.2 to 80 GiB
@@ -21,14 +20,17 @@ COMMON_BYTES = COMMON_GB * 2**30  # devices sold as 80 GB have 79.2 to 80 GiB
 
 def memory_lines(translation: Translation) -> list[str]:
     """Describe each function's need of device memory. Empty if the models' sizes are not known on this machine."""
-    return [f"{need.who} needs {need} on {_devices(need)}" for need in needs_of(translation)]
+    return [f"{need.who} needs {need} on {need.where}" for need in needs_of(translation)]
 
 
 def needs_of(translation: Translation) -> list[Need]:
-    from rlhfless_ray.preflight.memory_needs import device_needs
+    """Return the least needs on GPUs. Empty if the honoured flags are no valid recipe."""
+    from rlhfless_ray.preflight.memory_check import job_of
+    from rlhfless_ray.preflight.memory_needs import GPU, Room
 
-    recipe, models = _sized(translation)
-    return device_needs(recipe, models) if recipe is not None else []
+    if translation.problem():
+        return []
+    return job_of(translation.recipe(), fetch=False).least(Room(GPU, 1, None))
 
 
 def width_note(translation: Translation) -> list[str]:
@@ -40,49 +42,17 @@ def width_note(translation: Translation) -> list[str]:
     holds = need.bytes <= need.share * COMMON_BYTES
     then = "holds it" if holds else "does not hold it: on such a device the run is refused before it starts"
     flag = v.spelled("vllm.tensor_parallel_size")
-    return [f"{flag}: an engine needs {need} on {_devices(need)}, and one of {COMMON_GB} GB {then}"]
+    return [f"{flag}: an engine needs {need} on {need.where}, and one of {COMMON_GB} GB {then}"]
 
 
-def _devices(need: Need) -> str:
-    return "its device" if need.devices == 1 else f"each of its {need.devices} devices"
-
-
-def too_large_here(translation: Translation, environment: Mapping[str, str] = os.environ) -> str | None:
+def too_large_here(translation: Translation | SupervisedTranslation, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return why the models do not fit this machine. None if they do, or if the command runs on another cluster."""
     from rlhfless_ray.preflight.memory_check import check_ahead
 
-    recipe, _ = _sized(translation)
-    if recipe is None or slots_here(translation.settings, environment) is None:
+    if translation.problem() or slots_here(translation.settings, environment) is None:
         return None
     try:
-        check_ahead(recipe, fetch=False)
+        check_ahead(translation.recipe(), fetch=False)
     except UserError as error:
         return str(translation.by_flag(error))
     return None
-
-
-def too_large_stage(translation: SupervisedTranslation, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return why the models of a supervised stage do not fit this machine, as `too_large_here` does."""
-    from rlhfless_ray.preflight.memory_check import local_room
-    from rlhfless_ray.supervise.memory_check import check_stage
-
-    if slots_here(translation.settings, environment) is None:
-        return None
-    recipe = translation.recipe()
-    try:
-        check_stage(recipe, lambda: local_room(recipe), fetch=False)
-    except UserError as error:
-        return str(translation.by_flag(error))
-    return None
-
-
-def _sized(translation: Translation) -> tuple[Recipe | None, dict[str, ModelSize]]:
-    """Return the recipe of the honoured flags, or None if it is invalid, and its models' sizes."""
-    from rlhfless_ray.preflight.memory_needs import models_of
-    from rlhfless_ray.recipe import Recipe
-
-    try:
-        recipe = Recipe.parse(translation.tree)
-    except UserError:  # `problem` reports it
-        return None, {}
-    return recipe, models_of(recipe, fetch=False)
