@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import numpy as np
@@ -136,9 +136,10 @@ class RepeatedRun(Runtime):
         super().__init__(recipe)
         self.orders = orders
 
-    def _create_stages(self, resource: str) -> None:
-        super()._create_stages(resource)
-        self.session.orders = self.orders  # type: ignore[attr-defined]
+    def __enter__(self) -> Self:
+        run = super().__enter__()
+        run.parts.session.orders = self.orders  # type: ignore[attr-defined]
+        return run
 
 
 def cut_at(done: Completion, tokens: int) -> Completion:

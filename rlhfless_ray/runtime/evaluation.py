@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.rollout.rollout_stage import RolloutStage
-from rlhfless_ray.types import Prompt, Sample, WeightVersion
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.runtime.agreement import Agreement
+from rlhfless_ray.runtime.stages import Stages
+from rlhfless_ray.runtime.step_records import StepRecords
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Prompt, Sample
 
 Sampling = dict[str, tuple[float, int]]  # name → temperature, responses to each prompt
 
 
-def evaluate(
-    rollout: RolloutStage,
-    scoring: ScoreStage,
-    prompts: list[Prompt],
-    weights: WeightVersion,
-    step: int,
-    check: Callable[[list[Sample], float], None] = lambda samples, temperature: None,
-) -> dict[str, float]:
-    """Evaluate on the held-out prompts. Returns {metric: value}, empty without held-out prompts.
+class Evaluations:
+    def __init__(
+        self, context: RunContext, stages: Stages, records: StepRecords, heldout: list[Prompt], agreement: Agreement | None
+    ) -> None:
+        self.context, self.stages, self.records, self.heldout, self.agreement = context, stages, records, heldout, agreement
+        self.session, self.state = records.session, records.state
 
-    `check`: called with the sampled responses and their temperature before they are scored.
-    """
-    if not prompts:
-        return {}
-    recipe = rollout.context.recipe
-    sampling = choose_sampling(recipe)
-    with rollout.context.phases.phase("eval", "evaluating"):
-        samples = rollout.answer(prompts, list(sampling.values()), weights)
-        sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
-        check(sampled, sampling["sampled"][0])
-        with scoring.phase("eval_score"):  # its time is part of the evaluation's
-            scoring.score(samples, step, "evaluation")
-    metrics = compute_accuracies(samples, sampling)
-    by_source: dict[str, list[Sample]] = {}
-    for sample in sampled:
-        by_source.setdefault(str(sample.prompt.row.get(recipe.evaluate.source_column, "default")), []).append(sample)
-    if recipe.evaluate.path or list(by_source) != ["default"]:
-        for source, part in by_source.items():
-            metrics |= compute_source_metrics(source, part, recipe.evaluate.samples_per_prompt)
-    return metrics
+    def is_due(self, number: int) -> bool:
+        every = self.context.recipe.evaluate.every_steps
+        return number == self.session.last_step or (every > 0 and number % every == 0)
+
+    def make_up(self) -> None:
+        """Evaluate before the first step, or if a stop has interrupted an evaluation. No step's time and costs include it, or the start."""
+        if not self.state.owes_evaluation:
+            self.records.leave_out_start()
+            return
+        self.record(self.evaluate())
+
+    def record(self, found: dict[str, float]) -> None:
+        """Record an evaluation before the next step, and save a checkpoint if it is due because of it."""
+        state = self.state
+        state.owes_evaluation = False
+        metric = state.best.read_metric(found)  # raises at once instead of in an hour if no evaluation has the metric
+        self.records.evaluation(found)
+        if state.steps_done and ((best := state.best.improved(metric)) or state.is_due(state.steps_done)):
+            state.save(metric=metric, best=best, export=True)  # the one of the stop that interrupted the evaluation has no metric
+
+    def run(self, step: Step) -> None:
+        """Evaluate the step's weights if an evaluation is due."""
+        if self.is_due(step.number):
+            step.evaluation = self.evaluate()
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the newest weights on the held-out prompts. Returns {metric: value}, empty without held-out prompts."""
+        weights, prompts, recipe = self.session.wait_for_weights(), self.heldout, self.context.recipe
+        if not prompts:
+            return {}
+        sampling = choose_sampling(recipe)
+        with self.context.phases.phase("eval", "evaluating"):
+            samples = self.stages.rollout.answer(prompts, list(sampling.values()), weights)
+            sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
+            if self.agreement is not None:
+                self.agreement.check(sampled, weights, sampling["sampled"][0], parks=True)
+            with self.stages.score.phase("eval_score"):  # its time is part of the evaluation's
+                self.stages.score.score(samples, self.session.step.number, "evaluation")
+        metrics = compute_accuracies(samples, sampling)
+        by_source: dict[str, list[Sample]] = {}
+        for sample in sampled:
+            by_source.setdefault(str(sample.prompt.row.get(recipe.evaluate.source_column, "default")), []).append(sample)
+        if recipe.evaluate.path or list(by_source) != ["default"]:
+            for source, part in by_source.items():
+                metrics |= compute_source_metrics(source, part, recipe.evaluate.samples_per_prompt)
+        return metrics
 
 
 def choose_sampling(recipe: Recipe) -> Sampling:

@@ -25,7 +25,8 @@ from rlhfless_ray.reward.reward_functions import RewardSource
 from rlhfless_ray.rollout.listener import WorkBeside
 from rlhfless_ray.run.folder import RunFolder, check_file, folders_of, status_written_s
 from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord, recorded_settings
-from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
+from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.start_run import Checkpoint
 from rlhfless_ray.runtime.worker_pools import ActorClasses
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.requests import GENERATION
@@ -98,7 +99,6 @@ class Generation(Runtime):
     """A run that only generates. Its steps are batches of prompts; iterating yields one `Step` at a time."""
 
     recipe: GenerationRecipe
-    session: GenerationSession
     session_class = GenerationSession
 
     def __init__(
@@ -197,50 +197,35 @@ class Generation(Runtime):
 
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Publish the model's weights. Engines start with the first plan."""
-        self.worker_group.slots = 0  # no update follows a rollout
+        session = self.parts.session
+        assert isinstance(session, GenerationSession)
+        session.begin(self)
+        self.parts.stages.learn.worker_group.slots = 0  # no update follows a rollout
         arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)}
         digest_of = digests(arrays)
-        self.weights = WeightVersion(0, (ray.put(arrays),), combined(digest_of), digests=ray.put(digest_of))
-
-    def _create_stages(self, resource: str) -> None:
-        super()._create_stages(resource)
-        self.session.begin(self)
-
-    def _save(self, *_: Any, **__: Any) -> None:
-        """Save nothing: there is no learner's state, and responses are on disk already."""
-        self.record.catch_up()
+        session.weights = WeightVersion(0, (ray.put(arrays),), combined(digest_of), digests=ray.put(digest_of))
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Step]:
-        if self._steps is None:
-            self.leave_out_start()
-            self._steps = self._generate_steps()
-        return self._steps
-
-    def _generate_steps(self) -> Iterator[Step]:
-        step = self.session.plan(self.steps_done + 1)
+    def _loop(self) -> Iterator[Step]:
+        session, records = self.parts.session, self.parts.records
+        records.leave_out_start()
+        step = session.admit()
         while step is not None:
-            self.begin_step(step)
-            self.session.take(step)
+            session.take(step)
             if self.recipe.scores:
-                self.score(step)
+                self.parts.updates.score(step)
                 self.responses.add_scores(step.samples)
             step.answers = step.samples
-            self.observe_samples(step)
-            upcoming = self.session.plan(step.number + 1)
-            end = self.decide_end(step, upcoming)
-            step.ledger = self.close_step(step, end.starts_next)
-            if upcoming is not None and end.starts_next:
-                self.session.start_engines(upcoming)
-            self.record_step(step, end)
+            records.observe(step)
+            upcoming = session.admit()
+            records.close(step)
             yield step
             step = upcoming
-        self.finish()
+        records.finish()
 
-    def finish(self) -> None:
+    def _write_result(self) -> None:
         self.write_responses(self.folder.path / RESPONSES)
-        self.finished = True
 
     def write_responses(self, path: Path) -> None:
         self.responses.write(path, self.inputs.prompts.train, self.recipe.rollout.samples_per_prompt)

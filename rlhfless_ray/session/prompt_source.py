@@ -22,6 +22,12 @@ class PromptSource:
         """Number of groups that the step lacks."""
         return self.dynamic_sampling.missing
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether filtered groups have used up the last episode's prompts, maybe before the last step."""
+        filters = self.dynamic_sampling.section.filter_range is not None
+        return self.episodes is not None and filters and self.cursor.epoch >= self.episodes
+
     def draw(self, count: int, has_groups: bool) -> list[Prompt]:
         """Return the next prompts, fewer at the end of the last episode. `has_groups`: whether the step has any group without them."""
         if self.episodes is not None:

@@ -16,7 +16,8 @@ import numpy as np
 
 from placement.forecast.forecaster import Scenarios
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
-from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.limits import Limits
@@ -34,7 +35,7 @@ from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.rollout_plan import RolloutPlan
-from rlhfless_ray.step.step import Step
+from rlhfless_ray.step.step import Step, StepProgress
 from rlhfless_ray.step.step_prefixes import StepPrefixes
 from rlhfless_ray.types import Group, Sample, UpdateStats, WeightVersion
 
@@ -54,6 +55,7 @@ class RolloutSession:
     goes_on = False  # whether the update has ended before the rollout beside it, which goes on under its weights
     pause: Pause | None = None
     limits: Limits | None = None  # of the newest plan
+    upcoming: Step | None = None  # admitted, and not taken yet
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class RolloutSession:
         scoring: ScoreStage,
         prefix: PrefixStage | None,
         accounted: Callable[[str, AbstractContextManager[None]], AbstractContextManager[None]],
+        steps_done: int,
     ) -> None:
         """Create the session.
 
@@ -78,11 +81,11 @@ class RolloutSession:
         self.mode: RolloutMode = context.recipe.rollout.mode
         self.last_step = context.recipe.run.steps  # filtered groups can lower it by using up an episode's prompts early
         self.weights: WeightVersion | None = None  # the newest
-        self.step = Step(0)  # the one that is trained
+        self.step = Step(steps_done, progress=StepProgress.CLOSED)  # the newest that was taken
 
     # ---- planning ---------------------------------------------------------------------------------------------
 
-    def plan(self, number: int) -> Step | None:
+    def _plan_step(self, number: int) -> Step | None:
         """Plan a step: its groups, the forecast of their lengths, engines and shared prefixes. Returns None after the last step."""
         if number > self.last_step:
             return None
@@ -186,19 +189,33 @@ class RolloutSession:
     def update_ends(self) -> None:
         self.update = None
 
-    def admit(self, number: int) -> Step | None:
-        """Plan the next step, and generate its responses beside the update if the mode says so. Returns None after the last step."""
-        step = self.plan(number)
-        if step is not None and self.mode.begins_beside_update:
+    def admit(self) -> Step | None:
+        """Plan the next step, at first the first one. Returns None after the last step.
+
+        Beside an update this also generates the step's responses, if the mode says so. Raises UserError if the newest step is not
+        learned from yet, or if a step that was admitted has not been taken.
+        """
+        least = StepProgress.UPDATING if self.context.recipe.learns else StepProgress.TAKEN
+        self.step.check("session.admit", *(progress for progress in StepProgress if progress >= least))
+        if self.upcoming is not None:
+            raise UserError(f"session.admit: step {self.upcoming.number} is admitted already; take it first")
+        step = self.upcoming = self._plan_step(self.step.number + 1)
+        if step is not None and self.update is not None and self.mode.begins_beside_update:
             self._roll_out(step)
         return step
 
-    def switch(self, step: Step) -> None:
-        """After an update: plan what the rollout beside it has left of a step, with all slots, under the new weights.
+    def end_if_prompts_are_used_up(self, number: int) -> None:
+        """Make this step the last one if no prompt is left for another."""
+        if self.source.is_used_up and not self.groups.in_flight:
+            self.context.recipe, self.last_step = self.context.recipe.with_settings({"run.steps": number}), number
+
+    def switch(self) -> None:
+        """After an update: plan what the rollout beside it has left of the next step, with all slots, under the new weights.
 
         The speed is fitted to that rollout during the next update, when nothing waits for it.
         """
-        if step.samples or not self.mode.begins_beside_update:
+        step = self.upcoming
+        if step is None or step.samples or not self.mode.begins_beside_update:
             return
         began_s, went_on = time.monotonic(), self.goes_on
         if went_on:
@@ -219,13 +236,27 @@ class RolloutSession:
     # ---- taking a step's batch ------------------------------------------------------------------------------------
 
     def take(self, step: Step) -> None:
-        """Set the samples that the step trains on. Generates under the newest weights what no rollout beside an update has completed."""
+        """Begin a step, and set the samples that it trains on.
+
+        Generates under the newest weights what no rollout beside an update has completed. Raises UserError for a step that is not the
+        admitted one, or if the step before is not closed.
+        """
+        if step is not self.upcoming:
+            raise UserError(f"session.take: step {step.number} is not the step that session.admit has returned last")
+        self.step.check("session.take", StepProgress.CLOSED)
+        STOP.check()
+        if self.context.ledger.step != step.number:  # otherwise its engines have started already
+            self.context.ledger.begin_step(step.number)
+        self.context.leases.waited_s = 0.0
+        self.step, self.upcoming, self.learn.number = step, None, step.number
+        self.wait_for_weights()
         if not step.samples and step.batch.is_complete:  # generated before a resume
             step.batch.is_enough(range(len(step.batch.ids)))
             step.metrics |= RolloutResult().metrics()
             step.samples = self._take_groups(step, step.batch.join([], []))
         elif not step.samples:
             self._roll_out(step)
+        step.progress = StepProgress.TAKEN
 
     def refill(self, step: Step, score: Callable[[list[Sample]], object]) -> None:
         """Replace groups without a learning signal, see `DynamicSampling`. `score`: scores samples in a phase of their own."""

@@ -1,0 +1,26 @@
+"""The parts of a run, each with one duty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.runtime.evaluation import Evaluations
+from rlhfless_ray.runtime.saved_state import SavedState
+from rlhfless_ray.runtime.stages import Stages
+from rlhfless_ray.runtime.step_records import StepRecords
+from rlhfless_ray.runtime.updates import Updates
+from rlhfless_ray.session.rollout_session import RolloutSession
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a loop calls: the verbs of `session`, `updates`, `evaluations` and `records`. The others work below them."""
+
+    context: RunContext  # recipe, recorder, planner and leases
+    stages: Stages  # processes
+    session: RolloutSession  # groups in flight, from prompts to samples
+    updates: Updates  # from samples to weights
+    evaluations: Evaluations
+    records: StepRecords
+    state: SavedState  # checkpoints

@@ -1,0 +1,161 @@
+"""Record a run's steps: samples, costs, metrics, and the checkpoints that are due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from placement.scaling.resize_policy import slots_to_yield
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.runtime.saved_state import SavedState, StepsDone
+from rlhfless_ray.runtime.stages import Stages
+from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.step.step import Step, StepProgress
+
+MemoryOfStep = Callable[[int], dict[str, Any]]  # planned number of engines → metrics of a step's memory
+LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """Decisions at the end of a step."""
+
+    metric: tuple[str, float] | None  # (name, value) of its evaluation, by which checkpoints are compared
+    best: bool  # whether the metric is the best so far
+    save: bool  # whether a checkpoint is due
+    others_wait: bool  # whether another run on the cluster waits for slots
+    starts_next: bool  # whether engines of the next step may take the free leases now
+
+
+class StepRecords:
+    def __init__(
+        self,
+        context: RunContext,
+        stages: Stages,
+        session: RolloutSession,
+        state: SavedState,
+        memory: MemoryOfStep,
+        write: Callable[[], None],
+        *,
+        shares_cluster: bool,
+    ) -> None:
+        """Create the records.
+
+        Args:
+            write: writes the run's result at its end.
+            shares_cluster: whether other runs may wait for slots.
+        """
+        self.context, self.stages, self.session, self.state = context, stages, session, state
+        self.memory, self.write, self.shares_cluster = memory, write, shares_cluster
+        self.cursor_after: dict[str, Any] = {}  # the cursor's state after this step's prompts
+        self.finished = False
+
+    def observe(self, step: Step) -> None:
+        """Record the samples, and update the length forecasts for the next plan."""
+        context, autoscaler = self.context, self.context.autoscaler
+        context.record.samples(step.number, step.samples)
+        step.metrics |= context.record.summarize_samples(step.samples)
+        autoscaler.observe_samples(step.prompts, step.answers)
+        most = context.most_engines(autoscaler.engines.width)
+        step.metrics |= autoscaler.quality(step.forecast, step.answers, step.prompts, most)
+        step.metrics["epoch"] = self.session.source.cursor.epoch
+        if context.recipe.prompts.overlong == "cut_left":
+            step.metrics["prompts/cut"] = sum(prompt.cut_tokens > 0 for prompt in step.prompts)
+        self.session.tell_troubles(step)
+        if step.troubles:
+            step.metrics["plan/trouble"] = "; ".join(step.troubles)
+        self.cursor_after = self.session.source.cursor.state()
+        self.session.end_if_prompts_are_used_up(step.number)
+
+    def close(self, step: Step) -> None:
+        """Finish a step: record it, save a checkpoint if one is due, start the next step's engines, and yield slots to waiting runs."""
+        least = StepProgress.PUBLISHED if self.context.recipe.learns else StepProgress.TAKEN
+        step.check("records.close", *(progress for progress in StepProgress if least <= progress < StepProgress.CLOSED))
+        end, upcoming = self._decide_end(step), self.session.upcoming
+        self._count(step, end.starts_next)
+        if upcoming is not None and end.starts_next:
+            self.session.start_engines(upcoming)  # they load the weights while the driver records the step
+        else:
+            self.context.broker.put(self.context.broker.reclaim())  # engines whose rollout goes on have kept their devices
+        self._write_row(step)
+        if end.save:
+            self.state.save(metric=end.metric, best=end.best, export=True)
+        for pool in (self.stages.rollout.pool, self.stages.score.pool, *([self.stages.prefix.pool] if self.stages.prefix else [])):
+            pool.end_expired(self.context.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
+        if end.others_wait:
+            self._yield_slots()
+        self.context.broker.check("the end of the step", self.stages.pools())
+
+    def close_interrupted(self, evaluation_is_due: bool) -> None:
+        """At a stop: record the newest step if the learner has made its update."""
+        step = self.session.step
+        if step.is_unrecorded:
+            self.state.owes_evaluation = evaluation_is_due and not step.evaluation
+            self._count(step)
+            self._write_row(step)
+
+    def leave_out_start(self) -> None:
+        """Count the start in no step's time and costs. In a new run of training the first evaluation does so."""
+        self.evaluation({})
+
+    def evaluation(self, found: dict[str, float]) -> None:
+        """Record an evaluation before the next step, whose time and costs do not include it."""
+        self.context.phases.take()
+        self.context.record.evaluation(self.state.steps_done, found)
+
+    def finish(self) -> None:
+        """Write the run's result. A run that is left without it counts as stopped."""
+        self.write()
+        self.finished = True
+
+    def _decide_end(self, step: Step) -> StepEnd:
+        """Decide what to do at the end of a step.
+
+        Engines of the next step start early unless their leases may be needed: by the learner during a save (its processes may be lost),
+        by another run, or for computing prefix KV.
+        """
+        upcoming, state = self.session.upcoming, self.state
+        metric = state.best.read_metric(step.evaluation)
+        best = state.best.improved(metric)
+        save = best or state.is_due(step.number)
+        others_wait = self.shares_cluster and self.context.leases.others_wait()
+        prefixes = upcoming.prefixes if upcoming is not None else None
+        wanted = save or others_wait or (prefixes is not None and prefixes.choice.on)
+        has_work = upcoming is not None and not upcoming.samples
+        return StepEnd(metric, best, save, others_wait, starts_next=has_work and not wanted)
+
+    def _count(self, step: Step, starts_next: bool = False) -> None:
+        """Mark the step as done, so that a stop saves it, and count its time and costs, which are also in its metrics."""
+        step.progress, self.state.steps_done, session = StepProgress.CLOSED, step.number, self.session
+        begun = session.begun  # beside the update, after whose prompts the cursor is now
+        cursor, in_flight = (self.cursor_after, session.groups.in_flight) if begun is None else (session.source.cursor.state(), begun)
+        self.state.done = StepsDone(cursor, session.source.dynamic_sampling.state(), in_flight)
+        step.phase_s, step.wall_s = self.context.phases.take()
+        step.phase_s["passes"] = self.stages.learn.passes_s
+        self.context.ledger.begin_step(step.number + starts_next)
+        step.ledger, metrics = self.context.record.costs()
+        step.metrics |= metrics
+
+    def _write_row(self, step: Step) -> None:
+        context, groups = self.context, self.stages.learn.worker_groups
+        groups.start_snapshots()
+        context.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
+        self.session.groups.observe(step)
+        self.stages.faults.step_done()
+        step.metrics |= {**self.stages.faults.take_metrics(), **groups.learner.recovery.take_metrics()}
+        step.metrics |= self.memory(step.plan.actors if step.plan else 1)
+        if context.autoscaler.bids is not None:
+            step.metrics |= context.autoscaler.bids.metrics()
+        context.record.step(step, self.session.last_step, self.stages.replacements, context.leases.waited_s)
+        context.record.put_off(context.autoscaler.settle)
+
+    def _yield_slots(self) -> None:
+        """Give up free slots for which another run waited when the step ended."""
+        broker = self.context.broker
+        source, free = broker.leases.source, len(broker.free)
+        surplus, usable = source.surplus, sum(lease.id in source.surplus_leases for lease in broker.free)
+        waits = surplus != 0 or source.others_wait()  # a run of the pool may have its slots by now
+        decision = slots_to_yield(free, 1, waits, surplus, usable)
+        if decision.action == "Release":
+            broker.release(keep=decision.actors, sooner=source.surplus_leases)

@@ -1,0 +1,138 @@
+"""The updates of a run: scores, advantages, the learner's update, and the weights that engines take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlhfless_ray.common.errors import UserError
+from rlhfless_ray.common.pending import Pending
+from rlhfless_ray.learn.batch import Batch
+from rlhfless_ray.rollout.staleness import check_lag
+from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.runtime.agreement import Agreement
+from rlhfless_ray.runtime.stages import Stages
+from rlhfless_ray.runtime.step_records import StepRecords
+from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.step.step import Step, StepProgress
+from rlhfless_ray.types import Sample, UpdateStats
+
+Rewards = Callable[[list[Sample]], Sequence[float | None]]  # samples → their rewards, None for one that is left out
+
+
+class Updates:
+    def __init__(
+        self, context: RunContext, stages: Stages, session: RolloutSession, records: StepRecords, agreement: Agreement | None
+    ) -> None:
+        self.context, self.stages, self.session, self.records, self.agreement = context, stages, session, records, agreement
+        self.has_old_tokens = False  # whether older weights drew some of the step's tokens
+
+    def score(self, step: Step, rewards: Rewards | None = None) -> None:
+        """Score the step's samples, and replace groups without a learning signal.
+
+        `rewards`: called with scored samples. What it returns replaces their rewards. Needs `learner.overlap: off`.
+        """
+        step.check("updates.score", StepProgress.TAKEN)
+        if rewards is not None:
+            self._check_own("updates.score", "rewards")
+
+        def score(samples: list[Sample]) -> None:
+            with self.stages.accounted("score", self.stages.score.phase()):
+                self.stages.score.score(samples, step.number)
+            if rewards is not None:
+                for sample, reward in zip(samples, _checked("updates.score", samples, rewards(samples)), strict=True):
+                    sample.reward, sample.error = reward, sample.error if reward is None else None
+
+        score(step.samples)
+        self.session.refill(step, score)
+        step.progress = StepProgress.SCORED
+
+    @contextmanager
+    def phase(self, step: Step) -> Iterator[None]:
+        """Lend the slots to the learner inside the block, which starts an update and publishes it. Engines have them again afterwards."""
+        step.check("updates.phase", StepProgress.SCORED)
+        step.progress = StepProgress.LEARNING
+        learn = self.stages.learn
+        learn.worker_groups.shares_slots = self.session.mode.begins_beside_update and step.number < self.session.last_step
+        with self.stages.accounted("learn", learn.phase(step.samples)):
+            yield
+            step.check("the end of updates.phase", StepProgress.PUBLISHED)
+        self.session.switch()  # what the update has cut goes on under its weights
+
+    def advantages(self, step: Step, values: Sequence[float] | None = None) -> Batch:
+        """Return the learner's batch, with the advantages of the recipe's estimator.
+
+        `values`: advantages of the step's samples, in place of the recipe's. Needs `learner.overlap: off`.
+        """
+        step.check("updates.advantages", StepProgress.LEARNING)
+        recipe, samples = self.context.recipe, step.samples
+        if self.agreement is not None and self.session.weights is not None:
+            self.agreement.check(samples, self.session.weights, recipe.rollout.temperature, parks=False)
+        # groups that filtering keeps for the next step are one version old in it
+        max_lag = max(recipe.rollout.max_lag_steps, int(recipe.algorithm.filter_range is not None))
+        lag = check_lag(samples, step.number - 1, max_lag)
+        if recipe.rollout.max_lag_steps:
+            step.metrics |= lag
+        self.has_old_tokens = lag["lag/max"] > 0
+        batch = self.stages.learn.advantages(samples)
+        if values is None:
+            return batch
+        self._check_own("updates.advantages", "advantages")
+        own = [(sample, value) for sample, value in zip(samples, _checked("updates.advantages", samples, values), strict=True)]
+        own = [(sample, value) for sample, value in own if sample.reward is not None]  # others are not trained on
+        for sample, value in own:
+            sample.advantage = value
+        return replace(batch, advantages=np.repeat(np.array([value for _, value in own], np.float32), batch.response_lengths))
+
+    def start(self, batch: Batch) -> Pending[UpdateStats]:
+        """Update the critic, if there is one, and start the policy's update. Record the samples while the learner works."""
+        step = self.session.step
+        step.check("updates.start", StepProgress.LEARNING)
+        self.session.update_begins()
+        update = self.stages.learn.start_update(batch, step.samples)
+        step.progress = StepProgress.UPDATING
+        pending = self.session.update_is(Pending(lambda: self._updated(step, update), update.is_ready, update.has_failed))
+        self.records.observe(step)
+        return pending
+
+    def _updated(self, step: Step, update: Pending[tuple[UpdateStats, dict[str, Any]]]) -> UpdateStats:
+        stats, sized = update.result()
+        self.session.update_ends()
+        step.progress = StepProgress.UPDATED
+        step.metrics |= sized
+        if self.agreement is not None:
+            self.agreement.updated(stats)
+            step.metrics |= self.agreement.compare(stats, self.has_old_tokens)
+        return stats
+
+    def publish(self, update: Pending[UpdateStats]) -> None:
+        """Wait for the update, and publish its weights, under which engines generate from now on."""
+        step = self.session.step
+        step.check("updates.publish", StepProgress.UPDATING, StepProgress.UPDATED)
+        step.stats = update.result()
+        self.session.weights = self.stages.learn.publish(step.number)
+        self.context.broker.check("publish", self.stages.pools())
+        step.progress = StepProgress.PUBLISHED
+
+    def _check_own(self, verb: str, what: str) -> None:
+        if self.stages.learn.obstacle is None:
+            raise UserError(
+                f"{verb}: own {what} need learner.overlap=off, because gradients are otherwise computed during the rollout with the "
+                f"{what} of the recipe"
+            )
+
+
+def _checked(verb: str, samples: Sequence[Sample], values: Sequence[Any]) -> list[Any]:
+    """Return one finite number or None for each sample. Raises UserError for anything else."""
+    if len(values) != len(samples):
+        raise UserError(f"{verb}: expected a value for each of {len(samples)} samples, got {len(values)}")
+    found = [None if value is None else float(value) for value in values]
+    for sample, value in zip(samples, found, strict=True):
+        if value is not None and not math.isfinite(value):
+            raise UserError(f"{verb}: the value of a response to row {sample.prompt.index} is {value}, and not a finite number")
+    return found
