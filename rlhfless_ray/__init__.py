@@ -14,16 +14,22 @@ if TYPE_CHECKING:
     from rlhfless_ray.report.run_view import RunView
     from rlhfless_ray.runtime.evaluate_models import Evaluation, evaluate
     from rlhfless_ray.runtime.generation import generate
+    from rlhfless_ray.runtime.run_parts import RunParts
     from rlhfless_ray.runtime.run_workflow import run_workflow
     from rlhfless_ray.runtime.runtime import Runtime
+    from rlhfless_ray.step.step import Step
     from rlhfless_ray.supervise.run_supervised import run_supervised
+    from rlhfless_ray.types import Sample
 
 __all__ = [
     "Evaluation",
     "GenerationRecipe",
     "Recipe",
+    "RunParts",
     "RunView",
     "Runtime",
+    "Sample",
+    "Step",
     "SupervisedRecipe",
     "Workflow",
     "evaluate",
@@ -42,8 +48,11 @@ _MODULES = {
     "Evaluation": "runtime.evaluate_models",
     "GenerationRecipe": "recipe.generation",
     "Recipe": "recipe",
+    "RunParts": "runtime.run_parts",
     "RunView": "report.run_view",
     "Runtime": "runtime.runtime",
+    "Sample": "types",
+    "Step": "step.step",
     "SupervisedRecipe": "recipe.supervised_sections",
     "Workflow": "recipe.workflow_file",
     "evaluate": "runtime.evaluate_models",

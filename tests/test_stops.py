@@ -176,6 +176,7 @@ class Ended:
         learn = LearnStage(context, self.worker_group)  # type: ignore[arg-type]
         learn.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
         rollout: Any = SimpleNamespace(pool=pool, state=dict, restore=lambda state: None, drafts=None, drafter=None, files=dict)
+        context.broker.check = lambda *_: None  # type: ignore[method-assign]
         stages = Stages(context, FailureBudget(3), None, rollout, rollout, learn, None)
         session = RolloutSession.__new__(RolloutSession)
         session.context, session.groups, session.mode, session.step = context, GroupsInFlight(recipe), recipe.rollout.mode, Step(4)

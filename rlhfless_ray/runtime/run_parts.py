@@ -15,7 +15,22 @@ from rlhfless_ray.session.rollout_session import RolloutSession
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a loop calls: the verbs of `session`, `updates`, `evaluations` and `records`. The others work below them."""
+    """What a loop calls: the verbs of `session`, `updates`, `evaluations` and `records`. The others work below them.
+
+    Examples:
+        >>> from rlhfless_ray import Recipe, Runtime
+        >>> short = ["run.steps=1", "warm_start.steps=0", "watch.progress=off", "watch.wandb=off"]
+        >>> with Runtime(Recipe.load("recipes/quickstart.yaml", short)) as run:
+        ...     session, updates = run.parts.session, run.parts.updates
+        ...     step = session.admit()
+        ...     session.take(step)
+        ...     updates.score(step)
+        ...     with updates.phase(step):
+        ...         updates.publish(updates.start(updates.advantages(step)))
+        ...     run.parts.records.close(step)
+        ...     print(session.weights.version, session.admit())
+        1 None
+    """
 
     context: RunContext  # recipe, recorder, planner and leases
     stages: Stages  # processes

@@ -32,7 +32,7 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
-from rlhfless_ray.session.prompt_source import PromptSource
+from rlhfless_ray.session.prompt_source import Pick, PromptSource
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.rollout_plan import RolloutPlan
 from rlhfless_ray.step.step import Step, StepProgress
@@ -189,16 +189,18 @@ class RolloutSession:
     def update_ends(self) -> None:
         self.update = None
 
-    def admit(self) -> Step | None:
+    def admit(self, pick: Pick | None = None) -> Step | None:
         """Plan the next step, at first the first one. Returns None after the last step.
 
         Beside an update this also generates the step's responses, if the mode says so. Raises UserError if the newest step is not
-        learned from yet, or if a step that was admitted has not been taken.
+        learned from yet, or if a step that was admitted has not been taken. `pick`: picks the rows of the step's new prompts, instead of
+        the next ones in the shuffled order.
         """
         least = StepProgress.UPDATING if self.context.recipe.learns else StepProgress.TAKEN
         self.step.check("session.admit", *(progress for progress in StepProgress if progress >= least))
         if self.upcoming is not None:
             raise UserError(f"session.admit: step {self.upcoming.number} is admitted already; take it first")
+        self.source.pick = pick
         step = self.upcoming = self._plan_step(self.step.number + 1)
         if step is not None and self.update is not None and self.mode.begins_beside_update:
             self._roll_out(step)

@@ -33,7 +33,14 @@ class StepProgress(IntEnum):
 
 @dataclass
 class Step:
-    """One step of training: its plan, its results and its cost."""
+    """One step of training: its plan, its results and its cost.
+
+    Examples:
+        >>> from rlhfless_ray import Step
+        >>> step = Step(3)  # as `session.admit` makes it
+        >>> step.number, step.progress.name, step.samples
+        (3, 'PLANNED', [])
+    """
 
     number: int
     prompts: list[Prompt] = field(default_factory=list)
