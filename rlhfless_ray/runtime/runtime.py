@@ -70,6 +70,7 @@ from rlhfless_ray.weights.same_model import check_same_model
 from rlhfless_ray.weights.tensor_file import Files
 
 Resume = bool | Literal["previous"]
+ErrorType = type[BaseException] | None
 
 
 class Runtime:
@@ -184,8 +185,8 @@ class Runtime:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+    def __exit__(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
 
     def __iter__(self) -> Iterator[Step]:
         """Return the run's only iterator: a second loop continues where the first one was left."""
@@ -325,7 +326,7 @@ class Runtime:
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
-    def _shut_down(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _shut_down(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
         """Save what can be saved, end every process, give back every lease."""
         parts = self.parts
         try:
@@ -357,31 +358,30 @@ class Runtime:
         parts.records.close_interrupted(parts.evaluations.is_due(number))
         parts.state.save_unless_saved(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)
 
-    def _has_no_space(self, error: Any) -> bool:
+    def _has_no_space(self, error: BaseException) -> bool:
         """Return whether a checkpoint failed for lack of space: another one would fail too."""
         return isinstance(error, DiskFull) and self.parts.state.checkpoints.folder in (error.path, *error.path.parents)
 
-    def _outcome(self, error: Any) -> tuple[str, str]:
+    def _outcome(self, error: BaseException | None) -> tuple[str, str]:
         """Return status and reason for status.json."""
         if error is None:
             left = f"the loop was left after step {self.parts.state.steps_done} of {self.parts.session.last_step}"
             return ("done", "") if self.parts.records.finished else ("stopped", left)
         return "stopped" if isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit)) else "failed", str(self._reported_error(error))
 
-    def _end_folder(self, kind: Any, error: Any, trace: Any) -> None:
+    def _end_folder(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write the status of a run that ended before it had a recorder."""
         if error is not None and self.folder.status.get("status") == "running":
             self.folder.end(*self._outcome(error))
 
-    def _close_record(self, kind: Any, error: Any, trace: Any) -> None:
+    def _close_record(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
         self.record.close(*self._outcome(error))
 
-    def _raise_reported_error(self, kind: Any, error: Any, trace: Any) -> None:
-        reported = self._reported_error(error)
-        if reported is not error:
+    def _raise_reported_error(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and (reported := self._reported_error(error)) is not error:
             raise reported from error
 
-    def _reported_error(self, error: Any) -> Any:
+    def _reported_error(self, error: BaseException) -> BaseException:
         """Return the error to report. A stop or a full disk says whether there is a checkpoint to continue from."""
         folder = getattr(self, "folder", None)  # a stop may come before there is one
         if isinstance(error, OSError) and error.errno in FULL:  # raised by a library

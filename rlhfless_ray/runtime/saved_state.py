@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlhfless_ray.autoscaler.oversample import StaleCost
 from rlhfless_ray.common.disk_space import DiskFull
@@ -23,6 +23,11 @@ from rlhfless_ray.weights.remote_folder import writer
 from rlhfless_ray.weights.same_model import model_sizes
 
 FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
+
+
+class Stateful(Protocol):
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,7 @@ class SavedState:
             **({"in_flight": groups.state(self.done.in_flight)} if self.done.in_flight else {}),
             "stale_cost": asdict(groups.stale_cost),
             "autoscaler": self.context.autoscaler.state(),
-            "learning": stages.learn.state(),
-            "moves": stages.rollout.state(),
-            **({"drafts": stages.rollout.drafts.state()} if stages.rollout.drafts is not None else {}),
-            "prefix": stages.prefix.speed.state() if stages.prefix is not None else {},
+            **{name: part.state() for name, part in self._measured().items()},
             "skipped_in_a_row": stages.learn.worker_group.skipped_in_a_row,
             "owes_evaluation": self.owes_evaluation,
             "best_value": self.best.value,
@@ -79,6 +81,13 @@ class SavedState:
             "contents": dict(self.inputs.contents),
             "ledger_rows": self.context.ledger.saved_rows,
         }
+
+    def _measured(self) -> dict[str, Stateful]:
+        """Return what stages know from earlier steps, by its name in a checkpoint."""
+        rollout, prefix = self.stages.rollout, self.stages.prefix
+        speed = prefix.speed if prefix is not None else None
+        found: dict[str, Stateful | None] = {"learning": self.stages.learn, "moves": rollout, "drafts": rollout.drafts, "prefix": speed}
+        return {name: part for name, part in found.items() if part is not None}
 
     def restore_rows(self, state: dict[str, Any]) -> None:
         """Restore the place in the rows. Groups of other rows than those of now, which --resume-changed accepts, are dropped."""
@@ -92,7 +101,7 @@ class SavedState:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a driver's state. Raises UserError if it is from another version of this program."""
         self.restore_rows(state)
-        stages, source, groups, train = self.stages, self.session.source, self.session.groups, self.inputs.prompts.train
+        source, groups, train = self.session.source, self.session.groups, self.inputs.prompts.train
         if self.context.recipe.algorithm.filter_range is not None:
             source.dynamic_sampling.restore(state.get("refill", []), train)
         if begun := state.get("in_flight"):
@@ -108,13 +117,9 @@ class SavedState:
                 f"--resume: the checkpoint's planner state is of another version of this program ({error}); start a new run under another "
                 "run.name"
             ) from None
-        stages.learn.restore(state.get("learning", {}))
-        stages.rollout.restore(state.get("moves", {}))
-        if stages.rollout.drafts is not None:
-            stages.rollout.drafts.restore(state.get("drafts", {}))
-        if stages.prefix is not None:
-            stages.prefix.speed.restore(state.get("prefix", {}))
-        stages.learn.worker_group.skipped_in_a_row = state["skipped_in_a_row"]
+        for name, part in self._measured().items():
+            part.restore(state.get(name, {}))
+        self.stages.learn.worker_group.skipped_in_a_row = state["skipped_in_a_row"]
         self.owes_evaluation = state.get("owes_evaluation", self.steps_done == 0)
         if not self.owes_evaluation:  # a stop before the next step must not rewrite the checkpoint, which would lose its metric
             self.saved = self.steps_done

@@ -103,11 +103,15 @@ class Stages:
             yield
         self.context.broker.check(where, self.pools())
 
-    def pools(self) -> Iterator[WorkerPool]:
+    def generating(self) -> Iterator[WorkerPool]:
+        """Yield the pools whose processes may be kept between steps."""
         yield from (self.rollout.pool, self.score.pool)
-        yield from self.learn.worker_groups.pools()
         if self.prefix is not None:
             yield self.prefix.pool
+
+    def pools(self) -> Iterator[WorkerPool]:
+        yield from self.generating()
+        yield from self.learn.worker_groups.pools()
         if self.rollout.drafter is not None:
             yield self.rollout.drafter.pool
 
@@ -118,12 +122,11 @@ class Stages:
 
     def close(self) -> None:
         """End every process. Their leases stay."""
-        for pool in (self.rollout.pool, self.score.pool, *self.learn.worker_groups.pools()):
-            pool.close()
+        for pool in self.pools():
+            if self.prefix is None or pool is not self.prefix.pool:
+                pool.close()
         if self.prefix is not None:
             self.prefix.close()
-        if self.rollout.drafter is not None:
-            self.rollout.drafter.pool.close()
         if self.agents is not None:
             self.agents.close()
 
@@ -149,4 +152,4 @@ def _kept_pages(recipe: Recipe, files: Files) -> KeptPages:
 def _page_and_store_bytes(recipe: Recipe, files: Files) -> tuple[int, int]:
     """Return the sizes of a KV page of the policy in `files`, and of the cluster's object store, in bytes."""
     page = page_bytes(config_of(files), VALUE_BYTES[recipe.policy.dtype], recipe.rollout.block_size)
-    return page, int(ray.cluster_resources().get("object_store_memory", 0))
+    return page, int(ray.cluster_resources().get("object_store_memory", 0))  # type: ignore[no-untyped-call]

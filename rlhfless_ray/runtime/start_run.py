@@ -49,7 +49,7 @@ def start_learner(run: RunParts, inputs: RunInputs, folder: RunFolder, checkpoin
             run.state.restore(checkpoint[2])
             stages.learn.restore_files(checkpoint[1].files)
             stages.rollout.restore_files(checkpoint[1].files)
-            session.end_if_prompts_are_used_up(run.state.steps_done)
+            run.records.end_if_prompts_are_used_up(run.state.steps_done)
         session.weights = learner.publish(run.state.steps_done)
         context.broker.put(learner.park())
         critic, other = inputs.critic_files, inputs.reference

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from placement.scaling.resize_policy import slots_to_yield
@@ -15,17 +14,6 @@ from rlhfless_ray.step.step import Step, StepProgress
 
 MemoryOfStep = Callable[[int], dict[str, Any]]  # planned number of engines → metrics of a step's memory
 LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
-
-
-@dataclass(frozen=True)
-class StepEnd:
-    """Decisions at the end of a step."""
-
-    metric: tuple[str, float] | None  # (name, value) of its evaluation, by which checkpoints are compared
-    best: bool  # whether the metric is the best so far
-    save: bool  # whether a checkpoint is due
-    others_wait: bool  # whether another run on the cluster waits for slots
-    starts_next: bool  # whether engines of the next step may take the free leases now
 
 
 class StepRecords:
@@ -66,26 +54,39 @@ class StepRecords:
         if step.troubles:
             step.metrics["plan/trouble"] = "; ".join(step.troubles)
         self.cursor_after = self.session.source.cursor.state()
-        self.session.end_if_prompts_are_used_up(step.number)
+        self.end_if_prompts_are_used_up(step.number)
+
+    def end_if_prompts_are_used_up(self, number: int) -> None:
+        """Make this step the last one if no prompt is left for another."""
+        context, session = self.context, self.session
+        if session.source.is_used_up and not session.groups.in_flight:
+            context.recipe, session.last_step = context.recipe.with_settings({"run.steps": number}), number
 
     def close(self, step: Step) -> None:
         """Finish a step: record it, save a checkpoint if one is due, start the next step's engines, and yield slots to waiting runs."""
         least = StepProgress.PUBLISHED if self.context.recipe.learns else StepProgress.TAKEN
         step.check("records.close", *(progress for progress in StepProgress if least <= progress < StepProgress.CLOSED))
-        end, upcoming = self._decide_end(step), self.session.upcoming
-        self._count(step, end.starts_next)
-        if upcoming is not None and end.starts_next:
-            self.session.start_engines(upcoming)  # they load the weights while the driver records the step
+        context, state, session = self.context, self.state, self.session
+        metric = state.best.read_metric(step.evaluation)
+        best = state.best.improved(metric)
+        saves = best or state.is_due(step.number)
+        others_wait = self.shares_cluster and context.leases.others_wait()
+        upcoming = session.upcoming
+        if upcoming is not None and (upcoming.samples or saves or others_wait or upcoming.computes_prefixes):
+            upcoming = None  # its engines start later: it has its responses, or others need the leases (a learner may be lost in a save)
+        self._count(step, starts_next=upcoming is not None)
+        if upcoming is not None:
+            session.start_engines(upcoming)  # they load the weights while the driver records the step
         else:
-            self.context.broker.put(self.context.broker.reclaim())  # engines whose rollout goes on have kept their devices
+            context.broker.put(context.broker.reclaim())  # engines whose rollout goes on have kept their devices
         self._write_row(step)
-        if end.save:
-            self.state.save(metric=end.metric, best=end.best, export=True)
-        for pool in (self.stages.rollout.pool, self.stages.score.pool, *([self.stages.prefix.pool] if self.stages.prefix else [])):
-            pool.end_expired(self.context.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
-        if end.others_wait:
+        if saves:
+            state.save(metric=metric, best=best, export=True)
+        for pool in self.stages.generating():
+            pool.end_expired(context.autoscaler.keep_warm_s(pool.gaps_s, pool.hold_price), look_every_s=LOOK_EVERY_S)
+        if others_wait:
             self._yield_slots()
-        self.context.broker.check("the end of the step", self.stages.pools())
+        context.broker.check("the end of the step", self.stages.pools())
 
     def close_interrupted(self, evaluation_is_due: bool) -> None:
         """At a stop: record the newest step if the learner has made its update."""
@@ -108,22 +109,6 @@ class StepRecords:
         """Write the run's result. A run that is left without it counts as stopped."""
         self.write()
         self.finished = True
-
-    def _decide_end(self, step: Step) -> StepEnd:
-        """Decide what to do at the end of a step.
-
-        Engines of the next step start early unless their leases may be needed: by the learner during a save (its processes may be lost),
-        by another run, or for computing prefix KV.
-        """
-        upcoming, state = self.session.upcoming, self.state
-        metric = state.best.read_metric(step.evaluation)
-        best = state.best.improved(metric)
-        save = best or state.is_due(step.number)
-        others_wait = self.shares_cluster and self.context.leases.others_wait()
-        prefixes = upcoming.prefixes if upcoming is not None else None
-        wanted = save or others_wait or (prefixes is not None and prefixes.choice.on)
-        has_work = upcoming is not None and not upcoming.samples
-        return StepEnd(metric, best, save, others_wait, starts_next=has_work and not wanted)
 
     def _count(self, step: Step, starts_next: bool = False) -> None:
         """Mark the step as done, so that a stop saves it, and count its time and costs, which are also in its metrics."""

@@ -102,7 +102,7 @@ class Updates:
 
     def _updated(self, step: Step, update: Pending[tuple[UpdateStats, dict[str, Any]]]) -> UpdateStats:
         stats, sized = update.result()
-        self.session.update_ends()
+        self.session.update = None
         step.progress = StepProgress.UPDATED
         step.metrics |= sized
         if self.agreement is not None:
@@ -127,7 +127,7 @@ class Updates:
             )
 
 
-def _checked(verb: str, samples: Sequence[Sample], values: Sequence[Any]) -> list[Any]:
+def _checked(verb: str, samples: Sequence[Sample], values: Sequence[float | None]) -> list[float | None]:
     """Return one finite number or None for each sample. Raises UserError for anything else."""
     if len(values) != len(samples):
         raise UserError(f"{verb}: expected a value for each of {len(samples)} samples, got {len(values)}")

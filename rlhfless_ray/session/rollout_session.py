@@ -49,7 +49,7 @@ class Pause:
 
 
 class RolloutSession:
-    update: Pending[Any] | None = None  # of the learner, while it is under way
+    update: Pending[UpdateStats] | Pending[None] | None = None  # of the learner, while it is under way
     update_ends_s = 0.0  # when it will end by its prediction, on the clock of time.monotonic
     begun: list[Group] | None = None  # the next step's groups with their responses, once a rollout beside an update has begun them
     goes_on = False  # whether the update has ended before the rollout beside it, which goes on under its weights
@@ -69,12 +69,7 @@ class RolloutSession:
         accounted: Callable[[str, AbstractContextManager[None]], AbstractContextManager[None]],
         steps_done: int,
     ) -> None:
-        """Create the session.
-
-        Args:
-            prefix: computes the KV of shared prefixes. None: engines do.
-            accounted: runs a phase of this name, and checks at its end that it lost no lease.
-        """
+        """Create a session. `prefix`: computes the KV of shared prefixes; None: engines do. `accounted`: checks a phase's leases."""
         self.accounted = accounted
         self.context, self.source, self.groups = context, source, groups
         self.stage, self.learn, self.scoring, self.prefix = stage, learn, scoring, prefix
@@ -186,15 +181,10 @@ class RolloutSession:
         self.update, self.update_ends_s = update, time.monotonic() + self.context.autoscaler.expected_update_s
         return update
 
-    def update_ends(self) -> None:
-        self.update = None
-
     def admit(self, pick: Pick | None = None) -> Step | None:
-        """Plan the next step, at first the first one. Returns None after the last step.
+        """Plan the next step, at first the first one, and generate its responses beside an update if the mode says so.
 
-        Beside an update this also generates the step's responses, if the mode says so. Raises UserError if the newest step is not
-        learned from yet, or if a step that was admitted has not been taken. `pick`: picks the rows of the step's new prompts, instead of
-        the next ones in the shuffled order.
+        Returns None after the last step. `pick`: picks the rows of its new prompts, instead of the next ones in the shuffled order.
         """
         least = StepProgress.UPDATING if self.context.recipe.learns else StepProgress.TAKEN
         self.step.check("session.admit", *(progress for progress in StepProgress if progress >= least))
@@ -205,11 +195,6 @@ class RolloutSession:
         if step is not None and self.update is not None and self.mode.begins_beside_update:
             self._roll_out(step)
         return step
-
-    def end_if_prompts_are_used_up(self, number: int) -> None:
-        """Make this step the last one if no prompt is left for another."""
-        if self.source.is_used_up and not self.groups.in_flight:
-            self.context.recipe, self.last_step = self.context.recipe.with_settings({"run.steps": number}), number
 
     def switch(self) -> None:
         """After an update: plan what the rollout beside it has left of the next step, with all slots, under the new weights.
@@ -238,10 +223,9 @@ class RolloutSession:
     # ---- taking a step's batch ------------------------------------------------------------------------------------
 
     def take(self, step: Step) -> None:
-        """Begin a step, and set the samples that it trains on.
+        """Begin the admitted step, and set the samples that it trains on.
 
-        Generates under the newest weights what no rollout beside an update has completed. Raises UserError for a step that is not the
-        admitted one, or if the step before is not closed.
+        Generates under the newest weights what no rollout beside an update has completed.
         """
         if step is not self.upcoming:
             raise UserError(f"session.take: step {step.number} is not the step that session.admit has returned last")
@@ -297,8 +281,7 @@ class RolloutSession:
             self._generate(step)
 
     def _prefill(self, step: Step) -> StepPrefixes | None:
-        assert self.weights is not None
-        if self.prefix is None or step.prefixes is None:
+        if self.prefix is None or step.prefixes is None or self.weights is None:
             return None
         prompts = [p.token_ids for p in step.prompts]
         return self.prefix.prefill(step.prefixes, prompts, self.weights, step.plan.width or self.stage.pool.width)

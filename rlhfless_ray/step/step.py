@@ -75,6 +75,11 @@ class Step:
         return self.progress in (StepProgress.UPDATED, StepProgress.PUBLISHED)
 
     @property
+    def computes_prefixes(self) -> bool:
+        """Whether the KV of its prompts' shared prefixes is computed before its rollout."""
+        return self.prefixes is not None and self.prefixes.choice.on
+
+    @property
     def expected_work(self) -> np.ndarray:
         """(n, S) forecast tokens that the rollout adds to each response."""
         return self.forecast.lengths if self.work is None else self.work
