@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from rlhfless_ray.recipe import Recipe
@@ -15,27 +17,28 @@ from rlhfless_ray.types import Prompt, Sample
 Sampling = dict[str, tuple[float, int]]  # name → temperature, responses to each prompt
 
 
+@dataclass
 class Evaluations:
-    def __init__(
-        self, context: RunContext, stages: Stages, records: StepRecords, heldout: list[Prompt], agreement: Agreement | None
-    ) -> None:
-        self.context, self.stages, self.records, self.heldout, self.agreement = context, stages, records, heldout, agreement
-        self.session, self.state = records.session, records.state
+    context: RunContext
+    stages: Stages
+    records: StepRecords
+    heldout: list[Prompt]
+    agreement: Agreement | None  # None: engines and learner compute no policy
 
     def is_due(self, number: int) -> bool:
         every = self.context.recipe.evaluate.every_steps
-        return number == self.session.last_step or (every > 0 and number % every == 0)
+        return number == self.records.session.last_step or (every > 0 and number % every == 0)
 
     def make_up(self) -> None:
         """Evaluate before the first step, or if a stop has interrupted an evaluation. No step's time and costs include it, or the start."""
-        if not self.state.owes_evaluation:
+        if not self.records.state.owes_evaluation:
             self.records.leave_out_start()
             return
         self.record(self.evaluate())
 
     def record(self, found: dict[str, float]) -> None:
         """Record an evaluation before the next step, and save a checkpoint if it is due because of it."""
-        state = self.state
+        state = self.records.state
         state.owes_evaluation = False
         metric = state.best.read_metric(found)  # raises at once instead of in an hour if no evaluation has the metric
         self.records.evaluation(found)
@@ -49,7 +52,7 @@ class Evaluations:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest weights on the held-out prompts. Returns {metric: value}, empty without held-out prompts."""
-        weights, prompts, recipe = self.session.wait_for_weights(), self.heldout, self.context.recipe
+        weights, prompts, recipe = self.records.session.wait_for_weights(), self.heldout, self.context.recipe
         if not prompts:
             return {}
         sampling = choose_sampling(recipe)
@@ -59,7 +62,7 @@ class Evaluations:
             if self.agreement is not None:
                 self.agreement.check(sampled, weights, sampling["sampled"][0], parks=True)
             with self.stages.score.phase("eval_score"):  # its time is part of the evaluation's
-                self.stages.score.score(samples, self.session.step.number, "evaluation")
+                self.stages.score.score(samples, self.records.session.step.number, "evaluation")
         metrics = compute_accuracies(samples, sampling)
         by_source: dict[str, list[Sample]] = {}
         for sample in sampled:

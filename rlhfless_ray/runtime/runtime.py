@@ -293,7 +293,7 @@ class Runtime:
         called = stages.rollout, stages.learn, stages.score, stages.prefix, stages.accounted
         session = self.session_class(context, source, GroupsInFlight(recipe), *called, self.steps_done)
         state = SavedState(context, self.folder, inputs, stages, session, self.steps_done, resume_changed=self.resume_changed)
-        records = StepRecords(context, stages, session, state, memory_of_step, self._write_result, shares_cluster=not private)
+        records = StepRecords(context, stages, session, state, memory_of_step, self._write_result, not private)
         agreement = Agreement(context, stages.learn.worker_groups, stages.rollout.pool) if actors.computes else None
         updates = Updates(context, stages, session, records, agreement)
         evaluations = Evaluations(context, stages, records, inputs.prompts.heldout, agreement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from placement.scaling.resize_policy import slots_to_yield
@@ -16,28 +17,17 @@ MemoryOfStep = Callable[[int], dict[str, Any]]  # planned number of engines → 
 LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
 
 
+@dataclass
 class StepRecords:
-    def __init__(
-        self,
-        context: RunContext,
-        stages: Stages,
-        session: RolloutSession,
-        state: SavedState,
-        memory: MemoryOfStep,
-        write: Callable[[], None],
-        *,
-        shares_cluster: bool,
-    ) -> None:
-        """Create the records.
-
-        Args:
-            write: writes the run's result at its end.
-            shares_cluster: whether other runs may wait for slots.
-        """
-        self.context, self.stages, self.session, self.state = context, stages, session, state
-        self.memory, self.write, self.shares_cluster = memory, write, shares_cluster
-        self.cursor_after: dict[str, Any] = {}  # the cursor's state after this step's prompts
-        self.finished = False
+    context: RunContext
+    stages: Stages
+    session: RolloutSession
+    state: SavedState
+    memory: MemoryOfStep
+    write_result: Callable[[], None]
+    shares_cluster: bool  # whether other runs may wait for slots
+    finished: bool = False
+    cursor_after: dict[str, Any] = field(default_factory=dict)  # the cursor's state after this step's prompts
 
     def observe(self, step: Step) -> None:
         """Record the samples, and update the length forecasts for the next plan."""
@@ -107,7 +97,7 @@ class StepRecords:
 
     def finish(self) -> None:
         """Write the run's result. A run that is left without it counts as stopped."""
-        self.write()
+        self.write_result()
         self.finished = True
 
     def _count(self, step: Step, starts_next: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,14 @@ from rlhfless_ray.types import Sample, UpdateStats
 Rewards = Callable[[list[Sample]], Sequence[float | None]]  # samples → their rewards, None for one that is left out
 
 
+@dataclass
 class Updates:
-    def __init__(
-        self, context: RunContext, stages: Stages, session: RolloutSession, records: StepRecords, agreement: Agreement | None
-    ) -> None:
-        self.context, self.stages, self.session, self.records, self.agreement = context, stages, session, records, agreement
-        self.has_old_tokens = False  # whether older weights drew some of the step's tokens
+    context: RunContext
+    stages: Stages
+    session: RolloutSession
+    records: StepRecords
+    agreement: Agreement | None  # None: engines and learner compute no policy
+    has_old_tokens: bool = False  # whether older weights drew some of the step's tokens
 
     def score(self, step: Step, rewards: Rewards | None = None) -> None:
         """Score the step's samples, and replace groups without a learning signal.

@@ -124,7 +124,7 @@ def test_every_leased_second_after_the_start_is_in_the_costs_of_a_step(record: R
     session.stage = SimpleNamespace(begin=lambda *_: None, pool=SimpleNamespace(expect=lambda count: None))  # type: ignore[assignment]
     session.step = Step(0, progress=StepProgress.CLOSED)
     state: Any = SimpleNamespace(best=Best("none"), steps_done=0, owes_evaluation=not is_resumed)
-    records = StepRecords(context, SimpleNamespace(learn=learn), session, state, dict, dict, shares_cluster=False)  # type: ignore[arg-type]
+    records = StepRecords(context, SimpleNamespace(learn=learn), session, state, dict, dict, False)  # type: ignore[arg-type]
     evaluations = Evaluations(context, None, records, [], None)  # type: ignore[arg-type]
     record.ledger.hold("slot", "node", "0", "learn", "")
     now[0] += 7.0
