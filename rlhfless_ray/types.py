@@ -91,12 +91,9 @@ class Sample:
     """A completion with its prompt, its text and, once scored, its reward and advantage.
 
     Examples:
-        >>> import numpy as np
-        >>> from rlhfless_ray.types import Completion, Prompt, Sample, SampleId
         >>> done = Completion(0, np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), "stop", 4)
-        >>> sample = Sample(Prompt(5, "1+1=", (3, 9, 3)), SampleId(5, 1, 0), done, "2", reward=1.0)
-        >>> sample.written_tokens, sample.total_tokens
-        (2, 5)
+        >>> Sample(Prompt(5, "1+1=", (3, 9, 3)), SampleId(5, 1, 0), done, "2", reward=1.0).total_tokens
+        5
     """
 
     prompt: Prompt

@@ -80,7 +80,7 @@ class Stages:
             mode, kv = recipe.rollout.prefix_kv, {"block_size": recipe.rollout.block_size, "page_bytes": page, "store_bytes": store}
             prefix = PrefixStage(context, pool, mode, run_id=context.leases.run_id, **kv, blocked=blocked, private=private)
         if of_drafter and recipe.rollout.drafter_train == "on" and actors.drafter:
-            drafter = TrainedDrafter(context, make.drafter(actors.drafter, of_drafter))
+            drafter = TrainedDrafter(context, make.drafter(actors.drafter, *of_drafter))
         agents = _agents(context, reward, files, longest, make.faults) if isinstance(reward, AgentSource) else None
         rollout = RolloutStage(
             context,

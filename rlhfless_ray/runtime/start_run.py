@@ -9,7 +9,6 @@ import ray
 
 from rlhfless_ray.functions.lease import Slot, places
 from rlhfless_ray.learn.colocation import of_learner
-from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.run.checkpoints import swap_folder
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
@@ -36,6 +35,7 @@ def start_learner(run: RunParts, inputs: RunInputs, folder: RunFolder, checkpoin
             inputs.files = learner.warm_start(ray.put(inputs.files), recipe)
             cache_policy(recipe, inputs.files)
         context.record.progress.phase("loading the policy")
+        start = cached_folder(recipe.policy.path) if recipe.policy.path else None
         if recipe.keeps_start:  # reference and adapters need the initial policy, also after a resume
             start = folder.path / "reference"
             if checkpoint and start.is_dir():
@@ -43,7 +43,7 @@ def start_learner(run: RunParts, inputs: RunInputs, folder: RunFolder, checkpoin
             else:
                 swap_folder(start, writer(inputs.files))
         state = checkpoint[1] if checkpoint and checkpoint[1].files else None  # the first checkpoint of a given policy has no state
-        policy = StoredFiles(_policy_folder(recipe, folder), inputs.files)
+        policy = StoredFiles(start, inputs.files)
         learner.build(policy, private, state and of_learner(state))
         if checkpoint:
             run.state.restore(checkpoint[2])
@@ -83,10 +83,3 @@ def prewarm(context: RunContext, stages: Stages, home: Slot) -> None:
             stages.rollout.drafter.prewarm(home)
     if stages.agents is None:
         stages.score.pool.prewarm(home)
-
-
-def _policy_folder(recipe: Recipe, folder: RunFolder) -> Path | None:
-    """Return the folder that the initial policy's files are in, if they are on disk."""
-    if recipe.keeps_start:
-        return folder.path / "reference"
-    return cached_folder(recipe.policy.path) if recipe.policy.path else None

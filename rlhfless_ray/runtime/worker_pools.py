@@ -20,7 +20,7 @@ from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger, Prices
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
@@ -33,6 +33,7 @@ from rlhfless_ray.local.process_memory import large_page_environment
 from rlhfless_ray.preflight.check_policy import why_not_served
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.reward_actor import RewardActor
+from rlhfless_ray.reward.source import Source
 from rlhfless_ray.rollout.drafter_trainer import DrafterActor, DrafterSettings
 from rlhfless_ray.weights.adapter import choose_publish
 from rlhfless_ray.weights.load_policy import check_kv_cache
@@ -123,23 +124,23 @@ class PoolMaker:
         arguments of `WorkerPool`.
         """
 
-        def start(slot: Any) -> Any:
+        def start(slot: Slot) -> Any:
             return start_actor(cls, slot, self.resource, {}, config, replace(engine, tensor_parallel=pool.width), *drafter)
 
         options |= {"give_back_after_s": self.give_back_after_s, "waits_to_leave": False}
         pool = self._pool(kind, start, width=engine.tensor_parallel, **options)
         return pool
 
-    def reward(self, cls: type, source: Any) -> WorkerPool:
-        source_ref = ray.put(source)  # may contain a reward model's weights
-        start = self._starter(cls, source_ref, self.recipe.reward.timeout_s, self.resource)
+    def reward(self, cls: type, source: Source) -> WorkerPool:
+        arguments = ray.put(source), self.recipe.reward.timeout_s, self.resource  # the source may contain a reward model's weights
+        start = lambda slot: start_actor(cls, slot, self.resource, {}, *arguments)  # noqa: E731
         return self._pool(source.pool_kind, start, on_device=source.on_device, width=self.recipe.reward.tensor_parallel)
 
-    def drafter(self, cls: type, drafter: list[Any]) -> WorkerPool:
+    def drafter(self, cls: type, *drafter: Any) -> WorkerPool:
         """Make the pool of the process that trains the drafter."""
         rollout, device = self.recipe.rollout, "cuda" if self.resource == "gpu" else "cpu"
         settings = DrafterSettings(rollout.drafter_learning_rate, rollout.temperature, device, self.recipe.run.deterministic)
-        return self._pool("drafter", self._starter(cls, *drafter, settings))
+        return self._pool("drafter", lambda slot: start_actor(cls, slot, self.resource, {}, *drafter, settings))
 
     def worker_group(self, kind: str, cls: type | None, settings: Callable[..., Any], ranks: int, name: str = "") -> WorkerGroup:
         """Make the worker group of learner, critic or reference. `name`: in messages; default: the kind."""
@@ -160,11 +161,7 @@ class PoolMaker:
         recovery = Recovery(self.snapshot_steps, self.say, on_disk=recipe.checkpoint.resumable)
         return WorkerGroup(pool, ranks, recipe.learner, self.broker, name or kind, recovery, shares_base, recipe.run.exact)
 
-    def _starter(self, cls: type | None, *arguments: Any) -> Callable[[Any], Any]:
-        assert cls is not None
-        return lambda slot: start_actor(cls, slot, self.resource, {}, *arguments)
-
-    def _pool(self, kind: str, start: Callable[[Any], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
+    def _pool(self, kind: str, start: Callable[[Slot], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
         options |= {"faults": self.faults, "parked_memory": self.parked}
         return WorkerPool(kind, start, self.leases, self.recipe.functions.keep_alive_s, on_device=on_device, **options)
 

@@ -36,10 +36,8 @@ class Step:
     """One step of training: its plan, its results and its cost.
 
     Examples:
-        >>> from rlhfless_ray import Step
-        >>> step = Step(3)  # as `session.admit` makes it
-        >>> step.number, step.progress.name, step.samples
-        (3, 'PLANNED', [])
+        >>> Step(3).progress.name  # `session.admit` makes steps
+        'PLANNED'
     """
 
     number: int
