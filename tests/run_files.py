@@ -57,7 +57,7 @@ class CheckpointPolicy:
 @contextmanager
 def watched_phases(run: Runtime, look: Callable[[], None]) -> Iterator[None]:
     """Call `look` inside the block whenever the run shows how far it is."""
-    progress = run.parts.context.record.progress
+    progress = run.parts.stages.context.record.progress
     phase = progress.phase
 
     def show(what: str) -> None:

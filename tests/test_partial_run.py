@@ -93,14 +93,14 @@ class LongUpdate(Runtime):
         return run
 
     def late(self, update_is: Callable[[Pending[UpdateStats]], Any], pending: Pending[UpdateStats]) -> Any:
-        phase, seen = self.parts.context.record.progress.phase, list[str]()
+        phase, seen = self.parts.stages.context.record.progress.phase, list[str]()
 
         def look(what: str) -> None:
             phase(what)
             if what.startswith("rollout: ") and int(what.split()[1]) >= 4:
                 seen.append(what)
 
-        self.parts.context.record.progress.phase = look  # type: ignore[method-assign]
+        self.parts.stages.context.record.progress.phase = look  # type: ignore[method-assign]
         return update_is(replace(pending, is_ready=lambda: bool(seen) and pending.is_ready()))
 
 

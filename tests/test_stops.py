@@ -177,19 +177,19 @@ class Ended:
         learn.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
         rollout: Any = SimpleNamespace(pool=pool, state=dict, restore=lambda state: None, drafts=None, drafter=None, files=dict)
         context.broker.check = lambda *_: None  # type: ignore[method-assign]
-        stages = Stages(context, FailureBudget(3), None, rollout, rollout, learn, None)
+        stages = Stages(context, FailureBudget(3), None, rollout, rollout, learn, None, None)
         session = RolloutSession.__new__(RolloutSession)
         session.context, session.groups, session.mode, session.step = context, GroupsInFlight(recipe), recipe.rollout.mode, Step(4)
         cursor: Any = SimpleNamespace(restore=lambda _, check: None, state=lambda: [4], epoch=0)
         session.source = PromptSource([], cursor, DynamicSampling(recipe, cursor), None)
         session.weights, session.last_step = WeightVersion(3, ("weights",)), 9
-        run.inputs = SimpleNamespace(files={"config.json": b"{}"}, prompts=SimpleNamespace(train=[]), contents={})  # type: ignore[assignment]
-        state = SavedState(context, run.folder, run.inputs, stages, session, 3)
+        run.inputs = SimpleNamespace(files={"config.json": b"{}"}, prompts=SimpleNamespace(train=[], heldout=[]), contents={})  # type: ignore[assignment]
+        state = SavedState(stages, session, run.folder, run.inputs, 3)
         state.checkpoints, state.best, state.done, state.saved = store(run.folder), Best("none"), StepsDone([3]), 2  # type: ignore[arg-type]
-        records = StepRecords(context, stages, session, state, lambda engines: {}, lambda: None, shares_cluster=False)
+        records = StepRecords(stages, session, state, lambda engines: {}, lambda: None, False)
         records.cursor_after = [4]  # type: ignore[assignment]
-        updates, evaluations = Updates(context, stages, session, records, None), Evaluations(context, stages, records, [], None)
-        run.parts = RunParts(context, stages, session, updates, evaluations, records, state)
+        updates, evaluations = Updates(stages, session, records), Evaluations(stages, records)
+        run.parts = RunParts(stages, session, updates, evaluations, records, state)
 
     def save(self, folder: Path, deadline_s: float | None = None, prefix: str = "", refs: Any = None) -> dict[str, str]:
         self.did.append(f"snapshot within {deadline_s}")
@@ -450,7 +450,7 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     monkeypatch.setattr(score.Scoring, "finish", lambda self, announce: setattr(self, "failed", 2))
     source = RewardSource("task", "chain")
     with pytest.raises(RunError, match="2 of 3 samples could not be scored"):
-        ScoreStage(run.parts.context, SimpleNamespace(working=[]), source).score(samples, 4, name)  # type: ignore[arg-type]
+        ScoreStage(run.parts.stages.context, SimpleNamespace(working=[]), source).score(samples, 4, name)  # type: ignore[arg-type]
     lines = (run.folder.path / "samples" / f"{name}_4.jsonl").read_text().splitlines()
     assert [json.loads(line)["error"] for line in lines] == [None, "boom", "boom"]
 

@@ -7,26 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_records import StepRecords
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import Prompt, Sample
+from rlhfless_ray.types import Sample
 
 Sampling = dict[str, tuple[float, int]]  # name → temperature, responses to each prompt
 
 
 @dataclass
 class Evaluations:
-    context: RunContext
     stages: Stages
     records: StepRecords
-    heldout: list[Prompt]
-    agreement: Agreement | None  # None: engines and learner compute no policy
 
     def is_due(self, number: int) -> bool:
-        every = self.context.recipe.evaluate.every_steps
+        every = self.stages.context.recipe.evaluate.every_steps
         return number == self.records.session.last_step or (every > 0 and number % every == 0)
 
     def make_up(self) -> None:
@@ -52,15 +47,19 @@ class Evaluations:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest weights on the held-out prompts. Returns {metric: value}, empty without held-out prompts."""
-        weights, prompts, recipe = self.records.session.wait_for_weights(), self.heldout, self.context.recipe
+        weights, prompts, recipe = (
+            self.records.session.wait_for_weights(),
+            self.records.state.inputs.prompts.heldout,
+            self.stages.context.recipe,
+        )
         if not prompts:
             return {}
         sampling = choose_sampling(recipe)
-        with self.context.phases.phase("eval", "evaluating"):
+        with self.stages.context.phases.phase("eval", "evaluating"):
             samples = self.stages.rollout.answer(prompts, list(sampling.values()), weights)
             sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
-            if self.agreement is not None:
-                self.agreement.check(sampled, weights, sampling["sampled"][0], parks=True)
+            if self.stages.agreement is not None:
+                self.stages.agreement.check(sampled, weights, sampling["sampled"][0], parks=True)
             with self.stages.score.phase("eval_score"):  # its time is part of the evaluation's
                 self.stages.score.score(samples, self.records.session.step.number, "evaluation")
         metrics = compute_accuracies(samples, sampling)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.runtime.evaluation import Evaluations
 from rlhfless_ray.runtime.saved_state import SavedState
 from rlhfless_ray.runtime.stages import Stages
@@ -32,8 +31,7 @@ class RunParts:
         1 None
     """
 
-    context: RunContext  # recipe, recorder, planner and leases
-    stages: Stages  # processes
+    stages: Stages  # processes, and in `stages.context` recipe, recorder, planner and leases
     session: RolloutSession  # groups in flight, from prompts to samples
     updates: Updates  # from samples to weights
     evaluations: Evaluations

@@ -47,7 +47,6 @@ from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
 from rlhfless_ray.run.recorder import RunRecorder
-from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.evaluation import Evaluations
 from rlhfless_ray.runtime.export import write_models
 from rlhfless_ray.runtime.run_inputs import read_inputs
@@ -218,7 +217,7 @@ class Runtime:
         self.recipe = self.recipe.model_copy(update={"objective": changed.objective})
         self.autoscaler.set_objective(changed.objective)
         if hasattr(self, "parts"):
-            self.parts.context.recipe = self.parts.context.recipe.model_copy(update={"objective": changed.objective})
+            self.parts.stages.context.recipe = self.parts.stages.context.recipe.model_copy(update={"objective": changed.objective})
 
     def _repr_html_(self) -> str:
         """Show the run so far in a notebook, before, while and after it is trained."""
@@ -292,12 +291,9 @@ class Runtime:
         source = PromptSource(inputs.prompts.train, inputs.cursor, DynamicSampling(recipe, inputs.cursor), recipe.run.episodes)
         called = stages.rollout, stages.learn, stages.score, stages.prefix, stages.accounted
         session = self.session_class(context, source, GroupsInFlight(recipe), *called, self.steps_done)
-        state = SavedState(context, self.folder, inputs, stages, session, self.steps_done, resume_changed=self.resume_changed)
-        records = StepRecords(context, stages, session, state, memory_of_step, self._write_result, not private)
-        agreement = Agreement(context, stages.learn.worker_groups, stages.rollout.pool) if actors.computes else None
-        updates = Updates(context, stages, session, records, agreement)
-        evaluations = Evaluations(context, stages, records, inputs.prompts.heldout, agreement)
-        return RunParts(context, stages, session, updates, evaluations, records, state)
+        state = SavedState(stages, session, self.folder, inputs, self.steps_done, resume_changed=self.resume_changed)
+        records = StepRecords(stages, session, state, memory_of_step, self._write_result, not private)
+        return RunParts(stages, session, Updates(stages, session, records), Evaluations(stages, records), records, state)
 
     def _learner_node(self) -> str | None:
         ranks = self.parts.stages.learn.worker_group.by_rank if hasattr(self, "parts") else []
@@ -335,7 +331,7 @@ class Runtime:
             elif error is not None and not self._has_no_space(error):
                 parts.state.save_kept()
         except Exception as failure:  # the last checkpoint remains valid, and the leases must be released anyway
-            parts.context.say(f"no checkpoint at the stop: {one_line(failure, 300)}")
+            parts.stages.context.say(f"no checkpoint at the stop: {one_line(failure, 300)}")
         finally:
             with ExitStack() as stack:  # from the last to the first, each of them also if one before it fails
                 stack.callback(self._forget)
@@ -353,7 +349,7 @@ class Runtime:
         STOP.acknowledge()
         parts, number = self.parts, self.parts.session.step.number
         if parts.session.update is not None:
-            parts.context.say("stopped inside an update: the last checkpoint remains valid")
+            parts.stages.context.say("stopped inside an update: the last checkpoint remains valid")
             return
         parts.records.close_interrupted(parts.evaluations.is_due(number))
         parts.state.save_unless_saved(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)

@@ -12,7 +12,6 @@ from rlhfless_ray.autoscaler.oversample import StaleCost
 from rlhfless_ray.common.disk_space import DiskFull
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.run.checkpoints import Best, Checkpoints
-from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.runtime.export import trained_policy
 from rlhfless_ray.runtime.run_inputs import RunInputs
@@ -42,20 +41,19 @@ class StepsDone:
 class SavedState:
     def __init__(
         self,
-        context: RunContext,
-        folder: RunFolder,
-        inputs: RunInputs,
         stages: Stages,
         session: RolloutSession,
+        folder: RunFolder,
+        inputs: RunInputs,
         steps_done: int,
         *,
         resume_changed: bool = False,
     ) -> None:
         """`resume_changed`: accept a checkpoint of a recipe that learns or counts something else."""
-        self.context, self.folder, self.inputs = context, folder, inputs
-        self.checkpoints = Checkpoints(context.recipe.checkpoint, folder.path)
-        self.stages, self.session, self.steps_done, self.resume_changed = stages, session, steps_done, resume_changed
-        self.best = Best(context.recipe.checkpoint.best_metric)
+        self.stages, self.session, self.folder, self.inputs = stages, session, folder, inputs
+        self.steps_done, self.resume_changed = steps_done, resume_changed
+        section = stages.context.recipe.checkpoint
+        self.checkpoints, self.best = Checkpoints(section, folder.path), Best(section.best_metric)
         self.saved = -1  # step of the newest checkpoint
         self.owes_evaluation = True  # whether one is due before the next step: the first, or one that a stop interrupted
         self.done = StepsDone(session.source.cursor.state())
@@ -70,16 +68,16 @@ class SavedState:
             "refill": self.done.refill,
             **({"in_flight": groups.state(self.done.in_flight)} if self.done.in_flight else {}),
             "stale_cost": asdict(groups.stale_cost),
-            "autoscaler": self.context.autoscaler.state(),
+            "autoscaler": self.stages.context.autoscaler.state(),
             **{name: part.state() for name, part in self._measured().items()},
             "skipped_in_a_row": stages.learn.worker_group.skipped_in_a_row,
             "owes_evaluation": self.owes_evaluation,
             "best_value": self.best.value,
             "model": model_sizes(self.inputs.files),
             "run_folder": str(self.folder.path.resolve()),
-            "recipe": self.context.recipe.model_dump(mode="json"),
+            "recipe": self.stages.context.recipe.model_dump(mode="json"),
             "contents": dict(self.inputs.contents),
-            "ledger_rows": self.context.ledger.saved_rows,
+            "ledger_rows": self.stages.context.ledger.saved_rows,
         }
 
     def _measured(self) -> dict[str, Stateful]:
@@ -95,14 +93,14 @@ class SavedState:
         if self.resume_changed and not cursor.has_same_rows(rows):
             dropped = [name for name in ("refill", "ahead", "in_flight") if state.pop(name, None)]
             if dropped:
-                self.context.say("responses to the earlier training prompts, which the checkpoint holds, are dropped")
+                self.stages.context.say("responses to the earlier training prompts, which the checkpoint holds, are dropped")
         cursor.restore(rows, check=not self.resume_changed)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a driver's state. Raises UserError if it is from another version of this program."""
         self.restore_rows(state)
         source, groups, train = self.session.source, self.session.groups, self.inputs.prompts.train
-        if self.context.recipe.algorithm.filter_range is not None:
+        if self.stages.context.recipe.algorithm.filter_range is not None:
             source.dynamic_sampling.restore(state.get("refill", []), train)
         if begun := state.get("in_flight"):
             groups.restore(begun, train)
@@ -111,7 +109,7 @@ class SavedState:
         self.done = StepsDone(source.cursor.state(), source.dynamic_sampling.state(), groups.in_flight)
         groups.stale_cost = StaleCost(**state.get("stale_cost", {}))
         try:
-            self.context.autoscaler.restore(state["autoscaler"])
+            self.stages.context.autoscaler.restore(state["autoscaler"])
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"--resume: the checkpoint's planner state is of another version of this program ({error}); start a new run under another "
@@ -127,7 +125,7 @@ class SavedState:
 
     def is_due(self, number: int) -> bool:
         """Return whether a checkpoint is due after a step."""
-        return number % self.context.recipe.checkpoint.every_steps == 0 or number == self.session.last_step
+        return number % self.stages.context.recipe.checkpoint.every_steps == 0 or number == self.session.last_step
 
     def save(
         self,
@@ -143,8 +141,8 @@ class SavedState:
         `metric`: (name, value) of this step's evaluation. `best`: whether it is the best so far. `export`: write a model folder if the
         recipe asks for it. `learned`: False if the learner still has the weights of `policy.path`, so that no state is saved.
         """
-        recipe, stages, groups = self.context.recipe, self.stages, self.stages.learn.worker_groups
-        self.context.record.catch_up()  # a resumed run needs all rows of the ledger
+        recipe, stages, groups = self.stages.context.recipe, self.stages, self.stages.learn.worker_groups
+        self.stages.context.record.catch_up()  # a resumed run needs all rows of the ledger
         if not recipe.learns:
             return
 
@@ -162,7 +160,7 @@ class SavedState:
         if recipe.checkpoint.resumable and learned:
             groups.saved(lambda: self.checkpoints.load()[1])
         self.saved = self.steps_done
-        self.context.record.checkpointed()
+        self.stages.context.record.checkpointed()
 
     def save_unless_saved(self, deadline_s: float | None) -> None:
         """Save the last finished step after a stop, unless it is saved."""
@@ -171,11 +169,11 @@ class SavedState:
 
     def save_kept(self) -> None:
         """Save the last finished step after a failure, unless it is saved or its state is only in the learner, which may have failed."""
-        is_kept, record = self.session.weights is not None and self.stages.learn.worker_groups.kept_now, self.context.record
+        is_kept, record = self.session.weights is not None and self.stages.learn.worker_groups.kept_now, self.stages.context.record
         if not is_kept or self.session.step.is_unrecorded or self.saved == self.steps_done:
             return
         while record.later:
             with suppress(DiskFull):  # the checkpoint is more important than rows
                 record.catch_up()
         self.save(FAILED_SAVE_S)
-        self.context.say(f"step {self.steps_done} is saved: --resume continues from there")
+        self.stages.context.say(f"step {self.steps_done} is saved: --resume continues from there")

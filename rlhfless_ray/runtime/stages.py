@@ -26,6 +26,7 @@ from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.run_inputs import RunInputs
 from rlhfless_ray.runtime.worker_pools import ActorClasses, PoolMaker, check_kv, with_publish
 from rlhfless_ray.weights.model_folder import config_of, without_weights
@@ -43,6 +44,7 @@ class Stages:
     score: ScoreStage
     learn: LearnStage
     agents: AgentProcesses | None  # None: responses have one turn
+    agreement: Agreement | None  # None: engines and learner compute no policy
 
     @classmethod
     def create(cls, context: RunContext, inputs: RunInputs, actors: ActorClasses, labels: Labels, at_once: bool, private: bool) -> Stages:
@@ -94,7 +96,8 @@ class Stages:
             kept=_kept_pages(recipe, files) if recipe.rollout.partial_kv == "keep" else None,
             on_end_near=score.prepare,
         )
-        return cls(context, make.faults, prefix, rollout, score, learn, agents)
+        agreement = Agreement(context, learn.worker_groups, rollout.pool) if actors.computes else None
+        return cls(context, make.faults, prefix, rollout, score, learn, agents, agreement)
 
     @contextmanager
     def accounted(self, where: str, phase: AbstractContextManager[None]) -> Iterator[None]:

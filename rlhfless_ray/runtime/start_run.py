@@ -24,7 +24,7 @@ Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's file
 
 def start_learner(run: RunParts, inputs: RunInputs, folder: RunFolder, checkpoint: Checkpoint | None, *, private: bool) -> None:
     """Start the learner and the engines' processes, and publish the first weights. `private`: whether this Ray serves no other run."""
-    context, stages, session, recipe = run.context, run.stages, run.session, run.context.recipe
+    context, stages, session, recipe = run.stages.context, run.stages, run.session, run.stages.context.recipe
     groups, learner = stages.learn.worker_groups, stages.learn.worker_group
     with context.phases.phase("start", "starting the learner"):
         context.broker.staff(learner)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from placement.scaling.resize_policy import slots_to_yield
-from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.runtime.saved_state import SavedState, StepsDone
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.session.rollout_session import RolloutSession
@@ -19,7 +18,6 @@ LOOK_EVERY_S = 5.0  # interval of looking for lost nodes with parked processes
 
 @dataclass
 class StepRecords:
-    context: RunContext
     stages: Stages
     session: RolloutSession
     state: SavedState
@@ -31,7 +29,7 @@ class StepRecords:
 
     def observe(self, step: Step) -> None:
         """Record the samples, and update the length forecasts for the next plan."""
-        context, autoscaler = self.context, self.context.autoscaler
+        context, autoscaler = self.stages.context, self.stages.context.autoscaler
         context.record.samples(step.number, step.samples)
         step.metrics |= context.record.summarize_samples(step.samples)
         autoscaler.observe_samples(step.prompts, step.answers)
@@ -48,15 +46,15 @@ class StepRecords:
 
     def end_if_prompts_are_used_up(self, number: int) -> None:
         """Make this step the last one if no prompt is left for another."""
-        context, session = self.context, self.session
+        context, session = self.stages.context, self.session
         if session.source.is_used_up and not session.groups.in_flight:
             context.recipe, session.last_step = context.recipe.with_settings({"run.steps": number}), number
 
     def close(self, step: Step) -> None:
         """Finish a step: record it, save a checkpoint if one is due, start the next step's engines, and yield slots to waiting runs."""
-        least = StepProgress.PUBLISHED if self.context.recipe.learns else StepProgress.TAKEN
+        least = StepProgress.PUBLISHED if self.stages.context.recipe.learns else StepProgress.TAKEN
         step.check("records.close", *(progress for progress in StepProgress if least <= progress < StepProgress.CLOSED))
-        context, state, session = self.context, self.state, self.session
+        context, state, session = self.stages.context, self.state, self.session
         metric = state.best.read_metric(step.evaluation)
         best = state.best.improved(metric)
         saves = best or state.is_due(step.number)
@@ -92,8 +90,8 @@ class StepRecords:
 
     def evaluation(self, found: dict[str, float]) -> None:
         """Record an evaluation before the next step, whose time and costs do not include it."""
-        self.context.phases.take()
-        self.context.record.evaluation(self.state.steps_done, found)
+        self.stages.context.phases.take()
+        self.stages.context.record.evaluation(self.state.steps_done, found)
 
     def finish(self) -> None:
         """Write the run's result. A run that is left without it counts as stopped."""
@@ -106,14 +104,14 @@ class StepRecords:
         begun = session.begun  # beside the update, after whose prompts the cursor is now
         cursor, in_flight = (self.cursor_after, session.groups.in_flight) if begun is None else (session.source.cursor.state(), begun)
         self.state.done = StepsDone(cursor, session.source.dynamic_sampling.state(), in_flight)
-        step.phase_s, step.wall_s = self.context.phases.take()
+        step.phase_s, step.wall_s = self.stages.context.phases.take()
         step.phase_s["passes"] = self.stages.learn.passes_s
-        self.context.ledger.begin_step(step.number + starts_next)
-        step.ledger, metrics = self.context.record.costs()
+        self.stages.context.ledger.begin_step(step.number + starts_next)
+        step.ledger, metrics = self.stages.context.record.costs()
         step.metrics |= metrics
 
     def _write_row(self, step: Step) -> None:
-        context, groups = self.context, self.stages.learn.worker_groups
+        context, groups = self.stages.context, self.stages.learn.worker_groups
         groups.start_snapshots()
         context.autoscaler.observe_step(step.phase_s, step.wall_s, len(step.samples))
         self.session.groups.observe(step)
@@ -127,7 +125,7 @@ class StepRecords:
 
     def _yield_slots(self) -> None:
         """Give up free slots for which another run waited when the step ended."""
-        broker = self.context.broker
+        broker = self.stages.context.broker
         source, free = broker.leases.source, len(broker.free)
         surplus, usable = source.surplus, sum(lease.id in source.surplus_leases for lease in broker.free)
         waits = surplus != 0 or source.others_wait()  # a run of the pool may have its slots by now

@@ -14,8 +14,6 @@ from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.rollout.staleness import check_lag
-from rlhfless_ray.run.context import RunContext
-from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.stages import Stages
 from rlhfless_ray.runtime.step_records import StepRecords
 from rlhfless_ray.session.rollout_session import RolloutSession
@@ -27,11 +25,9 @@ Rewards = Callable[[list[Sample]], Sequence[float | None]]  # samples → their 
 
 @dataclass
 class Updates:
-    context: RunContext
     stages: Stages
     session: RolloutSession
     records: StepRecords
-    agreement: Agreement | None  # None: engines and learner compute no policy
     has_old_tokens: bool = False  # whether older weights drew some of the step's tokens
 
     def score(self, step: Step, rewards: Rewards | None = None) -> None:
@@ -72,9 +68,9 @@ class Updates:
         `values`: advantages of the step's samples, in place of the recipe's. Needs `learner.overlap: off`.
         """
         step.check("updates.advantages", StepProgress.LEARNING)
-        recipe, samples = self.context.recipe, step.samples
-        if self.agreement is not None and self.session.weights is not None:
-            self.agreement.check(samples, self.session.weights, recipe.rollout.temperature, parks=False)
+        recipe, samples = self.stages.context.recipe, step.samples
+        if self.stages.agreement is not None and self.session.weights is not None:
+            self.stages.agreement.check(samples, self.session.weights, recipe.rollout.temperature, parks=False)
         # groups that filtering keeps for the next step are one version old in it
         max_lag = max(recipe.rollout.max_lag_steps, int(recipe.algorithm.filter_range is not None))
         lag = check_lag(samples, step.number - 1, max_lag)
@@ -107,9 +103,9 @@ class Updates:
         self.session.update = None
         step.progress = StepProgress.UPDATED
         step.metrics |= sized
-        if self.agreement is not None:
-            self.agreement.updated(stats)
-            step.metrics |= self.agreement.compare(stats, self.has_old_tokens)
+        if self.stages.agreement is not None:
+            self.stages.agreement.updated(stats)
+            step.metrics |= self.stages.agreement.compare(stats, self.has_old_tokens)
         return stats
 
     def publish(self, update: Pending[UpdateStats]) -> None:
@@ -118,7 +114,7 @@ class Updates:
         step.check("updates.publish", StepProgress.UPDATING, StepProgress.UPDATED)
         step.stats = update.result()
         self.session.weights = self.stages.learn.publish(step.number)
-        self.context.broker.check("publish", self.stages.pools())
+        self.stages.context.broker.check("publish", self.stages.pools())
         step.progress = StepProgress.PUBLISHED
 
     def _check_own(self, verb: str, what: str) -> None:

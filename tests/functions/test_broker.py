@@ -126,14 +126,14 @@ def test_every_lease_of_a_run_has_one_owner_after_every_phase(private_ray: None,
     monkeypatch.setattr("rlhfless_ray.runtime.runtime.SlotBroker", Counting)
     monkeypatch.setattr(Counting, "checks", [], raising=False)
     with Runtime(Recipe.parse(small_recipe(tmp_path, run__steps=3))) as run:
-        assert isinstance(run.parts.context.broker, Counting)
+        assert isinstance(run.parts.stages.context.broker, Counting)
         for step in run:
             if step.number == 2:
-                run.parts.context.broker.loses_in = "score"
+                run.parts.stages.context.broker.loses_in = "score"
                 with pytest.raises(AssertionError, match=r"leases after score: lease .* is lost: neither free nor working") as caught:
                     next(iter(run))
                 break
-    lost = run.parts.context.broker.lost
+    lost = run.parts.stages.context.broker.lost
     assert lost is not None and lost.id in str(caught.value)
     one = ["rollout", "score", "publish", "learn"]
     assert [where for where in Counting.checks if where in one] == [*one, *one, "rollout"]
@@ -150,5 +150,5 @@ def test_slots_are_yielded_to_whoever_still_waits(broker: SlotBroker, surplus: i
     wanted = [broker.free[0].id] if surplus else []
     source = SimpleNamespace(surplus=surplus, surplus_leases=wanted, others_wait=lambda: others)
     broker.leases.source = source  # type: ignore[assignment]
-    StepRecords._yield_slots(SimpleNamespace(context=SimpleNamespace(broker=broker)))  # type: ignore[arg-type]
+    StepRecords._yield_slots(SimpleNamespace(stages=SimpleNamespace(context=SimpleNamespace(broker=broker))))  # type: ignore[arg-type]
     assert len(broker.free) == left and not any(lease.id in wanted for lease in broker.free)

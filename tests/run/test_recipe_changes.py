@@ -174,7 +174,7 @@ def test_other_prompts_need_the_flag_and_drop_begun_groups(tmp_path: Path) -> No
     run = resumed(RL, state, tmp_path, accepted=True)
     said: list[str] = []
     kept = SavedState.__new__(SavedState)
-    kept.context, kept.resume_changed = SimpleNamespace(say=said.append), True  # type: ignore[assignment]
+    kept.stages, kept.resume_changed = SimpleNamespace(context=SimpleNamespace(say=said.append)), True  # type: ignore[assignment]
     kept.session = SimpleNamespace(source=SimpleNamespace(cursor=run.inputs.cursor))  # type: ignore[assignment]
     state |= {"ahead": [1], "in_flight": [2]}
     kept.restore_rows(state)

@@ -123,9 +123,11 @@ def test_every_leased_second_after_the_start_is_in_the_costs_of_a_step(record: R
     session.groups = SimpleNamespace(in_flight=())  # type: ignore[assignment]
     session.stage = SimpleNamespace(begin=lambda *_: None, pool=SimpleNamespace(expect=lambda count: None))  # type: ignore[assignment]
     session.step = Step(0, progress=StepProgress.CLOSED)
-    state: Any = SimpleNamespace(best=Best("none"), steps_done=0, owes_evaluation=not is_resumed)
-    records = StepRecords(context, SimpleNamespace(learn=learn), session, state, dict, dict, False)  # type: ignore[arg-type]
-    evaluations = Evaluations(context, None, records, [], None)  # type: ignore[arg-type]
+    stages: Any = SimpleNamespace(context=context, learn=learn, agreement=None)
+    inputs = SimpleNamespace(prompts=SimpleNamespace(heldout=[]))
+    state: Any = SimpleNamespace(inputs=inputs, best=Best("none"), steps_done=0, owes_evaluation=not is_resumed)
+    records = StepRecords(stages, session, state, dict, dict, False)  # type: ignore[arg-type]
+    evaluations = Evaluations(stages, records)
     record.ledger.hold("slot", "node", "0", "learn", "")
     now[0] += 7.0
     evaluations.make_up()
