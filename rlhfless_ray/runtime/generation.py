@@ -22,13 +22,13 @@ from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.reward.reward_functions import RewardSource
-from rlhfless_ray.rollout.listener import WorkBeside
 from rlhfless_ray.run.folder import RunFolder, check_file, folders_of, status_written_s
 from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord, recorded_settings
 from rlhfless_ray.runtime.runtime import Runtime
 from rlhfless_ray.runtime.start_run import Checkpoint
 from rlhfless_ray.runtime.worker_pools import ActorClasses
-from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.step.requests import GENERATION
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
@@ -72,34 +72,29 @@ def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool 
     return run.folder.path / RESPONSES
 
 
-class GenerationSession(RolloutSession):
-    """Its batches are the prompts that lack responses, with the responses that exist."""
+class MissingResponses(GroupsInFlight):
+    """The prompts that lack responses, with the responses that exist."""
 
-    def begin(self, run: Generation) -> None:
-        """Generate for this run."""
-        self.run = run
-        self.on_samples = run.responses.add
+    def __init__(self, recipe: Recipe, prompts: list[Prompt], record: ResponseRecord) -> None:
+        super().__init__(recipe)
+        self.prompts, self.record = prompts, record
 
-    def next_batch(self, step: Step, *, refills: bool = False) -> RolloutBatch:
-        size, count = self.run.recipe.prompts.batch_prompts, self.run.recipe.rollout.samples_per_prompt
-        prompts, self.run.pending = self.run.pending[:size], self.run.pending[size:]
-        groups = [Group(prompt, GENERATION, samples=self._begun(prompt, count)) for prompt in prompts]
-        return RolloutBatch(groups, step.number, len(groups), 0, count, cuts=False)
+    def begin(self, step: int, steps_left: int, source: PromptSource, *, refills: bool = False) -> RolloutBatch:
+        prompts, self.prompts = self.prompts[: self.quota], self.prompts[self.quota :]
+        groups = [Group(prompt, GENERATION, samples=self._begun(prompt)) for prompt in prompts]
+        return RolloutBatch(groups, step, len(groups), 0, self.rollout.samples_per_prompt, cuts=False)
 
-    def _begun(self, prompt: Prompt, count: int) -> tuple[Sample, ...]:
-        there = self.run.responses.samples(prompt, count)
+    def _begun(self, prompt: Prompt) -> tuple[Sample, ...]:
+        count = self.rollout.samples_per_prompt
+        there = self.record.samples(prompt, count)
         nothing = Completion(0, np.zeros(0, np.int32), np.zeros(0, np.float32), UNFINISHED, 0)
         return tuple(there.get(n) or Sample(prompt, SampleId(prompt.index, GENERATION, n), nothing) for n in range(count)) if there else ()
-
-    def _work_beside(self, step: Step) -> WorkBeside | None:
-        return super()._work_beside(step) if self.run.recipe.scores else None
 
 
 class Generation(Runtime):
     """A run that only generates. Its steps are batches of prompts; iterating yields one `Step` at a time."""
 
     recipe: GenerationRecipe
-    session_class = GenerationSession
 
     def __init__(
         self, recipe: GenerationRecipe, *, prompts: list[Prompt] | None = None, notes: tuple[str, ...] = (), resume: bool = False
@@ -195,11 +190,13 @@ class Generation(Runtime):
             digest.update(repr(read).encode(errors="surrogatepass"))
         return digest.hexdigest()
 
+    def _make_groups(self) -> GroupsInFlight:
+        return MissingResponses(self.recipe, self.pending, self.responses)
+
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Publish the model's weights. Engines start with the first plan."""
         session = self.parts.session
-        assert isinstance(session, GenerationSession)
-        session.begin(self)
+        session.on_samples = self.responses.add
         self.parts.stages.learn.worker_group.slots = 0  # no update follows a rollout
         arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)}
         digest_of = digests(arrays)

@@ -98,7 +98,6 @@ class Runtime:
         2 True True
     """
 
-    session_class: type[RolloutSession] = RolloutSession
     parts: RunParts  # inside the block
     folder: RunFolder
     changes = Changes()  # since the checkpoint
@@ -290,10 +289,13 @@ class Runtime:
         stages.rollout.pool.set_width(self.autoscaler.engines.width)
         source = PromptSource(inputs.prompts.train, inputs.cursor, DynamicSampling(recipe, inputs.cursor), recipe.run.episodes)
         called = stages.rollout, stages.learn, stages.score, stages.prefix, stages.accounted
-        session = self.session_class(context, source, GroupsInFlight(recipe), *called, self.steps_done)
+        session = RolloutSession(context, source, self._make_groups(), *called, self.steps_done)
         state = SavedState(stages, session, self.folder, inputs, self.steps_done, resume_changed=self.resume_changed)
         records = StepRecords(stages, session, state, memory_of_step, self._write_result, not private)
         return RunParts(stages, session, Updates(stages, session, records), Evaluations(stages, records), records, state)
+
+    def _make_groups(self) -> GroupsInFlight:
+        return GroupsInFlight(self.recipe)
 
     def _learner_node(self) -> str | None:
         ranks = self.parts.stages.learn.worker_group.by_rank if hasattr(self, "parts") else []

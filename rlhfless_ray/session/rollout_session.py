@@ -342,10 +342,11 @@ class RolloutSession:
     def _work_beside(self, step: Step) -> WorkBeside | None:
         """Return what scores and learns on slots that engines have left."""
         broker = self.context.broker
-        if not self.mode.boundary.cuts:
-            prompts, count = len(step.prompts), step.batch.count
-            return OverlapScheduler(self.scoring, self.learn, broker, prompts, count, self.stage.drafter)
-        return None if self.mode.begins_beside_update else PartialOverlap(self.scoring, self.learn, broker, step.batch)
+        if not self.context.recipe.scores or (self.mode.boundary.cuts and self.mode.begins_beside_update):
+            return None
+        if self.mode.boundary.cuts:
+            return PartialOverlap(self.scoring, self.learn, broker, step.batch)
+        return OverlapScheduler(self.scoring, self.learn, broker, len(step.prompts), step.batch.count, self.stage.drafter)
 
     def _observe_pause(self, generate_began_s: float) -> None:
         if self.pause is not None and self.stage.restart_s is not None:
