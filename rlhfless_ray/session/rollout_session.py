@@ -197,10 +197,7 @@ class RolloutSession:
         return step
 
     def switch(self) -> None:
-        """After an update: plan what the rollout beside it has left of the next step, with all slots, under the new weights.
-
-        The speed is fitted to that rollout during the next update, when nothing waits for it.
-        """
+        """After an update: plan what the rollout beside it has left of the next step, with all slots, under the new weights."""
         step = self.upcoming
         if step is None or step.samples or not self.mode.begins_beside_update:
             return
