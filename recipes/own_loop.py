@@ -1,7 +1,7 @@
 """A training loop of your own: prompts that are neither too easy nor too hard, and a small bonus for short responses.
 
     python recipes/own_loop.py                       # the quickstart's task, policy and settings
-    python recipes/own_loop.py run.steps=10 rollout.max_lag_steps=1
+    python recipes/own_loop.py run.steps=10 run.seed=1
 
 It keeps all that a run has: the planner, elastic engines, the ledger, checkpoints, replaced processes and the report.
 docs/own-loop.md explains each verb and what may be changed.
