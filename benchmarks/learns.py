@@ -115,13 +115,13 @@ def run(name: str, recipe: Recipe) -> Curve:
     evaluations: list[list[Sample]] = []
     prompts = recipe.evaluate.prompts
     with Runtime(recipe) as runtime:
-        answer = runtime.rollout_stage.answer
+        answer = runtime.parts.stages.rollout.answer
 
         def kept(*arguments: Any) -> list[Sample]:
             evaluations.append(answer(*arguments))
             return evaluations[-1]
 
-        runtime.rollout_stage.answer = kept  # type: ignore[method-assign, assignment]
+        runtime.parts.stages.rollout.answer = kept  # type: ignore[method-assign, assignment]
         rows = [step.metrics for step in runtime]
     first, last = evaluations[0], evaluations[-1]
     before, after = ({"sampled": float(right(s[:prompts]).mean()), "greedy": float(right(s[prompts:]).mean())} for s in (first, last))

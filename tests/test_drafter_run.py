@@ -66,7 +66,7 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
                 break
         folder = run.folder.path
     with Runtime(recipe, resume=True) as resumed:
-        assert resumed.rollout_stage.drafter is not None and resumed.rollout_stage.drafter.version >= 2, "of the checkpoint"
+        assert resumed.parts.stages.rollout.drafter is not None and resumed.parts.stages.rollout.drafter.version >= 2, "of the checkpoint"
         steps = list(resumed)
     assert [step.number for step in steps] == [5] and steps[0].metrics["rollout/model_drafted"] > 0
     told = rows(folder)

@@ -74,7 +74,7 @@ def test_prefix_kv_and_killed_processes_change_no_sample(private_ray: None, tmp_
         assert run.parts.stages.prefix is not None
         state, costs = run.parts.state.checkpoints.load()[2], run.parts.stages.prefix.speed.costs()
         run.parts.stages.prefix.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), MigrationPolicy("auto", 0.7, carries=True)
-        run._restore_driver(state)  # as a resumed run does
+        run.parts.state.restore(state)  # as a resumed run does
         assert run.parts.stages.prefix.speed.costs() == costs and state["moves"].keys() == {"prefill", "pages"}
     assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved
     for number in range(1, 5):
