@@ -8,7 +8,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 14000000) ? 3 : 2}' /proc/meminfo)
 PURE_WORKERS ?= 2
-CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py
+CODE := rlhfless_ray placement tests benchmarks docs recipes/minimal.py recipes/own_loop.py
 
 # Compiled modules halve every process's start: Python must be allowed to keep them.
 unexport PYTHONDONTWRITEBYTECODE

@@ -86,7 +86,7 @@ class Chaos:
     def __call__(self, run: FaultInjector, moment: str) -> None:
         if self.nodes is not None:
             self.nodes.fill()
-        number = run.step.number
+        number = run.parts.session.step.number
         if number != self.step:
             self.misses = 0 if self.struck else self.misses + 1
             if self.misses == MISSES:
@@ -269,7 +269,7 @@ def driven(job: dict[str, Any]) -> None:
     """Run a driver that kills itself at a moment of a step."""
 
     def strike(run: FaultInjector, moment: str) -> None:
-        if (run.step.number, moment) == (job["step"], job["moment"]):
+        if (run.parts.session.step.number, moment) == (job["step"], job["moment"]):
             os.kill(os.getpid(), signal.SIGKILL)
 
     quiet_ray()

@@ -38,7 +38,8 @@ class Watched(ReplayedRuntime):
 
     def __enter__(self) -> Self:
         run = super().__enter__()
-        self.unwatched, self.rollout_stage._run = self.rollout_stage._run, self.watched  # type: ignore[method-assign]
+        stage = self.parts.stages.rollout
+        self.unwatched, stage._run = stage._run, self.watched  # type: ignore[method-assign]
         return run
 
     def watched(self, requests: list[Request], *arguments: Any) -> Any:

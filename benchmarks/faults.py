@@ -30,7 +30,7 @@ class Once(Chaos):
     """Strikes in the middle of the run only."""
 
     def __call__(self, run: FaultInjector, moment: str) -> None:
-        if run.step.number >= STEPS // 2 or self.done:
+        if run.parts.session.step.number >= STEPS // 2 or self.done:
             super().__call__(run, moment)
 
 

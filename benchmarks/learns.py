@@ -116,7 +116,7 @@ def run(name: str, recipe: Recipe) -> Curve:
     evaluations: list[list[Scored]] = []
     prompts = recipe.evaluate.prompts
     with Runtime(recipe) as runtime:
-        score = runtime.score_stage.score
+        score = runtime.parts.stages.score.score
 
         def kept(samples: Sequence[Sample], step: int, name: str = "step") -> list[Scored]:
             scored = score(samples, step, name)
@@ -124,7 +124,7 @@ def run(name: str, recipe: Recipe) -> Curve:
                 evaluations.append(scored)
             return scored
 
-        runtime.score_stage.score = kept  # type: ignore[method-assign]
+        runtime.parts.stages.score.score = kept  # type: ignore[method-assign]
         rows = [step.metrics for step in runtime]
     first, last = evaluations[0], evaluations[-1]
     before, after = ({"sampled": float(right(s[:prompts]).mean()), "greedy": float(right(s[prompts:]).mean())} for s in (first, last))

@@ -133,7 +133,7 @@ def run_one(recipe: str, replayed: bool) -> None:
 
     def train() -> None:
         with (ReplayedRuntime if replayed else Runtime)(Recipe.load(recipe)) as run:
-            (run.folder.path / RUN_FILE).write_text(json.dumps(run.ledger.started_s))
+            (run.folder.path / RUN_FILE).write_text(json.dumps(run.leases.ledger.started_s))
             for _ in run:
                 pass
 

@@ -67,7 +67,8 @@ def cold_starts(run: Any) -> dict[str, list[dict[str, float]]]:
     import ray
 
     found: dict[str, list[dict[str, float]]] = {}
-    for pool in (run.rollout, run.reward, run.worker_group.pool):
+    stages = run.parts.stages
+    for pool in (stages.rollout.pool, stages.score.pool, stages.learn.worker_group.pool):
         for instance in (*pool.working, *pool.parked):
             if instance.opened is not None:
                 spans = ray.get(instance.opened, timeout=60)["spans"]

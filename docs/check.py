@@ -3,8 +3,8 @@
 Every command of a bash block runs as it stands, or in the form that docs/commands.yaml lists with a reason. Python blocks without a
 title run as scripts. Titled blocks are written as files first. Everything happens in a scratch folder with small copies of the recipes.
 Commands in running text, in comments of code and in notebooks are not read. A test checks that the commands at the head of
-recipes/minimal.py stand in a bash block too. The examples in the docstrings of the public API run there too. The exit code is 1 if anything
-failed.
+programs in recipes/ stand in a bash block too. The examples in the docstrings of the public API run there too. The exit code is 1 if
+anything failed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def make_scratch(folder: Path) -> dict[str, str]:
     (folder / "recipes").mkdir()
     for path in (ROOT / "recipes").glob("*.yaml"):
         (folder / "recipes" / path.name).write_text(small_recipe_text(path.stem))
-    shutil.copy(ROOT / "recipes" / "minimal.py", folder / "recipes")  # it reads the quickstart beside it
+    for program in (ROOT / "recipes").glob("*.py"):
+        shutil.copy(program, folder / "recipes")  # it reads the quickstart beside it
     rows = [{"question": f"{a}+{b}=", "answer": f"#### {a + b}"} for a in range(8) for b in range(4)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "train_openrlhf.sh").write_text(LAUNCH)

@@ -6,31 +6,22 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rlhfless_ray.recipe import Recipe
-    from rlhfless_ray.recipe.generation import GenerationRecipe
-    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe
-    from rlhfless_ray.recipe.workflow_file import Workflow
-    from rlhfless_ray.report.run_view import RunView
-    from rlhfless_ray.runtime.evaluate_models import Evaluation, evaluate
-    from rlhfless_ray.runtime.generation import generate
-    from rlhfless_ray.runtime.run_workflow import run_workflow
-    from rlhfless_ray.runtime.runtime import Runtime
-    from rlhfless_ray.supervise.run_supervised import run_supervised
+if TYPE_CHECKING:  # `as`: type checkers take them as exported
+    from rlhfless_ray.recipe import Recipe as Recipe
+    from rlhfless_ray.recipe.generation import GenerationRecipe as GenerationRecipe
+    from rlhfless_ray.recipe.supervised_sections import SupervisedRecipe as SupervisedRecipe
+    from rlhfless_ray.recipe.workflow_file import Workflow as Workflow
+    from rlhfless_ray.report.run_view import RunView as RunView
+    from rlhfless_ray.runtime.evaluate_models import Evaluation as Evaluation
+    from rlhfless_ray.runtime.evaluate_models import evaluate as evaluate
+    from rlhfless_ray.runtime.generation import generate as generate
+    from rlhfless_ray.runtime.run_parts import RunParts as RunParts
+    from rlhfless_ray.runtime.run_workflow import run_workflow as run_workflow
+    from rlhfless_ray.runtime.runtime import Runtime as Runtime
+    from rlhfless_ray.step.step import Step as Step
+    from rlhfless_ray.supervise.run_supervised import run_supervised as run_supervised
+    from rlhfless_ray.types import Sample as Sample
 
-__all__ = [
-    "Evaluation",
-    "GenerationRecipe",
-    "Recipe",
-    "RunView",
-    "Runtime",
-    "SupervisedRecipe",
-    "Workflow",
-    "evaluate",
-    "generate",
-    "run_supervised",
-    "run_workflow",
-]
 __version__ = "0.1.0"
 
 # If gRPC was in use before, its fork handlers silently crash about one in a hundred of the processes that Ray forks. In a notebook's
@@ -42,8 +33,11 @@ _MODULES = {
     "Evaluation": "runtime.evaluate_models",
     "GenerationRecipe": "recipe.generation",
     "Recipe": "recipe",
+    "RunParts": "runtime.run_parts",
     "RunView": "report.run_view",
     "Runtime": "runtime.runtime",
+    "Sample": "types",
+    "Step": "step.step",
     "SupervisedRecipe": "recipe.supervised_sections",
     "Workflow": "recipe.workflow_file",
     "evaluate": "runtime.evaluate_models",
@@ -51,6 +45,9 @@ _MODULES = {
     "run_supervised": "supervise.run_supervised",
     "run_workflow": "runtime.run_workflow",
 }
+
+
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,44 +9,31 @@ have left (`rollout/neighbours.py`).
 
 Stages do not import each other: the page passes values from one to the next. Forecast and plan are in the folder `autoscaler/`, leases in
 `functions/`, scores in `reward/`, advantages in `learn/`, and weight versions in `weights/`. The other stages have a folder of their name.
-`runtime/` connects them.
+`runtime/` connects them. A user may write another loop with the same verbs, see docs/own-loop.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhfless_ray.runtime.step_operations import StepOperations
+from rlhfless_ray.runtime.run_parts import RunParts
 from rlhfless_ray.step.step import Step
 
 
-def steps(run: StepOperations) -> Iterator[Step]:
+def steps(run: RunParts) -> Iterator[Step]:
     """Train the remaining steps of the recipe, and yield each one when it is finished."""
-    session = run.session
-    if run.owes_evaluation:  # before the first step, or interrupted by a stop
-        run.record_evaluation(run.evaluate())
-    step = session.plan(run.steps_done + 1)
+    session, updates = run.session, run.updates
+    run.evaluations.make_up()  # before the first step, or interrupted by a stop
+    step = session.admit()
     while step is not None:
-        run.begin_step(step)
         session.take(step)
-        scored = run.score(step)
-
-        with run.learn_phase():
-            update = run.start_update(run.advantages(scored))
-            run.observe_samples(step)
-            upcoming = session.admit(step.number + 1)  # while the learner works
-            step.stats = update.result()
-            run.weights = run.publish(step.number)
-        if upcoming is not None:
-            session.switch(upcoming)  # what the update has cut goes on under its weights
-
-        if run.evaluation_is_due(step.number):
-            step.evaluation = run.evaluate()
-        end = run.decide_end(step, upcoming)
-        step.ledger = run.close_step(step, end.starts_next)
-        if upcoming is not None and end.starts_next:
-            session.start_engines(upcoming)  # they load the weights while the driver records the step
-        run.record_step(step, end)
+        updates.score(step)
+        with updates.phase(step):
+            update = updates.start(updates.advantages(step))
+            upcoming = session.admit()  # while the learner works
+            updates.publish(update)
+        run.evaluations.run(step)
+        run.records.close(step)
         yield step
         step = upcoming
-    run.finish()
+    run.records.finish()

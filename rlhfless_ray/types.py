@@ -89,7 +89,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion with its prompt and its text."""
+    """A completion with its prompt and its text.
+
+    Examples:
+        >>> done = Completion(0, np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), "stop", 4)
+        >>> Sample(Prompt(5, "1+1=", (3, 9, 3)), SampleId(5, 1, 0), done, "2").total_tokens
+        5
+    """
 
     prompt: Prompt
     id: SampleId

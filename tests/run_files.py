@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+from benchmarks.common.call_hooks import surround
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.step.step import Step
@@ -61,7 +62,7 @@ class CheckpointPolicy:
 @contextmanager
 def watched_phases(run: Runtime, look: Callable[[], None]) -> Iterator[None]:
     """Call `look` inside the block whenever the run shows how far it is."""
-    progress = run.context.record.progress
+    progress = run.parts.stages.context.record.progress
     phase = progress.phase
 
     def show(what: str) -> None:
@@ -96,17 +97,17 @@ def engines_in_step() -> Iterator[None]:
 class HookedRun(Runtime):
     """A run whose `generate` surrounds each call of `RolloutSession.generate`, which is `roll_out`."""
 
-    def _create_stages(self, resource: str) -> None:
-        super()._create_stages(resource)
-        inner = self.session.generate
-        self.session.generate = lambda step, *more: self.generate(step, lambda: inner(step, *more))  # type: ignore[method-assign]
+    def __enter__(self) -> Self:
+        run = super().__enter__()
+        surround(self.parts.session, "generate", lambda inner, step, *more: self.generate(step, lambda: inner(step, *more)))
+        return run
 
     def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
         return roll_out()
 
     @property
     def is_beside_update(self) -> bool:
-        return self.session.update is not None
+        return self.parts.session.update is not None
 
 
 def step_requests(recipe: Recipe, step: int, *rounds: list[Prompt]) -> list[Request]:

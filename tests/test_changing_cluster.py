@@ -91,7 +91,7 @@ def test_a_run_grows_and_shrinks_with_its_cluster_and_goes_on_without_a_node_of_
     where: dict[int, set[str]] = {}
 
     def note(run: Hit) -> None:
-        where[run.step.number] = {engine.slot.node for engine in run.rollout.working}
+        where[run.parts.session.step.number] = {engine.slot.node for engine in run.parts.stages.rollout.pool.working}
 
     def lose_last(run: Hit) -> None:
         note(run)
@@ -135,7 +135,7 @@ def test_a_rollout_beside_the_update_that_loses_all_nodes_of_its_label_begins_af
     )
 
     def lose(run: Hit) -> None:
-        assert run.session.update is not None
+        assert run.parts.session.update is not None
         when(engine_on(spot.nodes[0].node_id), lambda _: spot.leave(sudden=True))(run)
 
     began_s = time.monotonic()

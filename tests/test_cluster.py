@@ -57,10 +57,11 @@ def test_a_run_on_another_node_survives_a_killed_engine_and_leaves_nothing(clust
     folder.rename(tmp_path / "renamed")  # the reward file and all else the driver read are gone from where they were
     seen_nodes = set()
     with run:
+        stages = run.parts.stages
         for step in run:
-            seen_nodes |= {instance.slot.node for instance in [*run.rollout.parked, *run.worker_group.pool.parked]}
+            seen_nodes |= {instance.slot.node for pool in (stages.rollout.pool, stages.learn.worker_group.pool) for instance in pool.parked}
             if step.number == 2:
-                victim = run.rollout.parked[0]
+                victim = stages.rollout.pool.parked[0]
                 os.kill(ray.get(victim.actor.__ray_call__.remote(lambda self: os.getpid())), 9)
             assert step.metrics["reward/mean"] is not None and step.ledger["full_slot_s"] > 0
     here = ray.get_runtime_context().get_node_id()

@@ -48,25 +48,25 @@ def test_a_drafter_learns_in_the_tail_dies_and_goes_on_after_a_resume(
         has time until a new process has worked."""
         drafter = tail.drafter
         assert isinstance(drafter, TrainedDrafter)
-        if run.step.number == 3 and not drafter.running and drafter.pool.parked and not waiting:
+        if run.parts.session.step.number == 3 and not drafter.running and drafter.pool.parked and not waiting:
             waiting.extend(filter(None, [pid_of(drafter.pool.parked[0])]))
-        if run.step.number == 3 and drafter.running and not killed:
+        if run.parts.session.step.number == 3 and drafter.running and not killed:
             killed.append(waiting[0] if waiting else pid_of(drafter.pool.working[0]) or 0)
             os.kill(killed[0], signal.SIGKILL)
-        if run.step.number == 3:
+        if run.parts.session.step.number == 3:
             return drafter.failures == 1
-        return drafter.failures == 0 and drafter.version > (run.step.number == 4)
+        return drafter.failures == 0 and drafter.version > (run.parts.session.step.number == 4)
 
     with HeldPage(recipe, enough) as run:
         for step in run:
-            drafter = run.rollout_stage.drafter
+            drafter = run.parts.stages.rollout.drafter
             assert drafter is not None
             ray.get(list(drafter.imported.values()), timeout=60)
             if step.number == 4:
                 break
         folder = run.folder.path
     with Runtime(recipe, resume=True) as resumed:
-        assert resumed.rollout_stage.drafter is not None and resumed.rollout_stage.drafter.version >= 2, "of the checkpoint"
+        assert resumed.parts.stages.rollout.drafter is not None and resumed.parts.stages.rollout.drafter.version >= 2, "of the checkpoint"
         steps = list(resumed)
     assert [step.number for step in steps] == [5] and steps[0].metrics["rollout/model_drafted"] > 0
     told = rows(folder)

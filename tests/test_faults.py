@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import ray
 
+from benchmarks.common.call_hooks import call_after, call_before
 from benchmarks.common.fault_injection import kill, pid_of
 from benchmarks.common.replay import ReplayedLearner
 from benchmarks.common.replay_setup import ReplaySetup, build, recipe_for, synthetic_lengths
@@ -78,48 +79,26 @@ class Hit(ReplayedRuntime):
         self.published: dict[int, int] = {}
 
     def now(self, moment: str) -> None:
-        if do := self.script.pop((self.step.number, moment), None):
+        if do := self.script.pop((self.parts.session.step.number, moment), None):
             do(self)
 
-    def _create_stages(self, resource: str) -> None:
-        super()._create_stages(resource)
-        inner = self.session.generate
+    def __enter__(self) -> Self:
+        run = super().__enter__()
+        session, updates, stages = self.parts.session, self.parts.updates, self.parts.stages
+        call_before(session, "generate", lambda: self.now("parked"))
+        call_before(stages.score, "score", lambda: self.now("score"))
+        call_after(session, "_prefill", lambda: self.now("leases"))
+        call_before(updates, "start", lambda: self.now("before update"))
+        call_after(self.parts.records, "observe", lambda: self.now("update"))
+        call_before(stages.learn, "publish", lambda: self.now("publish"))
+        call_after(updates, "publish", self._published)
+        return run
 
-        def generate(step: Step, *more: Any) -> Any:
-            self.now("parked")
-            return inner(step, *more)
-
-        score = self.score_stage.score
-
-        def score_now(*some: Any) -> Any:
-            self.now("score")
-            return score(*some)
-
-        prefill = self.session._prefill
-
-        def prefill_first(step: Step) -> Any:
-            found = prefill(step)
-            self.now("leases")
-            return found
-
-        self.session.generate, self.session._prefill = generate, prefill_first  # type: ignore[method-assign]
-        self.score_stage.score = score_now  # type: ignore[method-assign]
-
-    def start_update(self, batch: Any) -> Any:
-        self.now("before update")
-        return super().start_update(batch)
-
-    def observe_samples(self, step: Step) -> None:
-        super().observe_samples(step)
-        self.now("update")
-
-    def publish(self, version: int) -> Any:
-        self.now("publish")
-        weights = super().publish(version)
-        assert version not in self.published
-        self.published[version] = weights.checksum
+    def _published(self) -> None:
+        weights = self.parts.session.weights
+        assert weights is not None and weights.version not in self.published
+        self.published[weights.version] = weights.checksum
         self.now("published")
-        return weights
 
     def rows(self) -> list[dict[str, Any]]:
         return rows(self.folder.path, 1)
@@ -152,7 +131,7 @@ def same(run: Hit, clean: Hit, steps: int = STEPS) -> None:
 
 
 def kill_learner(run: Hit) -> None:
-    pid = pid_of(run.worker_group.by_rank[0])
+    pid = pid_of(run.parts.stages.learn.worker_group.by_rank[0])
     assert pid is not None, "killed before, and not started anew since"
     os.kill(pid, signal.SIGKILL)
 
@@ -207,10 +186,10 @@ def test_what_hangs_is_ended_and_its_step_has_exactly_its_samples(
     monkeypatch.setattr("rlhfless_ray.reward.scoring.SLACK_S", 2.0)
     monkeypatch.setattr("rlhfless_ray.functions.worker_pool.KNOWN_S", 1.0)
     rng, stopped = np.random.default_rng(0), []
-    started: Callable[[Hit], bool] = lambda run: any(i.started for i in run.rollout.working)  # noqa: E731
-    engine = when(started, lambda run: stopped.append(kill(run.rollout.working, rng, signal.SIGSTOP)))
+    started: Callable[[Hit], bool] = lambda run: any(i.started for i in run.parts.stages.rollout.pool.working)  # noqa: E731
+    engine = when(started, lambda run: stopped.append(kill(run.parts.stages.rollout.pool.working, rng, signal.SIGSTOP)))
     script: Script = {
-        (1, "parked"): engine, (2, "score"): lambda run: stopped.append(kill(run.reward.working, rng, signal.SIGSTOP)),
+        (1, "parked"): engine, (2, "score"): lambda run: stopped.append(kill(run.parts.stages.score.pool.working, rng, signal.SIGSTOP)),
     }  # fmt: skip
     recipe = recipe_of(world, tmp_path, steps=3, functions={"max_replacements": 50}, rollout={"silence_s": 3.0}, reward={"timeout_s": 1.0})
     run = go(Hit(recipe, script))
@@ -270,7 +249,7 @@ def when(condition: Callable[[Hit], bool], do: Callable[[Hit], None]) -> Callabl
     """Does it in the rollout of this step, as soon as something was heard and the condition holds."""
 
     def arm(run: Hit) -> None:
-        tell, done = run.rollout_stage._on_progress, []
+        tell, done = run.parts.stages.rollout._on_progress, []
 
         def told(*progress: int) -> None:
             tell(*progress)
@@ -278,18 +257,18 @@ def when(condition: Callable[[Hit], bool], do: Callable[[Hit], None]) -> Callabl
                 done.append(True)
                 do(run)
 
-        run.rollout_stage._on_progress = told  # type: ignore[method-assign]
+        run.parts.stages.rollout._on_progress = told  # type: ignore[method-assign]
 
     return arm
 
 
 def engine_on(node_id: str) -> Callable[[Hit], bool]:
-    return lambda run: any(i.slot.node == node_id for i in run.rollout.working)
+    return lambda run: any(i.slot.node == node_id for i in run.parts.stages.rollout.pool.working)
 
 
 def on(run: Hit, node_id: str) -> list[Any]:
     """Instances of the run on a node."""
-    pools = (run.rollout, run.reward, run.worker_group.pool)
+    pools = (run.parts.stages.rollout.pool, run.parts.stages.score.pool, run.parts.stages.learn.worker_group.pool)
     return [i for pool in pools for i in (*pool.working, *pool.parked) if i.slot.node == node_id]
 
 
@@ -356,7 +335,7 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     ranks = 2 if "two ranks" in moment else 1
 
     def lose(run: Hit) -> None:
-        assert run.worker_group.by_rank[0].slot.node == passing.node_id
+        assert run.parts.stages.learn.worker_group.by_rank[0].slot.node == passing.node_id
         nodes.remove_node(passing, allow_graceful=False)
 
     recipe = recipe_of(
@@ -373,20 +352,20 @@ def test_weights_whose_node_is_lost_are_had_from_elsewhere(
     if not moment.startswith("begun"):
         run.script[(1, "published") if moment.startswith("published") else (2, "leases")] = lose
     with run:
-        assert run.weights is not None and run.weights.nodes == (passing.node_id,)
+        assert run.parts.session.weights is not None and run.parts.session.weights.nodes == (passing.node_id,)
         held = 3 if "one slot" in moment else 2 if ranks == 2 else 0
         for group in taken[held:]:
             ray.util.remove_placement_group(group)
-        begin = run.rollout_stage.begin
+        begin = run.parts.stages.rollout.begin
 
         def begun(step: Step, weights: Any) -> None:
             if step.number != 2 or not moment.startswith("loading"):  # else engines are told when the weights are lost already
                 begin(step, weights)
             if step.number == 2 and moment.startswith("begun"):
-                assert run.rollout.working
+                assert run.parts.stages.rollout.pool.working
                 lose(run)
 
-        run.rollout_stage.begin = begun  # type: ignore[method-assign]
+        run.parts.stages.rollout.begin = begun  # type: ignore[method-assign]
         for _ in run:
             pass
     same(run, clean, steps=3)

@@ -360,7 +360,7 @@ def test_a_torn_checkpoint_is_removed_and_the_one_before_it_is_taken(tmp_path: P
 
 def test_after_a_full_disk_only_a_checkpoint_that_may_find_space_is_tried(tmp_path: Path) -> None:
     run = Runtime.__new__(Runtime)
-    run.checkpoints = SimpleNamespace(folder=tmp_path / "checkpoints")  # type: ignore[assignment]
+    run.parts = SimpleNamespace(state=SimpleNamespace(checkpoints=SimpleNamespace(folder=tmp_path / "checkpoints")))  # type: ignore[assignment]
     assert run._has_no_space(DiskFull(tmp_path / "checkpoints" / "step_2"))
     assert not run._has_no_space(DiskFull(tmp_path / "metrics.jsonl")) and not run._has_no_space(OSError(errno.ENOSPC, ""))
 

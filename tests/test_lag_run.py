@@ -7,17 +7,17 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import ray
 from safetensors.numpy import load_file
 
+from benchmarks.common.call_hooks import call_before
 from benchmarks.common.fault_injection import pid_of
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.functions.ledger import read_ledger
-from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.rollout.overlap import BesideUpdate
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.types import Sample
@@ -103,7 +103,8 @@ class Struck(HookedRun):
 
     def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
         def strike() -> None:
-            victim = {2: self.rollout.working, 3: self.worker_group.by_rank}.get(step.number, [])
+            stages = self.parts.stages
+            victim = {2: stages.rollout.pool.working, 3: stages.learn.worker_group.by_rank}.get(step.number, [])
             name = f"{step.number}"
             if self.is_beside_update and victim and name not in self.struck and (pid := pid_of(victim[0])):
                 self.struck.add(name)
@@ -139,8 +140,8 @@ class Watched(HookedRun):
     def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
         if not self.is_beside_update:
             return roll_out()
-        self.learn_stage.update.result()
-        passes, poll = self.learn_stage.passes.logprobs, BesideUpdate.poll
+        self.parts.stages.learn.update.result()
+        passes, poll = self.parts.stages.learn.passes.logprobs, BesideUpdate.poll
         if passes is not None:
             passes._takes_s = lambda tokens: 0.0  # type: ignore[method-assign]
 
@@ -152,10 +153,14 @@ class Watched(HookedRun):
             patched.setattr(BesideUpdate, "poll", wait_for_pass)
             return roll_out()
 
-    def advantages(self, samples: list[Sample]) -> Batch:
-        passes = self.learn_stage.passes.logprobs
-        self.proximal[self.step.number] = {} if passes is None else {key: found["old"] for key, found in passes.known.items()}
-        return super().advantages(samples)
+    def __enter__(self) -> Self:
+        run = super().__enter__()
+        call_before(self.parts.stages.learn, "advantages", self.keep)
+        return run
+
+    def keep(self) -> None:
+        passes, number = self.parts.stages.learn.passes.logprobs, self.parts.session.step.number
+        self.proximal[number] = {} if passes is None else {key: found["old"] for key, found in passes.known.items()}
 
 
 @pytest.mark.parametrize(

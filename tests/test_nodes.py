@@ -69,12 +69,12 @@ class Seen:
 
     def __init__(self, run: Runtime) -> None:
         self.engines: list[tuple[str, ...]] = []
-        self.run, self.resize = run, run.rollout.resize
-        run.rollout.resize = self  # type: ignore[method-assign]
+        self.run, self.resize = run, run.parts.stages.rollout.pool.resize
+        run.parts.stages.rollout.pool.resize = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **more: Any) -> Any:
         left = self.resize(*args, **more)
-        self.engines.append(tuple(sorted(i.slot.node for i in self.run.rollout.working)))
+        self.engines.append(tuple(sorted(i.slot.node for i in self.run.parts.stages.rollout.pool.working)))
         return left
 
 
@@ -90,9 +90,9 @@ def test_a_run_uses_both_nodes_and_makes_the_same_samples(nodes, tmp_path, unint
         seen = Seen(run)
         for term in (run.autoscaler.terms.transfer, run.autoscaler.terms.transfer_away):  # as they are on a machine with nothing else to do
             term.observe = lambda *_: None  # type: ignore[method-assign]
-        [home] = {instance.slot.node for instance in run.worker_group.by_rank}
+        [home] = {instance.slot.node for instance in run.parts.stages.learn.worker_group.by_rank}
         for step in run:
-            assert {instance.slot.node for instance in run.worker_group.by_rank} == {home}
+            assert {instance.slot.node for instance in run.parts.stages.learn.worker_group.by_rank} == {home}
             assert step.plan.actors == 2
             assert step.metrics["weights/pulled_mb"] == step.metrics["weights/least_mb"] > 0.1, "one copy for the node without the learner"
             assert step.metrics["rollout/longest_at_home"] == 1, "the longest share is where the weights and the learner's slots are"
@@ -106,14 +106,15 @@ def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_p
     both, stopped = tuple(sorted(node_slots("cpu"))), []
     tree = small_recipe(tmp_path, rollout__max_actors=2, functions__elastic=False, rollout__silence_s=300, functions__lease_deadline_s=300)
     with Runtime(Recipe.parse(tree)) as run:
-        resize, tell = run.rollout.resize, run.rollout_stage._on_progress
-        assert tuple(sorted(i.slot.node for i in run.rollout.parked)) == both  # as many as there are cores
+        stage, pool = run.parts.stages.rollout, run.parts.stages.rollout.pool
+        resize, tell = pool.resize, stage._on_progress
+        assert tuple(sorted(i.slot.node for i in pool.parked)) == both  # as many as there are cores
         [node] = nodes.worker_nodes
 
         def stop(*args: Any, **more: Any) -> Any:
             left = resize(*args, **more)
-            for engine in run.rollout.working:
-                if run.step.number > 1 and not stopped and len(run.rollout.working) == 2 and engine.slot.node == node.node_id:
+            for engine in pool.working:
+                if run.parts.session.step.number > 1 and not stopped and len(pool.working) == 2 and engine.slot.node == node.node_id:
                     stopped.append(pid_of(engine))
                     os.kill(stopped[0], signal.SIGSTOP)
             return left
@@ -124,7 +125,7 @@ def test_a_node_that_is_lost_with_an_engine_at_work_costs_no_sample(nodes, tmp_p
                 nodes.remove_node(node, allow_graceful=False)
                 os.kill(stopped[0], signal.SIGKILL)  # of itself a stopped process does not see that its node is gone
 
-        run.rollout.resize, run.rollout_stage._on_progress = stop, lose  # type: ignore[method-assign]
+        pool.resize, stage._on_progress = stop, lose  # type: ignore[method-assign]
         for step in run:
             last = step
             if stopped:

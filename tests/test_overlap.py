@@ -47,7 +47,7 @@ class HeldPage(HookedRun):
     def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
         if step.number == 1:
             return roll_out()
-        pid = pid_of(self.rollout.working[1])
+        pid = pid_of(self.parts.stages.rollout.pool.working[1])
         assert pid is not None
         poll = OverlapScheduler.poll
 
@@ -84,7 +84,7 @@ def trained(folder: Path, enough: Callable[[OverlapScheduler], bool] | None, **m
     with HeldPage(Recipe.parse(tree), enough) if enough else Runtime(Recipe.parse(tree)) as run:
         for step in run:
             if not enough and step.number == 1:
-                pid = pid_of(run.learn_stage.worker_groups.reference.by_rank[0])
+                pid = pid_of(run.parts.stages.learn.worker_groups.reference.by_rank[0])
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
         return run.folder.path

@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.common.call_hooks import surround
 from benchmarks.common.fault_injection import pid_of
 from benchmarks.common.repeated_run import RepeatedRun, orders_of
 from placement.scaling.take_weights import TakeWeights
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
 from rlhfless_ray.common.pending import Pending
-from rlhfless_ray.learn.batch import Batch
 from rlhfless_ray.rollout.driver import RolloutDriver
 from rlhfless_ray.rollout.overlap import PartialOverlap
 from rlhfless_ray.step.step import Step
@@ -87,16 +87,21 @@ def check_each_token(recipe: Recipe, folder: Path, steps: list[Step]) -> None:
 class LongUpdate(Runtime):
     """Its updates end, for the rollout beside them, after some of its responses: not before engines have begun, on a busy machine."""
 
-    def start_update(self, batch: Batch) -> Pending[UpdateStats]:
-        pending, phase, seen = super().start_update(batch), self.context.record.progress.phase, []
+    def __enter__(self) -> Self:
+        run = super().__enter__()
+        surround(self.parts.session, "update_is", self.late)
+        return run
+
+    def late(self, update_is: Callable[[Pending[UpdateStats]], Any], pending: Pending[UpdateStats]) -> Any:
+        phase, seen = self.parts.stages.context.record.progress.phase, list[str]()
 
         def look(what: str) -> None:
             phase(what)
             if what.startswith("rollout: ") and int(what.split()[1]) >= 4:
                 seen.append(what)
 
-        self.context.record.progress.phase = look  # type: ignore[method-assign]
-        return self.session.update_is(replace(pending, is_ready=lambda: bool(seen) and pending.is_ready()))
+        self.parts.stages.context.record.progress.phase = look  # type: ignore[method-assign]
+        return update_is(replace(pending, is_ready=lambda: bool(seen) and pending.is_ready()))
 
 
 def with_agent(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -256,10 +261,10 @@ class Struck(HookedRun):
     """Kills the only engine in the first rollout."""
 
     def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
-        self.struck = getattr(self, "struck", False)
+        self.struck, engines = getattr(self, "struck", False), self.parts.stages.rollout.pool
 
         def strike() -> None:
-            if step.number == 1 and not self.struck and self.rollout.working and (pid := pid_of(self.rollout.working[0])):
+            if step.number == 1 and not self.struck and engines.working and (pid := pid_of(engines.working[0])):
                 self.struck = True
                 os.kill(pid, signal.SIGKILL)
 

@@ -125,17 +125,17 @@ def test_the_final_model_loads_in_transformers_and_is_the_last_checkpoint(uninte
 TERMINATED = '''
 import os, signal
 from rlhfless_ray.cli.main import main
-from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.session.rollout_session import RolloutSession
 
-begin_step = Runtime.begin_step
+take = RolloutSession.take
 
 def terminated(self, step):
     """SIGTERM comes as the fourth step begins, to all of the driver's group, as batch systems send it: Ray is not in it."""
     if step.number == 4:
         os.killpg(0, signal.SIGTERM)
-    begin_step(self, step)
+    take(self, step)
 
-Runtime.begin_step = terminated
+RolloutSession.take = terminated
 main()
 '''
 
@@ -143,19 +143,22 @@ STOPPED_LATE = '''
 import json, os, signal, sys
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.common.errors import Stopped
+from rlhfless_ray.runtime.evaluation import Evaluations
 
 recipe = Recipe.load(sys.argv[1])
 
-class Interrupted(Runtime):
-    """Ctrl-C comes inside the last evaluation, after the last update."""
+evaluate = Evaluations.evaluate
 
-    def evaluate(self):
-        if self.steps_done == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return super().evaluate()
+def interrupted(self):
+    """Ctrl-C comes inside the last evaluation, after the last update."""
+    if self.state.steps_done == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return evaluate(self)
+
+Evaluations.evaluate = interrupted
 
 try:
-    with Interrupted(recipe, resume=True) as run:
+    with Runtime(recipe, resume=True) as run:
         for step in run:
             pass
 except Stopped as stop:

@@ -25,23 +25,25 @@ from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.learn.learn_stage import LearnStage
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.local.cluster import RayCluster
-from rlhfless_ray.preflight.memory_fit import Fit
-from rlhfless_ray.preflight.run_memory import RunMemory
-from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.report.metrics import Metrics
 from rlhfless_ray.reward.score_stage import ScoreStage
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder
-from rlhfless_ray.runtime.checkpointed_run import StepsDone
+from rlhfless_ray.runtime.evaluation import Evaluations
+from rlhfless_ray.runtime.run_parts import RunParts
 from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.saved_state import SavedState, StepsDone
 from rlhfless_ray.runtime.stages import Stages
+from rlhfless_ray.runtime.step_records import StepRecords
+from rlhfless_ray.runtime.updates import Updates
 from rlhfless_ray.session.dynamic_sampling import DynamicSampling
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.requests import make_request
-from rlhfless_ray.step.step import Step
+from rlhfless_ray.step.step import Step, StepProgress
 from rlhfless_ray.types import SampleId, WeightVersion
 from rlhfless_ray.weights.remote_folder import writer
 from tests.conftest import small_recipe
@@ -134,40 +136,35 @@ class Ended:
 
     def __init__(self, folder: Path, **overrides: Any) -> None:
         self.did: list[str] = []
+        self.messages: list[str] = []
         self.run = run = Runtime.__new__(Runtime)
-        run.recipe = Recipe.parse(small_recipe(folder, run__steps=9, **overrides))
-        run.inputs = SimpleNamespace(files={"config.json": b"{}"}, prompts=SimpleNamespace(train=[]))
-        run.folder = RunFolder.create(run.recipe)
-        run.folder.begin(run.recipe, "machine", 3)
-        run.checkpoints, run.best = store(run.folder), Best("none")
-        run.steps_done, run.done, run.cursor_after, run.saved = 3, StepsDone([3]), [4], 2  # type: ignore[arg-type]
-        run.dynamic_sampling = DynamicSampling(run.recipe, Cursor(64, 8, True, 3))
-        run.groups = GroupsInFlight(run.recipe)
-        run.session, run.step = RolloutSession.__new__(RolloutSession), Step(4)
-        run.weights, run.session.mode = WeightVersion(3, ("weights",)), run.recipe.rollout.mode
-        run.agreement, run.memory = None, SimpleNamespace(take=dict)
-        run.least_mb, run.memory_fit = {}, Fit(RunMemory(run.recipe, {}), [])
-        run.ledger = SimpleNamespace(step=3, begin_step=lambda step: None, saved_rows=0)
+        run.recipe = recipe = Recipe.parse(small_recipe(folder, run__steps=9, **overrides))
+        run.folder = RunFolder.create(recipe)
+        run.folder.begin(recipe, "machine", 3)
+        ledger = SimpleNamespace(step=3, begin_step=lambda step: None, saved_rows=0)
+        run.leases = SimpleNamespace(release_all=lambda: None, waited_s=0.0, ledger=ledger)
         run.autoscaler = SimpleNamespace(
             state=lambda: {},
             observe_update=lambda *_: None,
+            observe_samples=lambda *_: None,
+            quality=lambda *_: {},
             observe_step=lambda *_: None,
             observe_plan=lambda *_: None,
             settle=lambda: None,
             bids=None,
+            troubles=[],
             expected_update_s=0.0,
+            engines=SimpleNamespace(width=1),
         )
-        run.phases = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
         pool = SimpleNamespace(close=lambda: self.did.append(f"close as {self.status()}"), replacements=0)
-        run.rollout = run.reward = pool
-        run.worker_group = SimpleNamespace(save=self.save, ask_save=lambda *_: [], skipped_in_a_row=0, pool=pool, ranks=1)
-        run.worker_group.by_rank = [SimpleNamespace(leases=[None])]
-        run.worker_group.recovery, run.worker_group.forget, run.worker_group.start_snapshot = Recovery(1), lambda: None, lambda: None
-        run.leases = SimpleNamespace(release_all=lambda: None, waited_s=0.0)
-        self.messages: list[str] = []
+        self.worker_group = SimpleNamespace(save=self.save, ask_save=lambda *_: [], skipped_in_a_row=0, pool=pool, ranks=1)
+        self.worker_group.by_rank = [SimpleNamespace(leases=[None])]
+        self.worker_group.recovery, self.worker_group.forget, self.worker_group.start_snapshot = Recovery(1), lambda: None, lambda: None
         run.record = SimpleNamespace(
             progress=SimpleNamespace(message=self.messages.append),
             step=lambda step, *_: self.did.append(f"record {step.number}"),
+            samples=lambda *_: None,
+            summarize_samples=lambda samples: {},
             costs=lambda: ({}, {}),
             close=lambda *_: None,
             checkpointed=lambda: None,
@@ -175,14 +172,26 @@ class Ended:
             catch_up=lambda: None,
             later=[],
         )
-        run.context = RunContext(run.recipe, None, SlotBroker(run.leases), run.phases, run.record, run.autoscaler, None)  # type: ignore[arg-type]
-        run.learn_stage = LearnStage(run.context, run.worker_group)
-        run.session.context = run.context
-        run.rollout_stage = rollout = SimpleNamespace(
-            pool=pool, state=dict, restore=lambda state: None, drafts=None, drafter=None, files=dict
-        )
-        run.stages = Stages(FailureBudget(3), None, rollout, rollout, run.learn_stage, None)  # type: ignore[arg-type]
-        run.learn_stage.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
+        phases: Any = SimpleNamespace(take=lambda: ({}, 1.0), phase=lambda *_: nullcontext())
+        limits: Any = lambda: SimpleNamespace(fewest=lambda width: 1, engines=lambda width: 1)  # noqa: E731
+        context = RunContext(recipe, SlotBroker(run.leases), phases, run.record, run.autoscaler, limits)
+        learn = LearnStage(context, self.worker_group)  # type: ignore[arg-type]
+        learn.plan = SimpleNamespace(reason="")  # type: ignore[assignment]
+        rollout: Any = SimpleNamespace(pool=pool, state=dict, restore=lambda state: None, drafts=None, drafter=None, files=dict)
+        context.broker.check = lambda *_: None  # type: ignore[method-assign]
+        stages = Stages(context, FailureBudget(3), None, rollout, rollout, learn, None, None)
+        session = RolloutSession.__new__(RolloutSession)
+        session.context, session.groups, session.mode, session.step = context, GroupsInFlight(recipe), recipe.rollout.mode, Step(4)
+        cursor: Any = SimpleNamespace(restore=lambda _, check: None, state=lambda: [4], epoch=0)
+        session.source = PromptSource([], cursor, DynamicSampling(recipe, cursor), None)
+        session.weights, session.last_step = WeightVersion(3, ("weights",)), 9
+        run.inputs = SimpleNamespace(files={"config.json": b"{}"}, prompts=SimpleNamespace(train=[], heldout=[]), contents={})  # type: ignore[assignment]
+        state = SavedState(stages, session, run.folder, run.inputs, 3)
+        state.checkpoints, state.best, state.done, state.saved = store(run.folder), Best("none"), StepsDone([3]), 2  # type: ignore[arg-type]
+        records = StepRecords(stages, session, state, lambda engines: {}, lambda: None, False)
+        records.cursor_after = [4]  # type: ignore[assignment]
+        updates, evaluations = Updates(stages, session, records), Evaluations(stages, records)
+        run.parts = RunParts(stages, session, updates, evaluations, records, state)
 
     def save(self, folder: Path, deadline_s: float | None = None, prefix: str = "", refs: Any = None) -> dict[str, str]:
         self.did.append(f"snapshot within {deadline_s}")
@@ -202,9 +211,8 @@ class Ended:
 
     def restore(self, driver: dict[str, Any], restore: Callable[[Any], None] = lambda _: None) -> Runtime:
         """Take over what a checkpoint of step 3 holds. `restore`: of the planner."""
-        self.run.cursor = SimpleNamespace(restore=lambda _, check: None, state=lambda: [3])  # type: ignore[assignment]
         self.run.autoscaler.restore = restore  # type: ignore[method-assign]
-        self.run._restore_driver(driver)
+        self.run.parts.state.restore(driver)
         return self.run
 
 
@@ -216,26 +224,26 @@ def test_ctrl_c_gives_the_snapshot_the_learners_deadline_and_sigterm_two_seconds
 
 def test_a_step_whose_update_is_done_is_saved_and_its_evaluation_made_up_for(tmp_path: Path) -> None:
     ended = Ended(tmp_path, evaluate__every_steps=2)
-    ended.run.unrecorded = True
+    ended.run.parts.session.step.progress = StepProgress.UPDATED
     assert ended.by(Stopped(signal.SIGINT)) == ["record 4", "snapshot within None"]
     driver = ended.driver()
     assert (driver["step"], driver["cursor"], driver["owes_evaluation"]) == (4, [4], True)
-    assert Ended(tmp_path).restore(driver).owes_evaluation
+    assert Ended(tmp_path).restore(driver).parts.state.owes_evaluation
 
 
 def test_a_resumed_run_knows_what_old_tokens_cost(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
-    ended.run.groups.stale_cost.observe(2.0, 0.5)
+    ended.run.parts.session.groups.stale_cost.observe(2.0, 0.5)
     ended.by(Stopped(signal.SIGINT))
     resumed = Ended(tmp_path).restore(ended.driver())
-    assert resumed.groups.stale_cost.per_version == ended.run.groups.stale_cost.per_version > 0
+    assert resumed.parts.session.groups.stale_cost.per_version == ended.run.parts.session.groups.stale_cost.per_version > 0
 
 
 def test_a_stop_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_it_is(tmp_path: Path) -> None:
     """Its metric, by which it may stay, is that of a step that is not there any more."""
     for owes, did in ((False, []), (True, ["snapshot within None"])):
         ended = Ended(tmp_path)
-        ended.run.owes_evaluation = owes
+        ended.run.parts.state.owes_evaluation = owes
         assert ended.by(Stopped(signal.SIGINT)) == ["snapshot within None"]
         resumed = Ended(tmp_path)
         resumed.restore(ended.driver())
@@ -248,13 +256,14 @@ def test_a_stop_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_
 def test_an_evaluation_that_a_stop_interrupted_counts_for_checkpoints(tmp_path: Path, step: int, value: float, saved: list[str]) -> None:
     """One is due at step 4. The evaluation before step 1 needs none: its policy is in the first checkpoint."""
     run = Ended(tmp_path, checkpoint__every_steps=4).run
-    run.best, run.steps_done = Best("accuracy_sampled"), step
-    run.best.value = 0.4
-    run.record.evaluation = lambda *_: None
-    run.record_evaluation({"eval/accuracy_sampled": value})
-    found = {path.parent.name: json.loads(path.read_text())["metric_value"] for path in run.checkpoints.folder.glob("*/metric.json")}
+    state = run.parts.state
+    state.best, state.steps_done = Best("accuracy_sampled"), step
+    state.best.value = 0.4
+    run.record.evaluation = lambda *_: None  # type: ignore[method-assign]
+    run.parts.evaluations.record({"eval/accuracy_sampled": value})
+    found = {path.parent.name: json.loads(path.read_text())["metric_value"] for path in state.checkpoints.folder.glob("*/metric.json")}
     assert found == dict.fromkeys(saved, value)
-    assert not saved or run.checkpoints.load()[2]["best_value"] == max(value, 0.4)
+    assert not saved or state.checkpoints.load()[2]["best_value"] == max(value, 0.4)
 
 
 @pytest.mark.parametrize("error", [KeyError("history"), TypeError("unexpected keyword"), ValueError("older")])
@@ -271,15 +280,18 @@ def test_a_planner_of_another_version_is_named(tmp_path: Path, error: Exception)
 
 def test_an_update_clears_its_mark_when_it_ends_so_that_a_later_stop_saves_it(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
-    ended.run.worker_group.start_update = lambda batch, publishes: Pending(lambda: SimpleNamespace(skipped=0, applied=0))
-    update = ended.run.start_update(None)
-    assert ended.run.session.update is update and not ended.run.unrecorded
+    ended.worker_group.start_update = lambda batch, publishes: Pending(lambda: SimpleNamespace(skipped=0, applied=0))
+    session, updates = ended.run.parts.session, ended.run.parts.updates
+    session.step.progress = StepProgress.LEARNING
+    update = updates.start(None)  # type: ignore[arg-type]
+    assert session.update is update and not session.step.is_unrecorded
     update.result()
-    assert ended.run.session.update is None and ended.run.unrecorded
-    ended.run.worker_group.start_update = lambda batch, publishes: Pending(lambda: exec("raise KeyError"))
+    assert session.update is None and session.step.is_unrecorded
+    ended.worker_group.start_update = lambda batch, publishes: Pending(lambda: exec("raise KeyError"))
     with pytest.raises(KeyError):
-        ended.run.start_update(None).result()
-    assert ended.run.session.update is not None
+        session.step.progress = StepProgress.LEARNING
+        updates.start(None).result()  # type: ignore[arg-type]
+    assert session.update is not None
 
 
 def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learner(tmp_path: Path) -> None:
@@ -287,28 +299,28 @@ def test_a_failure_saves_the_last_step_where_its_state_lies_outside_of_the_learn
     assert ended.by(RunError("no")) == [], "nothing is asked of a learner that may be what failed"
     for whole, did in (("state", ["snapshot within 30.0"]), (None, [])):
         ended = Ended(tmp_path)
-        ended.run.worker_group.recovery.complete = whole
+        ended.worker_group.recovery.complete = whole
         assert ended.by(RunError("no")) == did
     ended = Ended(tmp_path)
-    ended.run.worker_group.recovery.complete = "state"
+    ended.worker_group.recovery.complete = "state"
     ended.by(RunError("no"))
     assert ended.driver()["step"] == 3 and ended.messages == ["step 3 is saved: --resume continues from there"]
     ended = Ended(tmp_path)
-    ended.run.worker_group.recovery.complete = "state"
-    ended.run.worker_group.recovery.record("update", None)
+    ended.worker_group.recovery.complete = "state"
+    ended.worker_group.recovery.record("update", None)
     assert ended.by(RunError("no")) == [], "the learner has gone on since"
 
 
 def test_inside_an_update_the_checkpoint_before_stands(tmp_path: Path) -> None:
     ended = Ended(tmp_path)
-    ended.run.session.update = Pending(lambda: None)
+    ended.run.parts.session.update = Pending(lambda: None)
     assert ended.by(Stopped(signal.SIGTERM)) == []
     assert "inside an update" in ended.messages[0]
 
 
 def test_before_the_learner_is_built_there_is_nothing_to_save_and_nothing_to_resume(tmp_path: Path) -> None:
     ended, stop = Ended(tmp_path), Stopped(signal.SIGINT)
-    ended.run.weights = None
+    ended.run.parts.session.weights = None
     assert ended.by(stop) == [] and ended.messages == []
     assert not stop.resumable
     stop = Stopped(signal.SIGINT)
@@ -329,7 +341,7 @@ def test_leaving_the_loop_early_is_a_stop_that_saves(tmp_path: Path) -> None:
     assert ended.driver()["step"] == 3
     assert json.loads((ended.run.folder.path / "status.json").read_text())["reason"] == "the loop was left after step 3 of 9"
     done = Ended(tmp_path)
-    done.run.finished = True
+    done.run.parts.records.finished = True
     assert done.by(None) == [] and done.status() == "done"
 
 
@@ -351,7 +363,7 @@ def test_the_hint_knows_whether_there_is_something_to_resume(monkeypatch, capsys
 def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own handler, in place while it starts, ends the process by SystemExit(15)."""
     run = Runtime.__new__(Runtime)
-    run.inputs = SimpleNamespace(files={})
+    run.inputs = SimpleNamespace(files={}, cursor=SimpleNamespace(check=lambda _: None), contents={})  # type: ignore[assignment]
     run.recipe, run.resume = Recipe.parse(small_recipe(tmp_path)), False
     left: list[bool] = []
     run.cluster = RayCluster(run.recipe)
@@ -362,7 +374,7 @@ def test_a_sigterm_while_ray_starts_is_a_stop(tmp_path: Path, monkeypatch: pytes
     assert caught.value.signal_number == signal.SIGTERM and left == [True] and not caught.value.resumable
     folder = RunFolder.create(run.recipe)
     store(folder, 1).save(2, writer({}), {"cursor": {"taken": 4}, "step": 2})
-    run.resume, run.cursor = True, SimpleNamespace(check=lambda _: None)  # type: ignore[assignment]
+    run.resume, run.previous, run.resume_changed = True, False, False
     with pytest.raises(Stopped) as caught:
         run.__enter__()
     assert caught.value.resumable, "what was there before this start is there still"
@@ -440,7 +452,7 @@ def test_samples_are_on_disk_when_scoring_ends_the_run(tmp_path: Path, monkeypat
     monkeypatch.setattr(score.Scoring, "finish", lambda self, announce: setattr(self, "failed", 2))
     source = RewardSource("task", "chain")
     with pytest.raises(RunError, match="2 of 3 samples could not be scored"):
-        ScoreStage(run.context, SimpleNamespace(working=[]), source).score(samples, 4, name)  # type: ignore[arg-type]
+        ScoreStage(run.parts.stages.context, SimpleNamespace(working=[]), source).score(samples, 4, name)  # type: ignore[arg-type]
     lines = (run.folder.path / "samples" / f"{name}_4.jsonl").read_text().splitlines()
     assert [json.loads(line)["error"] for line in lines] == [None, "boom", "boom"]
 

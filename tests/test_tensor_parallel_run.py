@@ -47,12 +47,12 @@ class Killing(HookedRun):
     ended: ClassVar[list[int]] = []
 
     def generate(self, step: Step, roll_out: Callable[[], list[Sample]]) -> list[Sample]:
-        stage = self.rollout_stage
+        stage = self.parts.stages.rollout
         on_progress = stage._on_progress
 
         def look(done: int, total: int) -> None:
             if len(self.ended) < step.number - 1 and 0 < done < total:
-                self.ended.append(member_of(pid_of(self.rollout.working[0])))
+                self.ended.append(member_of(pid_of(self.parts.stages.rollout.pool.working[0])))
                 os.kill(self.ended[-1], signal.SIGSTOP if step.number == 2 else signal.SIGKILL)
             on_progress(done, total)
 

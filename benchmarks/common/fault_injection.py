@@ -13,12 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.common.call_hooks import call_after, call_before
 from benchmarks.common.replayed_runtime import ReplayedRuntime
 from benchmarks.common.run_process import read_metrics
 from rlhfless_ray.local.local_ray import local_ray
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.runtime import Runtime
-from rlhfless_ray.step.step import Step
 
 NODE_CORES = 2
 NOTICE_S = 4.0  # between a drain notice and the end of the node
@@ -116,41 +116,20 @@ class FaultInjector(Runtime):
 
     def __enter__(self) -> Self:
         run = super().__enter__()
-        tell = self.rollout_stage._on_progress
-
-        def told(done: int, total: int) -> None:
-            tell(done, total)
-            self.strike(self, "rollout")
-
-        self.rollout_stage._on_progress = told  # type: ignore[method-assign]
+        parts, stages = self.parts, self.parts.stages
+        call_after(stages.rollout, "_on_progress", lambda: self.strike(self, "rollout"))
+        call_before(parts.session, "generate", lambda: self.strike(self, "begin"))
+        call_before(stages.score, "score", lambda: self.strike(self, "score"))
+        call_after(parts.records, "observe", lambda: self.strike(self, "update"))
+        call_before(stages.learn, "publish", lambda: self.strike(self, "publish"))
+        call_after(parts.updates, "publish", self._published)
         return run
 
-    def _create_stages(self, resource: str) -> None:
-        super()._create_stages(resource)
-        inner = self.session.generate
-
-        def generate(step: Step, *more: Any) -> Any:
-            self.strike(self, "begin")
-            return inner(step, *more)
-
-        score = self.score_stage.score
-
-        def score_now(*some: Any) -> Any:
-            self.strike(self, "score")
-            return score(*some)
-
-        self.session.generate, self.score_stage.score = generate, score_now  # type: ignore[method-assign]
-
-    def observe_samples(self, step: Step) -> None:
-        super().observe_samples(step)
-        self.strike(self, "update")
-
-    def publish(self, version: int) -> Any:
-        self.strike(self, "publish")
-        weights = super().publish(version)
-        self.published[version] = weights.checksum
+    def _published(self) -> None:
+        weights = self.parts.session.weights
+        assert weights is not None
+        self.published[weights.version] = weights.checksum
         self.strike(self, "published")
-        return weights
 
 
 class InjectedFault(FaultInjector, ReplayedRuntime):
@@ -183,9 +162,9 @@ def kill_index(run: FaultInjector, rng: Any, nodes: Any) -> bool:
     """The replica of the run's prefix service, which owns the pages."""
     import ray._private.state as state
 
-    if run.stages.prefix is None or run.stages.prefix.service.handle is None:
+    if run.parts.stages.prefix is None or run.parts.stages.prefix.service.handle is None:
         return False
-    name = f"ServeReplica:{run.stages.prefix.service.name}:PrefixApp"
+    name = f"ServeReplica:{run.parts.stages.prefix.service.name}:PrefixApp"
     pids = [one["Pid"] for one in state.actors().values() if one["State"] == "ALIVE" and one["ActorClassName"] == name]
     if pids:
         os.kill(pids[0], signal.SIGKILL)
@@ -193,7 +172,7 @@ def kill_index(run: FaultInjector, rng: Any, nodes: Any) -> bool:
 
 
 def prefill_instances(run: FaultInjector) -> list[Any]:
-    return [] if run.stages.prefix is None else [*run.stages.prefix.pool.working, *run.stages.prefix.pool.parked]
+    return [] if run.parts.stages.prefix is None else [*run.parts.stages.prefix.pool.working, *run.parts.stages.prefix.pool.parked]
 
 
 Strike = Callable[[FaultInjector, Any, Nodes], bool]
@@ -201,7 +180,7 @@ Strike = Callable[[FaultInjector, Any, Nodes], bool]
 
 def _node(run: FaultInjector, rng: Any, nodes: Nodes) -> str | None:
     """A node that has an engine of the run on it."""
-    used = {i.slot.node for i in (*run.rollout.working, *run.rollout.parked)} & set(nodes.passing())
+    used = {i.slot.node for i in (*run.parts.stages.rollout.pool.working, *run.parts.stages.rollout.pool.parked)} & set(nodes.passing())
     return str(rng.choice(sorted(used))) if used else None
 
 
@@ -222,12 +201,15 @@ def drain_node(run: FaultInjector, rng: Any, nodes: Nodes) -> bool:
 
 
 KINDS: dict[str, tuple[tuple[str, ...], Strike]] = {
-    "engine killed at work": (("rollout",), lambda run, rng, nodes: kill(run.rollout.working, rng)),
-    "parked engine killed": (("update", "published"), lambda run, rng, nodes: kill(run.rollout.parked, rng)),
-    "engine hung": (("rollout",), lambda run, rng, nodes: kill(run.rollout.working, rng, signal.SIGSTOP)),
-    "reward process killed": (("score",), lambda run, rng, nodes: kill(run.reward.working, rng)),
-    "reward process hung": (("score",), lambda run, rng, nodes: kill(run.reward.working, rng, signal.SIGSTOP)),
-    "learner killed": (("begin", "update", "publish", "published"), lambda run, rng, nodes: kill(run.worker_group.by_rank, rng)),
+    "engine killed at work": (("rollout",), lambda run, rng, nodes: kill(run.parts.stages.rollout.pool.working, rng)),
+    "parked engine killed": (("update", "published"), lambda run, rng, nodes: kill(run.parts.stages.rollout.pool.parked, rng)),
+    "engine hung": (("rollout",), lambda run, rng, nodes: kill(run.parts.stages.rollout.pool.working, rng, signal.SIGSTOP)),
+    "reward process killed": (("score",), lambda run, rng, nodes: kill(run.parts.stages.score.pool.working, rng)),
+    "reward process hung": (("score",), lambda run, rng, nodes: kill(run.parts.stages.score.pool.working, rng, signal.SIGSTOP)),
+    "learner killed": (
+        ("begin", "update", "publish", "published"),
+        lambda run, rng, nodes: kill(run.parts.stages.learn.worker_group.by_rank, rng),
+    ),
     "node lost": (("rollout", "score", "update", "published"), lose_node),
     "node drained": (("rollout", "update", "published"), drain_node),
 }

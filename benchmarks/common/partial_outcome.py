@@ -29,7 +29,7 @@ def wrong_of(path: Path, recipe: Recipe) -> dict[str, int]:
     script = Script.read({file.name: file.read_bytes() for file in Path(recipe.policy.path).iterdir() if file.suffix == ".json"})
     prompts: list[Prompt] = run.inputs.prompts.train
     quota, count, bound = recipe.prompts.batch_prompts, recipe.rollout.samples_per_prompt, recipe.rollout.max_lag_steps
-    expected, found = Counter(run.cursor.next(recipe.run.steps * quota)), Counter[int]()
+    expected, found = Counter(run.inputs.cursor.next(recipe.run.steps * quota)), Counter[int]()
     of_other_length = too_old = 0
     for step, rows in outcome(path).items():
         groups = trained_groups(path, step)

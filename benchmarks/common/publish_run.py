@@ -19,23 +19,14 @@ def size(ref: Any) -> int:
     return get_local_object_locations([ref])[ref]["object_size"]
 
 
-class Sized(Runtime):
-    sizes: dict[int, int]
-    told: Path
-
-    def publish(self, version: int) -> Any:
-        weights = super().publish(version)
-        shards = [weights.ref] if hasattr(weights, "ref") else weights.shards
-        self.sizes = {**getattr(self, "sizes", {}), version: sum(size(ref) for ref in shards)}
-        self.told.write_text(json.dumps(self.sizes))
-        return weights
-
-
 def main() -> None:
-    Sized.told = Path(sys.argv[2])
-    with Sized(Recipe.load(sys.argv[1])) as run:
+    sizes = dict[int, int]()
+    with Runtime(Recipe.load(sys.argv[1])) as run:
         for _ in run:
-            pass
+            weights: Any = run.parts.session.weights if hasattr(run, "parts") else run.weights
+            shards = [weights.ref] if hasattr(weights, "ref") else weights.shards
+            sizes[weights.version] = sum(map(size, shards))
+            Path(sys.argv[2]).write_text(json.dumps(sizes))
 
 
 if __name__ == "__main__":

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.common.call_hooks import surround
 from rlhfless_ray import Recipe, Runtime
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
-from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.ledger import read_ledger
-from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.step import Step
-from rlhfless_ray.types import UNFINISHED, Completion, Sample, Scored, UpdateStats
+from rlhfless_ray.types import UNFINISHED, Completion, Sample, Scored
 
 STEPS = 3
 LOGPROB_DIGITS = 5  # decimals: engines compute logits in batches whose sizes depend on time
@@ -88,34 +87,38 @@ def recipe_of(mode: str, agent: bool, folder: Path, name: str = "run") -> Recipe
     return Recipe.parse(tree)
 
 
-class LateSession(RolloutSession):
+class LateEnd(Runtime):
     """Updates end, for the rollout beside them, once some of its responses are finished: on an idle machine they would end first."""
 
-    def update_is(self, update: Pending[UpdateStats]) -> Pending[UpdateStats]:
-        return super().update_is(replace(update, is_ready=lambda: False))
+    def __enter__(self) -> Self:
+        run = super().__enter__()
+        surround(run.parts.session, "update_is", lambda update_is, update: update_is(replace(update, is_ready=lambda: False)))
+        return run
 
 
-class LateEnd(Runtime):
-    session_class = LateSession
-
-
-class RepeatedSession(RolloutSession):
+class RepeatedRun(Runtime):
     """Ends each response where another run cut it."""
 
-    orders: Orders
-    cuts: dict[int, int]
+    def __init__(self, recipe: Recipe, orders: Orders) -> None:
+        super().__init__(recipe)
+        self.orders = orders
 
-    def generate(self, step: Step, *more: Any) -> list[Sample]:
-        batch = step.batch
+    def __enter__(self) -> Self:
+        run = super().__enter__()
+        surround(run.parts.session, "generate", self.generate)
+        return run
+
+    def generate(self, roll_out: Callable[..., list[Sample]], step: Step, *more: Any) -> list[Sample]:
+        batch, session = step.batch, self.parts.session
         if not batch.cuts:
-            return super().generate(step, *more)
-        order = self.orders[self.groups.rollout_name(step.number, self.update is not None)]
+            return roll_out(step, *more)
+        order = self.orders[session.groups.rollout_name(step.number, session.update is not None)]
         groups = [[group.prompt.index, group.begun] for group in batch.groups]
         assert groups == order["groups"], f"other groups in step {step.number}: {groups} instead of {order['groups']}"
         cut = {(row, number): tokens for row, number, tokens in order["cut"]}
         names = {key: (name.row, name.number) for key, name in enumerate(batch.ids)}
         cuts = {key: cut[name] for key, name in names.items() if name in cut}
-        asked = batch.requests(self.context.recipe)
+        asked = batch.requests(session.context.recipe)
         most = [max(cuts.get(one.key, one.max_tokens), batch.made[one.key] + 1) for one in asked]
         limited = [replace(one, max_tokens=int(tokens)) for one, tokens in zip(asked, most, strict=True)]
         with (
@@ -123,22 +126,10 @@ class RepeatedSession(RolloutSession):
             patch.object(batch, "is_enough", lambda finished: len(finished) == len(asked)),
         ):
             batch.chosen = order["trained"]
-            samples = super().generate(step, *more)
+            samples = roll_out(step, *more)
         for key, tokens in cuts.items():
             samples[key] = replace(samples[key], completion=cut_at(samples[key].completion, tokens))
         return samples
-
-
-class RepeatedRun(Runtime):
-    session_class = RepeatedSession
-
-    def __init__(self, recipe: Recipe, orders: Orders) -> None:
-        super().__init__(recipe)
-        self.orders = orders
-
-    def _create_stages(self, resource: str) -> None:
-        super()._create_stages(resource)
-        self.session.orders = self.orders  # type: ignore[attr-defined]
 
 
 def cut_at(done: Completion, tokens: int) -> Completion:

@@ -95,6 +95,11 @@ class Recipe(RecipeFile):
     watch: WatchConfig = WatchConfig()
     learns: ClassVar[bool] = True  # whether there is a learner
 
+    @property
+    def scores(self) -> bool:
+        """Whether responses get a reward."""
+        return bool(self.reward.function or self.reward.url or self.reward.model_path or self.agent.path)
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Recipe:
         raise_first(

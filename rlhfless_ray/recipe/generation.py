@@ -54,11 +54,6 @@ class GenerationRecipe(Recipe):
         """Message for the user about settings that were left out, else an empty string."""
         return f"left out, because nothing is trained: {', '.join(self._left_out)}" if self._left_out else ""
 
-    @property
-    def scores(self) -> bool:
-        """Whether responses get a reward."""
-        return bool(self.reward.function or self.reward.url or self.reward.model_path)
-
     @classmethod
     def read(cls, path: str | Path | None, overrides: Sequence[str] = (), name: str = "generate") -> GenerationRecipe:
         """Read a recipe's file, which may be that of a training run, and apply overrides of the form `section.key=value`.

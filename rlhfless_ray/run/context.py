@@ -1,4 +1,4 @@
-"""The objects that the stages of a run share: recipe, ledger, recorder, and the broker of free leases."""
+"""The objects that the stages of a run share: recipe, recorder, planner, and the broker of free leases with its ledger."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunContext:
-    recipe: Recipe
-    ledger: Ledger
+    recipe: Recipe  # as it is now: the user may set another objective, and filtered groups may lower the number of steps
     broker: SlotBroker
     phases: StepTimer
     record: RunRecorder
@@ -41,6 +40,14 @@ class RunContext:
     def leases(self) -> LeaseManager:
         """All leases of the run, free or not."""
         return self.broker.leases
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.leases.ledger
+
+    def say(self, message: str) -> None:
+        """Tell the user something about the run."""
+        self.record.progress.message(message)
 
     def record_start(self, instance: Instance) -> list[Span]:
         """Record a finished start in the ledger exactly once. Returns the recorded spans, or an empty list."""

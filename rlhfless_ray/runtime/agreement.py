@@ -160,7 +160,7 @@ class Agreement:
 def compute_distances(a: np.ndarray, b: np.ndarray, is_cut: bool) -> np.ndarray:
     """Return |a - b| (tokens,) float64 of log-probabilities. With top-p or top-k (`is_cut`) each is limited to MAX_CUT_NATS."""
     with np.errstate(invalid="ignore"):
-        apart = np.abs(a.astype(np.float64) - b)
+        apart: np.ndarray = np.abs(a.astype(np.float64) - b)
     if is_cut:
         apart = np.where(np.isneginf(a) & np.isneginf(b), 0.0, np.minimum(apart, MAX_CUT_NATS))
     return apart
@@ -178,7 +178,7 @@ def select_batch(samples: Sequence[Sample], min_tokens: int = 0) -> Batch | None
     chosen = [known[i] for i in np.unique(np.linspace(0, len(known) - 1, min(SAMPLES, len(known))).astype(int))]
     masks: list[np.ndarray | None] = []
     experts: list[np.ndarray | None] = []
-    rows: list[Any] = []
+    rows: list[tuple[tuple[int, ...], np.ndarray, np.ndarray, float | np.ndarray, int]] = []
     for sample, mask in chosen:
         end, done = int(np.flatnonzero(mask)[:TOKENS][-1]) + 1, sample.completion
         masks.append(None if mask[:end].all() else mask[:end])
@@ -192,4 +192,5 @@ def _comparable(sample: Sample, min_tokens: int) -> np.ndarray:
     written = np.ones(len(sample.completion.token_ids), bool) if sample.action_mask is None else sample.action_mask
     count = np.cumsum(written)
     before_turn = np.maximum.accumulate(np.where(written, 0, count))
-    return written & (count - before_turn > min_tokens)
+    found: np.ndarray = written & (count - before_turn > min_tokens)
+    return found

@@ -89,23 +89,18 @@ class Evaluation:
         last = ["length", "cut", *(["unscored"] if has_unscored else []), "slot-s"]
         head = ["model", "data", "prompts", "mean", *(f"pass@{k}" for k in ks), "difference", *last]
         first = self.scores[0].model if self.scores else ""
-        rows = [head]
-        for s in self.scores:
-            rows.append(
-                [
-                    s.model,
-                    s.data,
-                    str(s.prompts),
-                    f"{s.mean:.3f} ± {s.error:.3f}",
-                    *(f"{s.pass_at[k]:.3f}" if k in s.pass_at else "" for k in ks),
-                    "" if s.model == first else f"{s.difference:+.3f} ± {s.difference_error:.3f}",
-                    f"{s.length_mean:.1f}",
-                    f"{s.truncated_share:.0%}",
-                    *([str(s.unscored)] if has_unscored else []),
-                    f"{self.costs[s.model]['slot_s']:.0f}" if s.model in self.costs else "",
-                ]
-            )
-        return rows
+        rows = [
+            [
+                *(s.model, s.data, str(s.prompts), f"{s.mean:.3f} ± {s.error:.3f}"),
+                *(f"{s.pass_at[k]:.3f}" if k in s.pass_at else "" for k in ks),
+                "" if s.model == first else f"{s.difference:+.3f} ± {s.difference_error:.3f}",
+                *(f"{s.length_mean:.1f}", f"{s.truncated_share:.0%}"),
+                *([str(s.unscored)] if has_unscored else []),
+                f"{self.costs[s.model]['slot_s']:.0f}" if s.model in self.costs else "",
+            ]
+            for s in self.scores
+        ]
+        return [head, *rows]
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -301,24 +296,12 @@ def _score(
     rewards = [np.array([row["reward"] for row in group if row["reward"] is not None], float) for group in groups]
     means = np.array([r.mean() if len(r) else np.nan for r in rewards])
     rows = [row for group in groups for row in group]
-    mean, error = _mean(means)
-    difference, difference_error = _mean(means - (means if first is None else first))
+    differences = means - (means if first is None else first)
     pass_at = {k: _mean(np.array([best_of_k(r, k) for r in rewards if len(r) >= k]))[0] for k in ks}
-    score = ModelScore(
-        label,
-        name,
-        len(groups),
-        len(groups[0]),
-        mean,
-        error,
-        pass_at,
-        difference,
-        difference_error,
-        float(np.mean([len(row["token_ids"]) for row in rows])),
-        float(np.mean([row["finish"] == "length" for row in rows])),
-        sum(row["reward"] is None for row in rows),
-    )
-    return score, means
+    counted = len(groups), len(groups[0])
+    lengths = float(np.mean([len(row["token_ids"]) for row in rows])), float(np.mean([row["finish"] == "length" for row in rows]))
+    unscored = sum(row["reward"] is None for row in rows)
+    return ModelScore(label, name, *counted, *_mean(means), pass_at, *_mean(differences), *lengths, unscored), means
 
 
 def best_of_k(rewards: np.ndarray, k: int) -> float:

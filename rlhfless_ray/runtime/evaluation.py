@@ -2,48 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from rlhfless_ray.recipe import Recipe
-from rlhfless_ray.reward.score_stage import ScoreStage
-from rlhfless_ray.rollout.rollout_stage import RolloutStage
-from rlhfless_ray.types import Prompt, Sample, Scored, WeightVersion
+from rlhfless_ray.runtime.stages import Stages
+from rlhfless_ray.runtime.step_records import StepRecords
+from rlhfless_ray.step.step import Step
+from rlhfless_ray.types import Sample, Scored
 
 Sampling = dict[str, tuple[float, int]]  # name → temperature, responses to each prompt
 
 
-def evaluate(
-    rollout: RolloutStage,
-    scoring: ScoreStage,
-    prompts: list[Prompt],
-    weights: WeightVersion,
-    step: int,
-    check: Callable[[list[Sample], float], None] = lambda samples, temperature: None,
-) -> dict[str, float]:
-    """Evaluate on the held-out prompts. Returns {metric: value}, empty without held-out prompts.
+@dataclass
+class Evaluations:
+    stages: Stages
+    records: StepRecords
 
-    `check`: called with the sampled responses and their temperature before they are scored.
-    """
-    if not prompts:
-        return {}
-    recipe = rollout.context.recipe
-    sampling = choose_sampling(recipe)
-    with rollout.context.phases.phase("eval", "evaluating"):
-        samples = rollout.answer(prompts, list(sampling.values()), weights)
-        sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
-        check(sampled, sampling["sampled"][0])
-        with scoring.phase("eval_score"):  # its time is part of the evaluation's
-            scored = scoring.score(samples, step, "evaluation")
-    metrics = compute_accuracies(scored, sampling)
-    by_source: dict[str, list[Scored]] = {}
-    for sample in scored[: len(sampled)]:
-        by_source.setdefault(str(sample.prompt.row.get(recipe.evaluate.source_column, "default")), []).append(sample)
-    if recipe.evaluate.path or list(by_source) != ["default"]:
-        for source, part in by_source.items():
-            metrics |= compute_source_metrics(source, part, recipe.evaluate.samples_per_prompt)
-    return metrics
+    def is_due(self, number: int) -> bool:
+        every = self.stages.context.recipe.evaluate.every_steps
+        return number == self.records.session.last_step or (every > 0 and number % every == 0)
+
+    def make_up(self) -> None:
+        """Evaluate before the first step, or if a stop has interrupted an evaluation. No step's time and costs include it, or the start."""
+        if not self.records.state.owes_evaluation:
+            self.records.leave_out_start()
+            return
+        self.record(self.evaluate())
+
+    def record(self, found: dict[str, float]) -> None:
+        """Record an evaluation before the next step, and save a checkpoint if it is due because of it."""
+        state = self.records.state
+        state.owes_evaluation = False
+        metric = state.best.read_metric(found)  # raises at once instead of in an hour if no evaluation has the metric
+        self.records.evaluation(found)
+        if state.steps_done and ((best := state.best.improved(metric)) or state.is_due(state.steps_done)):
+            state.save(metric=metric, best=best, export=True)  # the one of the stop that interrupted the evaluation has no metric
+
+    def run(self, step: Step) -> None:
+        """Evaluate the step's weights if an evaluation is due."""
+        if self.is_due(step.number):
+            step.evaluation = self.evaluate()
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the newest weights on the held-out prompts. Returns {metric: value}, empty without held-out prompts."""
+        weights, prompts, recipe = (
+            self.records.session.wait_for_weights(),
+            self.records.state.inputs.prompts.heldout,
+            self.stages.context.recipe,
+        )
+        if not prompts:
+            return {}
+        sampling = choose_sampling(recipe)
+        with self.stages.context.phases.phase("eval", "evaluating"):
+            samples = self.stages.rollout.answer(prompts, list(sampling.values()), weights)
+            sampled = samples[: len(prompts) * recipe.evaluate.samples_per_prompt]
+            if self.stages.agreement is not None:
+                self.stages.agreement.check(sampled, weights, sampling["sampled"][0], parks=True)
+            with self.stages.score.phase("eval_score"):  # its time is part of the evaluation's
+                scored = self.stages.score.score(samples, self.records.session.step.number, "evaluation")
+        metrics = compute_accuracies(scored, sampling)
+        by_source: dict[str, list[Scored]] = {}
+        for sample in scored[: len(sampled)]:
+            by_source.setdefault(str(sample.prompt.row.get(recipe.evaluate.source_column, "default")), []).append(sample)
+        if recipe.evaluate.path or list(by_source) != ["default"]:
+            for source, part in by_source.items():
+                metrics |= compute_source_metrics(source, part, recipe.evaluate.samples_per_prompt)
+        return metrics
 
 
 def choose_sampling(recipe: Recipe) -> Sampling:

@@ -22,12 +22,13 @@ from rlhfless_ray.recipe.without_effect import sentences
 from rlhfless_ray.report.formatting import finite
 from rlhfless_ray.report.metrics import read_jsonl
 from rlhfless_ray.reward.reward_functions import RewardSource
-from rlhfless_ray.rollout.listener import WorkBeside
 from rlhfless_ray.run.folder import RunFolder, check_file, folders_of, status_written_s
 from rlhfless_ray.run.responses import RECORD, RESPONSES, SCORED_BY, ResponseRecord, recorded_settings
-from rlhfless_ray.runtime.runtime import Checkpoint, Runtime
+from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.start_run import Checkpoint
 from rlhfless_ray.runtime.worker_pools import ActorClasses
-from rlhfless_ray.session.rollout_session import RolloutSession
+from rlhfless_ray.session.groups_in_flight import GroupsInFlight
+from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.step.requests import GENERATION
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.step import Step
@@ -71,30 +72,24 @@ def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool 
     return run.folder.path / RESPONSES
 
 
-class GenerationSession(RolloutSession):
-    """Its batches are the prompts that lack responses, with the responses that exist."""
+class MissingResponses(GroupsInFlight):
+    """The prompts that lack responses, with the responses that exist."""
 
-    def begin(self, run: Generation) -> None:
-        """Generate for this run."""
-        self.run = run
-        self.on_samples = run.responses.add
+    def __init__(self, recipe: Recipe, prompts: list[Prompt], record: ResponseRecord) -> None:
+        super().__init__(recipe)
+        self.prompts, self.record = prompts, record
 
-    def next_batch(self, step: Step, *, refills: bool = False) -> RolloutBatch:
-        size, count = self.run.recipe.prompts.batch_prompts, self.run.recipe.rollout.samples_per_prompt
-        prompts, self.run.pending = self.run.pending[:size], self.run.pending[size:]
-        groups = [Group(prompt, GENERATION, samples=self.run.responses.samples(prompt, count)) for prompt in prompts]
-        return RolloutBatch(groups, step.number, len(groups), 0, count, cuts=False)
-
-    def _work_beside(self, step: Step) -> WorkBeside | None:
-        return super()._work_beside(step) if self.run.recipe.scores else None
+    def begin(self, step: int, steps_left: int, source: PromptSource, *, refills: bool = False) -> RolloutBatch:
+        prompts, self.prompts = self.prompts[: self.quota], self.prompts[self.quota :]
+        count = self.rollout.samples_per_prompt
+        groups = [Group(prompt, GENERATION, samples=self.record.samples(prompt, count)) for prompt in prompts]
+        return RolloutBatch(groups, step, len(groups), 0, count, cuts=False)
 
 
 class Generation(Runtime):
     """A run that only generates. Its steps are batches of prompts; iterating yields one `Step` at a time."""
 
     recipe: GenerationRecipe
-    session: GenerationSession
-    session_class = GenerationSession
 
     def __init__(
         self, recipe: GenerationRecipe, *, prompts: list[Prompt] | None = None, notes: tuple[str, ...] = (), resume: bool = False
@@ -190,51 +185,38 @@ class Generation(Runtime):
             digest.update(repr(read).encode(errors="surrogatepass"))
         return digest.hexdigest()
 
+    def _make_groups(self) -> GroupsInFlight:
+        return MissingResponses(self.recipe, self.pending, self.responses)
+
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Publish the model's weights. Engines start with the first plan."""
-        self.worker_group.slots = 0  # no update follows a rollout
+        session = self.parts.session
+        session.on_samples = self.responses.add
+        self.parts.stages.learn.worker_group.slots = 0  # no update follows a rollout
         arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)}
         digest_of = digests(arrays)
-        self.weights = WeightVersion(0, (ray.put(arrays),), combined(digest_of), digests=ray.put(digest_of))
-
-    def _create_stages(self, resource: str) -> None:
-        super()._create_stages(resource)
-        self.session.begin(self)
-
-    def _save(self, *_: Any, **__: Any) -> None:
-        """Save nothing: there is no learner's state, and responses are on disk already."""
-        self.record.catch_up()
+        session.weights = WeightVersion(0, (ray.put(arrays),), combined(digest_of), digests=ray.put(digest_of))
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Step]:
-        if self._steps is None:
-            self.leave_out_start()
-            self._steps = self._generate_steps()
-        return self._steps
-
-    def _generate_steps(self) -> Iterator[Step]:
-        step = self.session.plan(self.steps_done + 1)
+    def _loop(self) -> Iterator[Step]:
+        session, records = self.parts.session, self.parts.records
+        records.leave_out_start()
+        step = session.admit()
         while step is not None:
-            self.begin_step(step)
-            self.session.take(step)
+            session.take(step)
             if self.recipe.scores:
-                self.responses.add_scores(self.score(step))
+                self.responses.add_scores(self.parts.updates.score(step))
             step.answers = step.samples
-            self.observe_samples(step)
-            upcoming = self.session.plan(step.number + 1)
-            end = self.decide_end(step, upcoming)
-            step.ledger = self.close_step(step, end.starts_next)
-            if upcoming is not None and end.starts_next:
-                self.session.start_engines(upcoming)
-            self.record_step(step, end)
+            records.observe(step)
+            upcoming = session.admit()
+            records.close(step)
             yield step
             step = upcoming
-        self.finish()
+        records.finish()
 
-    def finish(self) -> None:
+    def _write_result(self) -> None:
         self.write_responses(self.folder.path / RESPONSES)
-        self.finished = True
 
     def write_responses(self, path: Path) -> None:
         self.responses.write(path, self.inputs.prompts.train, self.recipe.rollout.samples_per_prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,17 @@ from rlhfless_ray.agent.preflight_agent import dry_play
 from rlhfless_ray.learn.model_checks import check_division
 from rlhfless_ray.learn.output_scale import output_scale
 from rlhfless_ray.preflight.check_policy import check_policy
-from rlhfless_ray.preflight.memory_check import local_room, starts_ray
+from rlhfless_ray.preflight.memory_check import check_ahead, local_room, room_ahead, starts_ray
+from rlhfless_ray.preflight.memory_fit import Fit, fit
 from rlhfless_ray.preflight.memory_needs import Lengths, lengths_of
+from rlhfless_ray.preflight.run_memory import RunMemory
+from rlhfless_ray.prompts.cursor import Cursor
 from rlhfless_ray.prompts.load_prompts import PromptSet, check_vocabulary
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.preflight_reward import check_references, dry_call
 from rlhfless_ray.reward.source import Source
 from rlhfless_ray.rollout.speculation import check_speculation, read_drafter
+from rlhfless_ray.run.folder import check_writable
 from rlhfless_ray.runtime.load_reward import load_reward
 from rlhfless_ray.weights.adapter import check_targets
 from rlhfless_ray.weights.known_differences import check_differences, check_engines
@@ -32,7 +36,7 @@ from rlhfless_ray.weights.load_policy import (
     read_model,
     text_config,
 )
-from rlhfless_ray.weights.model_folder import config_of, read_folder
+from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
 from rlhfless_ray.weights.quantized_base import refuse_quantized
 from rlhfless_ray.weights.tensor_file import Files, checksum
 
@@ -41,7 +45,7 @@ from rlhfless_ray.weights.tensor_file import Files, checksum
 class RunInputs:
     """Inputs of a run, read and checked before Ray starts."""
 
-    files: Files  # of the initial policy's folder. `Runtime._start` replaces them after a warm start and on a resume
+    files: Files  # of the initial policy's folder. `start_learner` replaces them after a warm start and on a resume
     owes_warm_start: bool
     critic_files: Files | None  # None: the critic begins as the policy
     reference: Path | None  # folder of another reference model
@@ -50,11 +54,10 @@ class RunInputs:
     prompts: PromptSet
     reward_source: Source
     speculation_note: str | None
-
-    @cached_property
-    def lengths(self) -> Lengths:
-        """Token lengths of all prompts."""
-        return lengths_of(self.prompts.train, self.prompts.heldout)
+    cursor: Cursor  # over the training rows
+    memory_fit: Fit[RunMemory]
+    contents: dict[str, str]  # key → checksum of what it names, see `recipe.changes`
+    lengths: Lengths  # of all prompts, in tokens
 
 
 def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], PromptSet], *, computes: bool) -> tuple[Recipe, RunInputs]:
@@ -63,6 +66,8 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
     `load_prompts`: reads the prompts, given the tokenizer and the policy's files. `computes`: whether engines and learner compute a policy.
     Raises UserError for mistakes in the recipe, the data or the files it names.
     """
+    find_room = cache(partial(room_ahead, recipe))
+    check_ahead(recipe, find_room=find_room)
     files, owes_warm_start = initial_policy(recipe)
     config = config_of(files)
     if recipe.policy.path and computes:
@@ -92,15 +97,47 @@ def read_inputs(recipe: Recipe, load_prompts: Callable[[Recipe, Any, Files], Pro
     if recipe.learns and (note := check_references(reward_source, [*prompts.train, *prompts.heldout])):
         prompts = replace(prompts, notes=(*prompts.notes, note))
     dry_call(reward_source, prompts.train, tokenizer, recipe.reward.timeout_s, recipe.answer_column)
-    inputs = RunInputs(files, owes_warm_start, critic_files, reference, drafter_files, tokenizer, prompts, reward_source, speculation_note)
+    contents = checksums_of(recipe, prompts, reward_source)
+    if recipe.save.path:
+        check_writable(Path(recipe.save.path), "save.path")
+    recipe, cursor = row_order(recipe, prompts)
+    lengths = lengths_of(prompts.train, prompts.heldout)
+    memory_fit = fit(RunMemory.of(recipe, lengths, policy=(config, parameter_count(files))), find_room)
     if computes:
-        check_differences(recipe, config, inputs.lengths.longest_prompt)
-    return recipe, inputs
+        check_differences(recipe, config, lengths.longest_prompt)
+    return memory_fit.job.recipe, RunInputs(
+        files,
+        owes_warm_start,
+        critic_files,
+        reference,
+        drafter_files,
+        tokenizer,
+        prompts,
+        reward_source,
+        speculation_note,
+        cursor,
+        memory_fit,
+        contents,
+        lengths,
+    )
 
 
-def checksums_of(recipe: Recipe, inputs: RunInputs) -> dict[str, str]:
+def row_order(recipe: Recipe, prompts: PromptSet) -> tuple[Recipe, Cursor]:
+    """Return the cursor over the training rows, and the recipe with the number of steps that its episodes take."""
+    rows, batch, episodes = len(prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes
+    mixes = recipe.rollout.partial != "off"  # groups outlive the end of an episode, and only the last step has fewer prompts
+    checksum = prompts.checksum("prompt" if recipe.prompts.task else recipe.prompts.prompt_column)
+    stops = episodes is not None and not mixes
+    cursor = Cursor(rows, batch, recipe.prompts.shuffle, recipe.run.seed, stops_at_epoch_end=stops, checksum=checksum)
+    if episodes is None:
+        return recipe, cursor
+    steps = -(-episodes * rows // batch) if mixes else episodes * cursor.batches_per_epoch
+    return recipe.with_settings({"run.steps": steps}), cursor
+
+
+def checksums_of(recipe: Recipe, prompts: PromptSet, reward_source: Source) -> dict[str, str]:
     """Return {key: checksum} of files and rows that keys of the recipe name, whose content changes what is learned or counted."""
-    file, prompts = getattr(inputs.reward_source, "file", None), inputs.prompts
+    file = getattr(reward_source, "file", None)
     found = {"agent.path" if recipe.agent.path else "reward.function": checksum(file.text.encode())} if file is not None else {}
     if recipe.prompts.task:
         return found  # the rows follow from the recipe

@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 import platform
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
-from functools import cache, partial
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from html import escape
 from pathlib import Path
-from types import MappingProxyType
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import ray
@@ -28,55 +28,55 @@ from rlhfless_ray.common.disk_space import FULL, DiskFull
 from rlhfless_ray.common.errors import Stopped, UserError, one_line
 from rlhfless_ray.common.step_timer import StepTimer
 from rlhfless_ray.engine.engine_settings import check_kernels
+from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.cluster_nodes import node_slots
-from rlhfless_ray.functions.lease import Slot, places
+from rlhfless_ray.functions.limits import EngineNodes
 from rlhfless_ray.functions.pool_client import PoolClient, join_pool
-from rlhfless_ray.learn.colocation import of_learner
 from rlhfless_ray.local.cluster import RayCluster
-from rlhfless_ray.local.memory_watch import MemoryWatch
+from rlhfless_ray.local.memory_watch import MemoryWatch, memory_metrics
 from rlhfless_ray.loop import steps
-from rlhfless_ray.preflight.memory_check import check, check_ahead, cluster_room, room_ahead
-from rlhfless_ray.preflight.memory_fit import fit
-from rlhfless_ray.preflight.run_memory import RunMemory
-from rlhfless_ray.prompts.cursor import Cursor
+from rlhfless_ray.preflight.memory_check import check, cluster_room
 from rlhfless_ray.prompts.load_prompts import PromptSet, load_prompts
 from rlhfless_ray.recipe import ObjectiveConfig, Recipe
 from rlhfless_ray.recipe.changes import Changes, changes
 from rlhfless_ray.recipe.without_effect import without_effect
 from rlhfless_ray.report.run_view import RunView
 from rlhfless_ray.run.checkpoint_files import DamagedCheckpoint
-from rlhfless_ray.run.checkpoints import Best, Checkpoints, swap_folder
+from rlhfless_ray.run.checkpoints import Checkpoints
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.run.folder import RunFolder, check_writable
 from rlhfless_ray.run.recorder import RunRecorder
-from rlhfless_ray.runtime.agreement import Agreement
-from rlhfless_ray.runtime.checkpointed_run import StepsDone
-from rlhfless_ray.runtime.run_inputs import checksums_of, read_inputs
+from rlhfless_ray.runtime.evaluation import Evaluations
+from rlhfless_ray.runtime.export import write_models
+from rlhfless_ray.runtime.run_inputs import read_inputs
+from rlhfless_ray.runtime.run_parts import RunParts
+from rlhfless_ray.runtime.saved_state import SavedState
 from rlhfless_ray.runtime.stages import Stages
-from rlhfless_ray.runtime.step_operations import StepOperations
-from rlhfless_ray.runtime.worker_pools import ActorClasses, create_worker_pools, make_leases
+from rlhfless_ray.runtime.start_run import Checkpoint, start_learner
+from rlhfless_ray.runtime.step_records import MemoryOfStep, StepRecords
+from rlhfless_ray.runtime.updates import Updates
+from rlhfless_ray.runtime.worker_pools import ActorClasses, make_leases
 from rlhfless_ray.session.dynamic_sampling import DynamicSampling
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
 from rlhfless_ray.session.prompt_source import PromptSource
 from rlhfless_ray.session.rollout_session import RolloutSession
 from rlhfless_ray.step.step import Step
 from rlhfless_ray.weights.known_differences import check_engines
-from rlhfless_ray.weights.load_policy import cache_policy, cached_folder, context_tokens
-from rlhfless_ray.weights.model_folder import config_of, parameter_count, read_folder
-from rlhfless_ray.weights.remote_folder import StoredFiles, writer
+from rlhfless_ray.weights.load_policy import context_tokens
+from rlhfless_ray.weights.model_folder import config_of, parameter_count
 from rlhfless_ray.weights.same_model import check_same_model
 from rlhfless_ray.weights.tensor_file import Files
 
 Resume = bool | Literal["previous"]
-Checkpoint = tuple[int, StoredFiles, dict[str, Any]]  # step, the learner's files, the driver's state
-FAILED_SAVE_S = 30.0  # timeout for the learner's state after a failure
+ErrorType = type[BaseException] | None
 
 
-class Runtime(StepOperations):
+class Runtime:
     """A training run, as a context manager and an iterator over its steps.
 
     Entering starts or joins Ray and creates the pools. Iterating trains and yields one `Step` at a time. Leaving the block saves,
     releases every lease and ends every process of the run, however the block ends. After a `break` a checkpoint is saved first.
+    Another loop than the one of iterating can be written with the run's `parts`, see docs/own-loop.md.
 
     Args:
         recipe: The recipe.
@@ -97,9 +97,8 @@ class Runtime(StepOperations):
         2 True True
     """
 
-    previous = False  # whether to resume from the checkpoint before the newest
-    resume_changed = False
-    contents: Mapping[str, str] = MappingProxyType({})  # key → checksum of what it names, see `recipe.changes`
+    parts: RunParts  # inside the block
+    folder: RunFolder
     changes = Changes()  # since the checkpoint
 
     def __init__(self, recipe: Recipe, *, resume: Resume = False, resume_changed: bool = False) -> None:
@@ -109,40 +108,16 @@ class Runtime(StepOperations):
         self.given = recipe  # before a run decides some settings
         self.previous, self.resume_changed = resume == "previous", resume_changed
         self.resume = bool(resume) or (recipe.checkpoint.resume and RunFolder.latest(recipe) is not None)
+        self.steps_done = 0  # at the start
         RunFolder.check_root(recipe)
-        self.best = Best(recipe.checkpoint.best_metric)
         if recipe.checkpoint.path:
             check_writable(Path(recipe.checkpoint.path), "checkpoint.path")
             Checkpoints(recipe.checkpoint, Path(recipe.run.root)).check()
-        find_room = cache(partial(room_ahead, recipe))
-        check_ahead(recipe, find_room=find_room)
-        recipe, inputs = read_inputs(recipe, self._load_prompts, computes=self.actor_classes().computes)
-        self.inputs, self.contents = inputs, checksums_of(recipe, inputs)
-        if recipe.save.path:
-            check_writable(Path(recipe.save.path), "save.path")
-        rows, batch, episodes = len(inputs.prompts.train), recipe.prompts.batch_prompts, recipe.run.episodes
-        mixes = recipe.rollout.partial != "off"  # groups outlive the end of an episode, and only the last step has fewer prompts
-        self.cursor = Cursor(
-            rows,
-            batch,
-            recipe.prompts.shuffle,
-            recipe.run.seed,
-            stops_at_epoch_end=episodes is not None and not mixes,
-            checksum=inputs.prompts.checksum("prompt" if recipe.prompts.task else recipe.prompts.prompt_column),
-        )
-        if episodes is not None:
-            steps = -(-episodes * rows // batch) if mixes else episodes * self.cursor.batches_per_epoch
-            recipe = recipe.with_settings({"run.steps": steps})
-        config, parameters = config_of(inputs.files), parameter_count(inputs.files)
-        self.memory_fit = fit(RunMemory.of(recipe, inputs.lengths, policy=(config, parameters)), find_room)
-        self.recipe = recipe = self.memory_fit.job.recipe
-        self.dynamic_sampling = DynamicSampling(recipe, self.cursor)
-        self.groups = GroupsInFlight(recipe)
-        self.least_mb: dict[str, float] = {}
-        self.autoscaler = Autoscaler(recipe, ANY_SPEED)
-        self.cluster = RayCluster(recipe, parameters, architectures=config.get("architectures") or ())
+        self.recipe, self.inputs = read_inputs(recipe, self._load_prompts, computes=self.actor_classes().computes)
+        self.autoscaler = Autoscaler(self.recipe, ANY_SPEED)
+        config = config_of(self.inputs.files)
+        self.cluster = RayCluster(self.recipe, parameter_count(self.inputs.files), architectures=config.get("architectures") or ())
         self.shared_pool: PoolClient | None = None  # with the slots of all runs of the cluster, see `cluster.pool`
-        self.done = StepsDone(self.cursor.state())
         self._steps: Iterator[Step] | None = None
         self._stack = ExitStack()
 
@@ -158,12 +133,12 @@ class Runtime(StepOperations):
                 checkpoint = self._open_folder()
             stack.enter_context(self.cluster.running())
             resource = self.cluster.resource()
-            self.slots = self.cluster.check_size(resource)
+            slots = self.cluster.check_size(resource)
             check_kernels(self.recipe, resource)
             check_engines(self.recipe, config_of(self.inputs.files), resource)
-            note = check(self.memory_fit.job, lambda: cluster_room(self.cluster, self.recipe, resource))
-            if resource == "cpu":
-                self.least_mb = self.memory_fit.job.least_mb()
+            job = self.inputs.memory_fit.job
+            note = check(job, lambda: cluster_room(self.cluster, self.recipe, resource))
+            least = job.least_mb() if resource == "cpu" else {}
             if not self.resume:
                 self.folder = RunFolder.create(self.recipe)
                 stack.enter_context(self.folder.locked())
@@ -175,27 +150,30 @@ class Runtime(StepOperations):
             stack.push(self._end_folder)
             state = checkpoint[2] if checkpoint else {}
             resume_notes = self._begin_resume() if checkpoint else []
-            machine = f"{platform.machine()}, {self.slots} {resource} slots"
+            machine = f"{platform.machine()}, {slots} {resource} slots"
             self.folder.begin(self.recipe, machine, self.steps_done, self.changes, state.get("recipe"))
             self.leases = make_leases(self.recipe, resource, self.folder.path, self.cluster.node_name, self.shared_pool)
-            self.ledger = self.leases.ledger
-            resume_notes += self.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done, state.get("ledger_rows", 0))
-            self.record = RunRecorder(self.recipe, self.folder, self.ledger, self.steps_done)
+            saved_rows = state.get("ledger_rows", 0)
+            resume_notes += self.leases.ledger.resume_from(self.folder.path / "ledger.csv", self.steps_done, saved_rows)
+            self.record = RunRecorder(self.recipe, self.folder, self.leases.ledger, self.steps_done)
             stack.push(self._close_record)
-            shows_memory = self.record.progress.mode != "off" or self.memory_fit.reason
-            memory = self.memory_fit.statement(self.least_mb, resource) if shows_memory else ""
-            notes = [memory, *self.inputs.prompts.notes, note, self.inputs.speculation_note, self.memory_fit.note]
+            fit = self.inputs.memory_fit
+            shows_memory = self.record.progress.mode != "off" or fit.reason
+            memory = fit.statement(least, resource) if shows_memory else ""
+            notes = [memory, *self.inputs.prompts.notes, note, self.inputs.speculation_note, fit.note]
             notes.append(self.folder.deletion_note(self.recipe))
-            for message in filter(
-                None, [*resume_notes, self.recipe.untrained_note, self.recipe.exact_note, *self.settings_without_effect(resource), *notes]
-            ):
+            notes = [self.recipe.untrained_note, self.recipe.exact_note, *self.settings_without_effect(resource), *notes]
+            for message in filter(None, [*resume_notes, *notes]):
                 self.record.progress.message(message)
-            self.phases = StepTimer(self.record.progress.phase)
-            self.step = Step(self.steps_done)
-            self._create_stages(resource)
+            watch = MemoryWatch(private=self.cluster.private, job=ray.get_runtime_context().get_job_id())
+            stack.callback(watch.close)
+
+            def memory_of_step(engines: int) -> dict[str, Any]:
+                chosen = {"memory/settings": fit.reason} if fit.reason else {}
+                return memory_metrics(watch.take(), least, fit.step_mb(engines)) | chosen
+
+            self.parts = self._create_parts(resource, memory_of_step)
             stack.push(self._shut_down)
-            self.memory = MemoryWatch(private=self.cluster.private, job=ray.get_runtime_context().get_job_id())
-            stack.callback(self.memory.close)
             self._start(checkpoint)
             gc.collect()
             gc.freeze()  # otherwise a full collection every other step scans all that is imported: 0.07 s, on busy cores 0.4 s
@@ -203,18 +181,19 @@ class Runtime(StepOperations):
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+    def __exit__(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
 
     def __iter__(self) -> Iterator[Step]:
         """Return the run's only iterator: a second loop continues where the first one was left."""
         if self._steps is None:
-            if not hasattr(self, "session"):
+            if not hasattr(self, "parts"):
                 raise UserError("Runtime: the run has not started; iterate within `with Runtime(recipe) as run:`")
-            if not self.owes_evaluation:
-                self.leave_out_start()
-            self._steps = steps(self)
+            self._steps = self._loop()
         return self._steps
+
+    def _loop(self) -> Iterator[Step]:
+        return steps(self.parts)
 
     def settings_without_effect(self, resource: str) -> list[str]:
         """Return messages for the user about settings of the recipe that reach nothing."""
@@ -234,6 +213,8 @@ class Runtime(StepOperations):
         changed = self.recipe.parse({**self.recipe.model_dump(mode="json"), "objective": tree}, where="run.objective")
         self.recipe = self.recipe.model_copy(update={"objective": changed.objective})
         self.autoscaler.set_objective(changed.objective)
+        if hasattr(self, "parts"):
+            self.parts.stages.context.recipe = self.parts.stages.context.recipe.model_copy(update={"objective": changed.objective})
 
     def _repr_html_(self) -> str:
         """Show the run so far in a notebook, before, while and after it is trained."""
@@ -249,14 +230,14 @@ class Runtime(StepOperations):
         """Find what has changed since a checkpoint. Raises UserError if the run cannot go on from it."""
         before = state.get("recipe") or folder.recipe_before()
         if before is not None:
-            self.changes = changes(before, self.recipe, state.get("contents"), self.contents)
+            self.changes = changes(before, self.recipe, state.get("contents"), self.inputs.contents)
             self.changes.check(folder.path, state.get("step", 0), accepted=self.resume_changed)
         try:
             int(state["cursor"]["taken"])
         except (KeyError, TypeError, ValueError):
             raise DamagedCheckpoint(folder.path, "has a checkpoint whose driver.json names no place in the prompts") from None
         if not self.resume_changed:
-            self.cursor.check(state["cursor"])
+            self.inputs.cursor.check(state["cursor"])
 
     def _begin_resume(self) -> list[str]:
         """Set aside what is newer than the chosen checkpoint. Returns messages for the user about this checkpoint and what has changed."""
@@ -279,57 +260,48 @@ class Runtime(StepOperations):
     def actor_classes(self) -> ActorClasses:
         return ActorClasses.real()
 
-    session_class: type[RolloutSession] = RolloutSession
-
     def _join_pool(self, resource: str) -> PoolClient:
         """Join the slots that the runs of the cluster share. A run that is refused leaves no folder."""
         recipe = self.recipe
         ranks, engines = recipe.learner.ranks, recipe.rollout.min_actors * recipe.rollout.least_width
-        least = max(ranks + engines if self.rolls_out_ahead else max(ranks, engines), recipe.reward.tensor_parallel)
+        least = max(ranks + engines if recipe.rollout.rolls_out_ahead else max(ranks, engines), recipe.reward.tensor_parallel)
         say = lambda text: self.record.progress.message(text)  # noqa: E731 - the record is created later
         return join_pool(recipe.cluster, recipe.price, resource, least, self.folder.path, not self.resume, say)
 
-    def _create_stages(self, resource: str) -> None:
+    def _create_parts(self, resource: str, memory_of_step: MemoryOfStep) -> RunParts:
+        record, inputs, actors, private = self.record, self.inputs, self.actor_classes(), self.cluster.private
         chooses_width = self.recipe.rollout.tensor_parallel == "auto"
         engines, note = self._expect_engines(resource)
-        worker_pools = create_worker_pools(
-            self.recipe,
-            self.leases,
-            self.inputs,
-            self.actor_classes(),
-            self.record.progress.message,
-            give_back_at_once=self.memory_fit.give_back_at_once,
-        )
+        recipe, rollout = self.recipe, self.recipe.rollout
         self.autoscaler.expect(engines, note)
-        worker_pools.rollout.set_width(self.autoscaler.engines.width)
         for message in {engine.note: 0 for engine in engines.values() if engine.note}:
-            self.record.progress.message(message)
-        self.broker, self.rollout, self.reward, self.worker_group = (
-            worker_pools.broker,
-            worker_pools.rollout,
-            worker_pools.reward,
-            worker_pools.worker_group,
-        )
+            record.progress.message(message)
         if self.shared_pool is not None:
-            self.autoscaler.bids = MarketBids(self.shared_pool, self.autoscaler.objective, self.recipe.learner.ranks)
-        rollout = self.recipe.rollout
+            self.autoscaler.bids = MarketBids(self.shared_pool, self.autoscaler.objective, recipe.learner.ranks)
+        nodes = EngineNodes(self.leases.nodes, rollout.nodes, rollout.least_width, self._learner_node, record.progress.message)
         most = {width: rollout.max_actors // (width if chooses_width else 1) for width in engines}
-        self.context = RunContext(
-            self.recipe,
-            self.ledger,
-            worker_pools.broker,
-            self.phases,
-            self.record,
-            self.autoscaler,
-            partial(worker_pools.engine_nodes.limits, most, rollout.min_actors),
-        )
-        self.stages = Stages.of(self.context, worker_pools, self.inputs, private=self.cluster.private)
-        computes = self.actor_classes().computes
-        self.agreement = Agreement(self.context, self.stages.learn.worker_groups, self.rollout) if computes else None
-        self.rollout_stage, self.score_stage, self.learn_stage = self.stages.rollout, self.stages.score, self.stages.learn
-        source = PromptSource(self.inputs.prompts.train, self.cursor, self.dynamic_sampling, self.recipe.run.episodes)
-        stages = self.rollout_stage, self.learn_stage, self.score_stage, self.stages.prefix
-        self.session = self.session_class(self.context, source, self.groups, *stages, self._accounted)
+        limits = partial(nodes.limits, most, rollout.min_actors)
+        context = RunContext(recipe, SlotBroker(self.leases), StepTimer(record.progress.phase), record, self.autoscaler, limits)
+        at_once = inputs.memory_fit.give_back_at_once
+        stages = Stages.create(context, inputs, actors, nodes.labels, at_once, private)
+        stages.rollout.pool.set_width(self.autoscaler.engines.width)
+        source = PromptSource(inputs.prompts.train, inputs.cursor, DynamicSampling(recipe, inputs.cursor), recipe.run.episodes)
+        called = stages.rollout, stages.learn, stages.score, stages.prefix, stages.accounted
+        session = RolloutSession(context, source, self._make_groups(), *called, self.steps_done)
+        state = SavedState(stages, session, self.folder, inputs, self.steps_done, resume_changed=self.resume_changed)
+        records = StepRecords(stages, session, state, memory_of_step, self._write_result, not private)
+        return RunParts(stages, session, Updates(stages, session, records), Evaluations(stages, records), records, state)
+
+    def _make_groups(self) -> GroupsInFlight:
+        return GroupsInFlight(self.recipe)
+
+    def _learner_node(self) -> str | None:
+        ranks = self.parts.stages.learn.worker_group.by_rank if hasattr(self, "parts") else []
+        return next((rank.slot.node for rank in ranks), None)
+
+    def _write_result(self) -> None:
+        inputs = self.inputs
+        write_models(self.recipe, self.folder, inputs.files, inputs.critic_files, self.parts.stages.learn.worker_groups)
 
     def _expect_engines(self, resource: str) -> tuple[dict[int, ExpectedEngine], str]:
         """Return what is expected of engines by width, and why there is one width only. An automatic width without a choice is set."""
@@ -346,141 +318,66 @@ class Runtime(StepOperations):
 
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Start the learner and the engines' processes, and publish the first weights."""
-        with self.phases.phase("start", "starting the learner"):
-            self.broker.staff(self.worker_group)
-            self._prewarm(self.worker_group.by_rank[0].slot)
-            if self.inputs.owes_warm_start and checkpoint is None:
-                self.record.progress.phase("supervised warm start (cached afterwards)")
-                self.record.progress.message(f"supervised warm start first: {self.recipe.warm_start.steps} steps, cached afterwards")
-                self.inputs.files = self.worker_group.warm_start(ray.put(self.inputs.files), self.recipe)
-                cache_policy(self.recipe, self.inputs.files)
-            self.record.progress.phase("loading the policy")
-            if self.recipe.keeps_start:  # reference and adapters need the initial policy, also after a resume
-                reference = self.folder.path / "reference"
-                if checkpoint and reference.is_dir():
-                    self.inputs.files = read_folder(reference)
-                else:
-                    swap_folder(reference, writer(self.inputs.files))
-            state = checkpoint[1] if checkpoint and checkpoint[1].files else None  # the first checkpoint of a given policy has no state
-            policy = StoredFiles(self._policy_folder(), self.inputs.files)
-            self.worker_group.build(policy, self.cluster.private, state and of_learner(state))
-            if checkpoint:
-                self._restore_driver(checkpoint[2])
-                self.learn_stage.restore_files(checkpoint[1].files)
-                self.rollout_stage.restore_files(checkpoint[1].files)
-                self._end_when_prompts_are_used_up(self.steps_done)
-            self.weights = self.worker_group.publish(self.steps_done)
-            self.broker.put(self.worker_group.park())
-            critic, other = self.inputs.critic_files, self.inputs.reference
-            of_critic = policy if critic is None else StoredFiles(Path(self.recipe.critic.path), critic)
-            groups = self.learn_stage.worker_groups
-            groups.open_critic(of_critic, self.cluster.private, state)
-            of_reference = policy if other is None else StoredFiles(other, read_folder(other))
-            groups.open_reference(of_reference, self.cluster.private)
-            for group in filter(None, (groups.learner, groups.reference, groups.critic)):
-                for note in group.notes:
-                    self.record.progress.message(note, once=True)
-            if self.stages.agents is not None:
-                self.stages.agents.check()
-        if checkpoint is None:
-            self._save(learned=not self.recipe.policy.path)  # so that a stop at any later moment can be resumed
-
-    def _prewarm(self, home: Slot) -> None:
-        """Start processes ahead of their leases, on the learner's node first. On GPU only the learner's devices are known by then."""
-        nodes, most = self.leases.nodes.slots(self.recipe.rollout.nodes), self.context.most_engines(self.rollout.width)
-        if self.leases.resource == "gpu" and self.rollout.width == 1:  # several devices of one engine may be others
-            slots = dict.fromkeys(instance.slot for instance in self.worker_group.by_rank if instance.slot.node in nodes)
-            for slot in list(slots)[:most]:
-                self.rollout.prewarm(slot)
-        elif self.leases.resource == "cpu":
-            engines = {node: slots // self.rollout.width for node, slots in nodes.items()}
-            for slot in places(engines, home.node, most):
-                self.rollout.prewarm(slot)
-            if self.learn_stage.worker_groups.reference is not None:
-                self.learn_stage.worker_groups.reference.prewarm(home)
-            if self.rollout_stage.drafter is not None:
-                self.rollout_stage.drafter.prewarm(home)
-        if self.stages.agents is None:
-            self.reward.prewarm(home)
-
-    def _policy_folder(self) -> Path | None:
-        """Return the folder that the initial policy's files are in, if they are on disk."""
-        if self.recipe.keeps_start:
-            return self.folder.path / "reference"
-        path = self.recipe.policy.path
-        return cached_folder(path) if path else None
+        start_learner(self.parts, self.inputs, self.folder, checkpoint, private=self.cluster.private)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
-    def _shut_down(self, kind: Any, error: Any, trace: Any) -> None:
+    def _shut_down(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
         """Save what can be saved, end every process, give back every lease."""
+        parts = self.parts
         try:
-            if isinstance(error, Stopped) or (error is None and not self.finished):
+            if isinstance(error, Stopped) or (error is None and not parts.records.finished):
                 self._save_last_step(hurry=isinstance(error, Stopped) and error.signal_number == signal.SIGTERM)
             elif error is not None and not self._has_no_space(error):
-                self._save_kept_state()
+                parts.state.save_kept()
         except Exception as failure:  # the last checkpoint remains valid, and the leases must be released anyway
-            self.record.progress.message(f"no checkpoint at the stop: {one_line(failure, 300)}")
+            parts.stages.context.say(f"no checkpoint at the stop: {one_line(failure, 300)}")
         finally:
             with ExitStack() as stack:  # from the last to the first, each of them also if one before it fails
                 stack.callback(self._forget)
                 stack.callback(self.leases.release_all)
-                stack.callback(self.stages.close)
+                stack.callback(parts.stages.close)
                 self.folder.end(*self._outcome(error))  # before any call to Ray: if Ray is gone, it may take a minute to return
 
     def _forget(self) -> None:
         """Drop the last references to objects: a node that holds any is not idle."""
-        self.weights = None
-        self.learn_stage.worker_groups.forget()
-
-    def _has_no_space(self, error: Any) -> bool:
-        """Return whether a checkpoint failed for lack of space: another one would fail too."""
-        return isinstance(error, DiskFull) and self.checkpoints.folder in (error.path, *error.path.parents)
+        self.parts.session.weights = None
+        self.parts.stages.learn.worker_groups.forget()
 
     def _save_last_step(self, hurry: bool) -> None:
         """Save the last finished step unless it is saved. `hurry`: the process will be killed soon."""
         STOP.acknowledge()
-        if self.session.update is not None:
-            self.record.progress.message("stopped inside an update: the last checkpoint remains valid")
+        parts, number = self.parts, self.parts.session.step.number
+        if parts.session.update is not None:
+            parts.stages.context.say("stopped inside an update: the last checkpoint remains valid")
             return
-        if self.unrecorded:
-            self.owes_evaluation = self.evaluation_is_due(self.step.number) and not self.step.evaluation
-            self.close_step(self.step)
-            self._write_row(self.step)
-        if self.weights is not None and self.saved != self.steps_done:  # no weights yet: the learner was not built
-            self._save(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)
+        parts.records.close_interrupted(parts.evaluations.is_due(number))
+        parts.state.save_unless_saved(self.recipe.run.sigterm_s * 2 / 3 if hurry else None)
 
-    def _save_kept_state(self) -> None:
-        """Save the last finished step after a failure, unless it is saved or its state is only in the learner, which may have failed."""
-        if self.weights is None or self.unrecorded or self.saved == self.steps_done or not self.learn_stage.worker_groups.kept_now:
-            return
-        while self.record.later:
-            with suppress(DiskFull):  # the checkpoint is more important than rows
-                self.record.catch_up()
-        self._save(FAILED_SAVE_S)
-        self.record.progress.message(f"step {self.steps_done} is saved: --resume continues from there")
+    def _has_no_space(self, error: BaseException) -> bool:
+        """Return whether a checkpoint failed for lack of space: another one would fail too."""
+        return isinstance(error, DiskFull) and self.parts.state.checkpoints.folder in (error.path, *error.path.parents)
 
-    def _outcome(self, error: Any) -> tuple[str, str]:
+    def _outcome(self, error: BaseException | None) -> tuple[str, str]:
         """Return status and reason for status.json."""
         if error is None:
-            left = f"the loop was left after step {self.steps_done} of {self.recipe.run.steps}"
-            return ("done", "") if self.finished else ("stopped", left)
+            left = f"the loop was left after step {self.parts.state.steps_done} of {self.parts.session.last_step}"
+            return ("done", "") if self.parts.records.finished else ("stopped", left)
         return "stopped" if isinstance(error, (Stopped, KeyboardInterrupt, GeneratorExit)) else "failed", str(self._reported_error(error))
 
-    def _end_folder(self, kind: Any, error: Any, trace: Any) -> None:
+    def _end_folder(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write the status of a run that ended before it had a recorder."""
         if error is not None and self.folder.status.get("status") == "running":
             self.folder.end(*self._outcome(error))
 
-    def _close_record(self, kind: Any, error: Any, trace: Any) -> None:
+    def _close_record(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
         self.record.close(*self._outcome(error))
 
-    def _raise_reported_error(self, kind: Any, error: Any, trace: Any) -> None:
-        reported = self._reported_error(error)
-        if reported is not error:
+    def _raise_reported_error(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and (reported := self._reported_error(error)) is not error:
             raise reported from error
 
-    def _reported_error(self, error: Any) -> Any:
+    def _reported_error(self, error: BaseException) -> BaseException:
         """Return the error to report. A stop or a full disk says whether there is a checkpoint to continue from."""
         folder = getattr(self, "folder", None)  # a stop may come before there is one
         if isinstance(error, OSError) and error.errno in FULL:  # raised by a library

@@ -1,9 +1,10 @@
-"""Create the stages of a run from its worker pools, and close them together."""
+"""Create the stages of a run with their worker pools, and close them together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 
 import ray
 
@@ -11,11 +12,13 @@ from placement.memory import VALUE_BYTES
 from rlhfless_ray.agent.agent_actor import AgentActor
 from rlhfless_ray.agent.agent_processes import AgentProcesses, start_agent
 from rlhfless_ray.agent.load_agent import AgentSource
+from rlhfless_ray.engine.engine_settings import engine_settings
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.learn_stage import LearnStage
+from rlhfless_ray.learn.rank_settings import critic_settings, learner_settings, reference_settings
 from rlhfless_ray.prefix.prefix_stage import PrefixStage
-from rlhfless_ray.prefix.supported_models import page_bytes
+from rlhfless_ray.prefix.supported_models import page_bytes, unsupported
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.prescored_stage import PrescoredStage
 from rlhfless_ray.reward.score_stage import ScoreStage
@@ -23,49 +26,95 @@ from rlhfless_ray.rollout.kept_pages import KeptPages
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.rollout.trained_drafter import TrainedDrafter
 from rlhfless_ray.run.context import RunContext
+from rlhfless_ray.runtime.agreement import Agreement
 from rlhfless_ray.runtime.run_inputs import RunInputs
-from rlhfless_ray.runtime.worker_pools import WorkerPools
+from rlhfless_ray.runtime.worker_pools import ActorClasses, PoolMaker, check_kv, with_publish
 from rlhfless_ray.weights.model_folder import config_of, without_weights
 from rlhfless_ray.weights.tensor_file import Files
+
+Labels = Callable[[], dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Stages:
+    context: RunContext
     faults: FailureBudget  # shared by all functions
     prefix: PrefixStage | None
     rollout: RolloutStage
     score: ScoreStage
     learn: LearnStage
     agents: AgentProcesses | None  # None: responses have one turn
+    agreement: Agreement | None  # None: engines and learner compute no policy
 
     @classmethod
-    def of(cls, context: RunContext, worker_pools: WorkerPools, inputs: RunInputs, *, private: bool) -> Stages:
-        """Create the stages. `private`: whether this Ray serves no other run."""
-        faults, files, reward, tokenizer = worker_pools.faults, inputs.files, inputs.reward_source, inputs.tokenizer
-        score = (PrescoredStage if isinstance(reward, AgentSource) else ScoreStage)(context, worker_pools.reward, reward, tokenizer)
-        learn = LearnStage(context, worker_pools.worker_group, worker_pools.critic, worker_pools.reference)
-        agents = _agents(context, reward, files, inputs.lengths.longest_prompt, faults) if isinstance(reward, AgentSource) else None
-        prefix = _prefix(context, worker_pools, files, private)
-        weight_bytes = sum(len(content) for name, content in files.items() if name.endswith(".safetensors"))
+    def create(cls, context: RunContext, inputs: RunInputs, actors: ActorClasses, labels: Labels, at_once: bool, private: bool) -> Stages:
+        """Create the stages with their pools, all empty. Instances get all they need as bytes, because nodes lack the driver's files.
+
+        Args:
+            labels: returns the labels that the engines' slots must have now.
+            at_once: whether parked engines release their memory at once, see `memory_fit.Fit`.
+            private: whether this Ray serves no other run.
+        """
+        resource, files, reward, longest = context.leases.resource, inputs.files, inputs.reward_source, inputs.lengths.longest_prompt
+        if resource == "cpu":
+            check_kv(context.recipe, files, longest)
+        recipe = with_publish(context.recipe, files, resource)
+        make = PoolMaker(recipe, context.broker, files, context.record.progress.message, give_back_at_once=at_once)
+        critic = reference = prefix = drafter = None
+        learner = make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner")
+        if recipe.algorithm.has_critic:
+            critic = make.worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks)
+        if recipe.has_reference:
+            reference = make.worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks)
+        learn = LearnStage(context, learner, critic, reference)
+        score = (PrescoredStage if isinstance(reward, AgentSource) else ScoreStage)(
+            context, make.reward(actors.reward, reward), reward, inputs.tokenizer
+        )
+        shares_kv = actors.prefill is not None and recipe.rollout.prefix_kv != "off"
+        unshared = unsupported(config_of(files), recipe.rollout.least_width) if shares_kv else None
+        keeps_pages = (shares_kv and unshared is None) or recipe.rollout.partial_kv == "keep"
+        engine = engine_settings(recipe, longest, resource, keeps_pages, inputs.tokenizer.eos_token_id)
+        config, of_drafter = ray.put(without_weights(files)), [ray.put(inputs.drafter_files)] if inputs.drafter_files else []
+        if actors.prefill is not None and shares_kv:
+            blocked = f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None
+            pool = make.engines("prefill", actors.prefill, replace(engine, speculation="off"), config)
+            page, store = _page_and_store_bytes(recipe, files)
+            mode, kv = recipe.rollout.prefix_kv, {"block_size": recipe.rollout.block_size, "page_bytes": page, "store_bytes": store}
+            prefix = PrefixStage(context, pool, mode, run_id=context.leases.run_id, **kv, blocked=blocked, private=private)
+        if of_drafter and recipe.rollout.drafter_train == "on" and actors.drafter:
+            drafter = TrainedDrafter(context, make.drafter(actors.drafter, *of_drafter))
+        agents = _agents(context, reward, files, longest, make.faults) if isinstance(reward, AgentSource) else None
         rollout = RolloutStage(
             context,
-            worker_pools.rollout,
+            make.engines("rollout", actors.rollout, engine, config, *of_drafter, labels=labels),
             learn.worker_groups,
-            tokenizer,
-            weight_bytes,
+            inputs.tokenizer,
+            sum(len(content) for name, content in files.items() if name.endswith(".safetensors")),
             prefix=prefix,
             agents=agents,
-            drafter=TrainedDrafter(context, worker_pools.drafter) if worker_pools.drafter is not None else None,
-            kept=_kept_pages(context.recipe, files) if context.recipe.rollout.partial_kv == "keep" else None,
+            drafter=drafter,
+            kept=_kept_pages(recipe, files) if recipe.rollout.partial_kv == "keep" else None,
             on_end_near=score.prepare,
         )
-        return cls(faults, prefix, rollout, score, learn, agents)
+        agreement = Agreement(context, learn.worker_groups, rollout.pool) if actors.computes else None
+        return cls(context, make.faults, prefix, rollout, score, learn, agents, agreement)
 
-    def pools(self) -> Iterator[WorkerPool]:
+    @contextmanager
+    def accounted(self, where: str, phase: AbstractContextManager[None]) -> Iterator[None]:
+        """Run a phase, and check at its end that it lost no lease."""
+        with phase:
+            yield
+        self.context.broker.check(where, self.pools())
+
+    def generating(self) -> Iterator[WorkerPool]:
+        """Yield the pools whose processes may be kept between steps."""
         yield from (self.rollout.pool, self.score.pool)
-        yield from self.learn.worker_groups.pools()
         if self.prefix is not None:
             yield self.prefix.pool
+
+    def pools(self) -> Iterator[WorkerPool]:
+        yield from self.generating()
+        yield from self.learn.worker_groups.pools()
         if self.rollout.drafter is not None:
             yield self.rollout.drafter.pool
 
@@ -76,12 +125,11 @@ class Stages:
 
     def close(self) -> None:
         """End every process. Their leases stay."""
-        for pool in (self.rollout.pool, self.score.pool, *self.learn.worker_groups.pools()):
-            pool.close()
+        for pool in self.pools():
+            if self.prefix is None or pool is not self.prefix.pool:
+                pool.close()
         if self.prefix is not None:
             self.prefix.close()
-        if self.rollout.drafter is not None:
-            self.rollout.drafter.pool.close()
         if self.agents is not None:
             self.agents.close()
 
@@ -107,22 +155,4 @@ def _kept_pages(recipe: Recipe, files: Files) -> KeptPages:
 def _page_and_store_bytes(recipe: Recipe, files: Files) -> tuple[int, int]:
     """Return the sizes of a KV page of the policy in `files`, and of the cluster's object store, in bytes."""
     page = page_bytes(config_of(files), VALUE_BYTES[recipe.policy.dtype], recipe.rollout.block_size)
-    return page, int(ray.cluster_resources().get("object_store_memory", 0))
-
-
-def _prefix(context: RunContext, worker_pools: WorkerPools, files: Files, private: bool) -> PrefixStage | None:
-    if worker_pools.prefill is None:
-        return None
-    rollout = context.recipe.rollout
-    page, store = _page_and_store_bytes(context.recipe, files)
-    return PrefixStage(
-        context,
-        worker_pools.prefill,
-        rollout.prefix_kv,
-        run_id=context.leases.run_id,
-        block_size=rollout.block_size,
-        page_bytes=page,
-        store_bytes=store,
-        blocked=worker_pools.prefix_blocked,
-        private=private,
-    )
+    return page, int(ray.cluster_resources().get("object_store_memory", 0))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Create the leases of a run and its worker pools, which share them, its ledger and its budgets, before anything is leased."""
+"""Make the leases of a run, and worker pools that share them, its ledger and its budgets."""
 
 from __future__ import annotations
 
@@ -15,32 +15,29 @@ import ray
 
 from rlhfless_ray.common.errors import UserError
 from rlhfless_ray.engine.engine_actor import EngineActor
-from rlhfless_ray.engine.engine_settings import EngineSettings, check_kernels, engine_settings
+from rlhfless_ray.engine.engine_settings import EngineSettings, check_kernels
 from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.cluster_nodes import ClusterNodes
 from rlhfless_ray.functions.failure_budget import FailureBudget
 from rlhfless_ray.functions.instance import start_actor
-from rlhfless_ray.functions.lease import LeaseManager
+from rlhfless_ray.functions.lease import LeaseManager, Slot
 from rlhfless_ray.functions.ledger import Ledger, Prices
-from rlhfless_ray.functions.limits import EngineNodes
 from rlhfless_ray.functions.pool_client import PoolClient
 from rlhfless_ray.functions.warm_memory_budget import WarmMemoryBudget
 from rlhfless_ray.functions.worker_pool import WorkerPool
 from rlhfless_ray.learn.rank_actors import CriticActor, LearnerActor, ReferenceActor
-from rlhfless_ray.learn.rank_settings import critic_settings, learner_settings, reference_settings
 from rlhfless_ray.learn.recovery import Recovery
 from rlhfless_ray.learn.worker_group import WorkerGroup
 from rlhfless_ray.local.machine_memory import snapshot_every_steps
 from rlhfless_ray.local.process_memory import large_page_environment
-from rlhfless_ray.prefix.supported_models import unsupported
 from rlhfless_ray.preflight.check_policy import why_not_served
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.reward.reward_actor import RewardActor
+from rlhfless_ray.reward.source import Source
 from rlhfless_ray.rollout.drafter_trainer import DrafterActor, DrafterSettings
-from rlhfless_ray.runtime.run_inputs import RunInputs
 from rlhfless_ray.weights.adapter import choose_publish
 from rlhfless_ray.weights.load_policy import check_kv_cache
-from rlhfless_ray.weights.model_folder import config_of, parameter_count, without_weights
+from rlhfless_ray.weights.model_folder import config_of, parameter_count
 from rlhfless_ray.weights.quantized_base import has_4_bits
 from rlhfless_ray.weights.tensor_file import Files
 
@@ -65,21 +62,6 @@ class ActorClasses:
     @classmethod
     def real(cls) -> ActorClasses:
         return cls(EngineActor, RewardActor, LearnerActor, EngineActor, CriticActor, ReferenceActor, DrafterActor)
-
-
-@dataclass(frozen=True)
-class WorkerPools:
-    broker: SlotBroker
-    faults: FailureBudget  # shared by all functions
-    rollout: WorkerPool
-    reward: WorkerPool
-    worker_group: WorkerGroup
-    engine_nodes: EngineNodes
-    prefill: WorkerPool | None = None
-    critic: WorkerGroup | None = None
-    reference: WorkerGroup | None = None
-    prefix_blocked: str | None = None  # why there is no prefix KV although the recipe asks for it
-    drafter: WorkerPool | None = None  # trains the drafter
 
 
 def make_leases(recipe: Recipe, resource: str, folder: Path, name_of: Callable[[str], str], source: PoolClient | None) -> LeaseManager:
@@ -113,15 +95,16 @@ class PoolMaker:
     """Makes the pools of one run, which share its leases, its ledger and its budgets."""
 
     def __init__(
-        self, recipe: Recipe, leases: LeaseManager, files: Files, say: Callable[[str], None], *, give_back_at_once: bool = False
+        self, recipe: Recipe, broker: SlotBroker, files: Files, say: Callable[[str], None], *, give_back_at_once: bool = False
     ) -> None:
         """Create a maker. `give_back_at_once`: parked engines release their memory at once, see `memory_fit.Fit`."""
-        self.recipe, self.leases, self.resource, self.say = recipe, leases, leases.resource, say
+        self.recipe, self.broker, self.leases, self.say = recipe, broker, broker.leases, say
+        self.resource = self.leases.resource
         self.give_back_after_s = 0.0 if give_back_at_once else GIVE_BACK_AFTER_S
-        self.broker = SlotBroker(leases)
         self.faults = FailureBudget(recipe.functions.max_replacements)
-        other_runs = leases.source if isinstance(leases.source, PoolClient) else None
-        self.parked = WarmMemoryBudget(recipe.functions.parked_mb, leases.nodes.memory_mb, say, other_runs)
+        source = self.leases.source
+        other_runs = source if isinstance(source, PoolClient) else None
+        self.parked = WarmMemoryBudget(recipe.functions.parked_mb, self.leases.nodes.memory_mb, say, other_runs)
         parameters = parameter_count(files)
         self.pages = large_page_environment(parameters) if self.resource == "cpu" else {}  # of processes with weights of the learner's size
         self.snapshot_steps = snapshot_every_steps(recipe, parameters)
@@ -141,23 +124,23 @@ class PoolMaker:
         arguments of `WorkerPool`.
         """
 
-        def start(slot: Any) -> Any:
+        def start(slot: Slot) -> Any:
             return start_actor(cls, slot, self.resource, {}, config, replace(engine, tensor_parallel=pool.width), *drafter)
 
         options |= {"give_back_after_s": self.give_back_after_s, "waits_to_leave": False}
         pool = self._pool(kind, start, width=engine.tensor_parallel, **options)
         return pool
 
-    def reward(self, cls: type, source: Any) -> WorkerPool:
-        source_ref = ray.put(source)  # may contain a reward model's weights
-        start = self._starter(cls, source_ref, self.recipe.reward.timeout_s, self.resource)
+    def reward(self, cls: type, source: Source) -> WorkerPool:
+        arguments = ray.put(source), self.recipe.reward.timeout_s, self.resource  # the source may contain a reward model's weights
+        start = lambda slot: start_actor(cls, slot, self.resource, {}, *arguments)  # noqa: E731
         return self._pool(source.pool_kind, start, on_device=source.on_device, width=self.recipe.reward.tensor_parallel)
 
-    def drafter(self, cls: type, drafter: list[Any]) -> WorkerPool:
+    def drafter(self, cls: type, *drafter: Any) -> WorkerPool:
         """Make the pool of the process that trains the drafter."""
         rollout, device = self.recipe.rollout, "cuda" if self.resource == "gpu" else "cpu"
         settings = DrafterSettings(rollout.drafter_learning_rate, rollout.temperature, device, self.recipe.run.deterministic)
-        return self._pool("drafter", self._starter(cls, *drafter, settings))
+        return self._pool("drafter", lambda slot: start_actor(cls, slot, self.resource, {}, *drafter, settings))
 
     def worker_group(self, kind: str, cls: type | None, settings: Callable[..., Any], ranks: int, name: str = "") -> WorkerGroup:
         """Make the worker group of learner, critic or reference. `name`: in messages; default: the kind."""
@@ -178,68 +161,27 @@ class PoolMaker:
         recovery = Recovery(self.snapshot_steps, self.say, on_disk=recipe.checkpoint.resumable)
         return WorkerGroup(pool, ranks, recipe.learner, self.broker, name or kind, recovery, shares_base, recipe.run.exact)
 
-    def _starter(self, cls: type | None, *arguments: Any) -> Callable[[Any], Any]:
-        assert cls is not None
-        return lambda slot: start_actor(cls, slot, self.resource, {}, *arguments)
-
-    def _pool(self, kind: str, start: Callable[[Any], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
+    def _pool(self, kind: str, start: Callable[[Slot], Any], *, on_device: bool = True, **options: Any) -> WorkerPool:
         options |= {"faults": self.faults, "parked_memory": self.parked}
         return WorkerPool(kind, start, self.leases, self.recipe.functions.keep_alive_s, on_device=on_device, **options)
 
 
-def create_worker_pools(
-    recipe: Recipe,
-    leases: LeaseManager,
-    inputs: RunInputs,
-    actors: ActorClasses,
-    say: Callable[[str], None],
-    *,
-    give_back_at_once: bool = False,
-) -> WorkerPools:
-    """Create the pools, all empty. Instances get everything they need as bytes, because nodes lack the driver's files.
-
-    Args:
-        say: callback for log messages.
-        give_back_at_once: whether parked engines release their memory at once, see `memory_fit.Fit`.
-    """
-    resource, files, longest_prompt_tokens = leases.resource, inputs.files, inputs.lengths.longest_prompt
-    if resource == "cpu":
-        if recipe.rollout.block_size % 32:
-            raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
-        check_kv_cache(recipe, files, longest_prompt_tokens)
-    if recipe.lora.rank:
-        recipe = with_publish(recipe, files, resource)
-        check_kernels(recipe, resource)  # again: a base in 4 bits decides `lora.publish`
-    prefill = actors.prefill if recipe.rollout.prefix_kv != "off" else None
-    unshared = unsupported(config_of(files), recipe.rollout.least_width) if prefill is not None else None
-    keeps_pages = (prefill is not None and unshared is None) or recipe.rollout.partial_kv == "keep"
-    engine = engine_settings(recipe, longest_prompt_tokens, resource, keeps_pages, inputs.tokenizer.eos_token_id)
-    config = ray.put(without_weights(files))
-    drafter = [ray.put(inputs.drafter_files)] if inputs.drafter_files else []
-    make = PoolMaker(recipe, leases, files, say, give_back_at_once=give_back_at_once)
-    learner = make.worker_group("learn", actors.learner, learner_settings, recipe.learner.ranks, "learner")
-    home = lambda: next((rank.slot.node for rank in learner.by_rank), None)  # noqa: E731
-    engine_nodes = EngineNodes(leases.nodes, recipe.rollout.nodes, recipe.rollout.least_width, home, say)
-    return WorkerPools(
-        make.broker,
-        make.faults,
-        make.engines("rollout", actors.rollout, engine, config, *drafter, labels=engine_nodes.labels),
-        make.reward(actors.reward, inputs.reward_source),
-        learner,
-        engine_nodes,
-        make.engines("prefill", prefill, replace(engine, speculation="off"), config) if prefill is not None else None,
-        make.worker_group("critic", actors.critic, critic_settings, recipe.critic.ranks) if recipe.algorithm.has_critic else None,
-        make.worker_group("reference", actors.reference, reference_settings, recipe.reference.ranks) if recipe.has_reference else None,
-        f"KV cannot be shared, and contexts of moved responses are computed again: {unshared}" if unshared else None,
-        make.drafter(actors.drafter, drafter) if drafter and recipe.rollout.drafter_train == "on" and actors.drafter else None,
-    )
-
-
 def with_publish(recipe: Recipe, files: Files, resource: str) -> Recipe:
-    """Return the recipe with `lora.publish` resolved to `merged` or `adapter`."""
+    """Return the recipe with `lora.publish` resolved to `merged` or `adapter`, if it has adapters. Checks it on this resource."""
     lora = recipe.lora
-    if lora.rank and has_4_bits(config_of(files)):
-        return recipe.with_settings({"lora.publish": "adapter"})
-    served = why_not_served(recipe, config_of(files)) is None and recipe.rollout.partial_kv != "keep"
-    publish = choose_publish(lora.publish, served, resource, parameter_count(files), recipe.rollout.max_tokens)
-    return recipe.with_settings({"lora.publish": publish})
+    if not lora.rank:
+        return recipe
+    publish = "adapter"
+    if not has_4_bits(config_of(files)):
+        served = why_not_served(recipe, config_of(files)) is None and recipe.rollout.partial_kv != "keep"
+        publish = choose_publish(lora.publish, served, resource, parameter_count(files), recipe.rollout.max_tokens)
+    recipe = recipe.with_settings({"lora.publish": publish})
+    check_kernels(recipe, resource)  # again: a base in 4 bits decides `lora.publish`
+    return recipe
+
+
+def check_kv(recipe: Recipe, files: Files, longest_prompt_tokens: int) -> None:
+    """Raise UserError for a KV cache that engines on CPU cannot have."""
+    if recipe.rollout.block_size % 32:
+        raise UserError(f"rollout.block_size: vLLM on CPU needs a multiple of 32 (got {recipe.rollout.block_size})")
+    check_kv_cache(recipe, files, longest_prompt_tokens)

@@ -16,7 +16,8 @@ import numpy as np
 
 from placement.forecast.forecaster import Scenarios
 from rlhfless_ray.autoscaler.weight_timing import WeightTiming
-from rlhfless_ray.common.errors import RunError
+from rlhfless_ray.common.deadlines import STOP
+from rlhfless_ray.common.errors import RunError, UserError
 from rlhfless_ray.common.pending import Pending
 from rlhfless_ray.functions.lease import Lease
 from rlhfless_ray.functions.limits import Limits
@@ -31,10 +32,10 @@ from rlhfless_ray.rollout.rollout_result import RolloutResult
 from rlhfless_ray.rollout.rollout_stage import RolloutStage
 from rlhfless_ray.run.context import RunContext
 from rlhfless_ray.session.groups_in_flight import GroupsInFlight
-from rlhfless_ray.session.prompt_source import PromptSource
+from rlhfless_ray.session.prompt_source import Pick, PromptSource
 from rlhfless_ray.step.rollout_batch import RolloutBatch
 from rlhfless_ray.step.rollout_plan import RolloutPlan
-from rlhfless_ray.step.step import Step
+from rlhfless_ray.step.step import Step, StepProgress
 from rlhfless_ray.step.step_prefixes import StepPrefixes
 from rlhfless_ray.types import Group, Sample, Scored, UpdateStats, WeightVersion
 
@@ -48,12 +49,13 @@ class Pause:
 
 
 class RolloutSession:
-    update: Pending[Any] | None = None  # of the learner, while it is under way
+    update: Pending[UpdateStats] | Pending[None] | None = None  # of the learner, while it is under way
     update_ends_s = 0.0  # when it will end by its prediction, on the clock of time.monotonic
     begun: list[Group] | None = None  # the next step's groups with their responses, once a rollout beside an update has begun them
     goes_on = False  # whether the update has ended before the rollout beside it, which goes on under its weights
     pause: Pause | None = None
     limits: Limits | None = None  # of the newest plan
+    upcoming: Step | None = None  # admitted, and not taken yet
 
     def __init__(
         self,
@@ -65,24 +67,20 @@ class RolloutSession:
         scoring: ScoreStage,
         prefix: PrefixStage | None,
         accounted: Callable[[str, AbstractContextManager[None]], AbstractContextManager[None]],
+        steps_done: int,
     ) -> None:
-        """Create the session.
-
-        Args:
-            prefix: computes the KV of shared prefixes. None: engines do.
-            accounted: runs a phase of this name, and checks at its end that it lost no lease.
-        """
+        """Create a session. `prefix`: computes the KV of shared prefixes; None: engines do. `accounted`: checks a phase's leases."""
         self.accounted = accounted
         self.context, self.source, self.groups = context, source, groups
         self.stage, self.learn, self.scoring, self.prefix = stage, learn, scoring, prefix
         self.mode: RolloutMode = context.recipe.rollout.mode
         self.last_step = context.recipe.run.steps  # filtered groups can lower it by using up an episode's prompts early
         self.weights: WeightVersion | None = None  # the newest
-        self.step = Step(0)  # the one that is trained
+        self.step = Step(steps_done, progress=StepProgress.CLOSED)  # the newest that was taken
 
     # ---- planning ---------------------------------------------------------------------------------------------
 
-    def plan(self, number: int) -> Step | None:
+    def _plan_step(self, number: int) -> Step | None:
         """Plan a step: its groups, the forecast of their lengths, engines and shared prefixes. Returns None after the last step."""
         if number > self.last_step:
             return None
@@ -183,22 +181,25 @@ class RolloutSession:
         self.update, self.update_ends_s = update, time.monotonic() + self.context.autoscaler.expected_update_s
         return update
 
-    def update_ends(self) -> None:
-        self.update = None
+    def admit(self, pick: Pick | None = None) -> Step | None:
+        """Plan the next step, at first the first one, and generate its responses beside an update if the mode says so.
 
-    def admit(self, number: int) -> Step | None:
-        """Plan the next step, and generate its responses beside the update if the mode says so. Returns None after the last step."""
-        step = self.plan(number)
-        if step is not None and self.mode.begins_beside_update:
+        Returns None after the last step. `pick`: picks the rows of its new prompts, instead of the next ones in the shuffled order.
+        """
+        least = StepProgress.UPDATING if self.context.recipe.learns else StepProgress.TAKEN
+        self.step.check("session.admit", *(progress for progress in StepProgress if progress >= least))
+        if self.upcoming is not None:
+            raise UserError(f"session.admit: step {self.upcoming.number} is admitted already; take it first")
+        self.source.pick = pick
+        step = self.upcoming = self._plan_step(self.step.number + 1)
+        if step is not None and self.update is not None and self.mode.begins_beside_update:
             self._roll_out(step)
         return step
 
-    def switch(self, step: Step) -> None:
-        """After an update: plan what the rollout beside it has left of a step, with all slots, under the new weights.
-
-        The speed is fitted to that rollout during the next update, when nothing waits for it.
-        """
-        if step.samples or not self.mode.begins_beside_update:
+    def switch(self) -> None:
+        """After an update: plan what the rollout beside it has left of the next step, with all slots, under the new weights."""
+        step = self.upcoming
+        if step is None or step.samples or not self.mode.begins_beside_update:
             return
         began_s, went_on = time.monotonic(), self.goes_on
         if went_on:
@@ -219,13 +220,26 @@ class RolloutSession:
     # ---- taking a step's batch ------------------------------------------------------------------------------------
 
     def take(self, step: Step) -> None:
-        """Set the samples that the step trains on. Generates under the newest weights what no rollout beside an update has completed."""
+        """Begin the admitted step, and set the samples that it trains on.
+
+        Generates under the newest weights what no rollout beside an update has completed.
+        """
+        if step is not self.upcoming:
+            raise UserError(f"session.take: step {step.number} is not the step that session.admit has returned last")
+        self.step.check("session.take", StepProgress.CLOSED)
+        STOP.check()
+        if self.context.ledger.step != step.number:  # otherwise its engines have started already
+            self.context.ledger.begin_step(step.number)
+        self.context.leases.waited_s = 0.0
+        self.step, self.upcoming, self.learn.number = step, None, step.number
+        self.wait_for_weights()
         if not step.samples and step.batch.is_complete:  # generated before a resume
             step.batch.is_enough(range(len(step.batch.ids)))
             step.metrics |= RolloutResult().metrics()
             step.samples = self._take_groups(step, step.batch.join([], []))
         elif not step.samples:
             self._roll_out(step)
+        step.progress = StepProgress.TAKEN
 
     def refill(self, step: Step, answers: list[Scored], score: Callable[[Sequence[Sample]], list[Scored]]) -> list[Scored]:
         """Replace groups without a learning signal among the answers, see `DynamicSampling`. Returns the samples to learn from.
@@ -267,8 +281,7 @@ class RolloutSession:
             self._generate(step)
 
     def _prefill(self, step: Step) -> StepPrefixes | None:
-        assert self.weights is not None
-        if self.prefix is None or step.prefixes is None:
+        if self.prefix is None or step.prefixes is None or self.weights is None:
             return None
         prompts = [p.token_ids for p in step.prompts]
         return self.prefix.prefill(step.prefixes, prompts, self.weights, step.plan.width or self.stage.pool.width)
@@ -329,10 +342,11 @@ class RolloutSession:
     def _work_beside(self, step: Step) -> WorkBeside | None:
         """Return what scores and learns on slots that engines have left."""
         broker = self.context.broker
-        if not self.mode.boundary.cuts:
-            prompts, count = len(step.prompts), step.batch.count
-            return OverlapScheduler(self.scoring, self.learn, broker, prompts, count, self.stage.drafter)
-        return None if self.mode.begins_beside_update else PartialOverlap(self.scoring, self.learn, broker, step.batch)
+        if not self.context.recipe.scores or (self.mode.boundary.cuts and self.mode.begins_beside_update):
+            return None
+        if self.mode.boundary.cuts:
+            return PartialOverlap(self.scoring, self.learn, broker, step.batch)
+        return OverlapScheduler(self.scoring, self.learn, broker, len(step.prompts), step.batch.count, self.stage.drafter)
 
     def _observe_pause(self, generate_began_s: float) -> None:
         if self.pause is not None and self.stage.restart_s is not None:

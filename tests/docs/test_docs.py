@@ -33,7 +33,7 @@ SECTIONS = {*Recipe.model_fields, *SupervisedRecipe.model_fields}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`")
 EXAMPLES = dict(public_examples())
-OF_RUNS = ("rlhfless_ray.Runtime", "rlhfless_ray.generate")
+OF_RUNS = ("rlhfless_ray.Runtime", "rlhfless_ray.RunParts", "rlhfless_ray.generate")
 OF_STAGES = ("rlhfless_ray.run_supervised", "rlhfless_ray.run_workflow")
 NEEDS_RAY = (*OF_RUNS, *OF_STAGES)
 
@@ -140,10 +140,11 @@ def test_every_entry_of_commands_yaml_is_needed_and_gives_a_reason() -> None:
         assert rule.get("fast") or rule.get("reason") or rule.get("not_run"), f"{rule['match']}: give a reason"
 
 
-def test_the_commands_at_the_head_of_the_minimal_recipe_are_shown_on_a_page() -> None:
+@pytest.mark.parametrize("name", ["minimal", "own_loop"])
+def test_the_commands_at_the_head_of_a_program_are_shown_on_a_page(name: str) -> None:
     """`make docs-check` reads pages only."""
-    text = (ROOT / "recipes" / "minimal.py").read_text(encoding="utf-8")
-    head = re.findall(r"^    (python recipes/minimal\.py.*?) *(?:#.*)?$", text, re.MULTILINE)
+    text = (ROOT / "recipes" / f"{name}.py").read_text(encoding="utf-8")
+    head = re.findall(rf"^    (python recipes/{name}\.py.*?) *(?:#.*)?$", text, re.MULTILINE)
     assert len(head) == 2 and {*head} <= {command.text for command in commands()}
 
 

@@ -12,6 +12,7 @@ from rlhfless_ray.functions.broker import SlotBroker
 from rlhfless_ray.functions.lease import Lease, Slot
 from rlhfless_ray.recipe import Recipe
 from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.step_records import StepRecords
 from tests.conftest import small_recipe
 
 
@@ -122,17 +123,18 @@ class Counting(SlotBroker):
 @pytest.mark.ray
 @pytest.mark.engine
 def test_every_lease_of_a_run_has_one_owner_after_every_phase(private_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhfless_ray.runtime.worker_pools.SlotBroker", Counting)
+    monkeypatch.setattr("rlhfless_ray.runtime.runtime.SlotBroker", Counting)
     monkeypatch.setattr(Counting, "checks", [], raising=False)
     with Runtime(Recipe.parse(small_recipe(tmp_path, run__steps=3))) as run:
-        assert isinstance(run.broker, Counting)
+        assert isinstance(run.parts.stages.context.broker, Counting)
         for step in run:
             if step.number == 2:
-                run.broker.loses_in = "score"
+                run.parts.stages.context.broker.loses_in = "score"
                 with pytest.raises(AssertionError, match=r"leases after score: lease .* is lost: neither free nor working") as caught:
                     next(iter(run))
                 break
-    assert run.broker.lost is not None and run.broker.lost.id in str(caught.value)
+    lost = run.parts.stages.context.broker.lost
+    assert lost is not None and lost.id in str(caught.value)
     one = ["rollout", "score", "publish", "learn"]
     assert [where for where in Counting.checks if where in one] == [*one, *one, "rollout"]
     assert Counting.checks.count("the end of the step") == 2
@@ -147,5 +149,6 @@ def test_slots_are_yielded_to_whoever_still_waits(broker: SlotBroker, surplus: i
     broker.put(broker.leases.grant("a", "a", "a", "a"))  # type: ignore[attr-defined]
     wanted = [broker.free[0].id] if surplus else []
     source = SimpleNamespace(surplus=surplus, surplus_leases=wanted, others_wait=lambda: others)
-    Runtime._yield_slots(SimpleNamespace(broker=broker, leases=SimpleNamespace(source=source)))  # type: ignore[arg-type]
+    broker.leases.source = source  # type: ignore[assignment]
+    StepRecords._yield_slots(SimpleNamespace(stages=SimpleNamespace(context=SimpleNamespace(broker=broker))))  # type: ignore[arg-type]
     assert len(broker.free) == left and not any(lease.id in wanted for lease in broker.free)

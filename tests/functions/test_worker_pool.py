@@ -163,7 +163,7 @@ def test_a_node_that_is_lost_while_a_process_starts_on_it_is_no_error_of_the_run
     instance = pool.working[0]
     instance.actor, instance.slot = pool.start(nowhere), nowhere
     instance.opened = instance.actor.open.remote(1)
-    context = RunContext(SimpleNamespace(functions=FunctionsConfig()), pool.ledger, SlotBroker(pool.leases), None, None, None, None)
+    context = RunContext(SimpleNamespace(functions=FunctionsConfig()), SlotBroker(pool.leases), None, None, None, None)
     assert not context.record_start_or_replace(pool, instance, context.record_start)
     assert not pool.working and not pool.leases.held and pool.faults.counts == {FailureCause.NODE_LOST: 1} and pool.faults.used == 0
 
@@ -296,7 +296,7 @@ def test_a_drained_engine_leaves_its_device_before_its_lease_goes(engines):
     autoscaler = SimpleNamespace(terms=terms, safely=None)
     recipe: Any = SimpleNamespace(functions=FunctionsConfig(), rollout=RolloutConfig())
     leases: Any = SimpleNamespace(release=release)
-    context = RunContext(recipe, engines.ledger, SlotBroker(leases), None, None, autoscaler, None)  # type: ignore[arg-type]
+    context = RunContext(recipe, SlotBroker(leases), None, None, autoscaler, None)  # type: ignore[arg-type]
     stage = RolloutStage(context, engines, None, None, 0)  # type: ignore[arg-type]
     ray.get(drained.opened, timeout=120)
     roll_out(engines, 3, shares=1, give_back=stage.give_back)

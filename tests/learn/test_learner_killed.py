@@ -23,9 +23,9 @@ def test_a_killed_learner_ends_where_an_unbroken_one_does(private_ray: None, tmp
     moments = {(2, "update"), (3, "published")}
 
     def strike(run: FaultInjector, moment: str) -> None:
-        if (run.step.number, moment) in moments:
-            moments.remove((run.step.number, moment))
-            pid = pid_of(run.worker_group.by_rank[0])
+        if (run.parts.session.step.number, moment) in moments:
+            moments.remove((run.parts.session.step.number, moment))
+            pid = pid_of(run.parts.stages.learn.worker_group.by_rank[0])
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 

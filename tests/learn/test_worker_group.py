@@ -397,7 +397,7 @@ def test_a_run_without_snapshots_keeps_no_batches_and_ends_with_its_learner():
     worker_group = gang_on(Cluster("cpu", {"a": [0]}), Slot("a", 0))
     tree = {"prompts": {"task": "chain"}, "reward": {"function": "task"}}
     tree["checkpoint"] = {"memory_every_steps": 0, "resumable": False, "path": "somewhere"}
-    maker = PoolMaker(Recipe.parse(tree), worker_group.pool.leases, {}, pytest.fail)
+    maker = PoolMaker(Recipe.parse(tree), SlotBroker(worker_group.pool.leases), {}, pytest.fail)
     recovery = worker_group.recovery = maker.worker_group("learn", object, pytest.fail, 1).recovery
     assert not recovery.is_final, "at first the model's folder is the state"
     for what in ("accumulate", "update", "update"):

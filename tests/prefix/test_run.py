@@ -54,7 +54,7 @@ def test_prefix_kv_and_killed_processes_change_no_sample(private_ray: None, tmp_
     moved: Counter[str] = Counter()
     nobody: Any = lambda run, moment: None  # noqa: E731
     with engines_in_step(), FaultInjector(recipe, nobody) as run:  # what is to move must not have ended before the driver looks
-        stage = run.rollout_stage
+        stage = run.parts.stages.rollout
         assert stage.migration is not None and stage.migration.pages is not None
         stage.migration = ToAndFro("auto", 0.7, carries=True)
         for step in run:
@@ -71,11 +71,11 @@ def test_prefix_kv_and_killed_processes_change_no_sample(private_ray: None, tmp_
                 assert kill_index(run, None, None)
             if step.number >= 4 and moved["move_fallbacks"] < moved["moved_by_pages"]:
                 break
-        assert run.stages.prefix is not None
-        state, costs = run.checkpoints.load()[2], run.stages.prefix.speed.costs()
-        run.stages.prefix.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), MigrationPolicy("auto", 0.7, carries=True)
-        run._restore_driver(state)  # as a resumed run does
-        assert run.stages.prefix.speed.costs() == costs and state["moves"].keys() == {"prefill", "pages"}
+        assert run.parts.stages.prefix is not None
+        state, costs = run.parts.state.checkpoints.load()[2], run.parts.stages.prefix.speed.costs()
+        run.parts.stages.prefix.speed, stage.migration = PrefixSpeed.first_guess(1.0, 10**9), MigrationPolicy("auto", 0.7, carries=True)
+        run.parts.state.restore(state)  # as a resumed run does
+        assert run.parts.stages.prefix.speed.costs() == costs and state["moves"].keys() == {"prefill", "pages"}
     assert moved["moved"] >= moved["moved_by_pages"] > 0 and moved["move_fallbacks"] < moved["moved_by_pages"], moved
     for number in range(1, 5):
         assert [s["response"] for s in samples(run.folder.path, number)] == [s["response"] for s in samples(plain.folder.path, number)]

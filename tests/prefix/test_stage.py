@@ -59,9 +59,7 @@ def make(serving: None) -> Iterator[Callable[..., PrefixStage]]:
         recipe = Recipe.parse({"run": {"name": "stage"}, "prompts": {"task": "sort"}, "reward": {"function": "task"}})
         record = SimpleNamespace(progress=SimpleNamespace(message=messages.append))
         scaler = SimpleNamespace(terms=Measurements(), value_per_s=0.0, safely=lambda what, make, otherwise: make())
-        context = RunContext(
-            recipe, ledger, SlotBroker(leases), StepTimer(lambda *_: None), record, scaler, lambda: Limits({"node": 2}, {1: 2})
-        )  # type: ignore[arg-type]
+        context = RunContext(recipe, SlotBroker(leases), StepTimer(lambda *_: None), record, scaler, lambda: Limits({"node": 2}, {1: 2}))  # type: ignore[arg-type]
         fake = producer_class()
         pools = [
             WorkerPool(kind, lambda slot: start_actor(fake, slot, "cpu", {}, delay_s), leases, 300.0) for kind in ("prefill", "rollout")

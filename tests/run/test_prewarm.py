@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from rlhfless_ray.functions.lease import Slot
-from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.start_run import prewarm
 
 
 @pytest.mark.parametrize(("width", "most", "expected"), [(1, 8, ["0", "1"]), (1, 1, ["0"]), (2, 8, [])])
 def test_on_gpu_engines_start_on_the_devices_of_the_learner(width: int, most: int, expected: list[str]) -> None:
     """Other devices are unknown before a lease, and an engine of several may get others."""
-    run: Any = Runtime.__new__(Runtime)
     started: list[Slot] = []
     ranks = [Slot("other", "0"), Slot("node", "0"), Slot("node", "1"), Slot("node", "1")]
     nodes = SimpleNamespace(slots=lambda wanted: {"node": 2})  # where engines may start
-    run.leases, run.context = SimpleNamespace(resource="gpu", nodes=nodes), SimpleNamespace(most_engines=lambda width: most)
-    run.recipe = SimpleNamespace(rollout=SimpleNamespace(nodes={}))
-    run.worker_group = SimpleNamespace(by_rank=[SimpleNamespace(slot=slot) for slot in ranks])
-    run.rollout, run.stages = SimpleNamespace(width=width, prewarm=started.append), SimpleNamespace(agents=object())
-    run._prewarm(ranks[0])
+    recipe, leases = SimpleNamespace(rollout=SimpleNamespace(nodes={})), SimpleNamespace(resource="gpu", nodes=nodes)
+    context: Any = SimpleNamespace(recipe=recipe, leases=leases, most_engines=lambda width: most)
+    learn = SimpleNamespace(worker_group=SimpleNamespace(by_rank=[SimpleNamespace(slot=slot) for slot in ranks]))
+    rollout = SimpleNamespace(pool=SimpleNamespace(width=width, prewarm=started.append))
+    stages: Any = SimpleNamespace(learn=learn, rollout=rollout, agents=object())
+    prewarm(context, stages, ranks[0])
     assert [slot.device for slot in started] == expected

@@ -18,6 +18,7 @@ from rlhfless_ray.report.read_run import RunRecord
 from rlhfless_ray.report.summary import header
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.saved_state import SavedState
 
 RL = Recipe.parse({"prompts": {"task": "chain"}, "reward": {"function": "task"}})
 STAGE = SupervisedRecipe.parse({"task": "sft", "data": {"task": "chain"}})
@@ -118,9 +119,9 @@ def test_a_stretched_schedule_is_said() -> None:
 def resumed(recipe: Recipe, state: dict[str, Any], folder: Path, **settings: Any) -> Runtime:
     """Compare a recipe with a checkpoint's state as a resume does."""
     run = Runtime.__new__(Runtime)
-    run.recipe, run.cursor = recipe, Cursor(11, 2, True, recipe.run.seed)
+    cursor = Cursor(11, 2, True, recipe.run.seed)
+    run.recipe, run.inputs = recipe, SimpleNamespace(cursor=cursor, contents=settings.get("contents", {}))  # type: ignore[assignment]
     run.resume_changed = settings.get("accepted", False)
-    run.contents = settings.get("contents", {})
     run._check_state(state, RunFolder(folder))
     return run
 
@@ -172,10 +173,12 @@ def test_other_prompts_need_the_flag_and_drop_begun_groups(tmp_path: Path) -> No
         resumed(RL, state, tmp_path)
     run = resumed(RL, state, tmp_path, accepted=True)
     said: list[str] = []
-    run.record = SimpleNamespace(progress=SimpleNamespace(message=said.append))  # type: ignore[assignment]
+    kept = SavedState.__new__(SavedState)
+    kept.stages, kept.resume_changed = SimpleNamespace(context=SimpleNamespace(say=said.append)), True  # type: ignore[assignment]
+    kept.session = SimpleNamespace(source=SimpleNamespace(cursor=run.inputs.cursor))  # type: ignore[assignment]
     state |= {"ahead": [1], "in_flight": [2]}
-    run._restore_rows(state)
-    assert "ahead" not in state and "in_flight" not in state and run.cursor.state()["taken"] == 15
+    kept.restore_rows(state)
+    assert "ahead" not in state and "in_flight" not in state and run.inputs.cursor.state()["taken"] == 15
     assert said == ["responses to the earlier training prompts, which the checkpoint holds, are dropped"]
 
 

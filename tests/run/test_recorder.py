@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,10 @@ from rlhfless_ray.run import recorder as module
 from rlhfless_ray.run.checkpoints import Best
 from rlhfless_ray.run.folder import RunFolder
 from rlhfless_ray.run.recorder import RunRecorder
-from rlhfless_ray.runtime.runtime import Runtime
+from rlhfless_ray.runtime.evaluation import Evaluations
+from rlhfless_ray.runtime.step_records import StepRecords
 from rlhfless_ray.session.rollout_session import RolloutSession
-from rlhfless_ray.step.step import Step
+from rlhfless_ray.step.step import Step, StepProgress
 from rlhfless_ray.types import WeightVersion
 from tests.conftest import small_recipe
 
@@ -111,32 +113,34 @@ def test_every_leased_second_after_the_start_is_in_the_costs_of_a_step(record: R
     """A step's costs and its wall time are of the same interval: what a checkpoint takes belongs to the next step."""
     now = [record.ledger.started_s]
     monkeypatch.setattr(ledger_module, "time", SimpleNamespace(time=lambda: now[0]))
-    run = Runtime.__new__(Runtime)
-    run.ledger, run.record, run.phases, run.best = record.ledger, record, StepTimer(lambda _: None), Best("none")
-    run.session = RolloutSession.__new__(RolloutSession)
-    run.weights, run.cursor_after, run.leases = WeightVersion(0, ("weights",)), {}, SimpleNamespace()  # type: ignore[assignment]
-    run.dynamic_sampling, run.groups = SimpleNamespace(state=list), SimpleNamespace(in_flight=())  # type: ignore[assignment]
-    groups = SimpleNamespace(wait_for_copy=lambda weights: weights)
-    run.learn_stage = SimpleNamespace(passes_s=0.0, worker_groups=groups)  # type: ignore[assignment]
-    run.session.learn = run.learn_stage
-    run.session.stage = SimpleNamespace(begin=lambda *_: None, pool=SimpleNamespace(expect=lambda count: None))  # type: ignore[assignment]
+    leases = SimpleNamespace(ledger=record.ledger)
+    learn = SimpleNamespace(passes_s=0.0, worker_groups=SimpleNamespace(wait_for_copy=lambda weights: weights))
+    phases = StepTimer(lambda _: None)
+    context: Any = SimpleNamespace(ledger=record.ledger, leases=leases, recipe=record.recipe, record=record, phases=phases)
+    session = RolloutSession.__new__(RolloutSession)
+    session.context, session.learn, session.weights = context, learn, WeightVersion(0, ("weights",))  # type: ignore[assignment]
+    session.source = SimpleNamespace(dynamic_sampling=SimpleNamespace(state=list))  # type: ignore[assignment]
+    session.groups = SimpleNamespace(in_flight=())  # type: ignore[assignment]
+    session.stage = SimpleNamespace(begin=lambda *_: None, pool=SimpleNamespace(expect=lambda count: None))  # type: ignore[assignment]
+    session.step = Step(0, progress=StepProgress.CLOSED)
+    stages: Any = SimpleNamespace(context=context, learn=learn, agreement=None)
+    inputs = SimpleNamespace(prompts=SimpleNamespace(heldout=[]))
+    state: Any = SimpleNamespace(inputs=inputs, best=Best("none"), steps_done=0, owes_evaluation=not is_resumed)
+    records = StepRecords(stages, session, state, dict, dict, False)  # type: ignore[arg-type]
+    evaluations = Evaluations(stages, records)
     record.ledger.hold("slot", "node", "0", "learn", "")
     now[0] += 7.0
-    if is_resumed:  # it owes no evaluation
-        run.owes_evaluation, run._steps = False, None
-        iter(run)
-    else:
-        run.record_evaluation({})
-    assert run.phases.take()[1] < 5.0
+    evaluations.make_up()
+    assert context.phases.take()[1] < 5.0
     found = []
     for number, starts_next in ((1, True), (2, False), (3, False)):
-        run.begin_step(Step(number))
+        step = session.upcoming = Step(number, samples=[None])  # type: ignore[list-item]
+        session.take(step)
         now[0] += 5.0
-        step = Step(number)
-        totals = run.close_step(step, starts_next)
-        assert totals["full_slot_s"] == step.metrics["cost/full_slot_s"]
-        found.append(totals["full_slot_s"])
+        records._count(step, starts_next)
+        assert step.ledger["full_slot_s"] == step.metrics["cost/full_slot_s"]
+        found.append(step.ledger["full_slot_s"])
         if starts_next:
-            run.session.start_engines(SimpleNamespace(plan=SimpleNamespace(actors=1)))  # type: ignore[arg-type]
+            session.start_engines(SimpleNamespace(plan=SimpleNamespace(actors=1)))  # type: ignore[arg-type]
         now[0] += 4.0
     assert found == pytest.approx([5.0, 9.0, 9.0])

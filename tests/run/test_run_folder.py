@@ -177,8 +177,9 @@ def test_another_policy_cannot_go_on_from_a_checkpoint(tmp_path: Path, section: 
 def test_a_resume_with_other_rows_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     store(begun(tmp_path), 2).save(5, learner(), {"cursor": Cursor(11, 2, True, 0).state()})
     run = Runtime.__new__(Runtime)
-    run.recipe, run.folder, run.resume, run.cursor = recipe(tmp_path), RunFolder(tmp_path / "try"), True, Cursor(10, 2, True, 0)
-    run.inputs = SimpleNamespace(files={})
+    run.recipe, run.folder, run.resume = recipe(tmp_path), RunFolder(tmp_path / "try"), True
+    run.previous = run.resume_changed = False
+    run.inputs = SimpleNamespace(files={}, cursor=Cursor(10, 2, True, 0), contents={})  # type: ignore[assignment]
     with pytest.raises(UserError, match="the number of training rows was 11"):
         run._open_folder()  # which comes before the status and the recipe are written
 
@@ -190,8 +191,10 @@ def test_a_checkpoint_of_another_model_is_refused_before_ray(tmp_path: Path) -> 
         root = Path(tempfile.mkdtemp(dir=tmp_path))
         store(begun(root), 2).save(5, learner(), {"cursor": Cursor(11, 2, True, 0).state(), **state})
         run = Runtime.__new__(Runtime)
-        run.recipe, run.folder, run.resume, run.cursor = recipe(root), RunFolder(root / "try"), True, Cursor(11, 2, True, 0)
-        run.inputs = SimpleNamespace(files={"config.json": json.dumps(config).encode()})
+        run.recipe, run.folder, run.resume = recipe(root), RunFolder(root / "try"), True
+        run.previous = run.resume_changed = False
+        files = {"config.json": json.dumps(config).encode()}
+        run.inputs = SimpleNamespace(files=files, cursor=Cursor(11, 2, True, 0), contents={})  # type: ignore[assignment]
         run._open_folder()
 
     was = model_sizes({"config.json": b'{"model_type": "llama", "hidden_size": 64, "rms_norm_eps": 1e-5}'})
@@ -207,11 +210,12 @@ def test_a_refused_resume_of_checkpoints_elsewhere_leaves_no_folder(tmp_path: Pa
     driver = {"cursor": Cursor(11, 2, True, 0).state(), "run_folder": str(tmp_path / "try")}
     Checkpoints(mine.checkpoint, tmp_path / "try").save(5, learner(), driver)
     run = Runtime.__new__(Runtime)
-    run.recipe, run.cursor = mine, Cursor(10, 2, True, 0)
+    run.recipe, run.previous, run.resume_changed = mine, False, False
+    run.inputs = SimpleNamespace(cursor=Cursor(10, 2, True, 0), contents={})  # type: ignore[assignment]
     with pytest.raises(UserError, match="the number of training rows was 11"):
         run._folder_to_resume()
     assert not (tmp_path / "try").exists()
-    run.cursor = Cursor(11, 2, True, 0)
+    run.inputs.cursor = Cursor(11, 2, True, 0)
     assert run._folder_to_resume().path == tmp_path / "try" and (tmp_path / "try").is_dir()
 
 
