@@ -33,10 +33,10 @@ from rlhfless_ray.rollout.weight_traffic import WeightTraffic
 from rlhfless_ray.runtime.worker_pools import prices
 from rlhfless_ray.supervise.rank_recorder import DRIVER, RankRecorder
 from rlhfless_ray.weights.checksum import checksum, digests
-from rlhfless_ray.weights.parts import Assembled
 from rlhfless_ray.weights.remote_folder import FolderInStore
-from rlhfless_ray.weights.shards import save_intervals, shard_name
+from rlhfless_ray.weights.shards import save_slices, shard_name
 from rlhfless_ray.weights.tensor_file import load_tensors, save_tensors
+from rlhfless_ray.weights.tensor_slice import HeldSlices, TensorSlice, whole_slices
 from tests.conftest import samples, small_recipe, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -164,11 +164,11 @@ def test_nodes_of_ranks_pull_nothing_of_a_version_that_each_rank_holds_whole(nod
 
     class Rank:
         def weights(self, place: int, count: int) -> Any:
-            own = {name: array for number, (name, array) in enumerate(layers.items()) if number % count == place}
+            own = whole_slices({name: array for number, (name, array) in enumerate(layers.items()) if number % count == place})
             return own, (digests(own), [])
 
     def load(*shards: Any) -> int:
-        return checksum(Assembled(shards))
+        return checksum(HeldSlices.of(*shards))
 
     here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())
     on = {node: {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} for node in (here, there)}
@@ -201,15 +201,15 @@ def test_a_restored_rank_pulls_its_own_part_of_the_optimizer_state(nodes):
 
     class Rank(RankActor):
         def __init__(self, number: int) -> None:
-            parts = {"exp_avg.w": (number * 2**18, torch.full((2**18,), float(number)))}
+            parts = {TensorSlice("exp_avg.w", (2**19,), number * 2**18, (number + 1) * 2**18): torch.full((2**18,), float(number))}
             files = {f"model-{number}.safetensors": save_tensors({f"w.{number}": torch.zeros(4)})}
-            files[shard_name("optimizer", number, 2)] = save_intervals(parts, {})
+            files[shard_name("optimizer", number, 2)] = save_slices(parts)
             files |= {} if number else {"learner.json": b'{"optimizer_steps": 1, "rng": "00"}'}
             self.number, self.rank = number, SimpleNamespace(trainer=SimpleNamespace(state_files=lambda: files))
 
         def restore(self, source: Any) -> tuple[list[str], float]:
             state = read_state(read_source(source), parts_in(source))
-            own = state["moments"].read("exp_avg.w", self.number * 2**18, (self.number + 1) * 2**18)
+            own = state["moments"].read(TensorSlice("exp_avg.w", (2**19,), self.number * 2**18, (self.number + 1) * 2**18))
             return sorted(state["weights"]), float(own.mean())
 
     here, there = sorted(node_slots("cpu"), key=lambda node: node != ray.get_runtime_context().get_node_id())

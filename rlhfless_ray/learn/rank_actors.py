@@ -12,9 +12,9 @@ import numpy as np
 from rlhfless_ray.learn.process_group import free_port
 from rlhfless_ray.local.fast_imports import fast_imports
 from rlhfless_ray.types import CriticStats, Span, UpdateStats
-from rlhfless_ray.weights.parts import Assembled, Shard
 from rlhfless_ray.weights.remote_folder import Delivery, FilesInStore, FolderInStore, deliver, is_divided, map_files, sees
 from rlhfless_ray.weights.tensor_file import Files, RemoteFile, read_header_bytes
+from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices
 
 if TYPE_CHECKING:
     from rlhfless_ray.learn.rank_settings import RankSettings, ReferenceSettings
@@ -171,19 +171,19 @@ class LearnerActor(RankActor):
         logprobs, spans = timed(lambda: self.rank.agreement(share, temperature, top_p, top_k, noisy), "work", "check agreement", threads)
         return {"agreement": logprobs}, share.spans, spans
 
-    def weights(self, *share: int) -> tuple[Shard, tuple[dict[str, int], list[Span]]]:
-        """Return this rank's shard of the weights, and a digest of each piece with the spans. `share`: see `TrainerRank.weights`.
+    def weights(self, *share: int) -> tuple[Slices, tuple[dict[str, int], list[Span]]]:
+        """Return this rank's slices of the weights, and a digest of each with the spans. `share`: see `TrainerRank.weights`.
 
-        These are two return values of the Ray call. The shard stays in this node's object store until engines pull it.
+        These are two return values of the Ray call. The slices stay in this node's object store until engines pull it.
         """
         from rlhfless_ray.weights.checksum import digests
 
         weights, spans = timed(lambda: self.rank.trainer.weights(*share), "transfer", "publish weights")
         return weights, (digests(weights), spans)
 
-    def read_published(self, *shards: Shard) -> None:
-        """Call `TrainerRank.read_published`. `shards`: those of the last version on this node, as views of the object store."""
-        self.rank.trainer.read_published(Assembled(shards))
+    def read_published(self, *parts: Slices) -> None:
+        """Call `TrainerRank.read_published`. `parts`: each rank's slices of the last version on this node, as views of the object store."""
+        self.rank.trainer.read_published(HeldSlices.of(*parts))
 
 
 class CriticActor(RankActor):

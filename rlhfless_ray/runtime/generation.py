@@ -36,6 +36,7 @@ from rlhfless_ray.weights.checksum import combined, digests
 from rlhfless_ray.weights.load_policy import context_tokens
 from rlhfless_ray.weights.model_folder import WEIGHTS, stored_weights
 from rlhfless_ray.weights.tensor_file import Files, as_numpy, checksum
+from rlhfless_ray.weights.tensor_slice import whole_slices
 
 
 def generate(recipe: GenerationRecipe, *, out: Path | None = None, resume: bool = False) -> Path:
@@ -198,9 +199,9 @@ class Generation(Runtime):
     def _start(self, checkpoint: Checkpoint | None) -> None:
         """Publish the model's weights. Engines start with the first plan."""
         self.worker_group.slots = 0  # no update follows a rollout
-        arrays = {name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)}
-        digest_of = digests(arrays)
-        self.weights = WeightVersion(0, (ray.put(arrays),), combined(digest_of), digests=ray.put(digest_of))
+        slices = whole_slices({name: as_numpy(tensor) for name, tensor in stored_weights(self.inputs.files)})
+        digest_of = digests(slices)
+        self.weights = WeightVersion(0, (ray.put(slices),), combined(digest_of), digests=ray.put(digest_of))
 
     def _create_stages(self, resource: str) -> None:
         super()._create_stages(resource)

@@ -99,13 +99,13 @@ def read_header_bytes(content: Content) -> bytes:
     return whole.at(0, 8 + struct.unpack("<Q", whole.at(0, 8).tobytes())[0]).tobytes()
 
 
-def read_sizes(content: Content) -> dict[str, int]:
-    """Return {tensor name: elements} from a header, whose tensors may be missing. Raises ValueError if the header is incomplete."""
+def read_shapes(content: Content) -> dict[str, tuple[int, ...]]:
+    """Return {tensor name: shape} from a header, whose tensors may be missing. Raises ValueError if the header is incomplete."""
     try:
         header = _header(parts_of(content))[1]
     except (struct.error, IndexError):
         raise ValueError("a safetensors file is incomplete") from None
-    return {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
 def read_metadata(content: Content) -> dict[str, str]:

@@ -1,0 +1,185 @@
+"""The way of weight versions from the ranks that trained them to the members of engines: each member fetches its own slices.
+
+Engines pull. A collective that sends would fix who takes part in it, and prevent elasticity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rlhfless_ray.weights.checksum import damaged, digests, listed
+from rlhfless_ray.weights.layout import whole_tensors
+from rlhfless_ray.weights.tensor_slice import HeldSlices, Slices, TensorSlice
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+Content = tuple[tuple[int, ...], np.dtype]  # shape and type of a tensor
+FETCH_S = 600.0  # deadline for what a publisher has to send
+
+
+class WeightsMissing(ValueError):
+    """A version, a tensor or some of its elements are not published."""
+
+
+class WeightsDamaged(ValueError):
+    """Slices differ from the published ones. The message names them."""
+
+
+class PublisherLost(RuntimeError):
+    """Who published a version did not answer within the deadline, or is gone."""
+
+
+class WeightChannel(Protocol):
+    """One end of a channel. Every method that waits has the channel's deadline, and raises PublisherLost after it."""
+
+    def publish(self, version: int, slices: Slices) -> None:
+        """Offer these slices as a part of a version. Those of all publishers together are the version."""
+
+    def contents(self, version: int) -> Mapping[str, Content]:
+        """Return the shape and type of each tensor by name. Raises WeightsMissing if the version is not published."""
+
+    def check(self, version: int, member: int, width: int) -> None:
+        """Check a member's share of the published slices, so that `width` members together check all of them once.
+
+        Raises WeightsDamaged. A channel that checks what it fetches does nothing here.
+        """
+
+    def fetch(self, version: int, wanted: Sequence[TensorSlice]) -> list[np.ndarray]:
+        """Return the values of slices, which may be views. Raises WeightsMissing or WeightsDamaged with the slice's name."""
+
+    def close(self) -> None:
+        """Withdraw what was published, and release what was fetched."""
+
+
+class PublishedVersion(Mapping[str, np.ndarray]):
+    """The tensors of a version in a channel, by name. A tensor is fetched each time it is read."""
+
+    def __init__(self, channel: WeightChannel, version: int) -> None:
+        self.channel, self.version = channel, version
+
+    @cached_property
+    def contents(self) -> Mapping[str, Content]:
+        return self.channel.contents(self.version)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.read(TensorSlice.whole(name, self.contents[name][0]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.contents)
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def read(self, wanted: TensorSlice) -> np.ndarray:
+        return self.channel.fetch(self.version, [wanted])[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without reading them."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.contents.values())
+
+
+class RayStore:
+    """Ray's object store, for a process of Ray, and for a further member of an engine, which joins the cluster when it fetches first."""
+
+    def __init__(self) -> None:
+        self.engine: tuple[str, ActorHandle] | None = None  # whom a further member asks: the cluster's address, and the engine's actor
+
+    def put(self, slices: Slices) -> Any:
+        import ray
+
+        return ray.put(slices)
+
+    def get(self, refs: Sequence[ObjectRef] | None, version: int, within_s: float) -> list[Slices]:
+        """Map parts of a version. Of a further member the engine's actor has the references (`refs` None)."""
+        import ray
+
+        if refs is None and self.engine is not None:
+            address, actor = self.engine
+            if not ray.is_initialized():
+                ray.init(address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+            refs = ray.get(actor.published.options(concurrency_group="control").remote(version), timeout=within_s)
+        return ray.get(list(refs or ()), timeout=within_s)
+
+    def __getstate__(self) -> dict[str, Any]:
+        import ray
+
+        context = ray.get_runtime_context()
+        return {"engine": self.engine or (context.gcs_address, context.current_actor)}
+
+
+class ObjectStoreChannel:
+    """Slices in an object store. A reader maps the parts of a version, and reads its own slices only.
+
+    A pickled channel, as an engine sends it to its further members, has no weights. They map the parts themselves.
+    """
+
+    def __init__(self, within_s: float = FETCH_S, store: RayStore | None = None) -> None:
+        self.within_s, self.store = within_s, store or RayStore()
+        self.refs: dict[int, Sequence[Any]] = {}  # to each version's parts
+        self.held: dict[int, HeldSlices] = {}
+        self.digests: dict[int, Mapping[str, int]] = {}
+        self.fetched_bytes = 0
+
+    def offer(self, version: int, parts: Sequence[Slices], digest_of: Mapping[str, int], refs: Sequence[ObjectRef] = ()) -> None:
+        """Offer only this version, whose parts this process has mapped already. `refs`: to the parts, for further members."""
+        self.close()
+        self.held[version], self.digests[version], self.refs[version] = HeldSlices.of(*parts), digest_of, refs
+
+    def publish(self, version: int, slices: Slices) -> None:
+        self.refs[version] = (*self.refs.get(version, ()), self.store.put(slices))
+        self.digests[version] = {**self.digests.get(version, {}), **digests(slices)}
+        self.held.pop(version, None)
+
+    def contents(self, version: int) -> dict[str, Content]:
+        held = self._mapped(version)
+        return {name: held.content(name) for name in held}
+
+    def check(self, version: int, member: int = 0, width: int = 1) -> None:
+        pieces = {str(piece): (piece, load) for of_name in self._mapped(version).held.values() for piece, load in of_name}
+        owner = whole_tensors({name: piece.end - piece.start for name, (piece, _) in pieces.items()}, width)
+        own = {piece: load() for name, (piece, load) in pieces.items() if owner[name] == member}
+        expected = {name: digest for name, digest in self.digests[version].items() if owner.get(name, 0) == member}
+        if wrong := damaged(digests(own), expected):
+            raise WeightsDamaged(f"weight version {version} arrived damaged: {listed(wrong)} differ from the published tensors")
+
+    def fetch(self, version: int, wanted: Sequence[TensorSlice]) -> list[np.ndarray]:
+        held = self._mapped(version)
+        try:
+            found = [held.read(piece) for piece in wanted]
+        except KeyError as error:
+            raise WeightsMissing(f"weight version {version} has no tensor {error.args[0]}") from None
+        except ValueError as error:
+            raise WeightsMissing(f"weight version {version}: {error}") from None
+        self.fetched_bytes += sum(values.nbytes for values in found)
+        return found
+
+    def close(self) -> None:
+        for of_version in (self.refs, self.held, self.digests):
+            of_version.clear()
+
+    def _mapped(self, version: int) -> HeldSlices:
+        if version in self.held:
+            return self.held[version]
+        if version not in self.digests:
+            raise WeightsMissing(f"weight version {version} is not published, only {', '.join(map(str, self.digests)) or 'none'}")
+        from ray.exceptions import RayError
+
+        try:
+            parts = self.store.get(self.refs.get(version), version, self.within_s)
+        except RayError as error:
+            raise PublisherLost(
+                f"weight version {version} did not come from the object store within {self.within_s:g} s: {error}"
+            ) from error
+        self.held[version] = HeldSlices.of(*parts)
+        return self.held[version]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "refs": {}, "held": {}}
